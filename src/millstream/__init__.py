@@ -1,0 +1,1 @@
+"""Millstream: keep accelerators busy."""

@@ -1,0 +1,87 @@
+"""Every error and warning of the library.
+
+An error says what happened (names and values), what was expected, where (kernel, buffer, the user's source line) and what
+to do about it. It carries those as fields, so that a program can read them too. Bad arguments also subclass ``ValueError``.
+"""
+
+from __future__ import annotations
+
+
+class MillstreamError(Exception):
+    """Base of all errors raised by Millstream."""
+
+
+class ArgumentError(MillstreamError, ValueError):
+    """An argument of a public function is not acceptable; the message names the value and the choice."""
+
+
+class GraphError(MillstreamError, ValueError):
+    """A kernel graph contradicts itself.
+
+    Attributes:
+        kernel: Name of the kernel at fault, or ``None``.
+        buffer: Id of the buffer at fault, or ``None``.
+    """
+
+    def __init__(self, message: str, *, kernel: str | None = None, buffer: str | None = None) -> None:
+        super().__init__(message)
+        self.kernel = kernel
+        self.buffer = buffer
+
+
+class PlanError(GraphError):
+    """A plan contradicts its graph or itself.
+
+    Attributes:
+        step: Position of the offending step in ``plan.steps``, or ``None``.
+    """
+
+    def __init__(
+        self, message: str, *, kernel: str | None = None, buffer: str | None = None, step: int | None = None
+    ) -> None:
+        super().__init__(message, kernel=kernel, buffer=buffer)
+        self.step = step
+
+
+class CaptureError(MillstreamError):
+    """The user's function cannot be captured as one graph.
+
+    Attributes:
+        reason: What stands in the way, in one sentence.
+        where: The user's source line, or an empty string when it is not known.
+        remedy: What the user can do about it.
+    """
+
+    def __init__(self, reason: str, *, where: str = "", remedy: str = "") -> None:
+        super().__init__(" ".join(part for part in (reason, f"At {where}." if where else "", remedy) if part))
+        self.reason = reason
+        self.where = where
+        self.remedy = remedy
+
+
+class LoweringError(MillstreamError):
+    """PyTorch's compiler produced something that Millstream cannot turn into a kernel graph.
+
+    Attributes:
+        construct: What was met (an operator, a line of the wrapper program).
+    """
+
+    def __init__(self, message: str, *, construct: str = "") -> None:
+        super().__init__(message)
+        self.construct = construct
+
+
+class DeviceError(MillstreamError):
+    """A place is unknown, absent or already closed."""
+
+
+class FeedError(MillstreamError):
+    """A batch cannot be fed to the device; the message names the leaf and the remedy."""
+
+
+class InternalError(MillstreamError):
+    """A bug in Millstream: please report it with the message."""
+
+
+class FallbackWarning(UserWarning):
+    """Something could not be captured, lowered or scheduled, so it runs as plain torch.compile or eager instead."""

@@ -1,0 +1,81 @@
+"""A plan: what is launched on which stream, what waits for what, and how long each buffer lives. Frozen data without torch.
+
+Steps stand in the order in which the host issues them. ``Allocate`` and ``Free`` are meant on the host's clock too: a buffer's
+memory may be handed out again by an ``Allocate`` behind its ``Free``, which is safe only where the streams order the old uses
+before the new ones; ``millstream.check`` proves that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millstream.graph.kernel_graph import KernelGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Put a kernel on a stream."""
+
+    kernel: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Mark the present tail of a stream with an event."""
+
+    event: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Let everything issued later on a stream run only after an event."""
+
+    event: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Take memory for a buffer; ``stream`` is that of its first writer."""
+
+    buffer: str
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Give a buffer's memory back to ``stream``, behind everything issued there so far."""
+
+    buffer: str
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy one buffer to another of the same size."""
+
+    source: str
+    destination: str
+    stream: int
+
+
+Step = Launch | Record | Wait | Allocate | Free | Copy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one run of a graph is issued.
+
+    Attributes:
+        graph: What is run.
+        steps: In the order the host issues them.
+        num_streams: Streams are numbered from 0; stream 0 is where the caller's work comes from and goes on.
+        policy: Name of the policy that made it.
+    """
+
+    graph: KernelGraph
+    steps: tuple[Step, ...]
+    num_streams: int = 1
+    policy: str = "serial"
