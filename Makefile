@@ -1,0 +1,50 @@
+# Everything sets itself up: `make run` and `make test` work on a fresh clone.
+#   PY=python3.12      interpreter for the virtual environment (3.11 or newer)
+#   PYTHON=python3     use this interpreter as it is, and set nothing up (it must have torch and pytest)
+
+PY ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(VENV)/bin/python
+SETUP := $(READY)
+endif
+export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.PHONY: help run test check gpu bench format clean
+.DEFAULT_GOAL := help
+
+help: ## show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+run: $(SETUP) ## train a character LSTM, eager and then as one graph; prints both speeds (under three minutes on two cores)
+	$(PYTHON) -m millstream.cli train char-rnn
+
+test: $(SETUP) ## every test that needs no GPU
+	$(PYTHON) -m pytest -m "not gpu"
+
+check: $(SETUP) ## lint, format, types and layers
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pyrefly check
+	$(PYTHON) -c "from importlinter.cli import lint_imports_command; lint_imports_command()" --no-logo
+
+gpu: $(SETUP) ## the tests that need a GPU (PYTHON=python3 where torch is already installed)
+	$(PYTHON) -m pytest tests/gpu -m gpu
+
+bench: $(SETUP) ## every benchmark suite, on a machine with a GPU; writes benchmarks/results/
+	$(PYTHON) -m benchmarks
+
+format: $(SETUP) ## put the code into the house format
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "millstream needs Python 3.11 or newer; '$(PY)' is $$($(PY) --version 2>&1). Try: make PY=python3.12" >&2; exit 2; }
+	$(PY) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@

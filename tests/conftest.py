@@ -1,0 +1,29 @@
+"""What every test shares: no GPU, no GPU test; the same random numbers in every run; one hypothesis profile."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("dev", deadline=None)  # two shared cores: time says nothing about a property
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
