@@ -1,0 +1,186 @@
+"""``ms.compile``: a model or function, captured by Dynamo, run as programs of ours.
+
+Dynamo captures and guards; AOT autograd splits forward from backward; ``lower`` turns each graph into a program. What Dynamo
+cannot capture it runs as plain Python between the graphs, and what cannot be lowered runs on plain Inductor: the results are right
+in any case, and one warning names the reason and the line. With ``strict`` the same reasons raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import utils as dynamo_utils
+
+from millstream.errors import CaptureError, FallbackWarning, MillstreamError
+from millstream.lower import Lowered, compile_graph
+
+#: Dynamo gives up on a function after this many versions; a user of many input shapes meets its default of 8 too soon.
+RECOMPILE_LIMIT = 64
+
+
+class Runnable(Protocol):
+    """What a builder makes of a lowered program."""
+
+    def __call__(self, inputs: list[Any]) -> list[Any]: ...
+
+    def release(self) -> None: ...
+
+
+#: Makes executables for the programs (forward, backward) of one graph.
+Builder = Callable[[Lowered], Runnable]
+
+
+class Graph:
+    """One captured graph: its programs, in the order they were lowered, and when it was last used."""
+
+    def __init__(self) -> None:
+        self.executables: list[Any] = []
+        self.last_used = 0
+
+
+class Compiler:
+    """A Dynamo backend that remembers what it compiled.
+
+    Args:
+        new_builder: Called once a graph.
+        name: Name of what is compiled, for people.
+        freeze: Fold parameters into the graphs.
+        strict: Raise instead of falling back.
+        max_graphs: So many graphs keep their memory; the one unused for longest gives it back and takes it anew when needed.
+        options: Inductor options.
+    """
+
+    def __init__(
+        self,
+        new_builder: Callable[[], Builder],
+        *,
+        name: str,
+        freeze: bool = False,
+        strict: bool = False,
+        max_graphs: int = 8,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self._new_builder = new_builder
+        self._name, self._freeze, self.strict, self._max_graphs, self._options = name, freeze, strict, max_graphs, options
+        self._clock = itertools.count(1)
+        self.graphs: list[Graph] = []
+        self.fallbacks: list[str] = []
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        """Compile a graph that Dynamo captured."""
+        builder, graph = self._new_builder(), Graph()
+
+        def finish(lowered: Lowered) -> Runnable:
+            executable = builder(lowered)
+            graph.executables.append(executable)
+            return executable
+
+        run = compile_graph(
+            gm, inputs, finish, self._refuse, name=self._name, freeze=self._freeze, options=self._options
+        )
+        self.graphs.append(graph)
+        graph.last_used = next(self._clock)
+        self._release_oldest()
+
+        @functools.wraps(run)
+        def call(*args: Any) -> Any:
+            graph.last_used = next(self._clock)
+            return run(*args)
+
+        return call
+
+    def warn(self, reason: str) -> None:
+        """Note why something runs otherwise than asked for, and say so once a reason; raise if strict."""
+        if self.strict:
+            raise CaptureError(reason)
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            warnings.warn(FallbackWarning(f"{self._name}: {reason}"), stacklevel=4)
+
+    def _refuse(self, error: Exception) -> None:
+        if self.strict:
+            raise error if isinstance(error, MillstreamError) else CaptureError(f"{type(error).__name__}: {error}") from error
+        self.warn(f"a graph runs on plain torch.compile, because it could not be lowered ({type(error).__name__}: {error}).")
+
+    def _release_oldest(self) -> None:
+        for graph in sorted(self.graphs, key=lambda graph: graph.last_used)[: -self._max_graphs]:
+            for executable in graph.executables:
+                executable.release()
+
+
+class Compiled:
+    """A function compiled by ``ms.compile``.
+
+    Attributes:
+        compiler: What was compiled for it.
+    """
+
+    def __init__(self, function: Callable[..., Any], compiler: Compiler) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.compiler = compiler
+        self._reported = 0
+        dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
+        self._call = torch.compile(function, backend=compiler, dynamic=False, fullgraph=compiler.strict)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        breaks = len(dynamo_utils.graph_break_reasons)
+        result = self._call(*args, **kwargs)
+        if len(self.compiler.graphs) != self._reported:
+            self._report(breaks)
+        return result
+
+    def _report(self, breaks: int) -> None:
+        """Tell the user what Dynamo left to Python while it captured."""
+        self._reported = len(self.compiler.graphs)
+        for reason in dynamo_utils.graph_break_reasons[breaks:]:
+            where = ""
+            if reason.user_stack:
+                frame = reason.user_stack[-1]
+                where = f" at {frame.filename}:{frame.lineno} in {frame.name}"
+            first = str(reason.reason).strip().splitlines()[0]
+            self.compiler.warn(f"the graph is cut{where} ({first}); the parts run one after another.")
+
+
+class CompiledModule(torch.nn.Module):
+    """A module compiled by ``ms.compile``: calls run compiled, everything else reaches the original module.
+
+    ``parameters()``, ``state_dict()``, ``train()``, attributes read and written, and ``isinstance`` all behave as the original, which
+    stays usable beside it and shares all tensors with it.
+    """
+
+    def __init__(self, module: torch.nn.Module, compiler: Compiler) -> None:
+        object.__setattr__(self, "_millstream", Compiled(module, compiler))
+        object.__setattr__(self, "_original", module)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("_millstream", "_original"):
+            return object.__getattribute__(self, name)
+        original = object.__getattribute__(self, "_original")
+        value = getattr(original, name)
+        if not callable(value) or getattr(value, "__self__", None) is not original:
+            return value
+
+        @functools.wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            result = value(*args, **kwargs)
+            return self if result is original else result  # model.train() returns the compiled model
+
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "_original"), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(object.__getattribute__(self, "_original"), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._millstream(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"compiled {self._original!r}"

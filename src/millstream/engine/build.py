@@ -1,0 +1,150 @@
+"""Lowered program → checked plan → engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from millstream.check import check_plan
+from millstream.engine.cuda_graph import CudaGraphEngine, Family
+from millstream.engine.serial import SerialEngine
+from millstream.errors import ArgumentError
+from millstream.graph import KernelKind, Plan, Wait
+from millstream.lower import Lowered
+from millstream.schedule import peak_bytes, plan_serial
+
+#: Names that ``engine=`` and ``MILLSTREAM_ENGINE`` accept.
+ENGINES = ("serial", "graph")
+
+
+class Engine(Protocol):
+    """Runs one plan. Given a list of inputs, which it may empty, returns the list of outputs."""
+
+    name: str
+    lowered: Lowered
+    plan: Plan
+
+    def __call__(self, inputs: list[Any]) -> list[Any]: ...
+
+    def release(self) -> None: ...
+
+
+class Executable:
+    """An engine with what people want to know about it.
+
+    Attributes:
+        engine: What runs it.
+        notes: Why it does not run on the engine asked for; empty when it does.
+    """
+
+    def __init__(self, engine: Engine, notes: list[str]) -> None:
+        self.engine = engine
+        self.notes = notes
+        self.peak_bytes = peak_bytes(engine.plan)
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        return self.engine(inputs)
+
+    def release(self) -> None:
+        """Give back the memory it holds between calls; the next call takes it anew."""
+        self.engine.release()
+
+    @property
+    def lowered(self) -> Lowered:
+        return self.engine.lowered
+
+    @property
+    def plan(self) -> Plan:
+        return self.engine.plan
+
+    @property
+    def num_kernels(self) -> int:
+        return len(self.plan.graph.kernels)
+
+    @property
+    def num_streams(self) -> int:
+        return self.plan.num_streams
+
+    @property
+    def num_waits(self) -> int:
+        return sum(isinstance(step, Wait) for step in self.plan.steps)
+
+    @property
+    def compile_seconds(self) -> float:
+        return self.lowered.seconds
+
+    def replay(self) -> None:
+        """Run the captured graph again on its present inputs (``graph`` engine only): for measurements."""
+        if not isinstance(self.engine, CudaGraphEngine):
+            raise ArgumentError(f"Engine {self.engine.name} has nothing to replay; engine='graph' on a CUDA device has.")
+        self.engine.replay()
+
+
+def build(
+    lowered: Lowered,
+    *,
+    engine: str | None = None,
+    copy_outputs: bool = True,
+    family: Family | None = None,
+    warn: Callable[[str], None] = lambda reason: None,
+) -> Executable:
+    """Plan a program, check the plan, and make the engine that runs it.
+
+    Args:
+        lowered: What to run.
+        engine: ``serial`` or ``graph``; ``None`` takes ``MILLSTREAM_ENGINE`` or else the quickest that the device has.
+        copy_outputs: Whether callers own what they get.
+        family: Shared by the programs of one model.
+        warn: Told once when the program runs on another engine than asked for.
+
+    Raises:
+        ArgumentError: ``engine`` has no such name.
+        PlanError: The plan would race; a bug, found before anything ran.
+    """
+    engine = os.environ.get("MILLSTREAM_ENGINE") or engine
+    if engine is not None and engine not in ENGINES:
+        raise ArgumentError(f"Unknown engine {engine!r}; choose one of {', '.join(ENGINES)}.")
+    plan = plan_serial(lowered.program.graph)
+    check_plan(plan)
+    notes: list[str] = []
+
+    def refuse(reason: str) -> None:
+        notes.append(reason)
+        warn(reason)
+
+    if engine != "serial":
+        obstacle = why_not_graph(lowered)
+        if not obstacle:
+            family = family or Family()
+            return Executable(
+                CudaGraphEngine(
+                    lowered,
+                    plan,
+                    copy_outputs=copy_outputs,
+                    family=family,
+                    on_failure=lambda error: refuse(f"CUDA refused to capture {lowered.program.graph.name}: {error}"),
+                ),
+                notes,
+            )
+        if engine == "graph" or lowered.program.devices != {"cpu"}:
+            refuse(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}")
+    return Executable(SerialEngine(lowered, plan), notes)
+
+
+def why_not_graph(lowered: Lowered) -> str:
+    """Say in a few words why a program cannot become one CUDA graph; empty when it can."""
+    graph = lowered.program.graph
+    if lowered.program.devices == {"cpu"} or not graph.kernels:
+        return "a CUDA graph needs kernels on a CUDA device."
+    if len(lowered.program.devices) > 1:
+        return f"its kernels run on {', '.join(sorted(lowered.program.devices))}."
+    for buffer in graph.buffers:
+        if buffer.device == "cpu":
+            users = [k for k in graph.kernels if buffer.id in (*k.reads, *k.writes)]
+            where = f" at {users[0].source}" if users and users[0].source else ""
+            return f"buffer {buffer.id} is in host memory{where}; create it on the device."
+    for kernel in graph.kernels:
+        if kernel.kind is KernelKind.HOST:
+            return f"kernel {kernel.name} runs on the host{f' at {kernel.source}' if kernel.source else ''}."
+    return ""

@@ -1,0 +1,60 @@
+"""The reference engine: kernels one after another, on any device, without capture."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from millstream.device import guard
+from millstream.engine.source import Run, compile_plan
+from millstream.graph import Plan
+from millstream.lower import Lowered
+from millstream.lower.program import Program
+from millstream.lower.tensors import reinterpret
+from millstream.schedule import assign_offsets
+
+
+class SerialEngine:
+    """Runs a one-stream plan by calling its kernels in order.
+
+    On the CPU, temporaries live in one arena laid out once, so that a call allocates nothing but its outputs. On a GPU they come
+    from PyTorch's allocator, which is free of cost there and shares memory with everything else.
+    """
+
+    name = "serial"
+
+    def __init__(self, lowered: Lowered, plan: Plan) -> None:
+        self.lowered, self.plan = lowered, plan
+        self._lock = threading.Lock()  # the arena serves one call at a time
+        self._place = next((name for name in sorted(lowered.program.devices) if name != "cpu"), "cpu")
+        self._run: Run | None = None  # made by the first call: engines are built while PyTorch compiles, among fake tensors
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        if self._place != "cpu":
+            with guard(self._place):
+                return (self._run or self._prepare({}))(inputs)
+        with self._lock:
+            return (self._run or self._prepare(bind_arena(self.lowered.program, self.plan)))(inputs)
+
+    def release(self) -> None:
+        """Give the arena back; the next call takes it anew."""
+        with self._lock:
+            self._run = None
+
+    def _prepare(self, bound: dict[str, torch.Tensor]) -> Run:
+        self._run = compile_plan(self.lowered.program, self.plan, bound)
+        return self._run
+
+
+def bind_arena(program: Program, plan: Plan) -> dict[str, torch.Tensor]:
+    """Allocate one arena for the temporaries of a plan and return them as tensors over it, by buffer id."""
+    layout = assign_offsets(plan)
+    arena = torch.empty(layout.arena_bytes, dtype=torch.uint8)
+    bound = {}
+    for name, offset in layout.offset_of.items():
+        spec = program.layouts[name]
+        memory = arena[offset : offset + program.graph.buffer_of[name].num_bytes].view(spec.dtype)
+        bound[name] = reinterpret(memory, spec.size, spec.stride, 0)
+    return bound

@@ -1,0 +1,160 @@
+"""torch FX graph → programs, through TorchInductor. The only place that calls Inductor's compiler.
+
+AOT autograd (decompositions, functionalization, the split into forward and backward), Inductor's passes, fusion and code generation
+run unchanged; only the last step, the wrapper, is ours. Tried on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+from millstream.errors import LoweringError
+from millstream.lower.fx_wrapper import collect_wrappers
+from millstream.lower.program import Program
+from millstream.lower.translate import translate
+
+
+class Phase(StrEnum):
+    """Which part of a model a program is."""
+
+    INFERENCE = "inference"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program and how PyTorch is going to call it.
+
+    Attributes:
+        program: What to run.
+        phase: Which part of a model it is.
+        visible: Positions of the outputs that reach the user; the others are saved for the backward pass.
+        seconds: What lowering it took.
+    """
+
+    program: Program
+    phase: Phase
+    visible: frozenset[int]
+    seconds: float
+
+
+#: Turns a lowered program into what PyTorch calls with the list of inputs.
+Finish = Callable[[Lowered], Callable[[list[Any]], Sequence[Any]]]
+#: Told why a graph runs on plain Inductor instead.
+Refuse = Callable[[Exception], None]
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    finish: Finish,
+    refuse: Refuse,
+    *,
+    name: str = "model",
+    freeze: bool = False,
+    options: dict[str, Any] | None = None,
+    step_state: frozenset[int] | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph, for inference or for forward and backward as autograd demands, into programs.
+
+    Args:
+        gm: Graph of torch or aten operators, as Dynamo or make_fx give it. Owned from now on.
+        inputs: Example inputs, real or fake, in the order of its placeholders.
+        finish: Called once a program, possibly later (the backward pass is lowered when first needed).
+        refuse: Called with the reason when a program cannot be had; returning means: go on with plain Inductor.
+        name: Name of the graph, for people.
+        freeze: Fold parameters into the graph as constants; inference only.
+        options: Further Inductor options, such as autotuning.
+        step_state: For a whole training step: positions of the inputs whose memory stays the same between calls.
+
+    Returns:
+        A callable on the flat inputs that returns the flat outputs.
+    """
+    options = dict(options or {})
+    if freeze:
+        options["freezing"] = True
+
+    def inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        phase = Phase.STEP if step_state is not None else _phase(kwargs)
+        # Inductor's passes rewrite the graph they are given; the way back needs it as it was.
+        untouched = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
+        try:
+            static = frozenset(kwargs.get("static_input_idxs") or ()) if step_state is None else step_state
+            lowered = _lower(graph, example_inputs, kwargs, f"{name}.{phase}", phase, static, options)
+            run = finish(lowered)
+        except Exception as error:  # whatever private Inductor code raises: plain Inductor is always possible
+            refuse(error)
+            with inductor_config.patch(options):
+                return compile_fx_inner(untouched, example_inputs, **kwargs)
+        return _boxed(run)
+
+    with (
+        torch.no_grad() if step_state is not None else contextlib.nullcontext(),
+        inductor_config.patch(options),
+        # A cached AOT artefact would skip the lowering, which is all we are here for.
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        return compile_fx(gm, list(inputs), inner_compile=inner)  # type: ignore[no-any-return, arg-type]
+
+
+def _lower(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    kwargs: dict[str, Any],
+    name: str,
+    phase: Phase,
+    static: frozenset[int],
+    options: dict[str, Any],
+) -> Lowered:
+    start = time.perf_counter()
+    num_outputs = len(_outputs(graph))
+    visible = frozenset(range(num_outputs))
+    if phase is Phase.FORWARD:
+        visible = frozenset(_visible_outputs(graph))
+    with collect_wrappers(options) as wrappers:
+        compile_fx_inner(graph, inputs, **{**kwargs, "fx_wrapper": True})
+    if not wrappers:
+        raise LoweringError("The graph has no kernels.", construct=name)
+    program = translate(wrappers[-1], name=name, static=static)
+    if len(program.outputs) != num_outputs:
+        raise LoweringError(f"The wrapper returns {len(program.outputs)} values instead of {num_outputs}.", construct=name)
+    return Lowered(program, phase, visible, time.perf_counter() - start)
+
+
+def _phase(kwargs: dict[str, Any]) -> Phase:
+    if kwargs.get("is_backward"):
+        return Phase.BACKWARD
+    return Phase.INFERENCE if kwargs.get("is_inference") else Phase.FORWARD
+
+
+def _outputs(graph: torch.fx.GraphModule) -> Sequence[Any]:
+    return next(iter(reversed(graph.graph.nodes))).args[0]  # type: ignore[return-value]
+
+
+def _visible_outputs(graph: torch.fx.GraphModule) -> Sequence[int]:
+    """Positions of the outputs that reach the user, as AOT autograd notes them; without the note, all."""
+    node = next(iter(reversed(graph.graph.nodes)))
+    return node.meta.get("user_visible_output_idxs") or range(len(node.args[0]))  # type: ignore[arg-type]
+
+
+def _boxed(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Mark a callable on a list of inputs as one that may empty the list, so that activations can be freed early."""
+
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        return run(inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

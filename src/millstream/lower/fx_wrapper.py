@@ -1,0 +1,263 @@
+"""TorchInductor's FX wrapper, taught what a scheduler needs. All private Inductor APIs of the wrapper live here.
+
+Inductor ends by writing a *wrapper*: a program that allocates buffers and launches kernels. Its FX wrapper writes that program as
+an FX graph. The subclasses here change three things: C++ kernels are accepted (upstream takes Triton kernels only), a Triton
+launch keeps the kernel's own tuner (upstream drops warps and stages), and every launch remembers the aten nodes it came from.
+
+Tried on torch 2.11 (CUDA, CPU) and 2.13 (CPU).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._inductor import config, ir
+from torch._inductor.codecache import LambdaFuture, PyCodeCache
+from torch._inductor.codegen import common, wrapper_fxir
+from torch._inductor.codegen.wrapper import KernelDefinitionLine, PythonWrapperCodegen, WrapperLine
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.virtualized import V
+
+from millstream.errors import LoweringError
+
+#: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so Inductor
+#: must not reuse buffers; the converter of 2.11 rejects assertion lines.
+OPTIONS: dict[str, Any] = {
+    "fx_wrapper": True,
+    "cpp_wrapper": False,
+    "allow_buffer_reuse": False,
+    "inplace_buffers": False,
+    "memory_planning": False,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "nan_asserts": False,
+    "graph_partition": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelArgument:
+    """How a generated kernel uses one of its arguments."""
+
+    name: str
+    reads: bool
+    writes: bool
+
+
+class GeneratedKernel:
+    """A Triton or C++ kernel: called with tensors and integers it runs on real tensors and does nothing on fake ones.
+
+    Attributes:
+        arguments: One entry per call argument, in order.
+        tuner: The Triton tuner that launches it, or ``None`` for C++.
+        function: What a launch calls: ``tuner.run`` or the C++ function.
+    """
+
+    def __init__(self, name: str, compiled: Any, arguments: tuple[KernelArgument, ...]) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.tuner = compiled if isinstance(compiled, CachingAutotuner) else None
+        self.function: Callable[..., Any] = compiled.run if self.tuner is not None else compiled
+        self.arguments = arguments
+
+    def __call__(self, *args: Any) -> None:
+        if any(isinstance(arg, torch._subclasses.FakeTensor) for arg in args):
+            return
+        if self.tuner is not None:
+            self.function(*args, stream=torch.cuda.current_stream().cuda_stream)
+        else:
+            self.function(*args)
+
+
+class DeviceCopyLine(WrapperLine):
+    """``destination.copy_(source)`` as a wrapper line; upstream writes it as text, which has no FX form."""
+
+    def __init__(self, source: str, destination: str, non_blocking: bool) -> None:
+        self.source, self.destination, self.non_blocking = source, destination, non_blocking
+
+    def codegen(self, code: Any) -> None:
+        code.writeline(f"{self.destination}.copy_({self.source}, {self.non_blocking})")
+
+    def codegen_fx(self, converter: Any) -> Callable[[WrapperLine], None]:
+        return converter._generate_device_copy  # type: ignore[no-any-return]
+
+
+class Converter(wrapper_fxir.FxConverter):
+    """Wrapper lines → FX, for Triton and C++ kernels alike."""
+
+    def generate(self) -> torch.fx.GraphModule:
+        self.generated = import_kernels(self.prologue, self.lines)
+        return super().generate()
+
+    def _generate_kernel_definition(self, line: Any) -> None:
+        pass  # all kernels were imported together, so that they compile in parallel
+
+    def _generate_kernel_call(self, line: Any) -> None:
+        args = tuple(a if isinstance(a, torch.fx.Node) else plain_number(a) for a in self._lookup_args(line.call_args))
+        entry = self.generated.get(line.kernel_name)
+        if entry is None:
+            raise LoweringError(f"Kernel {line.kernel_name} is called but not defined.", construct=line.kernel_name)
+        compiled, body = entry
+        kernel = GeneratedKernel(line.kernel_name, compiled, describe_arguments(compiled, body, len(args)))
+        node = self.gm.graph.call_function(kernel, args=args)
+        node.meta["origins"] = getattr(line, "origins", ())
+
+    def _generate_extern_kernel_common(self, kernel: Any, out_ir_node: Any) -> None:
+        if kernel.op_overload is None:
+            raise LoweringError(
+                f"Library kernel {kernel.python_kernel_name} has no aten operator.", construct=str(kernel.python_kernel_name)
+            )
+        last = next(reversed(self.gm.graph.nodes), None)
+        super()._generate_extern_kernel_common(kernel, out_ir_node)
+        self._tag_origins(kernel, last)
+
+    def _generate_fallback_call(self, ir_node: Any, args: Any = None, kwargs: Any = None) -> None:
+        last = next(reversed(self.gm.graph.nodes), None)
+        super()._generate_fallback_call(ir_node, args, kwargs)
+        self._tag_origins(ir_node, last)
+
+    def _generate_device_copy(self, line: Any) -> None:
+        source, destination = self._lookup_args((line.source, line.destination))
+        self.gm.graph.call_function(torch.ops.aten.copy_.default, (destination, source, line.non_blocking))
+
+    def _tag_origins(self, kernel: Any, last: torch.fx.Node | None) -> None:
+        """Give the nodes made since ``last`` the aten nodes that ``kernel`` came from."""
+        for node in reversed(self.gm.graph.nodes):
+            if node is last:
+                break
+            node.meta["origins"] = tuple(kernel.get_origins())
+            if node.target is kernel.op_overload:
+                node.meta["callee"] = quick_callee(kernel)
+
+
+class Codegen(wrapper_fxir.WrapperFxCodegen):
+    """The FX wrapper with our converter; hands the finished graph to whoever is compiling."""
+
+    def generate_kernel_call(self, kernel_name: str, call_args: Any, **kwargs: Any) -> None:
+        super().generate_kernel_call(kernel_name, call_args, **kwargs)
+        node = V.graph.scheduler.current_node
+        if node is not None:
+            self.lines[-1].origins = tuple(  # type: ignore[union-attr]
+                origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()
+            )
+
+    def codegen_device_copy(self, src: Any, dst: Any, non_blocking: Any) -> None:
+        self.writeline(DeviceCopyLine(str(src), str(dst), bool(non_blocking)))
+
+    def _generate(self, is_inference: bool) -> tuple[common.FileBackedGraphModule, None]:
+        self.run_wrapper_ir_passes(is_inference)
+        gm = Converter(
+            lines=self.lines,
+            prologue="\n".join([self.imports.getvalue(), self.header.getvalue()]),
+            graph_inputs=self.get_fx_graph_inputs(),
+            graph_outputs=self.get_graph_outputs(),
+            subgms=self.subgms,
+            is_subgraph=self.is_subgraph,
+        ).generate()
+        if self.is_subgraph:
+            raise LoweringError("Control flow inside a graph (cond, while_loop) has no kernel graph.", construct="subgraph")
+        if _sink is not None:
+            _sink.append(gm)
+        return common.FileBackedGraphModule(gm, gm.forward), None
+
+
+_sink: list[torch.fx.GraphModule] | None = None
+
+
+@contextlib.contextmanager
+def collect_wrappers(options: dict[str, Any]) -> Iterator[list[torch.fx.GraphModule]]:
+    """Let Inductor use our FX wrapper inside the ``with`` block, and collect the graphs that it yields.
+
+    Not reentrant and not for several threads at once: Inductor itself compiles under one lock.
+    """
+    global _sink
+    common.init_backend_registration()
+    saved = dict(common.device_codegens)
+    outer, _sink = _sink, []
+    try:
+        for device in ("cpu", "cuda"):
+            entry = saved.get(device)
+            if entry is not None:
+                common.register_backend_for_device(
+                    device, entry.scheduling, entry.wrapper_codegen, entry.cpp_wrapper_codegen, Codegen
+                )
+        with config.patch({**options, **OPTIONS}):
+            yield _sink
+    finally:
+        _sink = outer
+        common.device_codegens.update(saved)
+
+
+def import_kernels(prologue: str, lines: list[Any]) -> dict[str, tuple[Any, str]]:
+    """Import all kernels that ``lines`` define as one module, as Inductor's own wrapper does, so that they compile in parallel.
+
+    Returns:
+        For each kernel name, the compiled object (a tuner or a C++ function) and its source.
+    """
+    definitions = [line for line in lines if isinstance(line, KernelDefinitionLine)]
+    if not definitions:
+        return {}
+    code = [
+        PythonWrapperCodegen._format_kernel_definition(line.kernel_name, line.kernel_body, metadata=line.metadata)
+        for line in definitions
+    ]
+    module = PyCodeCache.load("\n".join([prologue, *code]))
+    kernels = {}
+    for line in definitions:
+        compiled = getattr(module, line.kernel_name)
+        while isinstance(compiled, LambdaFuture) or hasattr(compiled, "result"):
+            compiled = compiled.result()
+        kernels[line.kernel_name] = (compiled, line.kernel_body)
+    return kernels
+
+
+def describe_arguments(compiled: Any, body: str, num_args: int) -> tuple[KernelArgument, ...]:
+    """Tell which arguments a generated kernel reads and writes, from the names that Inductor gives them.
+
+    A name that follows no convention counts as both read and written: a missed dependency would be a race, a false one costs time.
+    """
+    if isinstance(compiled, CachingAutotuner):
+        signature = compiled.triton_meta["signature"]
+        names = [name for name in signature if name not in compiled.triton_meta.get("constants", {})]
+        if len(names) < num_args:
+            names = list(signature)
+        mutated = set(compiled.mutated_arg_names or ())
+    else:
+        match = re.search(r"\bvoid\s+kernel\s*\(([^)]*)\)", body)
+        names = [part.split()[-1].lstrip("*") for part in match.group(1).split(",") if part.strip()] if match else []
+        mutated = set()
+    names += [f"unknown{i}" for i in range(len(names), num_args)]
+    return tuple(describe_argument(name, name in mutated) for name in names[:num_args])
+
+
+def describe_argument(name: str, mutated: bool) -> KernelArgument:
+    if name.startswith("in_ptr") or re.fullmatch(r"ks\d+|[a-z]\d?numel|seed_offset|load_seed_offset\d*", name):
+        return KernelArgument(name, reads=True, writes=mutated)
+    if name.startswith("out_ptr"):
+        return KernelArgument(name, reads=mutated, writes=True)
+    if re.fullmatch(r"arg_[A-Za-z]+|bias_ptr", name):  # inputs of matrix-product templates
+        return KernelArgument(name, reads=True, writes=mutated)
+    return KernelArgument(name, reads=True, writes=True)
+
+
+def quick_callee(kernel: Any) -> Callable[..., Any] | None:
+    """What Inductor's own wrapper calls for a library kernel: torch's C binding costs 2–5 µs less a call than the operator object."""
+    prefix, _, name = str(kernel.python_kernel_name).rpartition("extern_kernels.")
+    return getattr(wrapper_fxir.extern_kernels, name, None) if not prefix and name else None
+
+
+def plain_number(value: Any) -> Any:
+    """Turn a sympy number into a Python one; refuse a symbol, for graphs are compiled for one shape."""
+    if isinstance(value, (int, float, bool, str, type(None), torch.dtype, torch.device)):
+        return value
+    if getattr(value, "is_Integer", False):
+        return int(value)
+    if getattr(value, "is_Float", False) or getattr(value, "is_Rational", False):
+        return float(value)
+    if isinstance(value, ir.IRNode):
+        raise LoweringError(f"Kernel argument {value} is not a buffer.", construct=str(value))
+    raise LoweringError(f"Kernel argument {value} depends on a shape that is not known.", construct=str(value))

@@ -1,0 +1,102 @@
+"""What PyTorch knows about its operators: writes, randomness, kind, flops. Each private API in one function.
+
+Tried on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from millstream.graph import KernelKind
+
+_GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "linear", "_linear_pointwise", "_addmm_activation"}
+_CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution_pointwise", "_convolution_pointwise_"}
+_COPIES = {"copy_", "copy", "clone", "_to_copy"}
+
+
+def kind_of(target: Any) -> KernelKind:
+    """Classify a library kernel by its operator."""
+    name = _packet_name(target)
+    if name in _GEMMS:
+        return KernelKind.GEMM
+    if name in _CONVOLUTIONS:
+        return KernelKind.CONV
+    if name in _COPIES:
+        return KernelKind.COPY
+    return KernelKind.COLLECTIVE if getattr(target, "namespace", "") == "_c10d_functional" else KernelKind.LIBRARY
+
+
+def count_flops(target: Any, args: Any, kwargs: Any, value: Any) -> int:
+    """Floating-point operations of a library kernel by PyTorch's own formulas; 0 where it has none."""
+    formula = flop_registry.get(getattr(target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = tree_map_only(torch.fx.Node, lambda node: node.meta.get("val"), (tuple(args), dict(kwargs)))
+    out = kwargs.pop("out", value)
+    # The formulas take their arguments by position; the wrapper passes some by name.
+    names = [argument.name for argument in target._schema.arguments]
+    args = (*args, *(kwargs.pop(name) for name in names[len(args) :] if name in kwargs))
+    try:
+        return int(formula(*args, **kwargs, out_val=out))
+    except (TypeError, AssertionError, AttributeError):  # an overload whose arguments the formula does not take
+        return 0
+
+
+def written_arguments(target: Any, args: Any, kwargs: Any) -> list[torch.fx.Node]:
+    """Nodes among the arguments of an operator that it writes, by its schema and by what PyTorch knows beyond the schema."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.fx.Node)]
+    written = []
+    for position, argument in enumerate(schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        if argument.name in _mutable_names(target, _training(schema, args, kwargs)):
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.fx.Node)]
+    return written
+
+
+def draws_random_numbers(target: Any) -> bool:
+    """Whether an operator moves the state of a random generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+@cache
+def _mutable_names(target: Any, training: bool) -> frozenset[str]:
+    """Names of the arguments that an operator writes.
+
+    ``native_batch_norm`` writes its running statistics in training although its schema denies it; ``torch._C._SchemaInfo`` knows.
+    """
+    info = torch._C._SchemaInfo(target._schema)
+    info.add_argument_values({"training": training} if any(a.name == "training" for a in target._schema.arguments) else {})
+    return frozenset(
+        argument.name
+        for argument in target._schema.arguments
+        if (argument.alias_info is not None and argument.alias_info.is_write) or info.is_mutable(argument.name)
+    )
+
+
+def _training(schema: Any, args: Any, kwargs: Any) -> bool:
+    for position, argument in enumerate(schema.arguments):
+        if argument.name == "training":
+            return bool(args[position] if position < len(args) else kwargs.get("training", True))
+    return True
+
+
+def _packet_name(target: Any) -> str:
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", packet)).split(".")[-1]
+
+
+def count_elementwise(origins: Any) -> int:
+    """Operations of a generated kernel, counted as one per result element of each operator fused into it."""
+    total = 0
+    for origin in origins:
+        value = origin.meta.get("val")
+        if origin.op == "call_function" and isinstance(value, torch.Tensor):
+            total += value.numel()
+    return total

@@ -1,0 +1,97 @@
+"""A lowered graph with the torch objects that run it.
+
+``KernelGraph`` says what is read and written; ``Program`` adds what torch needs to do it: the callables, the exact arguments, the
+views and the layouts. Every tensor in it is a *value* with a name: an input, a constant, a buffer, or a view of one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from millstream.graph import KernelGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A reference to a tensor by name, inside the arguments of a call."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How to allocate a buffer: sizes and strides in elements."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor over the memory of ``base``, which is never itself a view; ``offset`` counts elements from the start of ``base``."""
+
+    base: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one kernel of the graph calls.
+
+    Attributes:
+        target: The callable.
+        args: Positional arguments, nested in tuples and lists, tensors as ``Value``.
+        kwargs: Keyword arguments, likewise.
+        results: Buffers bound to what it returns: ``(index, name)``, index ``None`` for the whole result. Empty when it writes
+            into its arguments only.
+        stream_keyword: Name of the keyword through which it takes a raw stream handle, or empty for the current stream.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[tuple[int | None, str], ...] = ()
+    stream_keyword: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel graph and everything torch needs to run it.
+
+    Attributes:
+        graph: What is read and written.
+        calls: One per kernel, by kernel id.
+        inputs: Value names in call order; ``None`` for an argument that is not a tensor.
+        outputs: Result in order: a ``Value``, or a plain Python value.
+        views: Views by value name.
+        layouts: Allocations by buffer id.
+        constants: Folded tensors by value name.
+        mutated: Ids of the inputs that the program writes.
+    """
+
+    graph: KernelGraph
+    calls: tuple[Call, ...]
+    inputs: tuple[str | None, ...]
+    outputs: tuple[Any, ...]
+    views: dict[str, View]
+    layouts: dict[str, Layout]
+    constants: dict[str, torch.Tensor]
+    mutated: frozenset[str]
+
+    def base(self, name: str) -> str:
+        """Return the input, constant or buffer that the value ``name`` lies in."""
+        view = self.views.get(name)
+        return name if view is None else view.base
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """Places that its kernels run on."""
+        return frozenset(kernel.device for kernel in self.graph.kernels)

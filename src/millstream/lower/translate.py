@@ -1,0 +1,316 @@
+"""Wrapper FX graph → ``Program``.
+
+**Contract**
+- The kernels keep the order of the wrapper; every launch becomes exactly one kernel, every view none.
+- A kernel's reads and writes cover every byte it touches, by whole buffers. Where an operator does not say, both are assumed.
+- Two values that share memory have the same base, or one is an alias of the other's buffer.
+
+**Steps**: walk the nodes once; bind inputs and constants; turn allocations into layouts, ``as_strided`` into views, everything else
+into a call with its reads and writes; then give each buffer its role.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from millstream.errors import LoweringError
+from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
+from millstream.lower.fx_wrapper import GeneratedKernel
+from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
+from millstream.lower.program import Call, Layout, Program, Value, View
+
+
+def translate(gm: torch.fx.GraphModule, *, name: str, static: frozenset[int] = frozenset()) -> Program:
+    """Turn the wrapper graph of TorchInductor into a program.
+
+    Args:
+        gm: What the FX wrapper produced for one fixed set of shapes.
+        name: Name of the graph, for people.
+        static: Positions of the inputs whose memory stays the same from call to call.
+
+    Raises:
+        LoweringError: A node of the wrapper has no place in a kernel graph.
+    """
+    return _Translator(gm, name, static).run()
+
+
+class _Translator:
+    def __init__(self, gm: torch.fx.GraphModule, name: str, static: frozenset[int]) -> None:
+        self.gm, self.name, self.static = gm, name, static
+        self.inputs: list[str | None] = []
+        self.static_names: set[str] = set()
+        self.views: dict[str, View] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.calls: list[Call] = []
+        self.kernels: list[Kernel] = []
+        self.bytes: dict[str, int] = {}
+        self.device: dict[str, str] = {}
+        self.alias: dict[str, str] = {}
+        self.tuples: dict[str, int] = {}  # node that returns several tensors -> its kernel
+        self.fake: dict[str, torch.Tensor] = {}
+
+    def run(self) -> Program:
+        outputs: tuple[Any, ...] = ()
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder":
+                self._add_input(node)
+            elif node.op == "get_attr":
+                self._add_constant(node)
+            elif node.op == "output":
+                result = node.args[0]
+                result = result if isinstance(result, (list, tuple)) else [result]
+                outputs = tuple(self._values(item) for item in result)
+            elif node.target is torch.empty_strided:
+                self._add_allocation(node)
+            elif node.target is torch.as_strided:
+                self._add_view(node)
+            elif node.target is operator.getitem:
+                self._add_element(node)
+            else:
+                self._add_kernel(node)
+        return self._finish(outputs)
+
+    def _add_input(self, node: torch.fx.Node) -> None:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            self.inputs.append(None)
+            return
+        if len(self.inputs) in self.static:
+            self.static_names.add(node.name)
+        self.inputs.append(node.name)
+        self._add_storage(node.name, value)
+
+    def _add_constant(self, node: torch.fx.Node) -> None:
+        value = getattr(self.gm, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            raise LoweringError(f"Constant {node.target} is a {type(value).__name__}, not a tensor.", construct=str(node.target))
+        self.constants[node.name] = value
+        self._add_storage(node.name, value)
+
+    def _add_storage(self, name: str, value: torch.Tensor) -> None:
+        self.fake[name] = value
+        self.bytes[name] = storage_bytes(value)
+        self.device[name] = str(numbered(value.device))
+
+    def _add_allocation(self, node: torch.fx.Node) -> None:
+        size, stride = (tuple(int(n) for n in part) for part in node.args[:2])  # type: ignore[union-attr]
+        value = node.meta["val"]
+        self.layouts[node.name] = Layout(size, stride, value.dtype, numbered(value.device))
+        self._add_storage(node.name, value)
+
+    def _add_view(self, node: torch.fx.Node) -> None:
+        base, size, stride, offset = node.args
+        if not all(isinstance(n, int) for part in (size, stride, [offset]) for n in part):  # type: ignore[union-attr]
+            raise LoweringError(f"View {node.name} depends on a shape that is not known.", construct=node.name)
+        # Offsets count from the start of the memory also for a view of a view, so the chain collapses to its base.
+        root = self.views[base.name].base if base.name in self.views else base.name  # type: ignore[union-attr]
+        self.views[node.name] = View(root, tuple(size), tuple(stride), int(offset))  # type: ignore[arg-type]
+
+    def _add_element(self, node: torch.fx.Node) -> None:
+        source, index = node.args
+        if source.name not in self.tuples:  # type: ignore[union-attr]
+            raise LoweringError(f"{node.name} takes an element of {source}, which no kernel returned.", construct=node.name)
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return
+        position = self.tuples[source.name]  # type: ignore[union-attr]
+        kernel, call = self.kernels[position], self.calls[position]
+        self._bind_result(node, kernel)
+        self.calls[position] = replace(call, results=(*call.results, (int(index), node.name)))  # type: ignore[call-overload]
+        self._extend(position, node)
+
+    def _bind_result(self, node: torch.fx.Node, kernel: Kernel) -> None:
+        """Make the tensor that an operator returned a buffer, an alias if it shares the memory of one it was given."""
+        value = node.meta["val"]
+        for name in dict.fromkeys((*kernel.reads, *kernel.writes)):
+            if name in self.fake and self.fake[name].untyped_storage()._cdata == value.untyped_storage()._cdata:
+                self.alias[node.name] = name
+                break
+        self._add_storage(node.name, value)
+
+    def _extend(self, position: int, node: torch.fx.Node) -> None:
+        """Let a kernel write (and, unless it is an alias, allocate) the buffer bound to its result."""
+        kernel = self.kernels[position]
+        own = () if node.name in self.alias else (node.name,)
+        self.kernels[position] = replace(
+            kernel,
+            writes=(*kernel.writes, *own),
+            allocates=(*kernel.allocates, *own),
+            num_bytes=kernel.num_bytes + (self.bytes[node.name] if own else 0),
+        )
+
+    def _add_kernel(self, node: torch.fx.Node) -> None:
+        target = node.target
+        if node.op != "call_function" or not callable(target) or getattr(target, "namespace", "") == "higher_order":
+            raise LoweringError(f"The wrapper contains {node.format_node()}, which is not a kernel.", construct=str(target))
+        reads, writes = self._accesses(node)
+        origins = node.meta.get("origins", ())
+        value = node.meta.get("val")
+        generated = isinstance(target, GeneratedKernel)
+        self.kernels.append(
+            Kernel(
+                id=len(self.kernels),
+                name=target.__name__ if generated else str(target),
+                kind=KernelKind.FUSED if generated else kind_of(target),
+                device=self._device_of(node, reads + writes),
+                reads=reads,
+                writes=writes,
+                num_bytes=self._traffic(node, writes),
+                flops=count_elementwise(set(origins)) if generated else count_flops(target, node.args, node.kwargs, value),
+                ops=tuple(dict.fromkeys(op_name(origin) for origin in origins if origin.op == "call_function")),
+                source=next(filter(None, map(source_line, origins)), ""),
+            )
+        )
+        if generated and target.tuner is not None:
+            call = Call(target.function, self._values(node.args), {}, stream_keyword="stream")
+        else:
+            callee = target.function if generated else node.meta.get("callee") or target
+            call = Call(callee, self._values(node.args), self._values(dict(node.kwargs)))
+        self.calls.append(call)
+        if isinstance(value, torch.Tensor) and "out" not in node.kwargs and not generated:
+            self._bind_result(node, self.kernels[-1])
+            self._extend(len(self.kernels) - 1, node)
+            self.calls[-1] = replace(call, results=((None, node.name),))
+        elif isinstance(value, (tuple, list)):
+            self.tuples[node.name] = len(self.kernels) - 1
+
+    def _accesses(self, node: torch.fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the bases of the values that a node reads and writes, results not included."""
+        reads: dict[str, None] = {}
+        writes: dict[str, None] = {}
+        if isinstance(node.target, GeneratedKernel):
+            for arg, use in zip(node.args, node.target.arguments, strict=True):
+                if isinstance(arg, torch.fx.Node):
+                    if use.reads:
+                        reads[self._base(arg)] = None
+                    if use.writes:
+                        writes[self._base(arg)] = None
+        else:
+            written = written_arguments(node.target, node.args, node.kwargs)
+            out = node.kwargs.get("out")
+            for arg in node.all_input_nodes:
+                if arg is not out:
+                    reads[self._base(arg)] = None
+            for arg in written:
+                writes[self._base(arg)] = None
+            if draws_random_numbers(node.target):
+                # Random operators keep their program order: each moves the generator's state.
+                generator = f"rng:{self._device_of(node, tuple(writes) + tuple(reads))}"
+                self.bytes.setdefault(generator, 16)
+                self.device.setdefault(generator, generator.removeprefix("rng:"))
+                reads[generator] = writes[generator] = None
+        return tuple(reads), tuple(writes)
+
+    def _device_of(self, node: torch.fx.Node, names: tuple[str, ...]) -> str:
+        devices = {self.device[name] for name in names}
+        accelerators = sorted(device for device in devices if device != "cpu")
+        if len(accelerators) > 1:
+            raise LoweringError(f"Kernel {node.name} uses several devices: {', '.join(accelerators)}.", construct=node.name)
+        if accelerators:
+            return accelerators[0]
+        value = node.meta.get("val")
+        return "cpu" if names or not isinstance(value, torch.Tensor) else str(value.device)
+
+    def _traffic(self, node: torch.fx.Node, writes: tuple[str, ...]) -> int:
+        """Bytes of the views that a kernel touches, each once a direction."""
+        total = 0
+        written = set(writes)
+        for arg in node.all_input_nodes:
+            value = arg.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                base = self._base(arg)
+                size = min(value.numel() * value.element_size(), self.bytes[base])
+                updated = isinstance(node.target, GeneratedKernel) and base in written and any(
+                    use.reads and other is arg for other, use in zip(node.args, node.target.arguments, strict=True)
+                )
+                total += size * (2 if updated else 1)
+        return total
+
+    def _base(self, node: torch.fx.Node) -> str:
+        return self._base_name(node.name)
+
+    def _base_name(self, name: str) -> str:
+        return self.views[name].base if name in self.views else name
+
+    def _values(self, tree: Any) -> Any:
+        return tree_map(lambda item: Value(item.name) if isinstance(item, torch.fx.Node) else item, tree)
+
+    def _finish(self, outputs: tuple[Any, ...]) -> Program:
+        returned = tuple(self._base_name(leaf.name) for leaf in outputs if isinstance(leaf, Value))
+        owners = {self._owner(name) for name in returned}
+        buffers = tuple(
+            Buffer(name, size, self.device[name], self._role(name, owners), self.alias.get(name))
+            for name, size in self.bytes.items()
+        )
+        inputs = tuple(name for name in self.inputs if name is not None)
+        written = {self._owner(name) for kernel in self.kernels for name in kernel.writes}
+        graph = KernelGraph(
+            name=self.name,
+            kernels=tuple(self.kernels),
+            buffers=buffers,
+            inputs=inputs,
+            outputs=returned,
+        )
+        return Program(
+            graph=graph,
+            calls=tuple(self.calls),
+            inputs=tuple(self.inputs),
+            outputs=outputs,
+            views=self.views,
+            layouts=self.layouts,
+            constants=self.constants,
+            mutated=frozenset(name for name in inputs if name in written),
+        )
+
+    def _owner(self, name: str) -> str:
+        while name in self.alias:
+            name = self.alias[name]
+        return name
+
+    def _role(self, name: str, returned: set[str]) -> Role:
+        if name in self.constants:
+            return Role.CONSTANT
+        if name.startswith("rng:") or name in self.static_names:
+            return Role.STATE
+        if name in self.inputs:
+            return Role.INPUT
+        return Role.OUTPUT if name in returned else Role.TEMPORARY
+
+
+def numbered(device: torch.device) -> torch.device:
+    """Name an accelerator by its number: a bare ``cuda`` is the current device."""
+    if device.index is not None or device.type == "cpu":
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def storage_bytes(value: torch.Tensor) -> int:
+    """Bytes from the first to the last element of a tensor."""
+    if value.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return int(last + 1) * value.element_size()
+
+
+def op_name(node: torch.fx.Node) -> str:
+    """Short name of an aten operator: ``relu`` for ``aten.relu.default``."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet)).split(".")[-1]
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """The user's line behind an aten node, as ``file:line in function``, or its module when no line is known, or empty."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+    if frames:
+        file, line, function = frames[-1]
+        return f"{file}:{line} in {function}"
+    for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+        if path and not path.startswith("_empty"):
+            return f"module {path} ({getattr(kind, '__name__', kind)})"
+    return ""
