@@ -26,7 +26,7 @@ test: $(SETUP) ## every test that needs no GPU
 check: $(SETUP) ## lint, format, types and layers
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pyrefly check
+	$(PYTHON) -m pyrefly check --python-interpreter-path $(PYTHON)
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command; lint_imports_command()" --no-logo
 
 gpu: $(SETUP) ## the tests that need a GPU (PYTHON=python3 where torch is already installed)

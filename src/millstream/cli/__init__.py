@@ -1,5 +1,5 @@
 """The command line: ``millstream train`` and ``millstream explain``."""
 
-from millstream.cli.main import main
+from millstream.cli.command import main
 
 __all__ = ["main"]

@@ -1,0 +1,170 @@
+"""Arguments of the command line, and which function each command calls.
+
+Neither torch nor a job is imported before it is needed: ``--help``, ``--version`` and wrong arguments answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millstream.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from millstream.cli.job import Job
+
+EXIT_BAD_INPUT = 2  # as argparse's own
+MAX_SEED = 2**32 - 1  # leaves room to mix an epoch into the 64 bits that PyTorch takes
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name; ``None`` takes those of the process.
+
+    Returns:
+        The exit code: 0, 1 when compiled and eager losses disagree, 2 for bad input, 130 when interrupted.
+    """
+    arguments = make_parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except ArgumentError as error:
+        print(f"millstream: error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("millstream: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; parsed arguments carry their function as ``run``."""
+    parser = argparse.ArgumentParser(
+        prog="millstream", description="Train a small model as one graph of fused kernels, or show that graph."
+    )
+    parser.add_argument("--version", action="version", version=f"millstream {find_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    train = commands.add_parser("train", help="train a model, eager and then as one graph, and compare")
+    explain = commands.add_parser("explain", help="show the graph of a training step")
+    for command, run, add_options in ((train, _train, _add_train_options), (explain, _explain, _add_explain_options)):
+        jobs = command.add_subparsers(metavar="JOB", dest="job", required=True)
+        for name, text, add_sizes in (
+            ("char-rnn", "a character LSTM, written as a custom cell, on text", _add_char_rnn_sizes),
+            ("digits", "a convolutional network with BatchNorm on scikit-learn's digits", _add_digits_sizes),
+        ):
+            job = jobs.add_parser(name, help=text, description=f"{command.prog} {name}: {text}.")
+            job.set_defaults(run=run)
+            job.add_argument("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
+            seed = _number(int, 0, MAX_SEED)
+            job.add_argument("--seed", type=seed, default=0, help="of weights, batches and sample (%(default)s)")
+            add_options(job)
+            add_sizes(job)
+    return parser
+
+
+def find_version() -> str:
+    """Return the installed version, or say that the package runs from its source."""
+    try:
+        return metadata.version("millstream")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _add_train_options(parser: argparse.ArgumentParser) -> None:
+    count, seconds = _number(int, 1), _number(float, 0)
+    parser.add_argument("--steps", type=count, help="steps of this run (the job's own number)")
+    parser.add_argument("--seconds", type=seconds, help="end this run after so much time (no limit)")
+    parser.add_argument(
+        "--compare", type=_number(int, 0), default=20, help="steps to run eagerly too, and to compare (%(default)s)"
+    )
+    parser.add_argument("--checkpoint", type=Path, help="where to save (runs/JOB.pt)")
+    parser.add_argument("--resume", type=Path, help="go on exactly where this checkpoint stopped")
+
+
+def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _add_char_rnn_sizes(parser: argparse.ArgumentParser) -> None:
+    size = _number(int, 1)
+    parser.add_argument("--text", type=Path, help="a UTF-8 file (the source of Python's standard library)")
+    parser.add_argument("--layers", type=size, default=2, help="LSTM layers (%(default)s)")
+    parser.add_argument("--hidden", type=size, default=128, help="units of a layer (%(default)s)")
+    parser.add_argument("--sequence", type=size, default=50, help="characters the step unrolls over (%(default)s)")
+    parser.add_argument("--batch", type=size, default=50, help="sequences in a batch (%(default)s)")
+    parser.add_argument("--vocabulary", type=_number(int, 2), default=65, help="characters told apart (%(default)s)")
+    parser.add_argument("--sample", type=_number(int, 0), default=400, help="characters to generate (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=_number(float, 0.01), default=0.7, help="of the sample, low is safe (%(default)s)"
+    )
+
+
+def _add_digits_sizes(parser: argparse.ArgumentParser) -> None:
+    size = _number(int, 1)
+    parser.add_argument("--batch", type=_number(int, 2), default=64, help="images in a batch (%(default)s)")
+    parser.add_argument("--width", type=size, default=16, help="channels of the first convolution (%(default)s)")
+
+
+def _number(kind: Callable[[str], float], low: float, high: float = math.inf) -> Callable[[str], float]:
+    """Return an argparse type: a number of this kind from ``low`` to ``high``."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            wanted = f"{low} or more" if high == math.inf else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
+        return value
+
+    parse.__name__ = getattr(kind, "__name__", "number")  # argparse names the type in its message
+    return parse
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from millstream.cli.train import train
+
+    return train(
+        _make_jobs(arguments),
+        steps=arguments.steps,
+        seconds=arguments.seconds,
+        compare=arguments.compare,
+        resume=arguments.resume,
+        checkpoint=arguments.checkpoint or Path("runs", f"{arguments.job}.pt"),
+    )
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from millstream.cli.explain import explain
+
+    return explain(_make_jobs(arguments), as_json=arguments.json)
+
+
+def _make_jobs(arguments: argparse.Namespace) -> Callable[[], Job]:
+    """Read the data of the job that ``arguments`` name; what comes back makes the job, the same one every time."""
+    from millstream.cli.job import find_device
+
+    device = find_device(arguments.device)
+    if arguments.job == "char-rnn":
+        from millstream.cli import char_rnn
+
+        sizes = char_rnn.Sizes(
+            layers=arguments.layers,
+            hidden=arguments.hidden,
+            sequence=arguments.sequence,
+            batch=arguments.batch,
+        )
+        text = char_rnn.read_text(arguments.text)
+        corpus = char_rnn.make_corpus(text, arguments.vocabulary)
+        sample = char_rnn.Sample(arguments.sample, arguments.temperature)
+        return lambda: char_rnn.make_job(corpus, sizes, sample, device, arguments.seed)
+
+    from millstream.cli import digits
+
+    images = digits.load_images()
+    sizes = digits.Sizes(batch=arguments.batch, width=arguments.width)
+    return lambda: digits.make_job(images, sizes, device, arguments.seed)

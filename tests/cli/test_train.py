@@ -1,0 +1,166 @@
+"""The commands train and explain, whole: both runs, the comparison, checkpoints that resume exactly."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+import millstream as ms
+from millstream.cli import main
+from millstream.cli.train import WARM_UP_STEPS, find_largest_difference, run_stretch
+
+JOBS = {
+    "char-rnn": "char-rnn --layers 2 --hidden 8 --sequence 4 --batch 3 --vocabulary 20 --sample 30",
+    "digits": "digits --width 2 --batch 16",
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Make ``ms.step`` do nothing, for tests of what stands around it."""
+    monkeypatch.setattr(ms, "step", lambda fn: fn)
+
+
+def run(command, job, options=""):
+    return main([command, *JOBS[job].split(), "--device", "cpu", *options.split()])
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def assert_same_bits(ours, theirs):
+    leaves, shape = tree_flatten(ours)
+    other_leaves, other_shape = tree_flatten(theirs)
+    assert shape == other_shape
+    for ours, theirs in zip(leaves, other_leaves, strict=True):
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_train(job, capsys):
+    assert run("train", job, "--steps 8 --compare 5") == 0
+    output = capsys.readouterr().out
+    assert re.search(r"eager +[\d,]+ (characters|images)/s", output)
+    assert re.search(r"one graph +[\d,]+ (characters|images)/s, [\d.]+ times eager \(ready after [\d.]+ s\)", output)
+    assert "losses of 5 steps agree: largest relative difference" in output
+    assert f"saved runs/{job}.pt after step 8" in output
+    assert load(f"runs/{job}.pt")["done"] == 8
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_resume_is_exact(job):
+    assert run("train", job, "--steps 8 --checkpoint whole.pt") == 0
+    assert run("train", job, "--steps 4 --checkpoint half.pt") == 0
+    assert run("train", job, "--steps 4 --checkpoint both.pt --resume half.pt") == 0
+    assert_same_bits(load("both.pt"), load("whole.pt"))
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("job", JOBS)
+def test_comparing_does_not_change_the_training(job):
+    assert run("train", job, "--steps 6 --compare 0 --checkpoint apart.pt") == 0
+    assert run("train", job, "--steps 6 --compare 4 --checkpoint beside.pt") == 0
+    assert_same_bits(load("beside.pt"), load("apart.pt"))
+
+
+def test_explain(capsys):
+    assert run("explain", "digits") == 0
+    text = capsys.readouterr().out
+    assert "kernel" in text
+    assert run("explain", "digits", "--json") == 0
+    assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+def test_disagreement_is_a_failure(monkeypatch, capsys, tmp_path):
+    def spoil(fn):
+        def step(inputs, targets, carry):
+            loss, carry = fn(inputs, targets, carry)
+            return loss * 1.01, carry
+
+        return step
+
+    monkeypatch.setattr(ms, "step", spoil)
+    assert run("train", "digits", "--steps 6") == 1
+    assert "losses of 6 steps disagree: largest relative difference 9.9e-03" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+@pytest.mark.usefixtures("eager")
+def test_seconds_end_the_run():
+    assert run("train", "digits", "--seconds 0 --compare 4") == 0
+    assert load("runs/digits.pt")["done"] == 5
+    assert run("train", "digits", "--seconds 0 --steps 9 --compare 2") == 0
+    assert load("runs/digits.pt")["done"] == 3
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("train char-rnn", "--resume runs/digits.pt is a checkpoint of digits, not of char-rnn"),
+        ("train digits --batch 32", "--resume runs/digits.pt was made with batch 16, not 32"),
+        ("train digits --batch 16 --width 2 --seed 1", "--resume runs/digits.pt was made with seed 0, not 1"),
+    ],
+)
+def test_resume_of_something_else(options, message, capsys):
+    assert run("train", "digits", "--steps 1") == 0
+    capsys.readouterr()
+    assert main([*options.split(), "--resume", "runs/digits.pt"]) == 2
+    assert capsys.readouterr().err == f"millstream: error: {message}\n"
+
+
+@pytest.mark.usefixtures("eager")
+def test_resume_with_another_text(tmp_path, capsys):
+    (tmp_path / "ab.txt").write_text("ab" * 50, encoding="utf-8")
+    (tmp_path / "ba.txt").write_text("ba" * 50, encoding="utf-8")
+    assert run("train", "char-rnn", "--steps 1 --text ab.txt") == 0
+    capsys.readouterr()
+    assert run("train", "char-rnn", "--steps 1 --text ba.txt --resume runs/char-rnn.pt") == 2
+    assert capsys.readouterr().err == "millstream: error: --resume runs/char-rnn.pt was made with another text\n"
+
+
+@pytest.mark.usefixtures("eager")
+def test_resume_of_a_damaged_file(tmp_path, capsys):
+    assert run("train", "digits", "--steps 1") == 0
+    whole = (tmp_path / "runs/digits.pt").read_bytes()
+    (tmp_path / "runs/digits.pt").write_bytes(whole[: len(whole) // 2])
+    assert run("train", "digits", "--steps 1 --resume runs/digits.pt") == 2
+    assert "is no checkpoint of this program, or is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("eager")
+def test_failed_save_leaves_the_old_checkpoint(monkeypatch):
+    assert run("train", "digits", "--steps 2") == 0
+
+    def fail(state, path):
+        path.write_bytes(b"half")
+        raise RuntimeError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(RuntimeError, match="disk full"):
+        run("train", "digits", "--steps 3")
+    assert load("runs/digits.pt")["done"] == 2
+
+
+@pytest.mark.parametrize("count", [1, WARM_UP_STEPS, WARM_UP_STEPS + 4])
+def test_stretch_takes_exactly_its_steps(count):
+    losses = iter(torch.arange(100.0))
+    stretch = run_stretch(losses, count, units_per_step=10)
+    assert stretch.losses == list(range(count))
+    assert next(losses) == count
+    assert (stretch.speed is None) == (count <= WARM_UP_STEPS)
+
+
+def test_largest_difference():
+    assert find_largest_difference([1.0, 2.0], [1.0, 2.0]) == 0
+    assert find_largest_difference([1.0, 2.0], [1.0, 1.0]) == 0.5
+    assert math.isnan(find_largest_difference([math.nan, 1.0], [1.0, 1.0]))
