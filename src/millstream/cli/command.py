@@ -18,6 +18,7 @@ from millstream.errors import ArgumentError
 if TYPE_CHECKING:
     from millstream.cli.job import Job
 
+NOT_INSTALLED = "(runs from its source, not installed)"
 EXIT_BAD_INPUT = 2  # as argparse's own
 MAX_SEED = 2**32 - 1  # leaves room to mix an epoch into the 64 bits that PyTorch takes
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -69,11 +70,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def find_version() -> str:
-    """Return the installed version, or say that the package runs from its source."""
+    """Return the installed version, or ``NOT_INSTALLED``."""
     try:
         return metadata.version("millstream")
     except metadata.PackageNotFoundError:
-        return "(not installed)"
+        return NOT_INSTALLED
 
 
 def _add_train_options(parser: argparse.ArgumentParser) -> None:

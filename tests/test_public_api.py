@@ -1,0 +1,114 @@
+"""What users can rely on: the names, a quiet import, and a core that needs no torch."""
+
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import millstream as ms
+from millstream.cli.command import NOT_INSTALLED, find_version
+
+SOURCE = Path(ms.__file__).parents[1]
+NAMES = [
+    "ArgumentError",
+    "CaptureError",
+    "DeviceError",
+    "Explanation",
+    "FallbackWarning",
+    "FeedError",
+    "GraphError",
+    "InternalError",
+    "LoweringError",
+    "MillstreamError",
+    "PlanError",
+    "compile",
+    "explain",
+    "feed",
+    "step",
+]
+needs_install = pytest.mark.skipif(find_version() == NOT_INSTALLED, reason="runs from source, without metadata")
+CORE = ["errors", "graph", "schedule", "check"]
+
+
+def run_python(code, *flags):
+    """Run ``code`` in a fresh interpreter that finds the package's source; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n{code}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_names():
+    assert sorted(ms.__all__) == NAMES
+    assert [name for name in NAMES if not hasattr(ms, name)] == []
+
+
+def test_import_has_no_side_effects():
+    printed = run_python(
+        """
+import os, random, threading, warnings
+import numpy, torch
+def look():
+    return (
+        torch.cuda.is_initialized(), torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(),
+        torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state()),
+        threading.active_count(), dict(os.environ), list(warnings.filters), os.listdir("."),
+    )
+before = look()
+import millstream
+assert look() == before
+assert not torch.cuda.is_initialized()
+""",
+        "-Werror::FutureWarning:millstream",
+    )
+    assert printed == ""
+
+
+def test_functions_win_over_rooms_of_the_same_name():
+    run_python(
+        """
+import millstream.feed
+import millstream as ms
+assert callable(ms.feed) and callable(ms.compile) and callable(ms.step)
+"""
+    )
+
+
+@pytest.mark.parametrize("room", CORE)
+def test_core_imports_no_torch(room):
+    # The package's own __init__ imports torch, so a bare package of the same path stands in for it.
+    run_python(
+        f"""
+import importlib, pkgutil, types
+sys.modules["torch"] = None
+package = types.ModuleType("millstream")
+package.__path__ = [{str(SOURCE / "millstream")!r}]
+sys.modules["millstream"] = package
+room = importlib.import_module("millstream.{room}")
+for module in pkgutil.walk_packages(getattr(room, "__path__", []), "millstream.{room}."):
+    importlib.import_module(module.name)
+"""
+    )
+
+
+def test_types_are_shipped():
+    assert (resources.files("millstream") / "py.typed").is_file()
+
+
+@needs_install
+def test_backend_is_registered_with_torch():
+    import torch
+
+    assert "millstream" in torch._dynamo.list_backends()
+
+
+@needs_install
+def test_version_is_in_the_changelog():
+    changelog = (SOURCE.parent / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{find_version()}]" in changelog
