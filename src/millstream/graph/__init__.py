@@ -1,20 +1,50 @@
-"""The core's data: kernel graphs and plans."""
+"""The core's data: kernel graphs and plans, what follows from them, and how they read."""
 
+from millstream.graph.dependencies import (
+    Dependency,
+    DependencyKind,
+    derive_dependencies,
+    step_storages,
+    touched_storages,
+)
 from millstream.graph.kernel_graph import Buffer, Kernel, KernelGraph, KernelKind, Role
+from millstream.graph.layout import MemoryLayout
+from millstream.graph.order import HappensBefore, Moment, StreamClocks
 from millstream.graph.plan import Allocate, Copy, Free, Launch, Plan, Record, Step, Wait
+from millstream.graph.text import ParseError, format_graph, format_plan, format_step, parse_graph, parse_plan
+from millstream.graph.validate import CALLER_ROLES, PLANNED_ROLES, validate_graph, validate_plan
 
 __all__ = [
+    "CALLER_ROLES",
+    "PLANNED_ROLES",
     "Allocate",
     "Buffer",
     "Copy",
+    "Dependency",
+    "DependencyKind",
     "Free",
+    "HappensBefore",
     "Kernel",
     "KernelGraph",
     "KernelKind",
     "Launch",
+    "MemoryLayout",
+    "Moment",
+    "ParseError",
     "Plan",
     "Record",
     "Role",
     "Step",
+    "StreamClocks",
     "Wait",
+    "derive_dependencies",
+    "format_graph",
+    "format_plan",
+    "format_step",
+    "parse_graph",
+    "parse_plan",
+    "step_storages",
+    "touched_storages",
+    "validate_graph",
+    "validate_plan",
 ]

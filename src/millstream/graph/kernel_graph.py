@@ -1,7 +1,7 @@
 """Kernels, buffers and the graph they form: frozen data without torch.
 
-A graph holds its kernels in program order. Nothing stores a dependency: ``dependencies`` derives them from what each kernel
-reads and writes, so they cannot disagree with it.
+A graph holds its kernels in program order. Nothing stores a dependency: ``dependencies`` derives them from what each
+kernel reads and writes, so they cannot disagree with it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+
+from millstream.errors import GraphError
 
 
 class Role(StrEnum):
@@ -41,8 +43,9 @@ class Buffer:
         id: Unique name within the graph.
         num_bytes: Size of the memory.
         device: Name of the place it lives on, such as ``cuda:0``.
-        role: What it is for.
-        alias_of: Id of the buffer whose memory this one shares, when an operator returned a view; ``None`` for its own memory.
+        role: What it is for. The role of a view says nothing: that of the memory's owner counts.
+        alias_of: Id of the buffer whose memory this one shares, when an operator returned a view; ``None`` for its own
+            memory.
     """
 
     id: str
@@ -82,6 +85,11 @@ class Kernel:
     ops: tuple[str, ...] = ()
     source: str = ""
 
+    @property
+    def label(self) -> str:
+        """How messages name it, with the user's line where it is known."""
+        return f"kernel {self.id} {self.name!r}" + (f" ({self.source})" if self.source else "")
+
 
 @dataclass(frozen=True)
 class KernelGraph:
@@ -106,9 +114,32 @@ class KernelGraph:
         """Buffers by id."""
         return {buffer.id: buffer for buffer in self.buffers}
 
+    @cached_property
+    def storage_of(self) -> dict[str, str]:
+        """For each buffer the id of the one that owns its memory: itself, or the end of its aliases.
+
+        Raises:
+            GraphError: A buffer is an alias of an unknown buffer, or of itself through others.
+        """
+        owners: dict[str, str] = {}
+        for start in self.buffers:
+            chain: dict[str, None] = {}
+            buffer = start
+            while buffer.id not in owners and buffer.alias_of is not None:
+                chain[buffer.id] = None
+                if buffer.alias_of not in self.buffer_of:
+                    message = f"buffer {buffer.id!r} is a view of unknown buffer {buffer.alias_of!r}: add that one"
+                    raise GraphError(message, buffer=buffer.id)
+                if buffer.alias_of in chain:
+                    cycle = " of ".join(map(repr, [*chain, buffer.alias_of]))
+                    message = f"views form a cycle, {cycle}: one of them must own its memory"
+                    raise GraphError(message, buffer=buffer.id)
+                buffer = self.buffer_of[buffer.alias_of]
+            owner = owners.get(buffer.id, buffer.id)
+            owners[buffer.id] = owner
+            owners.update(dict.fromkeys(chain, owner))
+        return owners
+
     def storage(self, buffer_id: str) -> str:
         """Return the id of the buffer that owns the memory of ``buffer_id``: itself, or the end of its aliases."""
-        buffer = self.buffer_of[buffer_id]
-        while buffer.alias_of is not None:
-            buffer = self.buffer_of[buffer.alias_of]
-        return buffer.id
+        return self.storage_of[buffer_id]

@@ -1,8 +1,8 @@
-"""A plan: what is launched on which stream, what waits for what, and how long each buffer lives. Frozen data without torch.
+"""A plan: what is launched on which stream, what waits for what, how long each buffer lives. Frozen data without torch.
 
-Steps stand in the order in which the host issues them. ``Allocate`` and ``Free`` are meant on the host's clock too: a buffer's
-memory may be handed out again by an ``Allocate`` behind its ``Free``, which is safe only where the streams order the old uses
-before the new ones; ``millstream.check`` proves that.
+Steps stand in the order in which the host issues them. ``Allocate`` and ``Free`` are meant on the host's clock too: a
+buffer's memory may be handed out again by an ``Allocate`` behind its ``Free`` on the same stream, which is safe only
+where that stream comes behind every use of it; ``millstream.check`` proves that.
 """
 
 from __future__ import annotations
