@@ -1,0 +1,20 @@
+"""Is a plan safe to run? Answered without running it."""
+
+from millstream.check.layout import find_overlaps
+from millstream.check.lifetimes import find_lifetime_errors
+from millstream.check.plan import check_plan
+from millstream.check.races import find_races
+from millstream.check.reports import Access, Action, LifetimeError, LifetimeFault, Overlap, Race
+
+__all__ = [
+    "Access",
+    "Action",
+    "LifetimeError",
+    "LifetimeFault",
+    "Overlap",
+    "Race",
+    "check_plan",
+    "find_lifetime_errors",
+    "find_overlaps",
+    "find_races",
+]

@@ -1,0 +1,83 @@
+"""Races: conflicting uses that nothing orders."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from millstream.check.accesses import USES, Accesses, Touch
+from millstream.check.reports import Action, Race
+from millstream.graph import HappensBefore, Launch, Plan
+
+
+def find_races(plan: Plan) -> list[Race]:
+    """Find conflicting uses in ``plan`` that are not ordered as the program orders them, without running it.
+
+    Two launches or copies *conflict* when they touch the same memory and at least one writes it. They must be ordered
+    as in the program, or, where a copy is involved, which the program does not know, as the host issues them. A
+    conflict is a *race* unless the order within one stream, or a chain of ``Record`` and ``Wait`` steps, does so. Every
+    stream starts behind the start of stream 0 (see ``HappensBefore``), so what the caller issued before the plan races
+    with nothing.
+
+    O(accesses + waits * streams) time for a plan without races; for each buffer that has one, all pairs of its uses are
+    looked at.
+
+    Args:
+        plan: Steps in the order the host issues them, valid by ``validate_plan``.
+
+    Returns:
+        One entry per racing pair and buffer, in host order of the later use; empty exactly when the plan has no race.
+
+    Raises:
+        PlanError: A ``Wait`` names an event that no earlier ``Record`` records.
+    """
+    order = HappensBefore(plan)
+    accesses = Accesses(plan)
+    races = []
+    for buffer, touched in accesses.by_buffer.items():
+        uses = [use for use in touched if use[1] in USES]
+        if not _is_ordered(plan, order, uses):
+            races += _list_races(accesses, order, buffer, uses)
+    races.sort(key=lambda race: max((race.first.step, race.second.step), (race.second.step, race.first.step)))
+    return races
+
+
+def _is_ordered(plan: Plan, order: HappensBefore, uses: list[Touch]) -> bool:
+    """Tell whether a buffer has no race, from neighbouring uses only: happens-before is transitive."""
+    last_write: int | None = None
+    reads_since: list[int] = []
+    newest_write = newest_use = -1  # by kernel: the program's order
+    for position, action in uses:
+        step = plan.steps[position]
+        if isinstance(step, Launch):
+            if step.kernel < (newest_write if action is Action.READ else newest_use):
+                return False
+            newest_use = max(newest_use, step.kernel)
+        writes = action is not Action.READ
+        if last_write is not None and not order.before(last_write, position):
+            return False
+        if not writes:
+            reads_since.append(position)
+            continue
+        if not all(order.before(read, position) for read in reads_since):
+            return False
+        last_write, reads_since = position, []
+        if isinstance(step, Launch):
+            newest_write = max(newest_write, step.kernel)
+    return True
+
+
+def _list_races(accesses: Accesses, order: HappensBefore, buffer: str, uses: list[Touch]) -> list[Race]:
+    steps = accesses.plan.steps
+    races = []
+    for earlier, later in combinations(uses, 2):
+        if earlier[1] is Action.READ and later[1] is Action.READ:
+            continue
+        one, other = steps[earlier[0]], steps[later[0]]
+        swapped = isinstance(one, Launch) and isinstance(other, Launch) and one.kernel > other.kernel
+        ordered = order.before(earlier[0], later[0])
+        if ordered and not swapped:
+            continue
+        first, second = (later, earlier) if swapped else (earlier, later)
+        story = accesses.story(buffer, later[0])
+        races.append(Race(buffer, accesses.describe(*first), accesses.describe(*second), swapped and ordered, story))
+    return races
