@@ -1,0 +1,369 @@
+"""One context per place: its streams, events, pinned memory and graph pool, made on first use and torn down in order.
+
+Life of a context:
+
+- ``context(place)`` for the first time makes it; CUDA is initialised, nothing is allocated.
+- ``stream(i)``, ``acquire_event()``, ``pinned(n)``, ... make each thing when it is first asked for, and keep it.
+- ``close()``, or the end of the interpreter, closes the users of the context, waits for the device, then drops events,
+  pinned memory, the graph pool and, last, the streams.
+- After a fork the child sees no context: CUDA does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections import deque
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from millstream.device.arena import PinnedArena
+from millstream.device.driver import CpuDriver, CudaDriver, Driver, GraphPool
+from millstream.device.handles import Event, Stream
+from millstream.device.place import Place
+from millstream.errors import ArgumentError, DeviceError
+
+MAX_STREAMS = 32
+"""PyTorch has this many streams per device and priority and then hands out the same ones again."""
+
+
+class Closeable(Protocol):
+    """Something that uses a context and must end before it."""
+
+    def close(self) -> None:
+        """End; calling it again does nothing."""
+        ...
+
+
+class DeviceContext:
+    """What one place lends to engines and feeders. Get it from ``context(place)``.
+
+    All methods may be called from any thread. The CPU's context has the same interface; its streams and events do
+    nothing, because there everything has happened when a call returns.
+
+    Args:
+        place: The device.
+        driver: How to reach it; by default the one for the place's kind. Tests pass a virtual device.
+
+    Attributes:
+        place: The device.
+    """
+
+    def __init__(self, place: Place, driver: Driver | None = None) -> None:
+        self.place = place
+        self._driver: Driver = driver or (CpuDriver() if place.kind == "cpu" else CudaDriver(place))
+        self._lock = threading.RLock()  # re-entrant: a finalizer may run while its own thread holds it
+        self._streams: dict[int, Stream] = {}
+        self._copy_stream: Stream | None = None
+        self._graph_pool: GraphPool | None = None
+        # The pools of events are deques without a lock: append and pop are atomic, so a finalizer can give events back
+        # at any moment, even while this thread is inside ``acquire_event``.
+        self._idle_events: dict[bool, deque[Event]] = {False: deque(), True: deque()}
+        self._lent_events: dict[int, bool] = {}
+        self._arena = PinnedArena(self._driver.pin, self.release_event)
+        self._users: weakref.WeakSet[Closeable] = weakref.WeakSet()
+        self._end: str = ""  # why the context is of no use any more; empty while it is
+
+    # --- streams -----------------------------------------------------------------------------------------------------
+
+    def stream(self, index: int) -> Stream:
+        """Stream number ``index`` of this place, the same one for the life of the context.
+
+        Streams of different numbers are different streams (and none of them is the copy stream), so that work on them
+        can overlap. PyTorch shares its streams with everyone who asks it for one, so the user's code may hold the same.
+
+        Raises:
+            ArgumentError: ``index`` is negative or at least ``MAX_STREAMS``.
+            DeviceError: The context is closed.
+        """
+        self._check_open()
+        if not 0 <= index < MAX_STREAMS:
+            raise ArgumentError(
+                f"Stream {index} of {self.place} does not exist: the numbers go from 0 to {MAX_STREAMS - 1}, because "
+                f"PyTorch has {MAX_STREAMS} streams and then hands out the same ones again."
+            )
+        stream = self._streams.get(index)
+        if stream is None:
+            with self._lock:
+                if index not in self._streams:
+                    self._streams[index] = self._make_distinct_stream()
+                stream = self._streams[index]
+        return stream
+
+    @property
+    def copy_stream(self) -> Stream:
+        """The one stream for copies between host and device; no kernel runs on it.
+
+        It is of high priority. That does not speed copies up, but it takes the stream from another of PyTorch's sets
+        than the one that users, capture and ``stream(i)`` draw from: were a user to capture a graph on the stream that
+        the feeder copies on, the copies would end up in the graph.
+        """
+        self._check_open()
+        if self._copy_stream is None:
+            with self._lock:
+                if self._copy_stream is None:
+                    self._copy_stream = self._driver.make_stream(high_priority=True)
+        return self._copy_stream
+
+    def current_stream(self) -> Stream:
+        """The stream on which the calling thread's operators run on this place."""
+        self._check_open()
+        return self._driver.current_stream()
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Run the body's operators on ``stream``; device and streams of the thread are restored afterwards."""
+        self._check_open()
+        return self._driver.on(stream)
+
+    def is_capturing(self) -> bool:
+        """Tell whether the calling thread's current stream on this place is being captured."""
+        self._check_open()
+        return self._driver.is_capturing()
+
+    def in_thread(self) -> AbstractContextManager[None]:
+        """Enter this first in a helper thread: sets its device, and keeps its calls from killing others' captures."""
+        self._check_open()
+        return self._driver.in_thread()
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def acquire_event(self, *, timing: bool = False) -> Event:
+        """Lend an event. Record it before anything waits for it: it still stands where its last user recorded it.
+
+        Raises:
+            DeviceError: The context is closed.
+        """
+        self._check_open()
+        try:
+            event = self._idle_events[timing].pop()
+        except IndexError:
+            event = self._driver.make_event(timing=timing)
+        self._lent_events[id(event)] = timing
+        return event
+
+    def release_event(self, event: Event) -> None:
+        """Take a lent event back. Waits that were enqueued on it stay right: they hold what was recorded *then*.
+
+        Raises:
+            DeviceError: The event is not lent. Two users of one event would order their work by each other's records.
+        """
+        if self._end:
+            return
+        timing = self._lent_events.pop(id(event), None)
+        if timing is None:
+            raise DeviceError(
+                f"This event is not one that {self.place} has lent: it was released before, or comes from elsewhere."
+            )
+        self._idle_events[timing].append(event)
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def pinned(self, num_bytes: int, *, reserve_bytes: int = 0) -> Tensor:
+        """Lend a uint8 host tensor that the device can read by itself, aligned to 256 bytes; its content is arbitrary.
+
+        Give it back by ``release_pinned``. On the CPU it is ordinary memory. When the system refuses to pin, it is
+        ordinary memory too, and a ``FallbackWarning`` says so once.
+
+        Args:
+            num_bytes: Length of the block.
+            reserve_bytes: What the caller expects to ask for in all. If memory must be pinned for this block, it is
+                pinned for that much at once: pinned memory comes in powers of two, and three blocks rounded together
+                waste less.
+
+        Raises:
+            ArgumentError: ``num_bytes`` is negative.
+            DeviceError: The context is closed.
+        """
+        self._check_open()
+        with self.capture_lock:  # pinning, and asking for events of blocks that came back, would end a capture
+            return self._arena.take(num_bytes, reserve_bytes)
+
+    def release_pinned(self, block: Tensor, *, after: Event | None = None) -> None:
+        """Take a block back. Nobody may touch the tensor (or a view of it) any more.
+
+        Args:
+            block: What ``pinned`` returned, not a view of it.
+            after: A lent event behind the last use of the block by the device; the block is not lent again before
+                it is reached. The event is given back with it.
+
+        Raises:
+            DeviceError: The block is not lent.
+        """
+        if not self._end:
+            self._arena.give_back(block, after)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory that this context holds for staging, in use or not."""
+        return self._arena.num_bytes
+
+    @property
+    def graph_pool(self) -> GraphPool:
+        """The memory pool that all CUDA graphs of this place share, as ``torch.cuda.graph(pool=...)`` takes it.
+
+        Graphs that share a pool may overwrite each other's temporaries: they must not run at the same time, and what
+        one of them left in the pool is gone once another has run. On the CPU it is ``(0, 0)``, PyTorch's name for no
+        pool.
+        """
+        self._check_open()
+        if self._graph_pool is None:
+            with self._lock:
+                if self._graph_pool is None:
+                    self._graph_pool = self._driver.make_graph_pool()
+        return self._graph_pool
+
+    # --- work --------------------------------------------------------------------------------------------------------
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Allocate a uint8 tensor of the device, whose memory belongs to the calling thread's current stream.
+
+        That is: the memory may have been freed by the host a moment ago, while kernels on the current stream still use
+        it. Other streams may touch the tensor only behind an event that is recorded on the current stream after this
+        call; and when the tensor is freed, the current stream must have been made to wait for what they did.
+        """
+        self._check_open()
+        return self._driver.allocate(num_bytes)
+
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Enqueue a copy on ``stream``. Neither tensor may be reused before the stream is past it (record an event)."""
+        self._check_open()
+        self._driver.copy(destination, source, stream)
+
+    def synchronize(self) -> None:
+        """Block the host until the device has done all work given to it, by anyone."""
+        self._check_open()
+        self._driver.synchronize()
+
+    @property
+    def capture_lock(self) -> threading.RLock:
+        """Hold it while capturing a CUDA graph, and around every call that would end another thread's capture.
+
+        Such calls are: allocating device or pinned memory, querying an event or stream, synchronising. Enqueueing
+        copies and kernels, recording events and making streams wait is always allowed. There is one lock for all
+        places, because a capture in CUDA's global mode forbids these calls to every thread on every device. It is
+        re-entrant. Never wait for another thread while holding it.
+        """
+        return _capture_lock
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether the context can no longer be used."""
+        return bool(self._end)
+
+    def attach(self, user: Closeable) -> None:
+        """Have ``user`` closed before this context is, also when the interpreter ends; this does not keep it alive."""
+        self._check_open()
+        self._users.add(user)
+
+    def close(self) -> None:
+        """Close the users, wait for the device, and drop everything, streams last. Closing again does nothing.
+
+        ``context(place)`` makes a new context afterwards. Whatever was lent by this one is the borrower's own from here
+        on; giving it back does nothing.
+        """
+        if self._end:
+            return
+        for user in list(self._users):
+            user.close()
+        with self._lock:
+            if self._end:
+                return
+            self._end = "has been closed"
+        _forget(self)
+        try:
+            # Nothing may be dropped that the device still reads: a pinned chunk in the middle of a copy, an event that
+            # a stream waits for.
+            with self.capture_lock:
+                self._driver.synchronize()
+        finally:
+            for pool in self._idle_events.values():
+                pool.clear()
+            self._lent_events.clear()
+            self._arena.clear()
+            self._graph_pool = None
+            self._streams.clear()
+            self._copy_stream = None
+
+    def __repr__(self) -> str:
+        return f"<DeviceContext of {self.place}{', ' + self._end if self._end else ''}>"
+
+    def _check_open(self) -> None:
+        if self._end:
+            raise DeviceError(f"The context of {self.place} {self._end}; ask millstream.device.context for a new one.")
+
+    def _make_distinct_stream(self) -> Stream:
+        # PyTorch hands its 32 streams out in turn, and others draw from the same 32: a full turn shows each of them.
+        for _ in range(2 * MAX_STREAMS):
+            stream = self._driver.make_stream(high_priority=False)
+            if all(stream != other for other in self._streams.values()):
+                return stream
+        raise DeviceError(f"PyTorch hands out no stream of {self.place} beyond the {len(self._streams)} in use.")
+
+
+# --- the contexts of this process
+# --------------------------------------------------------------------------------------
+
+_capture_lock = threading.RLock()
+_table_lock = threading.RLock()
+_contexts: dict[Place, DeviceContext] = {}
+_inherited: list[DeviceContext] = []
+
+
+def context(place: Place | torch.device | str) -> DeviceContext:
+    """The context of a place: always the same one, made when it is first asked for.
+
+    Raises:
+        DeviceError: The device does not exist.
+    """
+    place = Place.of(place)
+    found = _contexts.get(place)
+    if found is None:
+        with _table_lock:  # two threads that ask first at the same time must not get two pools
+            found = _contexts.get(place)
+            if found is None:
+                found = _contexts[place] = DeviceContext(place)
+    return found
+
+
+def _forget(closed: DeviceContext) -> None:
+    with _table_lock:
+        if _contexts.get(closed.place) is closed:
+            del _contexts[closed.place]
+
+
+def _close_all() -> None:
+    for each in list(_contexts.values()):
+        # A device in an error state refuses to synchronise. That error has been raised where it happened; a second
+        # traceback from the interpreter's last moments would only hide it.
+        with suppress(RuntimeError):
+            each.close()
+
+
+def _start_afresh_after_fork() -> None:
+    """In a forked child: see no context, and never destroy an inherited one.
+
+    CUDA does not survive a fork: any call on an inherited stream, event or pinned block fails or aborts, and so would
+    their destructors. So the contexts are kept, unusable, until the child ends. The locks are made anew because another
+    thread of the parent may have held them at the moment of the fork; in the child nobody would release them.
+    """
+    global _capture_lock, _table_lock, _contexts  # noqa: PLW0603
+    for each in _contexts.values():
+        each._end = "belongs to the process that forked this one"
+        _inherited.append(each)
+    _contexts = {}
+    _capture_lock = threading.RLock()
+    _table_lock = threading.RLock()
+
+
+# Helper threads are daemons and thus still run when the functions registered here do: they are ended in order, before
+# the interpreter and PyTorch begin to disappear under them.
+atexit.register(_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh_after_fork)

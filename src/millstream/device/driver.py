@@ -1,0 +1,225 @@
+"""The few things a context asks of PyTorch's device runtime, for the CPU and for CUDA.
+
+A driver makes and acts; it remembers nothing. Pools, limits and life times are the context's. Tests put a driver of a
+virtual device in its place and so prove, without hardware, that code which uses a context is correct on the slowest and
+on the most eager of devices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from millstream.device.guard import guard
+from millstream.device.handles import Event, NullEvent, NullStream, Stream
+from millstream.device.place import Place
+
+GraphPool = tuple[int, int]
+"""PyTorch's name for a memory pool that CUDA graphs share; ``(0, 0)`` means none."""
+
+
+class Driver(Protocol):
+    """What a device must be able to do. All calls but ``synchronize`` return before the device has done the work."""
+
+    torch_device: torch.device
+
+    def make_stream(self, *, high_priority: bool) -> Stream:
+        """Make a stream, or hand out one of PyTorch's: two calls may give the same one."""
+        ...
+
+    def make_event(self, *, timing: bool) -> Event:
+        """Make an event."""
+        ...
+
+    def current_stream(self) -> Stream:
+        """The stream on which the calling thread's operators run on this device."""
+        ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Make ``stream`` (and its device) the calling thread's current one, and restore both."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Tell whether the calling thread's current stream is being captured into a CUDA graph."""
+        ...
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Allocate a uint8 tensor of the device for the calling thread's current stream."""
+        ...
+
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Enqueue a copy on ``stream``; asynchronous to the host when the host's side is pinned."""
+        ...
+
+    def pin(self, num_bytes: int) -> Tensor:
+        """Allocate a uint8 host tensor that the device reads directly; ``RuntimeError`` when refused."""
+        ...
+
+    def make_graph_pool(self) -> GraphPool:
+        """Name a new memory pool for CUDA graphs."""
+        ...
+
+    def in_thread(self) -> AbstractContextManager[None]:
+        """Prepare a helper thread for calls to this device."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until the device has done everything."""
+        ...
+
+
+class CpuDriver:
+    """The CPU: everything has happened when a call returns."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self._current = NullStream()
+
+    def make_stream(self, *, high_priority: bool) -> Stream:
+        """A stream that never waits."""
+        return NullStream("urgent" if high_priority else "stream")
+
+    def make_event(self, *, timing: bool) -> Event:
+        """An event that is reached when it is recorded."""
+        return NullEvent(timing)
+
+    def current_stream(self) -> Stream:
+        """The one stream operators run on: the host itself."""
+        return self._current
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Do nothing: all streams of the CPU are the host itself."""
+        return nullcontext()
+
+    def is_capturing(self) -> bool:
+        """Never."""
+        return False
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Plain memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:  # noqa: ARG002
+        """Copy at once."""
+        destination.copy_(source)
+
+    def pin(self, num_bytes: int) -> Tensor:
+        """Plain memory: no other device will read it."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def make_graph_pool(self) -> GraphPool:
+        """No pool: the CPU captures no graphs."""
+        return (0, 0)
+
+    def in_thread(self) -> AbstractContextManager[None]:
+        """Nothing to prepare."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Do nothing: the CPU is idle."""
+
+
+class CudaDriver:
+    """One CUDA device, through ``torch.cuda``. Making the driver initialises CUDA.
+
+    Args:
+        place: The device; it exists.
+    """
+
+    def __init__(self, place: Place) -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self.place = place
+        self.torch_device = place.torch_device
+
+    def make_stream(self, *, high_priority: bool) -> Stream:
+        """Hand out the next of PyTorch's 32 streams of the priority; they never block on the default stream."""
+        priority = -1 if high_priority else 0
+        stream: Stream = torch.cuda.Stream(self.torch_device, priority=priority)  # type: ignore[no-untyped-call]
+        return stream
+
+    def make_event(self, *, timing: bool) -> Event:
+        """Make an event; the runtime creates it when it is first recorded, on the device of that stream."""
+        event: Event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+        return event
+
+    def current_stream(self) -> Stream:
+        """The calling thread's current stream on this device, whichever device is current."""
+        return torch.cuda.current_stream(self.torch_device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """PyTorch's own stream context: sets the device too, and restores both."""
+        return torch.cuda.stream(stream)  # type: ignore[arg-type]
+
+    def is_capturing(self) -> bool:
+        """Ask the runtime about the current stream of this device; does not disturb a capture."""
+        with torch.cuda.device(self.torch_device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Allocate from PyTorch's cache, which takes and gives memory per stream."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Enqueue the copy. From pageable memory the call returns once the driver has taken the source's bytes."""
+        with self.on(stream):
+            destination.copy_(source, non_blocking=True)
+
+    def pin(self, num_bytes: int) -> Tensor:
+        """Allocate page-locked memory. Slow, and forbidden while a graph is captured (hold the capture lock)."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def make_graph_pool(self) -> GraphPool:
+        """Name a new pool; PyTorch gives it memory when a graph is captured into it."""
+        first, second = torch.cuda.graph_pool_handle()
+        return (first, second)
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Set the thread's device, and keep its calls from killing captures made elsewhere.
+
+        A new thread starts on device 0, whatever its parent used: without this its allocations and its streams would
+        silently belong to another GPU.
+        """
+        with guard(self.place), _capture_mode_of_thread(_THREAD_LOCAL):
+            yield
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the device, the user's included."""
+        torch.cuda.synchronize(self.torch_device)
+
+
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
+
+
+@contextmanager
+def _capture_mode_of_thread(mode: int) -> Iterator[None]:
+    """Let this thread query events and allocate while *another* thread captures in CUDA's default, global mode.
+
+    In that mode one "potentially unsafe" call of any thread (``cudaEventQuery``, ``cudaMalloc``, ``cudaHostAlloc``)
+    destroys the capture. A thread escapes the rule by declaring itself thread-local, which the driver's
+    ``cuThreadExchangeStreamCaptureMode`` (CUDA 10.1 and later) does; ``torch.cuda`` does not offer it. Where the call
+    is not to be had (ROCm), nothing happens, and only captures that hold the capture lock are safe.
+    """
+    exchange = _find_exchange()
+    value = ctypes.c_int(mode)
+    if exchange is None or exchange(ctypes.byref(value)) != 0:
+        yield
+        return
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(value))  # the first exchange left the previous mode in ``value``
+
+
+def _find_exchange() -> Any:
+    try:
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        return library.cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None

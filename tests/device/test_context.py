@@ -1,0 +1,368 @@
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+
+import pytest
+import torch
+from tests.device.virtual_device import make_virtual_context
+
+from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
+from millstream.device.context import DeviceContext
+from millstream.device.driver import CpuDriver
+from millstream.errors import ArgumentError, DeviceError
+
+
+@pytest.fixture
+def cpu():
+    made = context("cpu")
+    yield made
+    made.close()
+
+
+class User:
+    def __init__(self, log=None):
+        self.closed = 0
+        self.log = log
+
+    def close(self):
+        self.closed += 1
+        if self.log is not None:
+            self.log.append("user")
+
+
+# --- one per place
+
+
+def test_one_context_per_place(cpu):
+    assert context("cpu") is context(Place("cpu")) is context(torch.device("cpu")) is cpu
+
+
+def test_threads_that_ask_first_at_the_same_time_get_one_context():
+    context("cpu").close()
+    barrier, found = threading.Barrier(8), []
+
+    def ask():
+        barrier.wait()
+        found.append(context("cpu"))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(map(id, found))) == 1
+
+
+def test_an_absent_place_has_no_context(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(DeviceError, match="cuda:0"):
+        context("cuda:0")
+
+
+# --- streams and events
+
+
+def test_streams_are_made_once_and_are_distinct():
+    ctx, device = make_virtual_context()
+    streams = [ctx.stream(i) for i in range(MAX_STREAMS)]
+    assert len(set(streams)) == MAX_STREAMS
+    assert [ctx.stream(i) for i in range(MAX_STREAMS)] == streams
+    assert ctx.copy_stream is ctx.copy_stream
+    assert ctx.copy_stream not in streams
+    assert len(device.streams) == MAX_STREAMS + 2  # and the default stream
+
+
+def test_streams_stay_distinct_when_the_runtime_repeats_itself(monkeypatch):
+    ctx, device = make_virtual_context()
+    ring, turn = [device._add(str(i)) for i in range(3)], iter([0, 1, 0, 1, 2])
+    monkeypatch.setattr(device, "make_stream", lambda high_priority: ring[next(turn)])
+    assert [ctx.stream(i) for i in range(3)] == ring
+    monkeypatch.setattr(device, "make_stream", lambda high_priority: ring[0])
+    with pytest.raises(DeviceError, match="beyond the 3 in use"):
+        ctx.stream(3)
+
+
+@pytest.mark.parametrize("index", [-1, MAX_STREAMS])
+def test_a_stream_that_does_not_exist(index, cpu):
+    with pytest.raises(ArgumentError, match=f"Stream {index} of cpu"):
+        cpu.stream(index)
+
+
+def test_the_streams_and_events_of_the_cpu_have_the_interface(cpu):
+    for stream in (cpu.stream(0), cpu.copy_stream, cpu.current_stream()):
+        assert isinstance(stream, Stream)
+    event = cpu.acquire_event()
+    assert isinstance(event, Event)
+    event.record(cpu.stream(0))
+    cpu.stream(1).wait_event(event)
+    event.synchronize()
+    cpu.stream(1).synchronize()
+    assert event.query()
+    assert cpu.stream(1).query()
+    with cpu.on(cpu.stream(1)), cpu.in_thread():
+        assert cpu.current_stream() is cpu.current_stream()
+    assert not cpu.is_capturing()
+    cpu.synchronize()
+    assert cpu.graph_pool == (0, 0)
+    cpu.release_event(event)
+
+
+@pytest.mark.gpu
+def test_the_streams_and_events_of_torch_have_the_interface():
+    assert isinstance(torch.cuda.Stream(), Stream)
+    assert isinstance(torch.cuda.Event(), Event)
+
+
+def test_timing_events_of_the_cpu(cpu):
+    start, end = cpu.acquire_event(timing=True), cpu.acquire_event(timing=True)
+    start.record()
+    end.record()
+    assert 0 <= start.elapsed_time(end) < 1000
+    plain = cpu.acquire_event()
+    plain.record()
+    with pytest.raises(RuntimeError, match="timing"):
+        start.elapsed_time(plain)
+
+
+def test_events_are_lent_again(cpu):
+    events = [cpu.acquire_event(timing=timing) for timing in (False, True, False)]
+    for event in events:
+        cpu.release_event(event)
+    again = [cpu.acquire_event(timing=timing) for timing in (True, False, False)]
+    assert set(map(id, again)) == set(map(id, events))
+    assert again[0].timing
+    assert not again[1].timing
+    assert id(cpu.acquire_event()) not in set(map(id, events))
+
+
+def test_an_event_cannot_be_released_twice(cpu):
+    event = cpu.acquire_event()
+    cpu.release_event(event)
+    with pytest.raises(DeviceError, match="released before"):
+        cpu.release_event(event)
+
+
+# --- memory
+
+
+def test_pinned_blocks_are_lent_and_come_back(cpu):
+    block = cpu.pinned(1000)
+    assert (block.dtype, block.numel(), block.device.type) == (torch.uint8, 1000, "cpu")
+    held = cpu.pinned_bytes
+    cpu.release_pinned(block)
+    again = cpu.pinned(1000)
+    assert again.data_ptr() == block.data_ptr()
+    assert cpu.pinned_bytes == held
+
+
+def test_a_pinned_block_waits_for_its_event_and_gives_it_back():
+    ctx, device = make_virtual_context("lazy")
+    block, event = ctx.pinned(1000), ctx.acquire_event()
+    gate = ctx.acquire_event()
+    ctx.copy(device.allocate(1000), block, ctx.copy_stream)
+    event.record(ctx.copy_stream)
+    ctx.release_pinned(block, after=event)
+    assert ctx.pinned(1 << 20).numel() == 1 << 20  # waits: there is room once the copy is over
+    assert event.query()
+    assert ctx.acquire_event() is event
+    ctx.release_event(gate)
+    assert device.num_pins == 1
+
+
+def test_the_graph_pool_is_made_once():
+    ctx, device = make_virtual_context()
+    assert ctx.graph_pool == (0, 1)
+    device.make_graph_pool = None
+    assert ctx.graph_pool == (0, 1)
+
+
+def test_the_capture_lock_is_one_for_all_places_and_reentrant(cpu):
+    other, _ = make_virtual_context()
+    assert cpu.capture_lock is other.capture_lock
+    with cpu.capture_lock, other.capture_lock:
+        cpu.pinned(10)
+        taken = []
+        thread = threading.Thread(target=lambda: taken.append(cpu.capture_lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+    assert taken == [False]
+
+
+def test_pinning_waits_for_the_capture_lock(cpu):
+    done = threading.Event()
+
+    def ask():
+        cpu.pinned(10)
+        done.set()
+
+    thread = threading.Thread(target=ask)
+    with cpu.capture_lock:
+        thread.start()
+        assert not done.wait(0.05)
+    thread.join()
+    assert done.is_set()
+
+
+# --- the end
+
+
+def test_close_ends_users_then_waits_for_the_device_then_drops_everything():
+    log = []
+
+    class Logged(CpuDriver):
+        def synchronize(self):
+            log.append(("waits", ctx.pinned_bytes > 0, list(ctx._streams)))
+
+    ctx = DeviceContext(Place("cpu"), Logged())
+    user = User(log)
+    ctx.attach(user)
+    stream, block = ctx.stream(0), ctx.pinned(10)
+    ctx.close()
+    ctx.close()
+    assert log == ["user", ("waits", True, [0])]
+    assert user.closed == 1
+    assert (ctx.closed, ctx.pinned_bytes, ctx._streams) == (True, 0, {})
+    assert stream.query()  # what was lent stays usable in the borrower's hands
+    assert block.numel() == 10
+
+
+USES = {
+    "stream": lambda c: c.stream(0),
+    "copy_stream": lambda c: c.copy_stream,
+    "current_stream": lambda c: c.current_stream(),
+    "on": lambda c: c.on(None),
+    "in_thread": lambda c: c.in_thread(),
+    "acquire_event": lambda c: c.acquire_event(),
+    "pinned": lambda c: c.pinned(1),
+    "graph_pool": lambda c: c.graph_pool,
+    "allocate": lambda c: c.allocate(1),
+    "copy": lambda c: c.copy(None, None, None),
+    "synchronize": lambda c: c.synchronize(),
+    "is_capturing": lambda c: c.is_capturing(),
+    "attach": lambda c: c.attach(User()),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_closed_context_is_of_no_use(use):
+    ctx = context("cpu")
+    ctx.close()
+    with pytest.raises(DeviceError, match="cpu has been closed"):
+        use(ctx)
+
+
+def test_what_a_closed_context_lent_can_still_be_given_back():
+    ctx = context("cpu")
+    event, block = ctx.acquire_event(), ctx.pinned(10)
+    ctx.close()
+    ctx.release_event(event)
+    ctx.release_pinned(block)
+
+
+def test_after_close_there_is_a_new_context():
+    old = context("cpu")
+    old.close()
+    new = context("cpu")
+    assert new is not old
+    assert not new.closed
+    old.close()
+    assert context("cpu") is new
+
+
+def test_close_drops_everything_even_when_the_device_fails(monkeypatch):
+    ctx = context("cpu")
+    ctx.stream(0)
+    ctx.pinned(10)
+
+    def fail():
+        raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(ctx._driver, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        ctx.close()
+    assert ctx.pinned_bytes == 0
+    assert ctx.closed
+
+
+def test_a_context_does_not_keep_its_users_alive(cpu):
+    user = User()
+    gone = weakref.ref(user)
+    cpu.attach(user)
+    del user
+    gc.collect()
+    assert gone() is None
+
+
+def run_python(program):
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": "src"},
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    return done.stdout
+
+
+def test_the_interpreter_closes_contexts_at_its_end():
+    out = run_python("""
+        from millstream.device import context
+        class User:
+            def close(self): print("closed before", not ctx.closed)
+        user, ctx = User(), context("cpu")
+        ctx.attach(user)
+        print("end of program")
+    """)
+    assert out.split("\n")[:2] == ["end of program", "closed before True"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_sees_no_context_and_no_held_lock():
+    out = run_python("""
+        import os, threading
+        from millstream.device import context
+        from millstream.errors import DeviceError
+        old = context("cpu")
+        held, go = threading.Event(), threading.Event()
+        def hold():
+            with old.capture_lock:
+                held.set(); go.wait()
+        thread = threading.Thread(target=hold); thread.start(); held.wait()
+        import warnings; warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+        if child == 0:
+            try:
+                old.stream(0)
+            except DeviceError as error:
+                ok = "forked" in str(error)
+            old.close()
+            new = context("cpu")
+            with new.capture_lock:
+                ok = ok and new is not old and new.stream(0) is not None
+            os._exit(7 if ok else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), old.closed)
+        go.set(); thread.join()
+    """)
+    assert out == "7 False\n"
+
+
+# --- the guard
+
+
+def test_the_guard_does_nothing_on_the_cpu():
+    with guard("cpu") as place:
+        assert place == Place("cpu")
+
+
+def test_the_guard_of_an_absent_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(DeviceError, match="cuda:3"), guard("cuda:3"):
+        pytest.fail("entered")

@@ -1,0 +1,206 @@
+"""A device made of software, as slow, as late and as forgetful as a real one is allowed to be.
+
+Streams are queues whose operations run when the test lets them: at once, at the last possible moment, or at random
+times. Memory works as in PyTorch's caching allocator: what the host frees is handed out again at once to the *same
+stream*, although operations that use it may still be waiting in queues. Whoever forgets an event gets wrong bytes here,
+every time, and not once a week on a loaded machine.
+"""
+
+import random
+import threading
+import weakref
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import torch
+
+from millstream.device.context import DeviceContext
+from millstream.device.place import Place
+
+
+class VirtualStream:
+    def __init__(self, device, name):
+        self.device = device
+        self.name = name
+        self.queue = []  # of (ready, run)
+
+    def enqueue(self, run, ready=lambda: True):
+        with self.device.lock:
+            self.queue.append((ready, run))
+            self.device.after_enqueue()
+
+    def wait_event(self, event):
+        ticket = event.ticket  # a wait holds the record of *now*, as cudaStreamWaitEvent does
+        self.enqueue(lambda: None, ready=lambda: ticket is None or ticket.reached)
+
+    def query(self):
+        return not self.queue
+
+    def synchronize(self):
+        self.device.run_until(self.query)
+
+    def __repr__(self):
+        return self.name
+
+
+class Ticket:
+    reached = False
+
+
+class VirtualEvent:
+    def __init__(self, device):
+        self.device = device
+        self.ticket = None
+
+    def record(self, stream=None):
+        ticket = Ticket()
+        self.ticket = ticket
+
+        def reach():
+            ticket.reached = True
+
+        (stream or self.device.current_stream()).enqueue(reach)
+
+    def query(self):
+        with self.device.lock:
+            self.device.num_queries += 1
+            self.device.run_some()  # time passes while the host polls
+            return self.ticket is None or self.ticket.reached
+
+    def synchronize(self):
+        ticket = self.ticket
+        self.device.run_until(lambda: ticket is None or ticket.reached)
+
+    def elapsed_time(self, end_event):
+        raise NotImplementedError
+
+
+class VirtualDevice:
+    """A ``Driver``. ``mood`` says when operations run: "eager", "lazy" (only when the host waits) or "random"."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, mood="lazy", seed=0):
+        self.mood = mood
+        self.random = random.Random(seed)
+        self.lock = threading.RLock()
+        self.streams = []
+        self.default = self._add("default")
+        self.local = threading.local()
+        self.free = {}  # stream -> size -> raw memory that the host has freed
+        self.raw_of = {}  # address -> raw memory: never freed, so that late operations can be watched doing harm
+        self.num_pins = self.num_raw = self.num_queries = 0
+        self.refuse_to_pin = False
+        self.capturing = False
+
+    # --- what a driver does
+
+    def make_stream(self, *, high_priority):
+        return self._add(f"{'urgent' if high_priority else 'stream'}{len(self.streams)}")
+
+    def make_event(self, *, timing):
+        return VirtualEvent(self)
+
+    def current_stream(self):
+        return getattr(self.local, "stream", self.default)
+
+    @contextmanager
+    def on(self, stream):
+        before = self.current_stream()
+        self.local.stream = stream
+        try:
+            yield
+        finally:
+            self.local.stream = before
+
+    def is_capturing(self):
+        return self.capturing
+
+    def allocate(self, num_bytes):
+        with self.lock:
+            free = self.free.setdefault(self.current_stream(), {}).setdefault(num_bytes, [])
+            if free:
+                raw = free.pop()
+            else:
+                self.num_raw += 1
+                raw = np.full(num_bytes, 0xEE, dtype=np.uint8)
+                self.raw_of[raw.ctypes.data] = raw
+            token = raw[:]  # lives exactly as long as the storage of the tensor made from it
+            weakref.finalize(token, free.append, raw)
+            return torch.from_numpy(token)
+
+    def copy(self, destination, source, stream):
+        to, come_from = self.raw(destination), source.numpy()
+        stream.enqueue(lambda: np.copyto(to, come_from))
+
+    def pin(self, num_bytes):
+        if self.refuse_to_pin:
+            raise RuntimeError("CUDA error: out of memory")
+        self.num_pins += 1
+        return torch.full((num_bytes,), 0xDD, dtype=torch.uint8)
+
+    def make_graph_pool(self):
+        return (0, 1)
+
+    def in_thread(self):
+        return nullcontext()
+
+    def synchronize(self):
+        self.run_until(lambda: not any(stream.queue for stream in self.streams))
+
+    # --- what tests do with it
+
+    def raw(self, tensor):
+        """The memory under a device tensor, without keeping it from being freed."""
+        start = tensor.data_ptr() if tensor.numel() else 0
+        for address, raw in self.raw_of.items():
+            if address <= start < address + max(raw.nbytes, 1):
+                return raw[start - address : start - address + tensor.nbytes]
+        assert tensor.numel() == 0, "not memory of this device"
+        return np.empty(0, dtype=np.uint8)
+
+    def read(self, tensor, results):
+        """A kernel on the current stream that appends the bytes of a (contiguous) tensor, as they are when it runs."""
+        raw = self.raw(tensor)
+        self.current_stream().enqueue(lambda: results.append(raw.tobytes()))
+
+    def scribble(self, num_bytes):
+        """A kernel with a temporary: allocated, filled when the kernel runs, freed by the host at once."""
+        raw = self.raw(self.allocate(num_bytes))
+        self.current_stream().enqueue(lambda: raw.fill(0xCC))
+
+    def run_some(self):
+        for _ in range(self.random.randint(1, 4)):
+            if not self.run_one():
+                return
+
+    def run_one(self):
+        with self.lock:
+            runnable = [s for s in self.streams if s.queue and s.queue[0][0]()]
+            if not runnable:
+                return False
+            self.random.choice(runnable).queue.pop(0)[1]()
+            return True
+
+    def run_until(self, done):
+        with self.lock:
+            while not done():
+                assert self.run_one(), "the device waits for an event that nothing will reach"
+
+    def after_enqueue(self):
+        if self.mood == "eager":
+            while self.run_one():
+                pass
+        elif self.mood == "random" and self.random.random() < 0.5:
+            self.run_some()
+
+    def _add(self, name):
+        stream = VirtualStream(self, name)
+        self.streams.append(stream)
+        return stream
+
+
+def make_virtual_context(mood="lazy", seed=0):
+    """A context of the place cuda:0 on a virtual device, and that device."""
+    device = VirtualDevice(mood, seed)
+    return DeviceContext(Place("cuda", 0), device), device
