@@ -1,0 +1,1 @@
+"""Benchmark suites: ``python -m benchmarks.SUITE``, see README.md beside this file."""

@@ -1,0 +1,298 @@
+"""Every baseline, built and judged the same way.
+
+Inference:
+
+- ``eager``: the model called; ``eager graph``: its kernels captured by hand in one CUDA graph
+- ``compile``, ``compile reduce-overhead``: torch.compile called, by default and with its own CUDA graphs
+- ``inductor graph``: torch.compile's kernels captured by hand in one CUDA graph: the strongest peer on one stream
+- ``max-autotune graph``: the same with searched matrix products and convolutions
+- ``cudnn``: ``nn.LSTM`` in place of the custom cell, in one CUDA graph
+
+Training:
+
+- ``eager``: the step called
+- ``compile loop``: the user's loop, with torch.compile on the model and the optimizer as PyTorch gives it
+- ``compile loop fused``: the same with the fused optimizer
+- ``compile loop, compiled optimizer``: the same with torch.compile on the optimizer's step as well
+- ``step graph``: forward, backward and optimizer captured by hand in one CUDA graph around torch.compile
+- ``cudnn``: the loop with ``nn.LSTM`` in place of the custom cell
+
+The memory of ``inductor graph`` and ``step graph`` is the smaller of two builds: one as it comes, one with Inductor's
+own memory planning.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks.equality import Judge, Results, Verdict, check_dependence
+from benchmarks.harness import MemoryMeter, Run, full_precision, queue_behind_spin
+from benchmarks.models import Batch, Inference, Training
+from benchmarks.sides import WARM_CALLS, Side, capture, timed
+
+Call = Callable[..., Tensor]
+MEMORY_PLANNING: dict[str, Any] = {"memory_planning": True}
+
+# --- inference -------------------------------------------------------------------------------------------------------
+
+
+class InferenceJudge:
+    """Judges by outputs on an input that the side was not built with."""
+
+    def __init__(self, problem: Inference) -> None:
+        self._problem = problem
+        wide = torch.float64 if problem.dtype == torch.float32 else torch.float32
+        twin = copy.deepcopy(problem.model).to(wide)
+        inputs = [x.to(wide) if x.is_floating_point() else x for x in problem.second]
+        with full_precision():
+            precise = {"output": twin(*inputs)}
+        eager = {"output": problem.model(*problem.second)}
+        self._judge = Judge({"outputs": precise}, {"outputs": eager}, problem.dtype)
+        check_dependence(eager, {"output": problem.model(*problem.first)}, self._judge.allowed)
+
+    def judge(self, call: Call, replay: Run | None) -> Verdict:
+        """Judge a call on fresh inputs, then a bare replay whose output was spoilt before, behind other work."""
+        output = call(*self._problem.second)
+        verdict = self._judge.judge({"outputs": {"output": output}})
+        if not verdict.equal or replay is None or self._problem.device.type != "cuda":
+            return verdict
+
+        def spoil_and_replay() -> None:
+            output.fill_(float("nan"))
+            replay()
+
+        queue_behind_spin(spoil_and_replay)
+        return self._judge.judge({"outputs": {"output": output.clone()}})
+
+
+def build_inference(problem: Inference, name: str, judge: InferenceJudge | None = None) -> Side:
+    """Build an inference baseline by its name; unjudged only where nothing but ``build_s`` matters."""
+    model: Any = problem.model
+    device = problem.device
+    call: Call
+    replay: Run | None = None
+    build_s: float | None = None
+    meter = MemoryMeter(device)
+    with meter.measure():
+        match name:
+            case "eager":
+                call = model
+            case "compile" | "compile reduce-overhead":
+                mode = "reduce-overhead" if name.endswith("overhead") else "default"
+                call, build_s = compile_called(model, problem.first, device, mode=mode)
+            case "eager graph":
+                call, replay, build_s = capture_called(model, problem.first, device)
+            case "inductor graph":
+                compiled = torch.compile(model, fullgraph=True, dynamic=False)
+                call, replay, build_s = capture_called(compiled, problem.first, device)
+            case "max-autotune graph":
+                compiled = torch.compile(model, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+                call, replay, build_s = capture_called(compiled, problem.first, device)
+            case "cudnn":
+                call, replay, build_s = capture_called(library_twin(model), problem.first, device)
+            case _:
+                raise ValueError(f"no inference baseline is called {name!r}")
+    peak = meter.peak_bytes if replay else None
+    if name == "inductor graph" and peak is not None:
+        peak = planned_peak(lambda: capture_planned(problem), peak)
+    verdict = judge.judge(call, replay) if judge else Verdict(True, 0.0)
+    return Side(name, verdict, lambda: call(*problem.second), replay, build_s, peak)
+
+
+def compile_called(model: nn.Module, inputs: Batch, device: torch.device, *, mode: str) -> tuple[Call, float]:
+    """Compile a model to be called, and call it until it is warm."""
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
+    _, build_s = timed(lambda: compiled(*inputs), device)
+    for _ in range(WARM_CALLS):  # reduce-overhead warms up, then captures, then replays
+        compiled(*inputs)
+    return compiled, build_s
+
+
+def capture_called(run: Call, inputs: Batch, device: torch.device) -> tuple[Call, Run, float]:
+    """Capture a call on inputs of fixed memory; the new call copies its inputs there and replays."""
+    static = [x.clone() for x in inputs]
+    (replay, output), build_s = timed(lambda: capture(lambda: run(*static), device), device)
+
+    def call(*fresh: Tensor) -> Tensor:
+        for slot, x in zip(static, fresh, strict=True):
+            slot.copy_(x)
+        replay()
+        return output
+
+    return call, replay, build_s
+
+
+def planned_peak(build: Callable[[], int | None], plain_peak: int) -> int:
+    """Return the smaller of two peaks: the plain build's, and that with Inductor's memory planning where it works."""
+    try:
+        peak = build()
+    except Exception as error:  # noqa: BLE001 - an experimental option of Inductor: without it the plain build stands
+        print(f"           Inductor's memory planning failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        return plain_peak
+    return plain_peak if peak is None else min(plain_peak, peak)
+
+
+def capture_planned(problem: Inference) -> int | None:
+    """Return the memory of an inference graph built with memory planning."""
+    meter = MemoryMeter(problem.device)
+    with meter.measure():
+        compiled = torch.compile(problem.model, fullgraph=True, dynamic=False, options=MEMORY_PLANNING)
+        capture_called(compiled, problem.first, problem.device)
+    return meter.peak_bytes
+
+
+def library_twin(model: Any) -> nn.Module:
+    """Return the network around ``nn.LSTM`` that computes the same."""
+    return copy.deepcopy(model).library_twin()
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trainee:
+    """One side's own copy of the model and its optimizer."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of parameters, statistics and counters, by group and name; no empty group."""
+        groups: dict[str, dict[str, Tensor]] = {"parameters": {}, "statistics": {}, "counters": {}}
+        for name, value in self.model.named_parameters():
+            groups["parameters"][name] = value.detach().clone()
+        for name, buffer in self.model.named_buffers():
+            groups["statistics" if buffer.is_floating_point() else "counters"][name] = buffer.clone()
+        return {group: tensors for group, tensors in groups.items() if tensors}
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that a step changes."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [*self.model.parameters(), *self.model.buffers(), *(value for value in states if torch.is_tensor(value))]
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Put back, in place, what the body changes."""
+        tensors = self.tensors()
+        saved = [value.detach().clone() for value in tensors]
+        yield
+        with torch.no_grad():
+            for value, old in zip(tensors, saved, strict=True):
+                value.copy_(old)
+
+
+class TrainingJudge:
+    """Judges by losses and state after four steps: three fresh batches, then the last one again.
+
+    The precise run and eager take these steps when the judge is made. A side that captured takes the fourth by a bare
+    replay, behind other work.
+    """
+
+    def __init__(self, problem: Training) -> None:
+        self._problem = problem
+        wide = torch.float64 if problem.dtype == torch.float32 else torch.float32
+        start = trainee(problem).state()
+        twin = trainee(problem, wide)
+        with full_precision():
+            precise = self.results(twin, problem.make_step(twin.model, twin.optimizer, precise=True))
+        plain = trainee(problem)
+        eager = self.results(plain, problem.make_step(plain.model, plain.optimizer))
+        self._judge = Judge(precise, eager, problem.dtype, start)
+        self._losses = Judge({"losses": precise["losses"]}, {"losses": eager["losses"]}, problem.dtype)
+
+    def results(self, side: Trainee, step: Call, replay: Run | None = None, losses: tuple[Tensor, ...] = ()) -> Results:
+        """Take the steps that the side has not taken yet (``losses`` are of those it has), and return what came out."""
+        taken = list(losses)
+        wide = next(side.model.parameters()).dtype
+        batches = [tuple(x.to(wide) if x.is_floating_point() else x for x in batch) for batch in self._problem.batches]
+        taken += [step(*batch).detach().clone() for batch in batches[len(taken) :]]
+        if replay is None:
+            step(*batches[-1])
+        elif self._problem.device.type == "cuda":
+            queue_behind_spin(replay)
+        else:
+            replay()
+        named = {f"loss {i}": loss for i, loss in enumerate(taken)}
+        return {"losses": named, **side.state()}
+
+    def judge(self, results: Results, *, losses_only: bool = False) -> Verdict:
+        """Judge the results of a side; by its losses only where its parameters have other names."""
+        return self._losses.judge(results) if losses_only else self._judge.judge(results)
+
+
+def trainee(problem: Training, dtype: torch.dtype | None = None, **options: bool) -> Trainee:
+    """Return a fresh copy of the model at its start, with an optimizer of its own."""
+    model = copy.deepcopy(problem.model).to(dtype or next(problem.model.parameters()).dtype)
+    return Trainee(model, problem.make_optimizer(model, **options))
+
+
+def build_training(problem: Training, name: str, judge: TrainingJudge | None = None) -> Side:
+    """Build a training baseline by its name; unjudged only where nothing but ``build_s`` matters."""
+    if name == "step graph":
+        return build_step_graph(problem, judge)
+    side = trainee(problem, fused=name == "compile loop fused")
+    run: Any = side.model
+    match name:
+        case "eager":
+            pass
+        case "compile loop" | "compile loop fused" | "compile loop, compiled optimizer":
+            run = torch.compile(side.model)
+        case "cudnn":
+            run = library_twin(problem.model)
+            side = Trainee(run, problem.make_optimizer(run))
+        case _:
+            raise ValueError(f"no training baseline is called {name!r}")
+    if name.endswith("compiled optimizer"):
+        setattr(side.optimizer, "step", torch.compile(side.optimizer.step))  # noqa: B010 - a method, to a type checker
+    step = problem.make_step(run, side.optimizer)
+    loss, build_s = timed(lambda: step(*problem.batches[0]), problem.device)
+    verdict = Verdict(True, 0.0)
+    if judge:
+        verdict = judge.judge(judge.results(side, step, losses=(loss.detach(),)), losses_only=name == "cudnn")
+    for _ in range(WARM_CALLS):
+        step(*problem.batches[1])
+    return Side(name, verdict, lambda: step(*problem.batches[1]), None, build_s)
+
+
+def build_step_graph(problem: Training, judge: TrainingJudge | None = None) -> Side:
+    """Build the whole step, captured by hand: the strongest peer on one stream."""
+    step = capture_step(problem, {})
+    peak = step.peak_bytes
+    if peak is not None:
+        peak = planned_peak(lambda: capture_step(problem, MEMORY_PLANNING).peak_bytes, peak)
+    verdict = Verdict(True, 0.0)
+    if judge:
+        verdict = judge.judge(judge.results(step.side, step.call, step.replay, (step.first_loss,)))
+    return Side("step graph", verdict, lambda: step.call(*problem.batches[1]), step.replay, step.build_s, peak)
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A step captured by hand, its side having taken one step before."""
+
+    side: Trainee
+    first_loss: Tensor
+    call: Call
+    replay: Run
+    build_s: float
+    peak_bytes: int | None
+
+
+def capture_step(problem: Training, options: dict[str, Any]) -> CapturedStep:
+    """Take one eager step, which makes the optimizer's state, then capture one; memory is metered from there on."""
+    side = trainee(problem, fused=True, capturable=True)
+    first_loss = problem.make_step(side.model, side.optimizer)(*problem.batches[0]).detach()
+    compiled = torch.compile(side.model, fullgraph=True, dynamic=False, options=options)
+    step = problem.make_step(compiled, side.optimizer)
+    meter = MemoryMeter(problem.device)
+    with side.unchanged(), meter.measure():
+        call, replay, build_s = capture_called(step, problem.batches[1], problem.device)
+    return CapturedStep(side, first_loss, call, replay, build_s, meter.peak_bytes)

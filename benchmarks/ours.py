@@ -1,0 +1,67 @@
+"""Our side, through the public interface; with ``strict=True``, because a fallback is another compiler's time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.baselines import InferenceJudge, TrainingJudge, trainee
+from benchmarks.equality import Verdict
+from benchmarks.harness import MemoryMeter, Run
+from benchmarks.models import Inference, Training
+from benchmarks.sides import WARM_CALLS, Side, timed
+
+
+def build_inference(problem: Inference, judge: InferenceJudge | None = None) -> Side:
+    """Compile the model and run it once; outputs are not copied, as with the peers."""
+    import millstream as ms
+
+    meter = MemoryMeter(problem.device)
+    with meter.measure():
+        compiled = ms.compile(problem.model, copy_outputs=False, strict=True)
+        _, build_s = timed(lambda: compiled(*problem.first), problem.device)
+        executable = only_executable(compiled)
+    replay = executable.replay if problem.device.type == "cuda" else None
+    verdict = judge.judge(compiled, replay) if judge else Verdict(True, 0.0)
+    for _ in range(WARM_CALLS):
+        compiled(*problem.second)
+    return ours(verdict, lambda: compiled(*problem.second), replay, build_s, meter.peak_bytes, executable)
+
+
+def build_training(problem: Training, judge: TrainingJudge | None = None) -> Side:
+    """Take one step, which runs eagerly because the optimizer has no state yet, then one that is captured."""
+    import millstream as ms
+
+    side = trainee(problem)
+    step = ms.step(problem.make_step(side.model, side.optimizer), strict=True)
+    losses = [step(*problem.batches[0]).detach()]
+    meter = MemoryMeter(problem.device)
+    with meter.measure():
+        loss, build_s = timed(lambda: step(*problem.batches[1]), problem.device)
+        executable = only_executable(step)
+    losses.append(loss.detach())
+    replay = executable.replay if problem.device.type == "cuda" else None
+    verdict = judge.judge(judge.results(side, step, replay, tuple(losses))) if judge else Verdict(True, 0.0)
+    for _ in range(WARM_CALLS):
+        step(*problem.batches[1])
+    return ours(verdict, lambda: step(*problem.batches[1]), replay, build_s, meter.peak_bytes, executable)
+
+
+def ours(
+    verdict: Verdict, call: Run, replay: Run | None, build_s: float, peak_bytes: int | None, executable: Any
+) -> Side:
+    """Return our side; without a GPU there is no replay, and a call stands in for it, to try the scripts."""
+    return Side("ours", verdict, call, replay or call, build_s, peak_bytes, executable)
+
+
+def only_executable(compiled: Any) -> Any:
+    """Return the one graph that a compiled model or step runs.
+
+    Raises:
+        RuntimeError: It runs none, or several with the host's work between them, so that no replay is the whole.
+    """
+    from millstream import api
+
+    executables = api.executables(compiled)
+    if len(executables) != 1:
+        raise RuntimeError(f"expected one captured graph, found {len(executables)}")
+    return executables[0]

@@ -1,0 +1,147 @@
+"""Sides: what is compared, and the comparison itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.equality import Verdict
+from benchmarks.harness import Run, Sample, alternate, device_clock, loop_clock, synchronize
+from benchmarks.results import Row, ratio
+from benchmarks.suite import Settings, brief
+
+WARM_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to run a case, built, warm and judged.
+
+    Attributes:
+        name: ``ours`` or the baseline's.
+        verdict: Whether it computes what eager computes.
+        call: Runs it as a user does, on inputs that are there already.
+        replay: Runs only what was captured; ``None`` for a side that captured nothing.
+        build_s: Seconds from the uncompiled model to the first result.
+        peak_bytes: Memory of the captured graph.
+        executable: What ours reports about itself.
+    """
+
+    name: str
+    verdict: Verdict
+    call: Run
+    replay: Run | None = None
+    build_s: float | None = None
+    peak_bytes: int | None = None
+    executable: Any = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A baseline that could not be built."""
+
+    name: str
+    reason: str
+
+
+def build_each(names: Iterable[str], build: Callable[[str], Side]) -> list[Side | Failure]:
+    """Build baselines; one that fails does not stop the others."""
+    sides: list[Side | Failure] = []
+    for name in names:
+        try:
+            sides.append(build(name))
+        except Exception as error:  # noqa: BLE001 - a peer's failure is a result
+            sides.append(Failure(name, brief(error)))
+    return sides
+
+
+def timed(build: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """Return the result of the first call and the seconds until it is there."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = build()
+    synchronize(device)
+    return result, time.perf_counter() - start
+
+
+def capture(run: Callable[[], Tensor], device: torch.device) -> tuple[Run, Tensor]:
+    """Capture a call in one CUDA graph by hand, as PyTorch's documentation teaches.
+
+    Returns:
+        The replay and the result that it writes. Without a GPU the replay runs the call again, to try the scripts.
+    """
+    if device.type != "cuda":
+        result = run()
+        return lambda: result.copy_(run().detach()), result.detach()
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_CALLS):
+            run()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph.replay, result
+
+
+def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Settings) -> list[Row]:
+    """Time ours and its peers in turn, captured sides by replays, the others by calls, and return a row for each peer.
+
+    A side whose verdict is not ``equal`` is not timed.
+    """
+    executable = ours.executable
+    facts = Row(
+        case,
+        kernels=executable.num_kernels,
+        streams=executable.num_streams,
+        waits=executable.num_waits,
+        peak_bytes=ours.peak_bytes,
+        compile_s=ours.build_s,
+        equal=ours.verdict.equal,
+    )
+    if not ours.verdict.equal:
+        return [replace(facts, note=f"not timed: {ours.verdict.reason}")]
+    rows: list[Row] = []
+    for variant in ("replay", "call"):
+        asked = [peer for peer in peers if variant == ("replay" if isinstance(peer, Side) and peer.replay else "call")]
+        sound = [peer for peer in asked if isinstance(peer, Side) and peer.verdict.equal]
+        samples = measure(ours, sound, variant, settings) if sound else {}
+        timing = replace(facts, variant=variant)
+        if samples:
+            own = samples["ours"]
+            timing = replace(timing, ours_ms=own.median, p20=own.p20, p80=own.p80)
+        for peer in asked:
+            row = replace(timing, baseline=peer.name)
+            if isinstance(peer, Failure):
+                rows.append(replace(row, note=f"{peer.name} not run: {peer.reason}"))
+            elif not peer.verdict.equal:
+                rows.append(replace(row, note=f"{peer.name} not timed: {peer.verdict.reason}"))
+            else:
+                theirs = samples[peer.name].median
+                rows.append(
+                    replace(
+                        row,
+                        baseline_ms=theirs,
+                        ratio=ratio(theirs, row.ours_ms),
+                        peak_ratio=ratio(ours.peak_bytes, peer.peak_bytes),
+                    )
+                )
+    return rows
+
+
+def measure(ours: Side, peers: list[Side], variant: str, settings: Settings) -> dict[str, Sample]:
+    """Time ours and peers in turn, by replays or by calls."""
+    clocks = {}
+    for side in (ours, *peers):
+        if variant == "call":
+            clocks[side.name] = loop_clock(side.call, settings.device)
+        else:
+            assert side.replay is not None
+            clocks[side.name] = device_clock(side.replay, settings.device)
+    return alternate(clocks, settings.rounds)

@@ -1,0 +1,169 @@
+"""Running a suite: options, the order of cases, the time budget, and results that survive whatever happens next."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+from benchmarks.harness import forget_case, prepare_torch
+from benchmarks.results import Row, start_report
+
+
+class Case(Protocol):
+    """What the runner must know of a case."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def estimate_s(self) -> float:
+        """Seconds it takes on an H200, everything included."""
+        ...
+
+
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for.
+
+    Attributes:
+        device: Where to run.
+        rounds: Samples of each side.
+        tiny: Small stand-ins for the networks, to try the scripts where there is no GPU.
+        baselines: Names to which the baselines are limited; empty for the usual ones.
+        long: Also the baselines that take long to build.
+        channels_last: Convolutional inference in this layout.
+    """
+
+    device: torch.device
+    rounds: int
+    tiny: bool
+    baselines: frozenset[str] = frozenset()
+    long: bool = False
+    channels_last: bool = False
+
+    def wants(self, baseline: str) -> bool:
+        return not self.baselines or baseline in self.baselines
+
+
+def names(text: str) -> list[str]:
+    """Split a list at its commas; names have spaces in them."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def parse(suite: str, cases: Sequence[Case], device: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    known = [case.name for case in cases]
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{suite}", description=f"cases: {', '.join(known)}")
+    parser.add_argument("--cases", type=names, default=known, help="comma-separated; all when not given")
+    parser.add_argument("--baselines", type=names, default=[], help="comma-separated; the usual ones when not given")
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="leave out what does not fit")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
+    parser.add_argument("--quick", action="store_true", help="few samples, to try the scripts; not for publication")
+    parser.add_argument("--rounds", type=int, help="samples of each side (50; quick: 5)")
+    parser.add_argument("--device", default=device, help="cuda or cpu; cpu runs tiny stand-ins of the GPU suites")
+    parser.add_argument("--long", action="store_true", help="also baselines that take long to build")
+    parser.add_argument("--channels-last", action="store_true", help="inference of convolutions in this layout")
+    parser.add_argument("--commit", help="what to write down where git cannot be asked")
+    options = parser.parse_args(argv)
+    unknown = [name for name in options.cases if name not in known]
+    if unknown:
+        parser.error(f"unknown cases: {', '.join(unknown)}; the suite has {', '.join(known)}")
+    return options
+
+
+def run_suite(
+    suite: str,
+    cases: Sequence[AnyCase],
+    run_case: Callable[[AnyCase, Settings], list[Row]],
+    *,
+    device: str | None = None,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run the cases that were asked for and write the results after each.
+
+    An error ends its case, is printed and stands in its row. When the device itself has failed, the remaining cases are
+    recorded as not run.
+
+    Args:
+        suite: Name of the suite.
+        cases: All of its cases.
+        run_case: Runs one and returns its rows.
+        device: Kind of device the suite is for; ``None`` takes the GPU where there is one.
+        argv: Command line without the program.
+
+    Returns:
+        Exit status: 1 when a case failed.
+    """
+    options = parse(suite, cases, device, argv)
+    chosen = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    tiny = chosen.type == "cpu" and device != "cpu"
+    rounds = options.rounds or (5 if options.quick else 50)
+    settings = Settings(chosen, rounds, tiny, frozenset(options.baselines), options.long, options.channels_last)
+    prepare_torch()
+    quick = options.quick or tiny or rounds < 30
+    report = start_report(suite, chosen, quick=quick, commit=options.commit)
+    began, failed, broken = time.monotonic(), False, ""
+    by_name = {case.name: case for case in cases}
+    for name in options.cases:
+        case, spent = by_name[name], time.monotonic() - began
+        if broken:
+            rows = [Row(name, note=f"not run: the device failed in {broken}")]
+        elif spent + case.estimate_s > options.budget_seconds:
+            reason = f"{spent:.0f} of {options.budget_seconds:.0f} s were spent, it takes about {case.estimate_s:.0f}"
+            rows = [Row(name, note=f"not run: {reason}")]
+        else:
+            print(f"[{spent:6.1f} s] {name}", flush=True)
+            try:
+                rows = run_case(case, settings)
+                forget_case(chosen)
+            except Exception as error:  # noqa: BLE001 - whatever ends a case, the others still run
+                traceback.print_exc()
+                rows, failed = [Row(name, note=f"not run: {brief(error)}")], True
+                broken = name if device_failed(chosen) else ""
+        report.rows += rows
+        report.write(options.out)
+        for row in rows:
+            print(f"           {describe(row)}", flush=True)
+    print(report.to_markdown())
+    return int(failed)
+
+
+def device_failed(device: torch.device) -> bool:
+    """Whether an error has left the device unusable, as an illegal access does; clears up for the next case if not."""
+    try:
+        forget_case(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def brief(error: BaseException) -> str:
+    """Return the kind of error and its first line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def describe(row: Row) -> str:
+    """Text of a row for the terminal."""
+    parts = [f"{row.variant or '':8}"]
+    if row.ours_ms is not None:
+        parts.append(f"ours {row.ours_ms:.4g} ms")
+    if row.baseline:
+        parts.append(row.baseline if row.baseline_ms is None else f"{row.baseline} {row.baseline_ms:.4g} ms")
+    for name in ("ratio", "peak_ratio", "compile_s", "compile_ratio", "equal"):
+        value = getattr(row, name)
+        if value is not None:
+            parts.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
+    return "  ".join([*parts, row.note or ""]).rstrip()
