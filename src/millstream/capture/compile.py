@@ -48,7 +48,7 @@ class Compiler:
     """A Dynamo backend that remembers what it compiled.
 
     Args:
-        new_builder: Called once a graph.
+        new_builder: Called once a graph, with what to call when a program runs otherwise than asked for.
         name: Name of what is compiled, for people.
         freeze: Fold parameters into the graphs.
         strict: Raise instead of falling back.
@@ -58,7 +58,7 @@ class Compiler:
 
     def __init__(
         self,
-        new_builder: Callable[[], Builder],
+        new_builder: Callable[[Callable[[str], None]], Builder],
         *,
         name: str,
         freeze: bool = False,
@@ -74,7 +74,7 @@ class Compiler:
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile a graph that Dynamo captured."""
-        builder, graph = self._new_builder(), Graph()
+        builder, graph = self._new_builder(self.warn), Graph()
 
         def finish(lowered: Lowered) -> Runnable:
             executable = builder(lowered)

@@ -33,7 +33,7 @@ class SerialEngine:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._place != "cpu":
-            with guard(self._place):
+            with guard(self._place):  # the wrapper allocates on the current device
                 return (self._run or self._prepare({}))(inputs)
         with self._lock:
             return (self._run or self._prepare(bind_arena(self.lowered.program, self.plan)))(inputs)

@@ -111,12 +111,12 @@ class Converter(wrapper_fxir.FxConverter):
             raise LoweringError(
                 f"Library kernel {kernel.python_kernel_name} has no aten operator.", construct=str(kernel.python_kernel_name)
             )
-        last = next(reversed(self.gm.graph.nodes), None)
+        last = next(iter(reversed(self.gm.graph.nodes)), None)
         super()._generate_extern_kernel_common(kernel, out_ir_node)
         self._tag_origins(kernel, last)
 
     def _generate_fallback_call(self, ir_node: Any, args: Any = None, kwargs: Any = None) -> None:
-        last = next(reversed(self.gm.graph.nodes), None)
+        last = next(iter(reversed(self.gm.graph.nodes)), None)
         super()._generate_fallback_call(ir_node, args, kwargs)
         self._tag_origins(ir_node, last)
 

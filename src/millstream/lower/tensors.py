@@ -28,8 +28,8 @@ def allocator(device: torch.device) -> Callable[[Any, Any, torch.dtype], torch.T
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def same_addresses(tensors: Sequence[Any], addresses: Sequence[int], positions: Sequence[int]) -> bool:
-    """Whether ``tensors[positions[i]]`` lies at ``addresses[i]`` for all i: about 10 ns a tensor."""
+def same_addresses(tensors: list[Any], addresses: list[int | None], positions: list[int]) -> bool:
+    """Whether ``tensors[i]`` lies at ``addresses[i]`` for every i in ``positions``: 10 ns a tensor (CUDA builds of PyTorch only)."""
     return bool(torch._C._tensors_data_ptrs_at_indices_equal(tensors, addresses, positions))  # type: ignore[attr-defined]
 
 

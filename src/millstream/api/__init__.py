@@ -1,0 +1,7 @@
+"""The public functions: they compose capture, lowering, engines, feeding and reports, and decide nothing themselves."""
+
+from millstream.api.compiling import compile, dynamo_backend
+from millstream.api.explaining import executables, explain
+from millstream.api.stepping import step
+
+__all__ = ["compile", "dynamo_backend", "executables", "explain", "step"]

@@ -1,0 +1,54 @@
+"""``ms.explain``, and access to the executables for measurements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millstream.capture.compile import Compiled, CompiledModule
+from millstream.capture.step import Step
+from millstream.engine import Executable
+from millstream.errors import ArgumentError
+from millstream.report import Explanation, ProgramReport
+
+
+def explain(compiled: Any) -> Explanation:
+    """Tell what a compiled model or step consists of: kernels and what was fused into them, memory, and why anything fell back.
+
+    Args:
+        compiled: A result of ``ms.compile`` or ``ms.step`` that has been called (a step twice).
+
+    Raises:
+        ArgumentError: It is something else.
+    """
+    fallbacks = compiled.fallbacks if isinstance(compiled, Step) else _compiled(compiled).compiler.fallbacks
+    programs = tuple(
+        ProgramReport.of(
+            executable.plan,
+            phase=str(executable.lowered.phase),
+            engine=executable.engine.name,
+            peak_bytes=executable.peak_bytes,
+            compile_seconds=executable.compile_seconds,
+            notes=executable.notes,
+        )
+        for executable in executables(compiled)
+    )
+    return Explanation(getattr(compiled, "__name__", type(compiled).__name__), programs, tuple(fallbacks))
+
+
+def executables(compiled: Any) -> list[Executable]:
+    """The executables behind a compiled model or step, in the order they were compiled.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    if isinstance(compiled, Step):
+        return [executable for record in compiled.graphs for executable in getattr(record.executable, "executables", ())]
+    return [executable for graph in _compiled(compiled).compiler.graphs for executable in graph.executables]
+
+
+def _compiled(compiled: Any) -> Compiled:
+    if type(compiled) is CompiledModule:
+        return compiled._millstream  # type: ignore[no-any-return]
+    if isinstance(compiled, Compiled):
+        return compiled
+    raise ArgumentError(f"Expected what ms.compile or ms.step returned, got {type(compiled).__name__}.")

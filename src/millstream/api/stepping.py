@@ -1,0 +1,138 @@
+"""``ms.step``: a whole training step as one graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+
+from millstream.api.compiling import check_arguments
+from millstream.capture.step import Step
+from millstream.engine import Executable, build
+from millstream.errors import CaptureError, MillstreamError
+from millstream.lower import Lowered, compile_graph
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@overload
+def step(fn: Callable[..., Any], **options: Any) -> Step: ...
+@overload
+def step(fn: None = None, **options: Any) -> Callable[[Callable[..., Any]], Step]: ...
+
+
+def step(
+    fn: Any = None,
+    *,
+    engine: str | None = None,
+    copy_outputs: bool = True,
+    strict: bool = False,
+    max_graphs: int = 8,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """Capture a whole training step, forward, backward and optimizer, as one graph of fused kernels.
+
+    The modules, optimizers and other tensors that the function uses are found by themselves. After each call they hold the new
+    values, so checkpoints, schedulers and evaluation in between work as ever. The first call runs eagerly where optimizer state
+    has yet to be made; the next captures.
+
+    Args:
+        fn: The user's function; what it returns comes back detached. Left out, a decorator is returned.
+        engine: As for ``ms.compile``.
+        copy_outputs: Whether results are the caller's own. With ``False`` the next call overwrites them.
+        strict: Raise ``CaptureError`` where otherwise a warning is given and the function runs eagerly.
+        max_graphs: At most so many graphs (input shapes, modes, hyperparameters) are kept; the oldest is dropped.
+        options: Options of TorchInductor.
+
+    Raises:
+        ArgumentError: An argument has no meaning; the message lists the choices.
+    """
+    check_arguments(engine, max_graphs)
+    if fn is None:
+        return functools.partial(
+            step, engine=engine, copy_outputs=copy_outputs, strict=strict, max_graphs=max_graphs, options=options
+        )
+    name = getattr(fn, "__name__", type(fn).__name__)
+
+    def build_step(gm: torch.fx.GraphModule, inputs: list[Any], static: frozenset[int]) -> StepProgram:
+        return StepProgram(gm, inputs, static, name=name, engine=engine, copy_outputs=copy_outputs, options=options)
+
+    return Step(fn, build=build_step, strict=strict, max_graphs=max_graphs)
+
+
+class StepProgram:
+    """A captured step, lowered: called with the flat list of state and inputs, it runs the step and returns the flat results.
+
+    PyTorch's own run-time wrapper around a compiled graph costs tens of microseconds with hundreds of inputs. It is there for
+    cases that a step has not (outputs that alias inputs, subclasses); the first call goes through it and looks whether it passed
+    everything on as it was, and if so later calls go straight to the executable.
+
+    Attributes:
+        executables: What runs it, one entry.
+        notes: Why it does not run on the engine asked for.
+    """
+
+    def __init__(
+        self,
+        gm: torch.fx.GraphModule,
+        inputs: Sequence[Any],
+        static: frozenset[int],
+        *,
+        name: str,
+        engine: str | None,
+        copy_outputs: bool,
+        options: dict[str, Any] | None,
+    ) -> None:
+        self.executables: list[Executable] = []
+        self.notes: list[str] = []
+        self._seen: tuple[list[Any], list[Any]] | None = None
+        self._direct: Executable | None = None
+        self._mutated: tuple[int, ...] = ()
+
+        def finish(lowered: Lowered) -> Callable[[list[Any]], list[Any]]:
+            executable = build(lowered, engine=engine, copy_outputs=copy_outputs, warn=self.notes.append)
+            self.executables.append(executable)
+            program = lowered.program
+            self._mutated = tuple(i for i, input_name in enumerate(program.inputs) if input_name in program.mutated)
+            return self._watch
+
+        self._run = compile_graph(gm, inputs, finish, _refuse, name=name, options=options, step_state=static)
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        with torch.no_grad():
+            if self._direct is not None:
+                mutated = [inputs[i] for i in self._mutated]
+                outputs = self._direct(inputs)
+                torch.autograd.graph.increment_version(mutated)  # the kernels write behind autograd's back
+                return outputs
+            outputs = list(self._run(*inputs))
+            if self._seen is not None:
+                passed, returned = self._seen
+                if _same_objects(passed, inputs) and _same_objects(returned, outputs):
+                    self._direct = self.executables[0]
+                self._seen = None
+            return outputs
+
+    def release(self) -> None:
+        """Give back the memory held between calls."""
+        for executable in self.executables:
+            executable.release()
+
+    def _watch(self, inputs: list[Any]) -> list[Any]:
+        passed = list(inputs)
+        outputs = self.executables[0](inputs)
+        self._seen = (passed, outputs)
+        return outputs
+
+
+def _refuse(error: Exception) -> None:
+    """A step that cannot be lowered is run eagerly by its caller, which is told why."""
+    if isinstance(error, MillstreamError):
+        raise error
+    raise CaptureError(f"The captured step could not be compiled ({type(error).__name__}: {error}).") from error
+
+
+def _same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
