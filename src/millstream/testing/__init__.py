@@ -1,5 +1,15 @@
-"""Public helpers for tests: graphs to try things on, plans to break."""
+"""Public helpers for tests: graphs to try things on, safe plans, and ways to break them."""
 
 from millstream.testing.graphs import chain_graph, random_graph, towers_graph
+from millstream.testing.plans import drop_step, move_step, restream_step, spread_plan, swap_steps
 
-__all__ = ["chain_graph", "random_graph", "towers_graph"]
+__all__ = [
+    "chain_graph",
+    "drop_step",
+    "move_step",
+    "random_graph",
+    "restream_step",
+    "spread_plan",
+    "swap_steps",
+    "towers_graph",
+]

@@ -105,7 +105,8 @@ class _RandomGraph:
         return graph
 
     def add(self, prefix: str, role: Role, alias_of: Buffer | None = None) -> Buffer:
-        num_bytes = alias_of.num_bytes if alias_of else self.rng.choice(_SIZES)
+        any_size = self.rng.randint(1, _SIZES[-1])
+        num_bytes = alias_of.num_bytes if alias_of else self.rng.choice((*_SIZES, any_size, any_size, any_size))
         alias = alias_of.id if alias_of else None
         buffer = Buffer(f"{prefix}{len(self.buffers)}", num_bytes, self.device, role, alias)
         self.buffers.append(buffer)
