@@ -69,6 +69,11 @@ class DeviceContext:
         self._users: weakref.WeakSet[Closeable] = weakref.WeakSet()
         self._end: str = ""  # why the context is of no use any more; empty while it is
 
+    @property
+    def torch_device(self) -> torch.device:
+        """The device on which this context's tensors live."""
+        return self._driver.torch_device
+
     # --- streams -----------------------------------------------------------------------------------------------------
 
     def stream(self, index: int) -> Stream:
