@@ -1,0 +1,198 @@
+"""From a call to what must be traced, and from the trace to a graph that can be built and run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millstream.capture import torch_private
+from millstream.capture.clean import written_storages
+from millstream.capture.discover import Found
+from millstream.capture.guards import make_guards
+from millstream.capture.optimizers import NumberPlace, device_of, number_places
+from millstream.capture.signature import Structure, name_leaves
+from millstream.capture.state import lift
+from millstream.capture.step_graph import Slot, StepGraph, adopt, share_memory
+from millstream.capture.trace import Gradient, Request, Traced
+from millstream.errors import CaptureError
+
+
+@dataclass
+class Call:
+    """One call of a step.
+
+    Attributes:
+        key: What it has in common with the calls that the same graph may serve.
+        structure: Structure of ``(args, kwargs)``.
+        arguments: Its tensors.
+        args: Positional arguments as given.
+        kwargs: Keyword arguments as given.
+        names: Names of the tensors.
+    """
+
+    key: Any
+    structure: Structure
+    arguments: list[Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    names: list[str]
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """The tensors by name, for people."""
+        return {
+            name: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            for name, tensor in zip(self.names, self.arguments, strict=True)
+        }
+
+
+def describe_arguments(function_names: tuple[str, ...], structure: Structure) -> list[str]:
+    """Names of the tensors of ``(args, kwargs)``, given the names of the positional parameters."""
+    positional, keywords = structure.children  # type: ignore[union-attr] # a tuple of two, by construction
+    names: list[str] = []
+    for index, child in enumerate(positional.children):  # type: ignore[union-attr]
+        names += name_leaves(child, function_names[index] if index < len(function_names) else f"args[{index}]")
+    for key, child in zip(keywords.keys, keywords.children, strict=True):  # type: ignore[union-attr]
+        names += name_leaves(child, str(key))
+    return names
+
+
+@dataclass
+class Workshop:
+    """What the graphs of one step share.
+
+    Attributes:
+        slots: Tensors for the numbers of optimizers.
+        cycled: Hyperparameters that were seen to change: graphs read them at run time.
+        homes: For a tensor, by id, itself and the gradient that graphs read and write.
+    """
+
+    slots: dict[NumberPlace, Slot] = field(default_factory=dict)
+    cycled: set[NumberPlace] = field(default_factory=set)
+    homes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def make_request(self, function: Any, call: Call, found: Found) -> Request:
+        """Say what to trace.
+
+        Raises:
+            CaptureError: State and arguments are not apart, or cannot be lifted.
+        """
+        arguments = {id(argument) for argument in call.arguments}
+        if len(arguments) != len(call.arguments):
+            raise CaptureError("One tensor is passed as two arguments.", remedy="Pass it once, or pass a clone.")
+        state = lift(found)
+        for entry in state:
+            if id(entry.tensor) in arguments:
+                raise CaptureError(
+                    f"{entry.name} is passed as an argument, too.", remedy="Pass a clone, or use it by its name only."
+                )
+        numbers = [
+            place
+            for _, optimizer in found.optimizers
+            for place in number_places(optimizer)
+            if place.key == "lr" or place in self.cycled
+        ]
+        return Request(
+            function=function,
+            structure=call.structure,
+            arguments=call.arguments,
+            found=found,
+            state=state,
+            gradients=[
+                Gradient(entry.name, entry.tensor, self._settle_gradient(entry.tensor))
+                for entry in state
+                if (entry.tensor.requires_grad or entry.tensor.grad is not None)
+            ],
+            numbers=numbers,
+        )
+
+    def _settle_gradient(self, tensor: Tensor) -> Tensor | None:
+        """The gradient of ``tensor``, in the place where graphs have it."""
+        gradient = tensor.grad
+        if gradient is None:
+            return None
+        known = self.homes.get(id(tensor))
+        if known is not None and adopt(tensor, gradient, known[1]):
+            return known[1]
+        self.homes[id(tensor)] = (tensor, gradient)
+        return gradient
+
+    def assemble(self, call: Call, request: Request, traced: Traced, seconds: float) -> StepGraph:
+        """Put real tensors to the inputs of a traced graph.
+
+        Raises:
+            CaptureError: An argument shares memory with another or with state, and one of them is written.
+        """
+        used = {id(request.state[index].tensor) for index in traced.state}
+        unused = {id(entry.tensor) for entry in request.state} - used
+        state = [request.state[index] for index in traced.state]
+        gradients = [request.gradients[index] for index in traced.gradients]
+        slots = [self._slot(request.numbers[index]) for index in traced.numbers]
+        static = [entry.tensor.detach() for entry in state]
+        static += [self._home(gradient) for gradient in gradients]
+        static += [slot.tensor for slot in slots]
+        writes = written_storages(traced.gm)
+        placeholders = traced.gm.graph.find_nodes(op="placeholder")
+        written = frozenset(
+            tensor.untyped_storage().data_ptr()
+            for tensor, node in zip(static, placeholders, strict=False)
+            if torch_private.storage_id(node.meta["val"]) in writes
+        )
+        if share_memory(call.arguments, written, among_each_other=traced.writes_arguments):
+            raise CaptureError(
+                "An argument shares memory with state that the step writes, or with another argument of which one is written.",
+                remedy="Pass a clone of it.",
+            )
+        names = [entry.name for entry in state]
+        names += [f"{gradient.name}.grad" for gradient in gradients]
+        names += [_name_number(request.found, slot.place) for slot in slots]
+        before = [(gradient.parameter, gradient.before) for gradient in request.gradients]
+        after = [
+            (gradient.parameter, self._home(gradient) if is_left else None)
+            for gradient, is_left in zip(request.gradients, traced.left, strict=True)
+        ]
+        return StepGraph(
+            signature=call.signature,
+            state_names=names,
+            gm=traced.gm,
+            trace_seconds=seconds,
+            key=call.key,
+            guards=make_guards(request.found, state, unused, traced, request.numbers),
+            static=static,
+            arguments=traced.arguments,
+            slots=[self._slot(place) for place in request.numbers],
+            numbers=[place.get() for place in request.numbers],
+            questions=traced.questions,
+            gradients=before,
+            left=[(tensor, home) for (tensor, home), (_, old) in zip(after, before, strict=True) if home is not old],
+            structure=traced.structure,
+            outputs=traced.outputs,
+            effects=traced.effects,
+            written=written,
+            writes_arguments=traced.writes_arguments,
+        )
+
+    def _home(self, gradient: Gradient) -> Tensor:
+        if gradient.before is not None:
+            return gradient.before
+        tensor = gradient.parameter
+        known = self.homes.get(id(tensor))
+        if known is None or known[1].shape != tensor.shape or known[1].dtype != tensor.dtype:
+            known = self.homes[id(tensor)] = (tensor, torch.zeros_like(tensor, requires_grad=False))
+        return known[1]
+
+    def _slot(self, place: NumberPlace) -> Slot:
+        if place not in self.slots:
+            value = place.get()
+            tensor = torch.full((), value, dtype=torch.float64, device=device_of(place.optimizer, place.group))
+            self.slots[place] = Slot(place, tensor, value)
+        return self.slots[place]
+
+
+def _name_number(found: Found, place: NumberPlace) -> str:
+    name = next(name for name, optimizer in found.optimizers if optimizer is place.optimizer)
+    item = "" if place.item is None else f"[{place.item}]"
+    return f"{name}.{place.key}{item}[{place.group}]"

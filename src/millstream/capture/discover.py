@@ -1,0 +1,265 @@
+"""Find the modules, optimizers, scalers and tensors that a function reaches.
+
+A function reaches what its closure, the globals its code names, its defaults and its bound object hold; and, from there, what
+containers hold, and those attributes of plain objects whose names occur in the code found so far. What is missed here shows up
+while tracing and is added then.
+
+**Contract**
+- Nothing is called, and no property is evaluated: looking has no side effects.
+- Every step on the way is written down as a ``Link``, so that a later change on the way can be noticed.
+
+**Steps**
+1. Visit the function and the objects among the arguments.
+2. Each piece of code found adds names; look at all plain objects and classes again until no name is new.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from millstream.capture.signature import SCALARS
+
+MAX_ITEMS = 1000
+"""A longer container is a data set rather than a list of models: it is not searched."""
+
+_MILLSTREAM = Path(__file__).resolve().parents[1]
+_STDLIB = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
+_SITE = tuple(str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("purelib", "platlib"))
+_LIBRARY = (
+    str(Path(torch.__file__).resolve().parent),
+    *(str(_MILLSTREAM / room) for room in ("api", "capture", "engine", "lower", "passes", "feed", "device")),
+)
+
+
+@functools.cache
+def is_users(filename: str) -> bool:
+    """Whether code in ``filename`` belongs to the user or to a library they use: not to Python, PyTorch or Millstream."""
+    if filename.startswith("<frozen"):
+        return False
+    path = str(Path(filename).resolve())
+    if path.startswith(_LIBRARY):
+        return False
+    return path.startswith(_SITE) or not path.startswith(_STDLIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One step from a holder to what it holds.
+
+    Attributes:
+        name: How a user would write it, such as ``self.model``.
+        holder: A dict, list or closure cell.
+        key: Key or index in the holder; ``None`` for a cell.
+        value: What was found there.
+    """
+
+    name: str
+    holder: Any
+    key: Any
+    value: Any
+
+
+@dataclass
+class Found:
+    """What a function reaches. Each entry is a name and an object; nothing occurs twice."""
+
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
+    scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
+    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    containers: list[Any] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+
+
+def discover(roots: Iterable[tuple[str, Any]]) -> Found:
+    """Find everything that ``roots`` (name and object: the function, objects among its arguments) reach."""
+    search = _Search()
+    for name, root in roots:
+        search.visit(name, root)
+    search.finish()
+    return search.found
+
+
+_PLAIN_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.found = Found()
+        self.names: set[str] = {"__call__", "forward"}
+        self._seen: dict[int, Any] = {}  # id -> object, kept alive so that ids stay unique
+        self._linked: set[tuple[int, Any]] = set()
+        self._plain: list[tuple[str, Any]] = []
+        self._classes: list[tuple[str, type]] = []
+
+    def finish(self) -> None:
+        """Look at plain objects and classes again until their code yields no new name."""
+        known = -1
+        while known != len(self.names) + len(self._plain) + len(self._classes):
+            known = len(self.names) + len(self._plain) + len(self._classes)
+            names = sorted(self.names)
+            for prefix, value in list(self._plain):
+                holder = vars(value)
+                for name in names:
+                    if name in holder:
+                        self.follow(f"{prefix}.{name}", holder, name)
+            for prefix, kind in list(self._classes):
+                for name in names:
+                    self._visit_method(f"{prefix}.{name}", kind, name)
+
+    def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912 - one line per kind of thing
+        """Look at ``value``, once."""
+        if isinstance(value, (*SCALARS, types.BuiltinFunctionType, torch.Generator)) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            self.found.tensors.append((name, value))
+        elif isinstance(value, nn.Module):
+            self._visit_module(name, value)
+        elif isinstance(value, Optimizer):
+            self.found.optimizers.append((name, value))
+        elif isinstance(value, GradScaler):
+            self.found.scalers.append((name, value))
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(name, value)
+        elif isinstance(value, types.MethodType):
+            self.visit(name.rpartition(".")[0] or "self", value.__self__)
+            self.visit(name, value.__func__)
+        elif isinstance(value, functools.partial):
+            self.visit(name, value.func)
+            self.visit(f"{name}.args", value.args)
+            self.visit(f"{name}.keywords", value.keywords)
+        elif isinstance(value, list | tuple | deque | set | frozenset | dict):
+            self._visit_container(name, value)
+        elif isinstance(value, types.ModuleType):
+            if is_users(getattr(value, "__file__", None) or "<frozen>"):
+                self._plain.append((name, value))
+        elif isinstance(value, type):
+            self._visit_class(name, value)
+        elif hasattr(value, "__dict__"):
+            self._visit_class(name, type(value))
+            if is_users(_file_of(type(value))):
+                self._plain.append((name, value))
+                self.found.containers.append(vars(value))
+
+    def follow(self, name: str, holder: Any, key: Any) -> None:
+        """Go from ``holder`` to what it holds at ``key``, and write the step down."""
+        if (id(holder), key) in self._linked:
+            return
+        self._linked.add((id(holder), key))
+        if isinstance(holder, types.CellType):
+            try:
+                value = holder.cell_contents
+            except ValueError:  # not assigned yet
+                return
+        else:
+            value = holder[key]
+        if not isinstance(value, types.ModuleType | types.BuiltinFunctionType | type):
+            self.found.links.append(Link(name, holder, key, value))
+        self.visit(name, value)
+
+    def _visit_function(self, name: str, function: types.FunctionType) -> None:
+        code = function.__code__
+        if not is_users(code.co_filename):
+            return
+        parent = name.rpartition(".")[0]
+        for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self.follow(variable, cell, None)
+        for variable in sorted(_names_in(code)):
+            self.names.add(variable)
+            if variable in function.__globals__:
+                self.follow(variable, function.__globals__, variable)
+        for position, default in enumerate(function.__defaults__ or ()):
+            self.visit(f"{parent}default[{position}]", default)
+        for variable, default in (function.__kwdefaults__ or {}).items():
+            self.visit(variable, default)
+        wrapped = vars(function).get("__wrapped__")
+        if wrapped is not None:
+            self.visit(name, wrapped)
+
+    def _visit_container(self, name: str, value: Any) -> None:
+        if len(value) > MAX_ITEMS:
+            return
+        if isinstance(value, list | dict | deque | set):
+            self.found.containers.append(value)
+        if isinstance(value, dict):
+            for key in list(value):
+                self.follow(f"{name}[{key!r}]", value, key)
+        elif isinstance(value, list):
+            for index in range(len(value)):
+                self.follow(f"{name}[{index}]", value, index)
+        else:
+            for index, item in enumerate(value):
+                self.visit(f"{name}[{index}]", item)
+
+    def _visit_class(self, name: str, kind: type) -> None:
+        for base in kind.__mro__:
+            if id(base) not in self._seen or base is kind:
+                self._seen[id(base)] = base
+                if is_users(_file_of(base)):
+                    self._classes.append((name, base))
+
+    def _visit_method(self, name: str, kind: type, attribute: str) -> None:
+        value = vars(kind).get(attribute)
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, functools.cached_property):
+            value = value.func
+        if isinstance(value, types.FunctionType):
+            self.visit(name, value)
+        elif isinstance(value, Tensor | nn.Module | Optimizer):
+            self.visit(name, value)
+
+    def _visit_module(self, name: str, root: nn.Module) -> None:
+        self.found.modules.append((name, root))
+        for path, module in root.named_modules():
+            self._seen[id(module)] = module
+            prefix = f"{name}.{path}" if path else name
+            if type(module) not in _TORCH_MODULES:
+                self._visit_class(prefix, type(module))
+            for attribute, value in list(vars(module).items()):
+                if attribute not in _PLAIN_MODULE_ATTRIBUTES and not isinstance(value, SCALARS):
+                    self.follow(f"{prefix}.{attribute}", vars(module), attribute)
+
+
+_TORCH_MODULES = frozenset(value for value in vars(nn).values() if isinstance(value, type))
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+@functools.cache
+def _file_of(kind: type) -> str:
+    try:
+        return inspect.getfile(kind)
+    except (TypeError, OSError):  # built in, or made in an interactive session
+        return "<frozen>" if kind.__module__ in ("builtins", "collections", "typing") else "<interactive>"
+
+
+def walk_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, MutableMapping[str, Any], str, Tensor]]:
+    """Names, holders, keys and tensors of all parameters and buffers within ``module``, shared ones each time."""
+    for path, part in module.named_modules():
+        start = f"{prefix}.{path}" if path else prefix
+        for holder in (part._parameters, part._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None:
+                    yield f"{start}.{key}", holder, key, tensor

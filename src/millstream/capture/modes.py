@@ -1,0 +1,224 @@
+"""What watches and steers the user's function while it is traced: one mode for PyTorch's functions, one for its operators.
+
+The function mode sees calls as the user wrote them (``.item()``, ``alpha=lr``), before their arguments are parsed; the operator
+mode sees the aten operators they become, backward included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from millstream.capture import torch_private
+from millstream.capture.checkpointing import RandomRecords
+from millstream.capture.lines import describe, user_frames
+from millstream.capture.scalars import GraphScalar, run_with_scalars
+from millstream.errors import CaptureError
+
+aten = torch.ops.aten
+
+VALUE_READERS = {
+    "item": "The step reads a tensor's value with .item().",
+    "tolist": "The step reads a tensor's values with .tolist().",
+    "numpy": "The step turns a tensor into a NumPy array.",
+    "__array__": "The step turns a tensor into a NumPy array.",
+    "__bool__": "The step branches on a tensor's value.",
+    "__float__": "The step reads a tensor's value with float().",
+    "__int__": "The step reads a tensor's value with int().",
+    "__index__": "The step uses a tensor's value as an index.",
+    "__contains__": "The step branches on a tensor's value.",
+    "__repr__": "The step prints a tensor.",
+    "__format__": "The step prints a tensor.",
+    "equal": "The step branches on tensors' values.",
+    "allclose": "The step branches on tensors' values.",
+}
+"""What users do with values, by the name of the function they call."""
+
+_ALWAYS_REFUSED = frozenset({"numpy", "__array__", "__repr__", "tolist"})
+"""Those which give an answer for a fake tensor, though a wrong one, or fail obscurely."""
+
+READ_REMEDY = "Return the tensor and read its value outside of the step; for a branch use torch.where or keep it outside of the step."
+SHAPE_REMEDY = "Use torch.where or a mask that multiplies, so that shapes do not depend on values."
+
+
+class ForeignTensor(Exception):  # noqa: N818 - a message to the tracer, which lifts the tensor and starts again
+    """A real tensor that was not lifted has been met."""
+
+    def __init__(self, tensor: Tensor, where: str) -> None:
+        super().__init__(where)
+        self.tensor = tensor
+        self.where = where
+
+
+class FunctionWatch(TorchFunctionMode):
+    """Replaces the graph's scalars and refuses what needs values.
+
+    Attributes:
+        calling: Name of the PyTorch function that runs now.
+    """
+
+    def __init__(self, refuse: Callable[[CaptureError], None], lifted: set[int]) -> None:
+        super().__init__()
+        self._refuse = refuse
+        self._lifted = lifted
+        self.calling = ""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in _ALWAYS_REFUSED:
+            self._fail(VALUE_READERS[name], READ_REMEDY)
+        if name in ("register_hook", "register_post_accumulate_grad_hook") and id(args[0]) in self._lifted:
+            self._fail("The step registers a hook on a parameter or other state.", "Register it outside of the step.")
+        before, self.calling = self.calling, name
+        try:
+            if any(isinstance(leaf, GraphScalar) for leaf in _scalars_in((*args, *kwargs.values()))):
+                return run_with_scalars(function, args, kwargs)
+            return function(*args, **kwargs)
+        finally:
+            self.calling = before
+
+    def _fail(self, reason: str, remedy: str) -> None:
+        error = CaptureError(reason, where=here(), remedy=remedy)
+        self._refuse(error)
+        raise error
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Notices tensors that were not lifted, notes the source line of each node, and reuses random results in recomputation.
+
+    Args:
+        refuse: Told of each refusal, because the user's function may swallow the exception.
+        functions: The function mode in force, for the names of what users call.
+        randoms: Random results of checkpointed regions.
+    """
+
+    def __init__(self, refuse: Callable[[Exception], None], functions: FunctionWatch, randoms: RandomRecords) -> None:
+        super().__init__()
+        self._refuse = refuse
+        self._functions = functions
+        self._randoms = randoms
+        self._graph = torch_private.graph_being_traced()
+        self._forward_lines: dict[int, str] = {}
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if operator not in _LIFTS:
+            for tensor in _tensors_in((*args, *kwargs.values())):
+                if not isinstance(tensor, torch_private.FakeTensor):
+                    self._fail(ForeignTensor(tensor, here()))
+        last = next(iter(reversed(self._graph.nodes)))
+        try:
+            replacement = _REPLACEMENTS.get(operator)
+            if replacement is not None:
+                return replacement(*args, **kwargs)
+            if torch.Tag.nondeterministic_seeded in operator.tags:
+                return self._run_random(operator, args, kwargs)
+            return operator(*args, **kwargs)
+        except torch_private.VALUE_NEEDED:
+            self._fail(self._explain(operator))
+        finally:
+            self._note_line(last)
+
+    def _run_random(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("generator") is not None:
+            self._fail(
+                CaptureError(
+                    "The step draws random numbers from a generator of its own.",
+                    where=here(),
+                    remedy="Use the default generator, seeded by torch.manual_seed.",
+                )
+            )
+        return self._randoms.run(operator, args, kwargs)
+
+    def _explain(self, operator: Any) -> CaptureError:
+        reason = VALUE_READERS.get(self._functions.calling)
+        if operator in (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default):
+            return CaptureError(reason or "The step reads a tensor's value.", where=here(), remedy=READ_REMEDY)
+        name = self._functions.calling or operator.__name__
+        return CaptureError(
+            f"The shape of a result depends on values ({name}: {operator}).", where=here(), remedy=SHAPE_REMEDY
+        )
+
+    def _fail(self, error: Exception) -> None:
+        self._refuse(error)
+        raise error
+
+    def _note_line(self, last: torch.fx.Node) -> None:
+        """Give the nodes after ``last`` the user's line; nodes of backward get that of their forward."""
+        node = next(iter(reversed(self._graph.nodes)))
+        if node is last:
+            return
+        sequence = torch_private.running_sequence_number()
+        if sequence is None:
+            text = describe(user_frames())
+            self._forward_lines[torch_private.next_sequence_number() - 1] = text
+        else:
+            text = self._forward_lines.get(sequence) or describe(user_frames())
+        while node is not last:
+            node.meta["stack_trace"] = text
+            node.meta["in_backward"] = sequence is not None
+            node = node.prev
+
+
+def here() -> str:
+    """``file:line`` of the user's innermost line."""
+    for filename, line, _ in user_frames():
+        return f"{filename}:{line}"
+    return ""
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _scalars_in(values: Any) -> Iterator[GraphScalar]:
+    for value in values:
+        if isinstance(value, GraphScalar):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _scalars_in(value)
+
+
+def _check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """``aten::_amp_foreach_non_finite_check_and_unscale_`` in operators that compilers can fuse."""
+    for grad in grads:
+        is_bad = (~torch.isfinite(grad)).any().to(found_inf.dtype)
+        found_inf.copy_(torch.maximum(found_inf, is_bad))
+        grad.mul_(inv_scale)
+
+
+def _update_scale(  # noqa: PLR0913 - the operator's own signature
+    scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
+) -> Tensor:
+    """``aten::_amp_update_scale_`` in operators that compilers can fuse."""
+    failed = found_inf != 0
+    successes = growth_tracker + 1
+    grows = successes == interval
+    grown = scale * growth
+    grown = torch.where(grows & torch.isfinite(grown), grown, scale)
+    scale.copy_(torch.where(failed, scale * backoff, grown))
+    growth_tracker.copy_(torch.where(failed | grows, torch.zeros_like(successes), successes))
+    return scale
+
+
+_LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default})
+"""Operators that turn a constant of the program into a tensor of the graph."""
+
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,
+    aten._amp_update_scale_.default: _update_scale,
+}

@@ -1,0 +1,139 @@
+"""What tracing needs to know about optimizers: traceable flags, numbers to lift, steps on the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from millstream.errors import CaptureError
+
+_TRACEABLE = {"capturable": True, "fused": False, "foreach": True}
+"""Flags under which an optimizer of PyTorch reads no values: without ``capturable`` Adam calls ``.item()`` on its step count, and
+single-tensor SGD does so on the learning rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberPlace:
+    """Where an optimizer keeps a number.
+
+    Attributes:
+        optimizer: The optimizer.
+        group: Number of the parameter group.
+        key: Such as ``lr`` or ``betas``.
+        item: Index within a tuple, ``None`` for a plain number.
+    """
+
+    optimizer: Optimizer
+    group: int
+    key: str
+    item: int | None
+
+    def get(self) -> Any:
+        """The number as it is now, or whatever stands in its place."""
+        value = self.optimizer.param_groups[self.group].get(self.key)
+        if self.item is None:
+            return value
+        return value[self.item] if isinstance(value, tuple | list) and self.item < len(value) else None
+
+    def set(self, value: Any) -> None:
+        """Put ``value`` there."""
+        group = self.optimizer.param_groups[self.group]
+        if self.item is None:
+            group[self.key] = value
+        else:
+            items = list(group[self.key])
+            items[self.item] = value
+            group[self.key] = type(group[self.key])(items)
+
+
+def check_supported(optimizer: Optimizer, name: str) -> None:
+    """Refuse optimizers that cannot run as a graph, before anything is tried."""
+    if isinstance(optimizer, LBFGS):
+        raise CaptureError(
+            f"{name} is LBFGS, which evaluates its closure as often as the values demand.",
+            remedy="Run this step without ms.step.",
+        )
+
+
+def number_places(optimizer: Optimizer) -> Iterator[NumberPlace]:
+    """All plain floats among the hyperparameters of ``optimizer``."""
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, float):
+                yield NumberPlace(optimizer, number, key, None)
+            elif isinstance(value, tuple | list) and key != "params":
+                for item, part in enumerate(value):
+                    if isinstance(part, float):
+                        yield NumberPlace(optimizer, number, key, item)
+
+
+@contextlib.contextmanager
+def traceable(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """For the length of the context, make ``optimizers`` take the path that reads no values. The flags are put back."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    before = [{key: group[key] for key in _TRACEABLE if key in group} for group in groups]
+    # A fused optimizer lets a GradScaler hand its scale to the kernel; unfused, it would drop it.
+    fused = [optimizer for optimizer in optimizers if vars(optimizer).get("_step_supports_amp_scaling")]
+    for group, flags in zip(groups, before, strict=True):
+        group.update({key: _TRACEABLE[key] for key in flags})
+    for optimizer in fused:
+        vars(optimizer)["_step_supports_amp_scaling"] = False
+    try:
+        yield
+    finally:
+        for group, flags in zip(groups, before, strict=True):
+            group.update(flags)
+        for optimizer in fused:
+            vars(optimizer)["_step_supports_amp_scaling"] = True
+
+
+def move_counts_to_device(optimizer: Optimizer) -> None:
+    """Bring the state that ``optimizer`` keeps on the host (Adam's step counts) to its parameters' device, once.
+
+    A kernel on the host could not be part of a graph on the device. ``state_dict`` goes on to give host tensors, as the user knows
+    it, and ``load_state_dict`` brings new ones, which are moved when the step is captured again.
+    """
+    found = False
+    for parameter, entry in optimizer.state.items():
+        if not isinstance(entry, dict) or not isinstance(parameter, Tensor) or parameter.device.type == "cpu":
+            continue
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0:
+                entry[key] = value.to(parameter.device)
+                vars(optimizer).setdefault("_millstream_on_host", set()).add(key)
+                found = True
+    if found and "_millstream_hook" not in vars(optimizer):
+        vars(optimizer)["_millstream_hook"] = optimizer.register_state_dict_post_hook(_give_counts_on_host)
+
+
+def move_counts_to_host(optimizer: Optimizer) -> None:
+    """Undo ``move_counts_to_device``, for eager steps, which would wait for the device once for each parameter."""
+    for entry in optimizer.state.values():
+        for key in vars(optimizer).get("_millstream_on_host", ()):
+            if isinstance(entry, dict) and isinstance(entry.get(key), Tensor):
+                entry[key] = entry[key].cpu()
+
+
+def _give_counts_on_host(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    keys = vars(optimizer)["_millstream_on_host"]
+    state = {
+        index: {
+            key: value.cpu() if key in keys and isinstance(value, Tensor) else value for key, value in entry.items()
+        }
+        if isinstance(entry, dict)
+        else entry
+        for index, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def device_of(optimizer: Optimizer, group: int) -> torch.device:
+    """The device of the parameters of a group."""
+    parameters = optimizer.param_groups[group]["params"]
+    return parameters[0].device if parameters else torch.device("cpu")

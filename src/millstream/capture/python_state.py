@@ -1,0 +1,194 @@
+"""The Python side of a step: which attributes it reads, which it changes, and how to put everything back.
+
+Tracing runs the user's function once on tensors without values. Whatever it writes into Python objects meanwhile must not stay,
+and what it would have changed in every call must be found, because a replayed graph changes tensors only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import deque
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from types import CellType
+from typing import Any
+
+import torch
+from torch import nn
+
+from millstream.capture.discover import Found
+
+MISSING: Any = object()
+"""Stands for an entry that is not there."""
+
+_SCALARS = (bool, int, float, complex, str, type(None), tuple, torch.dtype)
+
+_STRUCTURAL = frozenset(
+    "in_features out_features in_channels out_channels kernel_size stride padding dilation groups padding_mode output_padding "
+    "transposed num_features affine normalized_shape elementwise_affine num_embeddings embedding_dim output_size "
+    "num_groups num_channels start_dim end_dim dim inplace return_indices ceil_mode _reversed_padding_repeated_twice "
+    "embed_dim num_heads head_dim batch_first kdim vdim _qkv_same_embed_dim input_size hidden_size num_layers bias mode".split()
+)
+"""Attributes of PyTorch's own modules that describe their construction: not checked on every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An entry that the traced function changed.
+
+    Attributes:
+        name: For people, such as ``model.counter``.
+        holder: Dict, list, set or cell that holds the entry.
+        key: Its key or index; ``None`` where the holder has no keys.
+        before: What was there, or ``MISSING``.
+        after: What is there now, or ``MISSING``.
+    """
+
+    name: str
+    holder: Any
+    key: Any
+    before: Any
+    after: Any
+
+
+class Snapshot:
+    """The content of every holder that a step reaches, to compare with and to go back to.
+
+    Args:
+        found: What the step reaches.
+    """
+
+    def __init__(self, found: Found) -> None:
+        self._copies: dict[int, tuple[str, Any, Any]] = {}
+        self._links = [(link.name, link.holder, link.key, link.value) for link in found.links]
+        for container in found.containers:
+            self._keep("a container", container)
+        for name, root in found.modules:
+            for path, module in root.named_modules():
+                prefix = f"{name}.{path}" if path else name
+                for holder in (vars(module), module._parameters, module._buffers, module._modules):
+                    self._keep(prefix, holder)
+        for name, optimizer in found.optimizers:
+            self._keep(name, vars(optimizer))
+            self._keep(f"{name}.state", optimizer.state)
+            self._keep(f"{name}.param_groups", optimizer.param_groups)
+            for number, group in enumerate(optimizer.param_groups):
+                self._keep(f"{name}.param_groups[{number}]", group)
+                self._keep(f"{name}.param_groups[{number}]", group["params"])
+            for entry in optimizer.state.values():
+                self._keep(f"{name}.state", entry)
+        for name, scaler in found.scalers:
+            self._keep(name, vars(scaler))
+            self._keep(name, scaler._per_optimizer_states)
+            for state in scaler._per_optimizer_states.values():
+                self._keep(name, state)
+
+    def _keep(self, name: str, holder: Any) -> None:
+        if isinstance(holder, dict | list | set | deque):
+            self._copies.setdefault(id(holder), (name, holder, holder.copy()))
+
+    def value(self, holder: Any, key: Any) -> Any:
+        """What ``holder`` held at ``key`` when the snapshot was taken."""
+        entry = self._copies.get(id(holder))
+        return MISSING if entry is None else entry[2].get(key, MISSING)
+
+    def changes(self) -> list[Change]:
+        """Everything that differs now."""
+        found: dict[tuple[int, Any], Change] = {}
+        for name, holder, key, before in self._links:
+            after = _look(holder, key)
+            if after is not before:
+                found[id(holder), key] = Change(name, holder, key, before, after)
+        for name, holder, copy in self._copies.values():
+            if isinstance(holder, dict):
+                for key in [*copy, *(key for key in holder if key not in copy)]:
+                    before, after = copy.get(key, MISSING), holder.get(key, MISSING)
+                    if before is not after:
+                        label = f"{name}.{key}" if isinstance(key, str) else name
+                        found.setdefault((id(holder), id(key)), Change(label, holder, key, before, after))
+            elif len(holder) != len(copy) or any(a is not b for a, b in zip(holder, copy, strict=True)):
+                found[id(holder), None] = Change(name, holder, None, copy, holder)
+        return list(found.values())
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for _, holder, key, before in self._links:
+            if _look(holder, key) is not before:
+                _store(holder, key, before)
+        for _, holder, copy in self._copies.values():
+            if isinstance(holder, dict):
+                if len(holder) != len(copy) or any(
+                    holder.get(key, MISSING) is not value for key, value in copy.items()
+                ):
+                    holder.clear()
+                    holder.update(copy)
+            elif len(holder) != len(copy) or any(a is not b for a, b in zip(holder, copy, strict=True)):
+                holder.clear()
+                holder.update(copy) if isinstance(holder, set) else holder.extend(copy)
+
+
+def _look(holder: Any, key: Any) -> Any:
+    try:
+        return holder.cell_contents if isinstance(holder, CellType) else holder[key]
+    except (KeyError, IndexError, ValueError):
+        return MISSING
+
+
+def _store(holder: Any, key: Any, value: Any) -> None:
+    if isinstance(holder, CellType):
+        holder.cell_contents = value
+    elif isinstance(holder, MutableMapping) or key < len(holder):
+        holder[key] = value
+
+
+@contextlib.contextmanager
+def record_module_reads() -> Iterator[dict[tuple[int, str], tuple[nn.Module, str]]]:
+    """Note which plain attributes of modules the code in this context reads: the graph depends on them.
+
+    For the length of the context ``nn.Module`` has a ``__getattribute__`` of its own.
+    """
+    reads: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+
+    def read(module: nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        if isinstance(value, _SCALARS) and not name.startswith("__"):
+            reads[id(module), name] = (module, name)
+        return value
+
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+    try:
+        yield reads
+    finally:
+        del nn.Module.__getattribute__
+
+
+def selects_behaviour(module: nn.Module, name: str) -> bool:
+    """Whether to check on each call that the attribute ``name`` is unchanged."""
+    if name not in vars(module):
+        return False
+    return not (type(module).__module__.startswith("torch.nn.modules") and name in _STRUCTURAL)
+
+
+class RandomState:
+    """The states of the random number generators, PyTorch's and Python's, to compare with and to go back to."""
+
+    def __init__(self) -> None:
+        self._host = torch.get_rng_state()
+        self._python = random.getstate()
+        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def what_changed(self) -> str:
+        """Name the generator that was used since, or an empty string."""
+        if random.getstate() != self._python:
+            return "Python's random module"
+        if not torch.equal(torch.get_rng_state(), self._host):
+            return "torch.manual_seed or a generator outside of the graph"
+        return ""
+
+    def restore(self) -> None:
+        """Go back to the state at creation."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._host)
+        if self._devices:
+            torch.cuda.set_rng_state_all(self._devices)

@@ -1,0 +1,228 @@
+"""Python numbers that a captured graph reads at run time: learning rates, and hyperparameters that a scheduler cycles.
+
+While tracing, a ``GraphScalar`` stands where the number stood. Arithmetic with it becomes part of the graph; a comparison is
+answered with the present value and remembered, because another answer needs another graph; whoever takes it for a plain
+``float`` gets one, which is remembered as well.
+
+**Contract**
+- A graph depends on the value of a number only through its tensor and through the questions in ``Questions``.
+- Like a Python number, and unlike a tensor, a scalar never changes the dtype of a floating-point result.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Numbers: TypeAlias = Sequence[float]
+"""Values of all numbers that a graph reads, in the order in which they were lifted."""
+
+
+@dataclass(slots=True)
+class Questions:
+    """What the traced program asked about the values of its numbers, and the answers."""
+
+    asked: list[tuple[Callable[[Numbers], Any], Any]] = field(default_factory=list)
+
+    def allow(self, numbers: Numbers) -> bool:
+        """Whether a program with these numbers would get the same answers, so that the graph holds for it."""
+        return all(ask(numbers) == answer for ask, answer in self.asked)
+
+
+class GraphScalar(torch.SymFloat):
+    """A number with a value known now and a tensor that holds it at run time.
+
+    It is a ``SymFloat`` only in order that PyTorch's argument parser lets it pass to the tracer's function mode, which replaces it.
+
+    Args:
+        value: The present value.
+        tensor: A 0-d float64 tensor that the graph reads.
+        of: The same value from the lifted numbers.
+        questions: Receives what the program asks.
+    """
+
+    def __init__(self, value: float, tensor: Tensor, of: Callable[[Numbers], Any], questions: Questions) -> None:
+        self.value = value
+        self.tensor = tensor
+        self.of = of
+        self.questions = questions
+        self._casts: dict[torch.dtype, Tensor] = {}
+
+    def as_tensor_for(self, other: Tensor | None) -> Tensor:
+        """The tensor in the dtype in which a Python number takes part in an operation with ``other``."""
+        dtype = torch.get_default_dtype()
+        if other is not None and other.dtype in (torch.float64, torch.complex128):
+            dtype = torch.float64
+        elif other is not None and other.is_floating_point():
+            dtype = torch.float32
+        if dtype not in self._casts:
+            self._casts[dtype] = self.tensor.to(dtype)
+        return self._casts[dtype]
+
+    def __float__(self) -> float:
+        self.questions.asked.append((self.of, self.value))
+        return self.value
+
+    def __int__(self) -> int:
+        return int(float(self))
+
+    def __index__(self) -> int:
+        return operator.index(float(self))  # type: ignore[arg-type] # raises what a float raises
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    def __hash__(self) -> int:
+        return hash(float(self))
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __neg__(self) -> GraphScalar:
+        return self._apply(operator.neg)
+
+    def __pos__(self) -> GraphScalar:
+        return self
+
+    def __abs__(self) -> GraphScalar:
+        return self._apply(abs)
+
+    def _apply(self, function: Callable[[Any], Any]) -> GraphScalar:
+        of = self.of
+        return GraphScalar(
+            function(self.value), function(self.tensor), lambda numbers: function(of(numbers)), self.questions
+        )
+
+
+def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callable[[GraphScalar, Any], Any]:
+    """Make the method for an arithmetic operator."""
+
+    def combine(left: Any, right: Any) -> Any:
+        return function(right, left) if swapped else function(left, right)
+
+    def method(self: GraphScalar, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return combine(self.as_tensor_for(other), other)
+        own = self.of
+        if isinstance(other, GraphScalar):
+            value, tensor, of = other.value, other.tensor, other.of
+            return GraphScalar(
+                combine(self.value, value),
+                combine(self.tensor, tensor),
+                lambda numbers: combine(own(numbers), of(numbers)),
+                self.questions,
+            )
+        if isinstance(other, int | float):
+            return GraphScalar(
+                combine(self.value, other),
+                combine(self.tensor, other),
+                lambda numbers: combine(own(numbers), other),
+                self.questions,
+            )
+        return NotImplemented
+
+    return method
+
+
+def _comparing(function: Callable[[Any, Any], Any]) -> Callable[[GraphScalar, Any], Any]:
+    """Make the method for a comparison."""
+
+    def method(self: GraphScalar, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return function(self.as_tensor_for(other), other)
+        own = self.of
+        if isinstance(other, GraphScalar):
+            answer, of = bool(function(self.value, other.value)), other.of
+            self.questions.asked.append((lambda numbers: bool(function(own(numbers), of(numbers))), answer))
+            return answer
+        if isinstance(other, int | float):
+            answer = bool(function(self.value, other))
+            self.questions.asked.append((lambda numbers: bool(function(own(numbers), other)), answer))
+            return answer
+        return NotImplemented
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
+    _function = getattr(operator, _name)
+    setattr(GraphScalar, f"__{_name}__", _combining(_function, swapped=False))
+    setattr(GraphScalar, f"__r{_name}__", _combining(_function, swapped=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(GraphScalar, f"__{_name}__", _comparing(getattr(operator, _name)))
+
+
+def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a PyTorch function, some of whose arguments are scalars of the graph, in a form that takes tensors for them."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("_foreach_"):
+        return _run_foreach(name.removeprefix("_foreach_"), function, args, kwargs)
+    plain = name.rstrip("_")
+    if plain in ("add", "sub", "subtract") and isinstance(kwargs.get("alpha"), GraphScalar):
+        alpha = kwargs["alpha"]
+        rest = {key: value for key, value in kwargs.items() if key != "alpha"}
+        return function(args[0], _times(args[1], alpha), *args[2:], **rest)
+    if plain in ("addcmul", "addcdiv") and (scalar := _scalar_at(args, kwargs, 3, "value")) is not None:
+        return function(args[0], _times(args[1], scalar), args[2])
+    if plain == "lerp" and (scalar := _scalar_at(args, kwargs, 2, "weight")) is not None:
+        moved = args[0] + (args[1] - args[0]) * scalar.as_tensor_for(args[0])
+        return args[0].copy_(moved) if name.endswith("_") else moved
+    like = next((arg for arg in args if isinstance(arg, Tensor)), None)
+
+    def replaced(value: Any) -> Any:
+        return value.as_tensor_for(like) if isinstance(value, GraphScalar) else value
+
+    try:
+        return function(*map(replaced, args), **{key: replaced(value) for key, value in kwargs.items()})
+    except TypeError:  # takes numbers only: the graph then belongs to this value, which float() writes down
+        pass
+    return function(
+        *(float(arg) if isinstance(arg, GraphScalar) else arg for arg in args),
+        **{key: float(value) if isinstance(value, GraphScalar) else value for key, value in kwargs.items()},
+    )
+
+
+def _times(value: Any, scalar: GraphScalar) -> Any:
+    return value * scalar.as_tensor_for(value) if isinstance(value, Tensor) else value * scalar
+
+
+def _scalar_at(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> GraphScalar | None:
+    value = kwargs.get(name, args[position] if len(args) > position else None)
+    return value if isinstance(value, GraphScalar) else None
+
+
+def _run_foreach(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forms with lists of tensors stay one foreach operator, which compilers fuse over the whole list."""
+    plain = name.rstrip("_")
+    if isinstance(args[0], GraphScalar):  # number ** tensors
+        return [getattr(torch, plain)(args[0].as_tensor_for(tensor), tensor) for tensor in args[1]]
+    tensors = list(args[0])
+
+    def spread(scalar: GraphScalar) -> list[Tensor]:
+        return [scalar.as_tensor_for(tensor) for tensor in tensors]
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, GraphScalar):
+            return spread(value)
+        if isinstance(value, list | tuple) and any(isinstance(item, GraphScalar) for item in value):
+            return [
+                item.as_tensor_for(like) if isinstance(item, GraphScalar) else item
+                for item, like in zip(value, tensors, strict=True)
+            ]
+        return value
+
+    if plain in ("add", "sub") and isinstance(kwargs.get("alpha"), GraphScalar):
+        return function(tensors, torch._foreach_mul(args[1], spread(kwargs["alpha"])))
+    if plain in ("addcmul", "addcdiv"):
+        factor = kwargs.get("value", kwargs.get("scalars", args[3] if len(args) > 3 else 1))
+        return function(tensors, torch._foreach_mul(args[1], replaced(factor)), args[2])
+    if plain == "lerp" and (scalar := _scalar_at(args, kwargs, 2, "weight")) is not None:
+        moves = torch._foreach_mul(torch._foreach_sub(args[1], tensors), spread(scalar))
+        return (torch._foreach_add_ if name.endswith("_") else torch._foreach_add)(tensors, moves)
+
+    return function(*map(replaced, args), **{key: replaced(value) for key, value in kwargs.items()})

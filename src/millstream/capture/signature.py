@@ -1,0 +1,169 @@
+"""Take nested arguments and results apart, and put them together again.
+
+Tuples, named tuples, lists, dicts and dataclasses are taken apart; tensors are the leaves; everything else is part of the
+*structure*, which is hashable: two calls with equal structures differ in nothing but tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
+"""Types whose values are compared by value; all other objects are compared by identity."""
+
+TensorMeta: TypeAlias = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], bool]
+"""Shape, dtype, device, strides, requires_grad."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The place of a tensor within a structure."""
+
+
+LEAF = Leaf()
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A Python value, compared by type and value: ``True``, ``1`` and ``1.0`` differ."""
+
+    type: type
+    value: Hashable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """An object that is no tensor, container or plain value: compared by identity and kept alive."""
+
+    target: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reference) and other.target is self.target
+
+    def __hash__(self) -> int:
+        return id(self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A tuple, list, dict or dataclass.
+
+    Attributes:
+        type: Its class.
+        keys: Keys of a dict or field names of a dataclass, otherwise empty.
+        children: Structures of its items.
+    """
+
+    type: type
+    keys: tuple[Hashable, ...]
+    children: tuple["Structure", ...]
+
+
+Structure: TypeAlias = Leaf | Value | Reference | Container
+
+
+def meta_of(tensor: Tensor) -> TensorMeta:
+    """Everything about ``tensor`` that a captured graph depends on, apart from its values."""
+    return (tensor.shape, tensor.dtype, tensor.device, tensor.stride(), tensor.requires_grad)
+
+
+def take_apart(value: Any, leaves: list[Tensor]) -> Structure:
+    """Append the tensors within ``value``, parameters apart, to ``leaves`` and return what remains.
+
+    Args:
+        value: Anything. A container that contains itself is not supported.
+        leaves: Receives the tensors, depth first.
+
+    Returns:
+        The structure; ``put_together`` reverses it.
+    """
+    if isinstance(value, Tensor):
+        if isinstance(value, nn.Parameter):  # state that happens to be passed by hand
+            return Reference(value)
+        leaves.append(value)
+        return LEAF
+    kind = type(value)
+    if isinstance(value, SCALARS):
+        return Value(kind, value)
+    if isinstance(value, tuple | list):
+        return Container(kind, (), tuple(take_apart(item, leaves) for item in value))
+    if isinstance(value, dict):
+        return Container(kind, tuple(value), tuple(take_apart(item, leaves) for item in value.values()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        return Container(kind, names, tuple(take_apart(getattr(value, name), leaves) for name in names))
+    return Reference(value)
+
+
+def put_together(structure: Structure, leaf: Callable[[], Any]) -> Any:
+    """Build a value of ``structure``, whose tensors come from calls of ``leaf``, depth first."""
+    if isinstance(structure, Leaf):
+        return leaf()
+    if isinstance(structure, Value):
+        return structure.value
+    if isinstance(structure, Reference):
+        return structure.target
+    items = [put_together(child, leaf) for child in structure.children]
+    kind = structure.type
+    if issubclass(kind, tuple):
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if issubclass(kind, list):
+        return kind(items)
+    if issubclass(kind, dict):
+        return _build_dict(kind, structure.keys, items)
+    return _build_dataclass(kind, [str(key) for key in structure.keys], items)
+
+
+def _build_dict(kind: type, keys: tuple[Hashable, ...], items: list[Any]) -> Any:
+    pairs = zip(keys, items, strict=True)
+    try:
+        return kind(pairs)
+    except TypeError:  # defaultdict and the like, whose first argument is not the content
+        made = kind()
+        made.update(pairs)
+        return made
+
+
+def _build_dataclass(kind: type, names: list[str], items: list[Any]) -> Any:
+    """Without running ``__init__`` or ``__post_init__``: those belong to the user's function, which has run already."""
+    made = object.__new__(kind)
+    if issubclass(kind, dict):  # for instance a ModelOutput: a dict that is a dataclass too
+        dict.__init__(made)
+    for name, item in zip(names, items, strict=True):
+        object.__setattr__(made, name, item)
+    return made
+
+
+def references_in(structure: Structure) -> list[Any]:
+    """The objects of ``structure`` that are compared by identity."""
+    if isinstance(structure, Reference):
+        return [structure.target]
+    if isinstance(structure, Container):
+        return [target for child in structure.children for target in references_in(child)]
+    return []
+
+
+def name_leaves(structure: Structure, prefix: str) -> list[str]:
+    """Names of the tensors of ``structure`` as a user would write them, such as ``batch['x'][0]``."""
+    if isinstance(structure, Leaf):
+        return [prefix]
+    if not isinstance(structure, Container):
+        return []
+    is_mapping = issubclass(structure.type, dict)
+    names: list[str] = []
+    for position, child in enumerate(structure.children):
+        if is_mapping:
+            step = f"[{structure.keys[position]!r}]"
+        elif structure.keys:
+            step = f".{structure.keys[position]}"
+        else:
+            step = f"[{position}]"
+        names += name_leaves(child, prefix + step)
+    return names

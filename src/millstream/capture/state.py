@@ -1,0 +1,125 @@
+"""State of a step: the user's tensors that live from call to call, lifted to inputs of the graph.
+
+Tracing needs fake tensors where the user's modules, optimizers and variables hold real ones. Instead of finding every such
+place, the tensor objects themselves become fake for a while and real again afterwards: no reference to them changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from millstream.capture import torch_private
+from millstream.capture.discover import Found, walk_parameters
+from millstream.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lifted:
+    """A tensor of the user's that the graph takes as an input and may write.
+
+    Attributes:
+        name: For people: ``model.0.weight``, ``optimizer.exp_avg[model.0.weight]``.
+        tensor: The user's own object.
+        places: Where the user's structures hold it: dict and key.
+        required_grad: Whether it required a gradient when it was lifted.
+    """
+
+    name: str
+    tensor: Tensor
+    places: list[tuple[Mapping[Any, Any], Any]]
+    required_grad: bool
+
+
+def lift(found: Found, exclude: Sequence[Tensor] = ()) -> list[Lifted]:
+    """List every tensor of the objects in ``found`` once, in a fixed order, with all places that hold it.
+
+    Parameters and buffers come first, then single tensors, optimizer state and scalers. ``exclude`` are inputs.
+    """
+    lifted: dict[int, Lifted] = {}
+    inputs = {id(tensor) for tensor in exclude}
+
+    def add(name: str, tensor: Tensor, holder: Mapping[Any, Any] | None = None, key: Any = None) -> None:
+        if id(tensor) in inputs:
+            return
+        entry = lifted.setdefault(id(tensor), Lifted(name, tensor, [], tensor.requires_grad))
+        if holder is not None:
+            entry.places.append((holder, key))
+
+    for prefix, module in found.modules:
+        for name, holder, key, tensor in walk_parameters(module, prefix):
+            add(name, tensor, holder, key)
+    for name, tensor in found.tensors:
+        add(name, tensor)
+    for prefix, optimizer in found.optimizers:
+        for number, parameter in enumerate(_parameters_of(optimizer)):
+            add(f"{prefix}.params[{number}]", parameter)
+        for parameter, entry in optimizer.state.items():
+            owner = lifted[id(parameter)].name if id(parameter) in lifted else str(parameter)
+            for key, value in entry.items() if isinstance(entry, dict) else ():
+                if isinstance(value, Tensor):
+                    add(f"{prefix}.{key}[{owner}]", value, entry, key)
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                for item in value if isinstance(value, tuple) else (value,):
+                    if isinstance(item, Tensor):
+                        add(f"{prefix}.{key}[{number}]", item, group, key)
+    for prefix, scaler in found.scalers:
+        for key in ("_scale", "_growth_tracker"):
+            value = vars(scaler)[key]
+            if value is not None:
+                add(f"{prefix}.{key.lstrip('_')}", value, vars(scaler), key)
+    for entry in lifted.values():
+        _check_liftable(entry.name, entry.tensor)
+    return list(lifted.values())
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _check_liftable(name: str, tensor: Tensor) -> None:
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        raise CaptureError(
+            f"{name} is a {type(tensor).__name__}, a tensor subclass.",
+            remedy="Only plain tensors and parameters can be captured.",
+        )
+    if tensor.layout is not torch.strided:
+        raise CaptureError(f"{name} has the layout {tensor.layout}.", remedy="Only dense tensors can be captured.")
+    if not tensor.is_leaf:
+        raise CaptureError(
+            f"{name} was computed outside of the step with gradients.",
+            remedy="Compute it inside of the step, or detach it.",
+        )
+
+
+@contextlib.contextmanager
+def become_fake(tensors: Sequence[Tensor], mode: torch_private.FakeTensorMode) -> Iterator[None]:
+    """For the length of the context, make ``tensors`` fake: same objects, no values, autograd leaves as before.
+
+    Gradients of the tensors are fake too where they are among ``tensors``, and absent otherwise. Whatever happens, afterwards
+    every tensor is what it was; the fake gradients and contents are gone.
+    """
+    fakes = [mode.from_tensor(tensor) for tensor in tensors]
+    fake_of = {id(tensor): fake for tensor, fake in zip(tensors, fakes, strict=True)}
+    for tensor, fake in zip(tensors, fakes, strict=True):
+        if fake.is_leaf:
+            fake.grad = None if tensor.grad is None else fake_of.get(id(tensor.grad))
+    swapped: list[tuple[Tensor, Tensor]] = []
+    try:
+        for tensor, fake in zip(tensors, fakes, strict=True):
+            extra = {key: value for key, value in vars(tensor).items() if key not in vars(fake)}
+            torch_private.swap_contents(tensor, fake)
+            vars(tensor).update(extra)
+            swapped.append((tensor, fake))
+        yield
+    finally:
+        for tensor, fake in reversed(swapped):
+            torch_private.swap_contents(tensor, fake)

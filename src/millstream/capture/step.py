@@ -1,0 +1,317 @@
+"""``ms.step``: a function that does a whole training step, captured once and replayed.
+
+A call goes one of three ways. *Replay*: a graph was captured for arguments like these, and everything it took for granted still
+holds. *Capture*: none fits, so that one is traced, built and kept. *Eager*: the function cannot be captured, or the optimizer must
+first create its state; then the user's function runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from millstream.capture.assemble import Call, Workshop, describe_arguments
+from millstream.capture.discover import Found, discover
+from millstream.capture.optimizers import check_supported, move_counts_to_device, move_counts_to_host, number_places
+from millstream.capture.python_state import RandomState
+from millstream.capture.signature import meta_of, references_in, take_apart
+from millstream.capture.step_graph import Build, StepGraph
+from millstream.capture.torch_private import has_backward_hooks, has_tensor_hooks
+from millstream.capture.trace import FoundLate, StateMissing, trace_step
+from millstream.errors import CaptureError, FallbackWarning, MillstreamError
+
+MAX_LATE = 32
+"""Objects that discovery may miss; each costs one more trace."""
+
+MAX_UNREADY = 20
+"""Calls that may run eagerly because an optimizer has no state yet: a GradScaler skips some steps until it finds its scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Why calls of one kind run as plain Python.
+
+    Attributes:
+        signature: Tensors of the arguments by name, with dtype and shape.
+        error: Reason, line and remedy.
+    """
+
+    signature: dict[str, str]
+    error: CaptureError
+
+
+class Step:
+    """A training step that is captured whole, with its optimizers, and replayed.
+
+    Args:
+        function: Does forward, backward and optimizer step on objects that it finds in its closure, globals, bound object or arguments.
+        build: Makes an executable of a traced graph.
+        strict: Raise ``CaptureError`` where otherwise a ``FallbackWarning`` is given and the function runs eagerly.
+        max_graphs: So many graphs are kept; the one unused for longest goes first.
+
+    Attributes:
+        function: The user's function.
+        fallbacks: What runs eagerly, and why.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, build: Build, strict: bool = False, max_graphs: int = 8
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.strict = strict
+        self.max_graphs = max_graphs
+        self.fallbacks: list[Fallback] = []
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._build = build
+        self._workshop = Workshop()
+        self._lock = threading.RLock()
+        self._graphs: OrderedDict[int, StepGraph] = OrderedDict()
+        self._by_key: dict[Any, list[StepGraph]] = {}
+        self._refused: dict[Any, CaptureError] = {}
+        self._hopeless: CaptureError | None = None
+        self._stepped: set[int] = set()
+        self._has_run = False
+        self._num_unready = 0
+        self._num_fruitless = 0
+        self._why = "Its arguments have another structure, shape or dtype every time."
+
+    @property
+    def graphs(self) -> list[StepGraph]:
+        """The graphs there are, the one unused for longest first."""
+        return list(self._graphs.values())
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A step defined in a class is a method."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step."""
+        if (
+            torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+        ):  # within another capture, or nothing to capture
+            return self.function(*args, **kwargs)
+        arguments: list[Tensor] = []
+        structure = take_apart((args, kwargs), arguments)
+        key = (structure, _ambient(), *map(meta_of, arguments))
+        for graph in self._by_key.get(key, ()):
+            if graph.fits(arguments):
+                self._graphs.move_to_end(id(graph))
+                return graph.run(arguments)
+        with self._lock:
+            names = describe_arguments(_positional_names(self.function), structure)
+            return self._call_slowly(Call(key, structure, arguments, args, kwargs, names))
+
+    def _call_slowly(self, call: Call) -> Any:
+        if self._hopeless is not None or call.key in self._refused:
+            return self.function(*call.args, **call.kwargs)
+        try:
+            found = discover(self._roots(call))
+            self._check_hooks(found)
+            if self._is_unready(found):
+                return self._run_watching(call)
+            self._look_back(call)
+            graph = self._capture(call, found)
+        except StateMissing as missing:
+            self._num_unready += 1
+            if self._num_unready <= MAX_UNREADY:
+                return self._run_watching(call)
+            reason = f"The step creates new optimizer state ({missing}) again and again."
+            return self._fall_back(
+                call, CaptureError(reason, remedy="Give every parameter a gradient in the first call.")
+            )
+        except CaptureError as error:
+            return self._fall_back(call, error)
+        try:
+            result = self._build_and_run(call, graph)
+        except CaptureError as error:
+            return self._fall_back(call, error)
+        self._keep(graph)
+        return result
+
+    def _roots(self, call: Call) -> Iterator[tuple[str, Any]]:
+        yield self._name, self.function
+        for target in references_in(call.structure):
+            yield "argument", target
+
+    def _check_hooks(self, found: Found) -> None:
+        """Refuse what autograd would run in eager mode and a trace would not see."""
+        for name, optimizer in found.optimizers:
+            check_supported(optimizer, name)
+        for name, root in found.modules:
+            if isinstance(root, torch.nn.parallel.DistributedDataParallel):
+                raise CaptureError(f"{name} is DistributedDataParallel.", remedy="Use the plain module.")
+            for path, module in root.named_modules():
+                if has_backward_hooks(module):
+                    raise CaptureError(
+                        f"{name}.{path} has a backward hook, which would not run in a graph.", remedy="Remove the hook."
+                    )
+            for path, parameter in root.named_parameters():
+                if not is_lazy(parameter) and has_tensor_hooks(parameter):
+                    raise CaptureError(
+                        f"{name}.{path} has a hook on its gradient, which would not run in a graph.",
+                        remedy="Remove the hook and change the gradient in the step, after backward.",
+                    )
+
+    def _is_unready(self, found: Found) -> bool:
+        """Whether an eager call must come first, to create what only an eager call can create."""
+        for _, module in found.modules:
+            if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+                return True
+        if any(scaler.is_enabled() and scaler._scale is None for _, scaler in found.scalers):
+            return True
+        empty = [optimizer for _, optimizer in found.optimizers if not optimizer.state]
+        if not self._has_run:
+            return bool(empty)
+        is_scaled = any(scaler.is_enabled() for _, scaler in found.scalers) and self._num_unready < MAX_UNREADY
+        return is_scaled and any(id(optimizer) not in self._stepped for optimizer in empty)
+
+    def _run_watching(self, call: Call) -> Any:
+        """Run eagerly, and note which optimizers step."""
+        self._has_run = True
+        self._num_unready += 1
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            self._stepped.add(id(optimizer))
+
+        handle = register_optimizer_step_post_hook(note)
+        try:
+            return self.function(*call.args, **call.kwargs)
+        finally:
+            handle.remove()
+
+    def _look_back(self, call: Call) -> None:
+        """Learn from the graphs that do not fit: drop dead ones, lift numbers that change, stop when it leads nowhere."""
+        for graph in list(self._by_key.get(call.key, ())):
+            sentence, holder, key = graph.guards.broken()
+            if not sentence:
+                continue
+            self._why = sentence
+            for slot_owner in {slot.place.optimizer for slot in graph.slots}:
+                for place in number_places(slot_owner):
+                    if slot_owner.param_groups[place.group] is holder and place.key == key:
+                        self._workshop.cycled.add(place)
+            if isinstance(holder, Tensor) or isinstance(_get(holder, key), Tensor):
+                self._drop(graph)  # its state was replaced: it will never fit again
+        last = next(reversed(self._graphs.values()), None)
+        self._num_fruitless = self._num_fruitless + 1 if last is not None and last.num_runs < 3 else 0  # noqa: PLR2004
+        if self._num_fruitless > 2 * self.max_graphs:
+            self._hopeless = CaptureError(
+                f"{self._num_fruitless} graphs in a row were captured that hardly served again. {self._why}",
+                remedy="Pass what changes as a tensor argument, keep shapes constant, or raise max_graphs.",
+            )
+            raise self._hopeless
+
+    def _capture(self, call: Call, found: Found) -> StepGraph:
+        roots = list(self._roots(call))
+        for _ in range(MAX_LATE):
+            for _, optimizer in found.optimizers:
+                move_counts_to_device(optimizer)
+            start = time.perf_counter()
+            request = self._workshop.make_request(self.function, call, found)
+            try:
+                traced = trace_step(request)
+            except FoundLate as late:
+                roots.append((late.name, late.value))
+                found = discover(roots)
+                self._check_hooks(found)
+                where = late.where
+                continue
+            return self._workshop.assemble(call, request, traced, time.perf_counter() - start)
+        raise CaptureError(
+            "The step meets ever more tensors that were made outside of it.",
+            where=where,
+            remedy="Make them arguments, or make them with PyTorch functions inside of the step.",
+        )
+
+    def _build_and_run(self, call: Call, graph: StepGraph) -> Any:
+        """Build the graph and run it for the first time; a failure leaves everything as it was."""
+        start = time.perf_counter()
+        random_state = RandomState()
+        backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.static]
+        argument_backups = [tensor.detach().clone() for tensor in call.arguments] if graph.writes_arguments else []
+        try:
+            for slot, number in zip(graph.slots, graph.numbers, strict=True):
+                slot.set(number)
+            with torch.no_grad():
+                graph.executable = self._build(
+                    graph.gm, graph.inputs(call.arguments), frozenset(range(len(graph.static)))
+                )
+            result = graph.run(call.arguments)
+        except Exception as error:
+            with torch.no_grad():
+                for tensor, backup in zip(graph.static, backups, strict=True):
+                    tensor.copy_(backup)
+                for tensor, backup in zip(call.arguments, argument_backups, strict=False):
+                    tensor.copy_(backup)
+            random_state.restore()
+            what = error if isinstance(error, MillstreamError) else f"{type(error).__name__}: {error}"
+            raise CaptureError(
+                f"The captured step could not be built or run: {what}".splitlines()[0],
+                remedy="Please report it; the step works without ms.step.",
+            ) from error
+        graph.capture_seconds = graph.trace_seconds + time.perf_counter() - start
+        return result
+
+    def _keep(self, graph: StepGraph) -> None:
+        self._graphs[id(graph)] = graph
+        self._by_key.setdefault(graph.key, []).insert(0, graph)
+        while len(self._graphs) > self.max_graphs:
+            self._drop(next(iter(self._graphs.values())))
+
+    def _drop(self, graph: StepGraph) -> None:
+        del self._graphs[id(graph)]
+        graphs = self._by_key[graph.key]
+        graphs.remove(graph)
+        if not graphs:
+            del self._by_key[graph.key]
+        graph.release()
+
+    def _fall_back(self, call: Call, error: CaptureError) -> Any:
+        if self.strict:
+            raise error
+        self._refused[call.key] = error
+        self.fallbacks.append(Fallback(call.signature, error))
+        warnings.warn(f"{self._name} runs as plain Python: {error}", FallbackWarning, stacklevel=4)
+        if not self._graphs:
+            for _, optimizer in discover(self._roots(call)).optimizers:
+                move_counts_to_host(optimizer)
+        return self.function(*call.args, **call.kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def _positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _ambient() -> tuple[Any, ...]:
+    """Global modes under which a step runs and which its graph depends on."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        dtypes = (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
+        return (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), *dtypes)
+    return (torch.is_grad_enabled(), torch.get_default_dtype())
+
+
+def _get(holder: Any, key: Any) -> Any:
+    try:
+        return holder[key]
+    except (KeyError, IndexError, TypeError):
+        return None

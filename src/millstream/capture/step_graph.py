@@ -1,0 +1,171 @@
+"""One captured graph of a step: whether it fits a call, and how it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from millstream.capture.guards import Guards
+from millstream.capture.optimizers import NumberPlace
+from millstream.capture.scalars import Questions
+from millstream.capture.signature import Structure, put_together
+from millstream.capture.trace import Output
+
+
+class Build(Protocol):
+    """Turns a traced step into something that runs it.
+
+    Args:
+        gm: A flat graph of aten operators; it may write its inputs.
+        inputs: The inputs of the first run.
+        static: Positions of the inputs whose memory is the same in every call.
+    """
+
+    def __call__(
+        self, gm: fx.GraphModule, inputs: list[Tensor], static: frozenset[int]
+    ) -> Callable[[list[Tensor]], list[Tensor]]: ...
+
+
+@dataclass(slots=True)
+class Slot:
+    """A number of an optimizer's, as a tensor that graphs read.
+
+    Attributes:
+        place: Where the optimizer keeps it.
+        tensor: 0-d float64, on the device of the parameters.
+        value: What ``tensor`` holds.
+    """
+
+    place: NumberPlace
+    tensor: Tensor
+    value: float
+
+    def set(self, value: float) -> None:
+        """Let graphs read ``value`` from now on."""
+        self.tensor.fill_(value)
+        self.value = value
+
+
+@dataclass(slots=True, eq=False)
+class StepGraph:
+    """One captured graph of a step.
+
+    Attributes:
+        signature: Tensors of the arguments by name, with dtype and shape, for people.
+        state_names: Names of the inputs that come before the arguments, in order.
+        gm: The traced graph.
+        capture_seconds: Time to trace and build it and to run it once.
+        trace_seconds: Tracing alone.
+        executable: What ``build`` made of it.
+        num_runs: How often it ran.
+        key: What calls that it may fit have in common.
+        guards: What it takes for granted.
+        static: Its inputs before the arguments.
+        arguments: Which arguments are inputs.
+        slots: Numbers that it reads; among ``static``.
+        numbers: Their values when last found to be fine.
+        questions: What the program asked about them.
+        gradients: Tensors and the gradient each must have before a run.
+        left: Tensors and the gradient each gets after a run, where that is another.
+        structure: Of the result.
+        outputs: Tensors of the result.
+        effects: Attributes to set after a run.
+        written: Addresses of the state that it writes.
+        writes_arguments: Whether it writes to an argument.
+    """
+
+    signature: dict[str, str]
+    state_names: list[str]
+    gm: fx.GraphModule
+    trace_seconds: float
+    key: Any
+    guards: Guards
+    static: list[Tensor]
+    arguments: list[int]
+    slots: list[Slot]
+    numbers: list[Any]
+    questions: Questions
+    gradients: list[tuple[Tensor, Tensor | None]]
+    left: list[tuple[Tensor, Tensor | None]]
+    structure: Structure
+    outputs: list[Output]
+    effects: list[tuple[dict[str, Any], str, Any]]
+    written: frozenset[int]
+    writes_arguments: bool
+    capture_seconds: float = 0.0
+    num_runs: int = 0
+    executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)
+
+    def fits(self, arguments: list[Tensor]) -> bool:
+        """Whether the graph may run now. If so, its numbers and gradients are brought into their places."""
+        if not self.guards.hold() or share_memory(arguments, self.written, among_each_other=self.writes_arguments):
+            return False
+        numbers = [slot.place.get() for slot in self.slots]
+        if numbers != self.numbers:
+            if not all(type(number) in (float, int) for number in numbers) or not self.questions.allow(numbers):
+                return False
+            self.numbers = numbers
+        for tensor, home in self.gradients:
+            now = tensor.grad
+            if now is not home and not adopt(tensor, now, home):
+                return False
+        for slot, number in zip(self.slots, numbers, strict=True):
+            if slot.value != number:
+                slot.set(number)
+        return True
+
+    def inputs(self, arguments: list[Tensor]) -> list[Tensor]:
+        """A new list of the executable's inputs."""
+        return [*self.static, *[arguments[index] for index in self.arguments]]
+
+    def run(self, arguments: list[Tensor]) -> Any:
+        """Run the graph and return the step's result."""
+        with torch.no_grad():
+            results = self.executable(self.inputs(arguments))
+        self.num_runs += 1
+        for tensor, gradient in self.left:
+            tensor.grad = gradient
+        for holder, key, value in self.effects:
+            holder[key] = value
+        outputs = iter(self.outputs)
+
+        def leaf() -> Any:
+            output = next(outputs)
+            if output.kind == "graph":
+                return results[output.index]
+            return arguments[output.index] if output.kind == "argument" else output.value
+
+        return put_together(self.structure, leaf)
+
+    def release(self) -> None:
+        """Let the executable give back its memory, if it knows how to."""
+        release = getattr(getattr(self, "executable", None), "release", None)
+        if release is not None:
+            release()
+
+
+def adopt(tensor: Tensor, gradient: Tensor | None, home: Tensor | None) -> bool:
+    """Move ``gradient``, which eager code left on ``tensor``, to where graphs expect it; ``False`` if it does not fit there."""
+    if gradient is None or home is None or gradient.shape != home.shape or gradient.dtype != home.dtype:
+        return False
+    if gradient.device != home.device or gradient.layout != home.layout:
+        return False
+    home.copy_(gradient.detach())
+    tensor.grad = home
+    return True
+
+
+def share_memory(arguments: Iterable[Tensor], written: frozenset[int], *, among_each_other: bool) -> bool:
+    """Whether an argument shares memory with state that is written, or, if so asked, with another argument."""
+    seen = set(written)
+    for argument in arguments:
+        address = argument.untyped_storage().data_ptr()
+        if address and address in seen:
+            return True
+        if among_each_other:
+            seen.add(address)
+    return False

@@ -1,0 +1,129 @@
+"""Every private part of PyTorch that whole-step capture touches, one function each.
+
+Tried on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils.hooks import RemovableHandle
+
+VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise when a program needs a value, or a shape that depends on values."""
+
+
+def swap_contents(left: Tensor, right: Tensor) -> None:
+    """Exchange what two tensor objects are: class, attributes, storage, gradient; every reference to them stays.
+
+    ``torch.utils.swap_tensors`` does the same for good and therefore refuses tensors with other owners; here the exchange is
+    undone soon, so that other owners never notice. Tried on 2.11 and 2.13.
+    """
+    left.__class__, right.__class__ = right.__class__, left.__class__
+    left.__dict__, right.__dict__ = right.__dict__, left.__dict__
+    torch._C._swap_tensor_impl(left, right)
+
+
+@contextlib.contextmanager
+def pretend_compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` true, so that optimizers read no values. Tried on 2.11 and 2.13."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def no_compiled_modules() -> Iterator[None]:
+    """Let ``torch.compile``d functions and modules run as plain Python, so that they are traced. Tried on 2.11 and 2.13."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def trace_aten(body: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Record the aten operators that ``body`` runs on the fake tensors ``inputs``, gradients included.
+
+    The Python dispatcher is on: without it ``native_batch_norm`` writes running statistics that its schema denies.
+    Backward runs on this thread, so that modes and source lines are seen there too. Tried on 2.11 and 2.13.
+    """
+
+    def flat(*_: Tensor) -> list[Tensor]:
+        with enable_python_dispatcher():
+            return list(body())
+
+    with torch.autograd.set_multithreading_enabled(False):
+        return make_fx(flat, _disable_torch_fn_metadata_mode=True)(*inputs)
+
+
+def graph_being_traced() -> fx.Graph:
+    """The graph that ``trace_aten`` is recording into. Tried on 2.11 and 2.13."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer.graph
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that is equal exactly for tensors that share memory, fake or not. Tried on 2.11 and 2.13."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def next_sequence_number() -> int:
+    """The number that autograd will give to the next node it makes. Tried on 2.11 and 2.13."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def running_sequence_number() -> int | None:
+    """The number of the autograd node whose backward runs now, ``None`` outside of backward. Tried on 2.11 and 2.13."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def count_hooks() -> int:
+    """Number of hooks registered so far in this process, on tensors, modules and optimizers. Tried on 2.11 and 2.13."""
+    return RemovableHandle.next_id
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether the user registered a hook on ``tensor`` that runs during backward. Tried on 2.11 and 2.13."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether the user registered a hook on ``module`` that runs during backward. Tried on 2.11 and 2.13."""
+    return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
+
+
+__all__ = [
+    "VALUE_NEEDED",
+    "FakeTensor",
+    "FakeTensorMode",
+    "count_hooks",
+    "graph_being_traced",
+    "has_backward_hooks",
+    "has_tensor_hooks",
+    "next_sequence_number",
+    "no_compiled_modules",
+    "pretend_compiling",
+    "running_sequence_number",
+    "storage_id",
+    "swap_contents",
+    "trace_aten",
+]

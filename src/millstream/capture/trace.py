@@ -1,0 +1,441 @@
+"""Run the user's step once on fake tensors and record it as one flat graph of aten operators.
+
+**Contract**
+- The user's tensors, optimizers, modules, ``.grad``, random state and every other Python object found are afterwards exactly as
+  before, whether tracing succeeds or fails.
+- The graph writes state, numbers and gradients through its inputs and returns the tensors of the result; its results share no memory
+  with its inputs or with each other.
+- What the graph could not repeat on every call is refused with a ``CaptureError``.
+
+**Steps**
+1. Make all state, gradients and arguments fake; put scalars for the numbers.
+2. Run the function; add copies for state it replaced and for gradients it left; detach its results.
+3. Clean the graph and drop the inputs it does not use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from millstream.capture import torch_private
+from millstream.capture.checkpointing import RandomRecords, checkpoints_reuse_randoms
+from millstream.capture.clean import drop_idle_nodes, drop_unused_inputs, written_storages
+from millstream.capture.discover import Found
+from millstream.capture.lines import place_of
+from millstream.capture.modes import ForeignTensor, FunctionWatch, OperatorWatch
+from millstream.capture.optimizers import NumberPlace, device_of, traceable
+from millstream.capture.python_state import (
+    MISSING,
+    Change,
+    RandomState,
+    Snapshot,
+    record_module_reads,
+    selects_behaviour,
+)
+from millstream.capture.scalars import GraphScalar, Questions
+from millstream.capture.scaler import steps_are_masked
+from millstream.capture.signature import Structure, put_together, take_apart
+from millstream.capture.state import Lifted, become_fake
+from millstream.errors import CaptureError
+
+SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
+
+
+class StateMissing(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
+    """The optimizer would create state now: only an eager call can initialise it."""
+
+
+class FoundLate(Exception):  # noqa: N818 - a message to the step, which lifts the objects and traces again
+    """Objects that discovery missed showed up while tracing."""
+
+    def __init__(self, name: str, value: Any, where: str) -> None:
+        super().__init__(name)
+        self.name, self.value, self.where = name, value, where
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A tensor whose ``.grad`` the step may leave behind.
+
+    Attributes:
+        name: Of the tensor.
+        parameter: The user's tensor.
+        before: Its gradient when the step starts, or ``None``.
+    """
+
+    name: str
+    parameter: Tensor
+    before: Tensor | None
+
+
+@dataclass
+class Request:
+    """What to trace.
+
+    Attributes:
+        function: The user's function.
+        structure: Structure of ``(args, kwargs)``.
+        arguments: The tensors among the arguments.
+        found: What the function reaches.
+        state: All tensors in ``found``.
+        gradients: All tensors whose gradient may change.
+        numbers: Numbers to be read at run time.
+    """
+
+    function: Callable[..., Any]
+    structure: Structure
+    arguments: list[Tensor]
+    found: Found
+    state: list[Lifted]
+    gradients: list[Gradient]
+    numbers: list[NumberPlace]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a tensor of the result comes from: from the graph, or it is the very object of an argument or of state.
+
+    Attributes:
+        index: Number of the graph's result or of the argument; ``-1`` for an object.
+        kind: ``"graph"``, ``"argument"`` or ``"object"``.
+        value: The object.
+    """
+
+    kind: str
+    index: int = -1
+    value: Any = None
+
+
+@dataclass
+class Traced:
+    """The recorded step.
+
+    Attributes:
+        gm: The graph; its inputs are, in order, those in the five lists of positions.
+        state: Positions in ``Request.state`` of the inputs that are state.
+        gradients: Positions in ``Request.gradients`` whose memory the graph reads or writes.
+        numbers: Positions in ``Request.numbers`` of the inputs that are numbers.
+        arguments: Positions in ``Request.arguments`` of the inputs that are arguments.
+        left: For every gradient of the request, whether the step leaves one behind.
+        structure: Structure of the result.
+        outputs: Its tensors.
+        questions: What the program asked about the numbers.
+        reads: Module attributes that the program read.
+        effects: Attributes to set after every call: dict, key, value.
+        optimizers: Those that stepped.
+        writes_arguments: Whether the graph writes to an argument.
+    """
+
+    gm: fx.GraphModule
+    state: list[int]
+    gradients: list[int]
+    numbers: list[int]
+    arguments: list[int]
+    left: list[bool]
+    structure: Structure
+    outputs: list[Output]
+    questions: Questions
+    reads: list[tuple[dict[str, Any], str, Any]]
+    effects: list[tuple[dict[str, Any], str, Any]]
+    optimizers: list[Optimizer]
+    writes_arguments: bool
+
+
+def trace_step(request: Request) -> Traced:
+    """Record the step of ``request``.
+
+    Raises:
+        CaptureError: It cannot be captured.
+        StateMissing: An eager call must come first.
+        FoundLate: ``request`` lacks an object.
+    """
+    return _Tracer(request).trace()
+
+
+@dataclass
+class _Tracer:
+    request: Request
+    mode: torch_private.FakeTensorMode = field(default_factory=torch_private.FakeTensorMode)
+    questions: Questions = field(default_factory=Questions)
+    stepped: list[Optimizer] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    effects: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    left: list[bool] = field(default_factory=list)
+    structure: Structure | None = None
+    failure: Exception | None = None
+
+    def trace(self) -> Traced:
+        request = self.request
+        state = [entry.tensor for entry in request.state]
+        before = [gradient.before for gradient in request.gradients if gradient.before is not None]
+        random_state = RandomState()
+        try:
+            with (
+                torch_private.no_compiled_modules(),
+                become_fake([*state, *before, *request.arguments], self.mode),
+                self.mode,
+                self._numbers_replaced() as numbers,
+                traceable([optimizer for _, optimizer in request.found.optimizers]),
+            ):
+                self.snapshot = Snapshot(request.found)
+                with record_module_reads() as reads, self._latecomers_reported():
+                    self.homes = self._make_homes()
+                    inputs = [*state, *self.homes, *numbers, *request.arguments]
+                    try:
+                        gm = self._record(inputs)
+                    finally:
+                        self.snapshot.restore()
+        except (CaptureError, StateMissing, FoundLate):
+            raise
+        except ForeignTensor as foreign:
+            raise FoundLate("a tensor", foreign.tensor, foreign.where) from None
+        except Exception as error:
+            raise CaptureError(
+                f"Tracing failed: {type(error).__name__}: {error}".splitlines()[0],
+                where=place_of(error),
+                remedy="If the line also fails without ms.step, correct it; otherwise keep it out of the step.",
+            ) from error
+        finally:
+            random_state_change = random_state.what_changed()
+            random_state.restore()
+            torch.clear_autocast_cache()
+        if random_state_change:
+            raise CaptureError(
+                f"The step draws from {random_state_change}, which a graph cannot repeat.", remedy=SIDE_EFFECT_REMEDY
+            )
+        return self._finish(gm, reads)
+
+    def _record(self, inputs: list[Tensor]) -> fx.GraphModule:
+        randoms = RandomRecords()
+        watched = {id(entry.tensor) for entry in self.request.state}
+
+        def run_step() -> Any:
+            args, kwargs = put_together(self.request.structure, iter(self.request.arguments).__next__)
+            return self.request.function(*args, **kwargs)
+
+        def body() -> Sequence[Tensor]:
+            functions = FunctionWatch(self._note_failure, watched)
+            with (
+                OperatorWatch(self._note_failure, functions, randoms),
+                functions,
+                checkpoints_reuse_randoms(randoms),
+                steps_are_masked(),
+            ):
+                result = run_step()
+                self._raise_failure()
+                with torch.no_grad():
+                    self._keep_replaced_state()
+                    self._keep_gradients()
+                    return self._take_outputs(result)
+
+        try:
+            with torch_private.pretend_compiling():
+                return torch_private.trace_aten(body, inputs)
+        except Exception:
+            self._raise_failure()
+            raise
+
+    def _note_failure(self, error: Exception) -> None:
+        self.failure = self.failure or error
+
+    def _raise_failure(self) -> None:
+        """The first refusal counts, also when the user's function caught it and went on."""
+        if self.failure is not None:
+            raise self.failure
+
+    @contextlib.contextmanager
+    def _numbers_replaced(self) -> Iterator[list[Tensor]]:
+        """Put graph scalars in the places of the numbers; yields the tensors that they read."""
+        places = self.request.numbers
+        values = [place.get() for place in places]
+        tensors = [
+            torch.empty((), dtype=torch.float64, device=device_of(place.optimizer, place.group)) for place in places
+        ]
+        try:
+            for index, (place, value, tensor) in enumerate(zip(places, values, tensors, strict=True)):
+                place.set(GraphScalar(value, tensor, _Nth(index), self.questions))
+            yield tensors
+        finally:
+            for place, value in zip(places, values, strict=True):
+                place.set(value)
+
+    @contextlib.contextmanager
+    def _latecomers_reported(self) -> Iterator[None]:
+        """Stop at modules and optimizers that the request does not have."""
+        modules = {id(part) for _, module in self.request.found.modules for part in module.modules()}
+        optimizers = {id(optimizer) for _, optimizer in self.request.found.optimizers}
+
+        def on_forward(module: nn.Module, _: Any) -> None:
+            if id(module) not in modules and (
+                next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+            ):
+                self._report(FoundLate(type(module).__name__, module, ""))
+
+        def on_step(optimizer: Optimizer, *_: Any) -> None:
+            if id(optimizer) not in optimizers:
+                self._report(FoundLate(type(optimizer).__name__, optimizer, ""))
+            if optimizer not in self.stepped:
+                self.stepped.append(optimizer)
+
+        handles = [register_module_forward_pre_hook(on_forward), register_optimizer_step_pre_hook(on_step)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _report(self, error: Exception) -> None:
+        self._note_failure(error)
+        raise error
+
+    def _make_homes(self) -> list[Tensor]:
+        """One input for each gradient: the one there is, or memory for one that the step may leave."""
+        return [
+            torch.empty_like(gradient.parameter, requires_grad=False) if gradient.before is None else gradient.before
+            for gradient in self.request.gradients
+        ]
+
+    def _keep_replaced_state(self) -> None:
+        """Copy new tensors into the state whose place they took; refuse every other change of Python objects."""
+        lifted = {id(entry.tensor) for entry in self.request.state}
+        optimizer_state = {
+            id(holder)
+            for _, optimizer in self.request.found.optimizers
+            for holder in (optimizer.state, *optimizer.state.values())
+        }
+        groups = {id(group) for _, optimizer in self.request.found.optimizers for group in optimizer.param_groups}
+        own = {id(vars(optimizer)) for _, optimizer in self.request.found.optimizers}
+        for _, scaler in self.request.found.scalers:
+            own |= {id(vars(scaler)), id(scaler._per_optimizer_states), *map(id, scaler._per_optimizer_states.values())}
+        for change in self.snapshot.changes():
+            if id(change.holder) in own:
+                continue
+            if isinstance(change.before, Tensor) and id(change.before) in lifted and _fits(change.after, change.before):
+                change.before.copy_(change.after)
+            elif id(change.holder) in optimizer_state:
+                raise StateMissing(change.name)
+            elif change.key == "training":
+                self.effects.append((change.holder, change.key, change.after))
+            elif id(change.holder) in groups:
+                raise CaptureError(
+                    f"The step changes {change.name} from {change.before} to {change.after}.",
+                    remedy="Call the scheduler outside of the step, after it.",
+                )
+            else:
+                raise _side_effect(change)
+        for entry in self.request.state:
+            if entry.tensor.requires_grad != entry.required_grad:
+                raise CaptureError(f"The step leaves {entry.name}.requires_grad changed.", remedy=SIDE_EFFECT_REMEDY)
+
+    def _keep_gradients(self) -> None:
+        for gradient, home in zip(self.request.gradients, self.homes, strict=True):
+            now = gradient.parameter.grad
+            self.left.append(now is not None)
+            if now is not None and now is not home:
+                if not _fits(now, home):
+                    raise CaptureError(
+                        f"The gradient of {gradient.name} has another shape, dtype or layout than it had.",
+                        remedy="Keep gradients dense and in the parameter's dtype.",
+                    )
+                home.copy_(now)
+        for argument in self.request.arguments:
+            if argument.requires_grad and argument.is_leaf and argument.grad is not None:
+                raise CaptureError(
+                    "The step leaves a gradient on one of its arguments.",
+                    remedy="Use torch.autograd.grad and return the gradient.",
+                )
+
+    def _take_outputs(self, result: Any) -> list[Tensor]:
+        leaves: list[Tensor] = []
+        self.structure = take_apart(result, leaves)
+        arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
+        objects = {id(entry.tensor) for entry in self.request.state}
+        taken = {torch_private.storage_id(tensor) for tensor in self._inputs()}
+        results: list[Tensor] = []
+        index_of: dict[int, int] = {}
+        for leaf in leaves:
+            if id(leaf) in arguments:
+                self.outputs.append(Output("argument", arguments[id(leaf)]))
+            elif id(leaf) in objects or not isinstance(leaf, torch_private.FakeTensor):
+                self.outputs.append(Output("object", value=leaf))
+            else:
+                if id(leaf) not in index_of:
+                    plain = leaf.detach()
+                    if torch_private.storage_id(plain) in taken:
+                        plain = plain.clone()
+                    taken.add(torch_private.storage_id(plain))
+                    index_of[id(leaf)] = len(results)
+                    results.append(plain)
+                self.outputs.append(Output("graph", index_of[id(leaf)]))
+        return results
+
+    def _inputs(self) -> Iterator[Tensor]:
+        yield from (entry.tensor for entry in self.request.state)
+        yield from self.homes
+        yield from self.request.arguments
+
+    def _finish(self, gm: fx.GraphModule, reads: dict[tuple[int, str], tuple[nn.Module, str]]) -> Traced:
+        assert self.structure is not None
+        drop_idle_nodes(gm)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        written = written_storages(gm)
+        sizes = [len(part) for part in (self.request.state, self.homes, self.request.numbers, self.request.arguments)]
+        writes_arguments = any(
+            torch_private.storage_id(node.meta["val"]) in written for node in placeholders[sum(sizes[:3]) :]
+        )
+        kept = drop_unused_inputs(gm)
+        starts = [sum(sizes[:part]) for part in range(4)]
+        state, gradients, numbers, arguments = (
+            [position - start for position in kept if start <= position < start + size]
+            for start, size in zip(starts, sizes, strict=True)
+        )
+        return Traced(
+            gm=gm,
+            state=state,
+            gradients=gradients,
+            numbers=numbers,
+            arguments=arguments,
+            left=self.left,
+            structure=self.structure,
+            outputs=self.outputs,
+            questions=self.questions,
+            reads=[
+                (vars(module), name, vars(module)[name])
+                for module, name in reads.values()
+                if selects_behaviour(module, name)
+            ],
+            effects=self.effects,
+            optimizers=self.stepped,
+            writes_arguments=writes_arguments,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Nth:
+    index: int
+
+    def __call__(self, numbers: Sequence[float]) -> float:
+        return numbers[self.index]
+
+
+def _fits(new: Any, old: Tensor) -> bool:
+    return isinstance(new, Tensor) and new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
+
+
+def _side_effect(change: Change) -> CaptureError:
+    if change.after is MISSING:
+        what = f"removes {change.name}"
+    elif isinstance(change.after, Tensor):
+        what = f"stores a tensor in {change.name}"
+    else:
+        what = f"changes {change.name}"
+    return CaptureError(f"The step {what}, which a graph would not do again.", remedy=SIDE_EFFECT_REMEDY)
