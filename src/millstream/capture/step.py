@@ -66,7 +66,7 @@ class Step:
 
     Attributes:
         function: The user's function.
-        fallbacks: What runs eagerly, and why.
+        refusals: What runs eagerly, and why.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Step:
         self.function = function
         self.strict = strict
         self.max_graphs = max_graphs
-        self.fallbacks: list[Fallback] = []
+        self.refusals: list[Fallback] = []
         self._name = getattr(function, "__name__", type(function).__name__)
         self._build = build
         self._workshop = Workshop()
@@ -95,6 +95,11 @@ class Step:
     def graphs(self) -> list[StepGraph]:
         """The graphs there are, the one unused for longest first."""
         return list(self._graphs.values())
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """Why anything runs eagerly, for people."""
+        return [str(refusal.error) for refusal in self.refusals]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A step defined in a class is a method."""
@@ -286,7 +291,7 @@ class Step:
         if self.strict:
             raise error
         self._refused[call.key] = error
-        self.fallbacks.append(Fallback(call.signature, error))
+        self.refusals.append(Fallback(call.signature, error))
         warnings.warn(f"{self._name} runs as plain Python: {error}", FallbackWarning, stacklevel=4)
         if not self._graphs:
             for _, optimizer in discover(self._roots(call)).optimizers:

@@ -1,0 +1,178 @@
+"""Every optimizer steps as in eager mode, with learning rates and hyperparameters that change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+
+from tests.capture.worlds import World, batches, check
+
+OPTIMIZERS = {
+    "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr),
+    "momentum": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, dampening=0.1),
+    "nesterov": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "maximize": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, maximize=True),
+    "adam": lambda p, lr: torch.optim.Adam(p, lr=lr, weight_decay=0.01),
+    "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr),
+    "amsgrad": lambda p, lr: torch.optim.AdamW(p, lr=lr, amsgrad=True),
+    "rmsprop": lambda p, lr: torch.optim.RMSprop(p, lr=lr),
+    "rmsprop centered": lambda p, lr: torch.optim.RMSprop(p, lr=lr, momentum=0.9, centered=True),
+    "adagrad": lambda p, lr: torch.optim.Adagrad(p, lr=lr, lr_decay=0.1, initial_accumulator_value=0.1),
+    "nadam": lambda p, lr: torch.optim.NAdam(p, lr=lr),
+    "radam": lambda p, lr: torch.optim.RAdam(p, lr=lr),
+    "adadelta": lambda p, lr: torch.optim.Adadelta(p, lr=lr),
+    "adamax": lambda p, lr: torch.optim.Adamax(p, lr=lr),
+    "asgd": lambda p, lr: torch.optim.ASGD(p, lr=lr),
+    "rprop": lambda p, lr: torch.optim.Rprop(p, lr=lr),
+}
+
+
+def mlp(optimizer, lr=0.05, scheduler=None):
+    """A network whose every parameter has a gradient that is not zero."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    opt = optimizer(model.parameters(), lr)
+    plan = scheduler(opt) if scheduler else None
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    world = World(step, [model], [opt])
+    world.plan = plan
+    return world
+
+
+# Tolerances: the path that reads no values computes Adam's bias corrections in float32, eager mode in float64: 1e-5.
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_twenty_steps_with_a_changing_float_rate(name):
+    def slow_down(world, number):
+        world.optimizers[0].param_groups[0]["lr"] = 0.05 * 0.9**number
+
+    step = check(lambda: mlp(OPTIMIZERS[name]), batches(20, 6, 4), between=slow_down, rtol=2e-4, atol=2e-5)
+    assert step.graphs[0].num_runs >= 18
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "rmsprop"])
+def test_tensor_rate(name):
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}[name]
+
+    def make():
+        return mlp(lambda p, lr: kind(p, lr=torch.tensor(lr), foreach=False))
+
+    def slow_down(world, number):
+        world.optimizers[0].param_groups[0]["lr"].fill_(0.05 * 0.9**number)
+
+    check(make, batches(6, 6, 4), between=slow_down, rtol=2e-4, atol=2e-5)
+
+
+SCHEDULERS = {
+    "step": lambda opt: lr_scheduler.StepLR(opt, 2),
+    "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 10),
+    "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda n: 1 / (n + 1)),
+    "sequential": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.LinearLR(opt, total_iters=3), lr_scheduler.ExponentialLR(opt, 0.9)], milestones=[3]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_that_write_the_rate(name):
+    def advance(world, number):
+        if number:
+            world.plan.step()
+
+    check(lambda: mlp(OPTIMIZERS["momentum"], scheduler=SCHEDULERS[name]), batches(8, 6, 4), between=advance)
+
+
+@pytest.mark.parametrize("name", ["momentum", "nesterov", "adamw", "amsgrad", "nadam", "radam", "rmsprop centered"])
+def test_one_cycle_changes_momentum_or_betas_without_a_graph_per_step(name):
+    def advance(world, number):
+        if number:
+            world.plan.step()
+
+    def scheduler(opt):
+        return lr_scheduler.OneCycleLR(opt, max_lr=0.05, total_steps=12)
+
+    # Two graphs: the second reads what was seen to change.
+    step = check(
+        lambda: mlp(OPTIMIZERS[name], scheduler=scheduler), batches(12, 6, 4), between=advance, graphs=2, rtol=2e-4, atol=2e-5
+    )
+    assert step.graphs[-1].num_runs >= 8
+
+
+def test_hyperparameter_changes_once():
+    def change(world, number):
+        if number == 4:
+            world.optimizers[0].param_groups[0]["weight_decay"] = 0.1
+
+    check(lambda: mlp(OPTIMIZERS["momentum"]), batches(8, 6, 4), between=change, graphs=2)
+
+
+def test_a_question_about_a_cycled_number_is_asked_again():
+    def change(world, number):
+        world.optimizers[0].param_groups[0]["momentum"] = [0.9, 0.9, 0.8, 0.7, 0.6, 0.5][number] if number < 6 else 0.0
+
+    check(lambda: mlp(OPTIMIZERS["momentum"]), batches(8, 6, 4), between=change, graphs=3)
+
+
+def test_groups_have_rates_of_their_own():
+    def optimizer(parameters, lr):
+        parameters = list(parameters)
+        return torch.optim.AdamW([{"params": parameters[:2], "lr": 10 * lr, "weight_decay": 0.0}, {"params": parameters[2:]}], lr=lr)
+
+    def change(world, number):
+        world.optimizers[0].param_groups[1]["lr"] = 0.01 * (number + 1)
+
+    step = check(lambda: mlp(optimizer), batches(6, 6, 4), between=change, rtol=2e-4, atol=2e-5)
+    assert [name for name in step.graphs[0].state_names if ".lr" in name] == ["opt.lr[0]", "opt.lr[1]"]
+
+
+def test_state_has_names_for_people():
+    step = check(lambda: mlp(OPTIMIZERS["momentum"]), batches(3, 6, 4))
+    names = step.graphs[0].state_names
+    assert names[:2] == ["model.0.weight", "model.0.bias"]
+    assert "opt.momentum_buffer[model.0.weight]" in names
+    assert step.graphs[0].signature == {"x": "float32[6, 4]", "y": "int64[6]"}
+
+
+def test_an_optimizer_of_the_users_own_that_takes_plain_numbers():
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters, lr):
+            super().__init__(parameters, {"lr": lr, "beta": 0.9})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    if not state:
+                        state["mean"] = torch.zeros_like(parameter)
+                    state["mean"] = state["mean"] * group["beta"] + parameter.grad * (1 - group["beta"])  # a new tensor each time
+                    parameter.data.add_(state["mean"], alpha=-group["lr"])
+
+    def slow_down(world, number):
+        world.optimizers[0].param_groups[0]["lr"] = 0.05 * 0.9**number
+
+    check(lambda: mlp(Own), batches(6, 6, 4), between=slow_down)
+
+
+def test_resumed_optimizer_is_captured_in_its_first_call():
+    def make():
+        world = mlp(OPTIMIZERS["adamw"])
+        world.step(*batches(1, 6, 4, seed=9)[0])
+        return world
+
+    step = check(make, batches(4, 6, 4), rtol=2e-4, atol=2e-5)
+    assert step.graphs[0].num_runs == 4
+
+
+def test_flags_of_the_optimizer_are_as_before():
+    torch.manual_seed(0)
+    step = check(lambda: mlp(lambda p, lr: torch.optim.Adam(p, lr=lr, fused=True)), batches(4, 6, 4), rtol=2e-4, atol=2e-5)
+    assert step.graphs
