@@ -3,5 +3,6 @@
 from millstream.api.compiling import compile, dynamo_backend
 from millstream.api.explaining import executables, explain
 from millstream.api.stepping import step
+from millstream.feed import feed
 
-__all__ = ["compile", "dynamo_backend", "executables", "explain", "step"]
+__all__ = ["compile", "dynamo_backend", "executables", "explain", "feed", "step"]

@@ -67,12 +67,12 @@ def compile(
     compiler = Compiler(
         lambda warn: new_builder(engine, copy_outputs, warn),
         name=getattr(model, "__name__", type(model).__name__),
-        freeze=freeze,
         strict=strict,
         max_graphs=max_graphs,
         options=options,
     )
-    return CompiledModule(model, compiler) if isinstance(model, torch.nn.Module) else Compiled(model, compiler)
+    kind = CompiledModule if isinstance(model, torch.nn.Module) else Compiled
+    return kind(model, compiler, freeze=freeze)
 
 
 def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ in any case, and one warning names the reason and the line. With ``strict`` the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import warnings
@@ -18,10 +19,12 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import utils as dynamo_utils
 
 from millstream.errors import CaptureError, FallbackWarning, MillstreamError
-from millstream.lower import Lowered, compile_graph
+from millstream.lower import Lowered, compile_graph, frozen_parameters
 
 #: Dynamo gives up on a function after this many versions; a user of many input shapes meets its default of 8 too soon.
 RECOMPILE_LIMIT = 64
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Runnable(Protocol):
@@ -50,7 +53,6 @@ class Compiler:
     Args:
         new_builder: Called once a graph, with what to call when a program runs otherwise than asked for.
         name: Name of what is compiled, for people.
-        freeze: Fold parameters into the graphs.
         strict: Raise instead of falling back.
         max_graphs: So many graphs keep their memory; the one unused for longest gives it back and takes it anew when needed.
         options: Inductor options.
@@ -61,13 +63,12 @@ class Compiler:
         new_builder: Callable[[Callable[[str], None]], Builder],
         *,
         name: str,
-        freeze: bool = False,
         strict: bool = False,
         max_graphs: int = 8,
         options: dict[str, Any] | None = None,
     ) -> None:
         self._new_builder = new_builder
-        self._name, self._freeze, self.strict, self._max_graphs, self._options = name, freeze, strict, max_graphs, options
+        self._name, self.strict, self._max_graphs, self._options = name, strict, max_graphs, options
         self._clock = itertools.count(1)
         self.graphs: list[Graph] = []
         self.fallbacks: list[str] = []
@@ -81,9 +82,7 @@ class Compiler:
             graph.executables.append(executable)
             return executable
 
-        run = compile_graph(
-            gm, inputs, finish, self._refuse, name=self._name, freeze=self._freeze, options=self._options
-        )
+        run = compile_graph(gm, inputs, finish, self._refuse, name=self._name, options=self._options)
         self.graphs.append(graph)
         graph.last_used = next(self._clock)
         self._release_oldest()
@@ -105,8 +104,12 @@ class Compiler:
 
     def _refuse(self, error: Exception) -> None:
         if self.strict:
-            raise error if isinstance(error, MillstreamError) else CaptureError(f"{type(error).__name__}: {error}") from error
-        self.warn(f"a graph runs on plain torch.compile, because it could not be lowered ({type(error).__name__}: {error}).")
+            raise (
+                error if isinstance(error, MillstreamError) else CaptureError(f"{type(error).__name__}: {error}")
+            ) from error
+        self.warn(
+            f"a graph runs on plain torch.compile, because it could not be lowered ({type(error).__name__}: {error})."
+        )
 
     def _release_oldest(self) -> None:
         for graph in sorted(self.graphs, key=lambda graph: graph.last_used)[: -self._max_graphs]:
@@ -117,20 +120,27 @@ class Compiler:
 class Compiled:
     """A function compiled by ``ms.compile``.
 
+    Args:
+        function: What to compile, a module too.
+        compiler: Compiles the graphs that Dynamo captures.
+        freeze: Fold parameters into the graphs.
+
     Attributes:
         compiler: What was compiled for it.
     """
 
-    def __init__(self, function: Callable[..., Any], compiler: Compiler) -> None:
+    def __init__(self, function: Callable[..., Any], compiler: Compiler, *, freeze: bool = False) -> None:
         functools.update_wrapper(self, function, updated=())
         self.compiler = compiler
+        self._freeze = freeze
         self._reported = 0
         dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
         self._call = torch.compile(function, backend=compiler, dynamic=False, fullgraph=compiler.strict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         breaks = len(dynamo_utils.graph_break_reasons)
-        result = self._call(*args, **kwargs)
+        with frozen_parameters() if self._freeze else _NOTHING:
+            result = self._call(*args, **kwargs)
         if len(self.compiler.graphs) != self._reported:
             self._report(breaks)
         return result
@@ -154,8 +164,8 @@ class CompiledModule(torch.nn.Module):
     stays usable beside it and shares all tensors with it.
     """
 
-    def __init__(self, module: torch.nn.Module, compiler: Compiler) -> None:
-        object.__setattr__(self, "_millstream", Compiled(module, compiler))
+    def __init__(self, module: torch.nn.Module, compiler: Compiler, *, freeze: bool = False) -> None:
+        object.__setattr__(self, "_millstream", Compiled(module, compiler, freeze=freeze))
         object.__setattr__(self, "_original", module)
 
     def __getattribute__(self, name: str) -> Any:

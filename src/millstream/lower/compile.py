@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -64,7 +64,6 @@ def compile_graph(
     refuse: Refuse,
     *,
     name: str = "model",
-    freeze: bool = False,
     options: dict[str, Any] | None = None,
     step_state: frozenset[int] | None = None,
 ) -> Callable[..., Any]:
@@ -76,7 +75,6 @@ def compile_graph(
         finish: Called once a program, possibly later (the backward pass is lowered when first needed).
         refuse: Called with the reason when a program cannot be had; returning means: go on with plain Inductor.
         name: Name of the graph, for people.
-        freeze: Fold parameters into the graph as constants; inference only.
         options: Further Inductor options, such as autotuning.
         step_state: For a whole training step: positions of the inputs whose memory stays the same between calls.
 
@@ -84,8 +82,6 @@ def compile_graph(
         A callable on the flat inputs that returns the flat outputs.
     """
     options = dict(options or {})
-    if freeze:
-        options["freezing"] = True
 
     def inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.STEP if step_state is not None else _phase(kwargs)
@@ -97,6 +93,7 @@ def compile_graph(
             run = finish(lowered)
         except Exception as error:  # whatever private Inductor code raises: plain Inductor is always possible
             refuse(error)
+            _forget_attempt()
             with inductor_config.patch(options):
                 return compile_fx_inner(untouched, example_inputs, **kwargs)
         return _boxed(run)
@@ -108,6 +105,17 @@ def compile_graph(
         functorch_config.patch(enable_autograd_cache=False),
     ):
         return compile_fx(gm, list(inputs), inner_compile=inner)  # type: ignore[no-any-return, arg-type]
+
+
+@contextlib.contextmanager
+def frozen_parameters() -> Iterator[None]:
+    """Let whatever is compiled inside fold its parameters into the graph. Dynamo asks for it as well as Inductor."""
+    before = inductor_config.freezing
+    inductor_config.freezing = True  # config.patch costs ten times as much, and this runs in every call
+    try:
+        yield
+    finally:
+        inductor_config.freezing = before
 
 
 def _lower(
@@ -132,6 +140,13 @@ def _lower(
     if len(program.outputs) != num_outputs:
         raise LoweringError(f"The wrapper returns {len(program.outputs)} values instead of {num_outputs}.", construct=name)
     return Lowered(program, phase, visible, time.perf_counter() - start)
+
+
+def _forget_attempt() -> None:
+    """Let Inductor compile a graph again: it notes the strides of the results with Dynamo, once."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        context.output_strides.clear()
 
 
 def _phase(kwargs: dict[str, Any]) -> Phase:

@@ -16,14 +16,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor import config, ir
 from torch._inductor.codecache import LambdaFuture, PyCodeCache
 from torch._inductor.codegen import common, wrapper_fxir
 from torch._inductor.codegen.wrapper import KernelDefinitionLine, PythonWrapperCodegen, WrapperLine
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.utils._pytree import tree_map_only
 
 from millstream.errors import LoweringError
+from millstream.lower.operators import written_arguments
 
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so Inductor
 #: must not reuse buffers; the converter of 2.11 rejects assertion lines.
@@ -91,7 +95,19 @@ class Converter(wrapper_fxir.FxConverter):
 
     def generate(self) -> torch.fx.GraphModule:
         self.generated = import_kernels(self.prologue, self.lines)
-        return super().generate()
+        upstream = wrapper_fxir._node_metadata_hook
+        wrapper_fxir._node_metadata_hook = note_value
+        try:
+            return super().generate()
+        finally:
+            wrapper_fxir._node_metadata_hook = upstream
+
+    def _generate_graph_constants(self) -> None:
+        for name, value in V.graph.constants.items():
+            self.gm.register_buffer(name, value)  # upstream makes the node first, which warns that nothing stands behind it
+            node = self.gm.graph.get_attr(name)
+            node.meta["val"] = value
+            self.buffer_to_node[name] = node
 
     def _generate_kernel_definition(self, line: Any) -> None:
         pass  # all kernels were imported together, so that they compile in parallel
@@ -132,6 +148,8 @@ class Converter(wrapper_fxir.FxConverter):
             node.meta["origins"] = tuple(kernel.get_origins())
             if node.target is kernel.op_overload:
                 node.meta["callee"] = quick_callee(kernel)
+                if node.meta["val"] is None and isinstance(kernel.layout, ir.Layout):
+                    node.meta["val"] = kernel.layout.get_example()
 
 
 class Codegen(wrapper_fxir.WrapperFxCodegen):
@@ -190,6 +208,24 @@ def collect_wrappers(options: dict[str, Any]) -> Iterator[list[torch.fx.GraphMod
     finally:
         _sink = outer
         common.device_codegens.update(saved)
+
+
+def note_value(node: torch.fx.Node, metadata: object = None, fake_mode: Any = None) -> None:
+    """Run a new node on fake tensors and keep the result as ``node.meta["val"]``.
+
+    Upstream's hook fails for operators without a fake implementation (oneDNN's in-place ones); here such an operator returns
+    what it writes, and otherwise nothing is known of its result.
+    """
+    node.meta["val"] = None
+    if isinstance(node.target, GeneratedKernel):
+        return
+    args, kwargs = tree_map_only(torch.fx.Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
+    try:
+        with fake_mode or contextlib.nullcontext(), enable_python_dispatcher():
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    except UnsupportedOperatorException:
+        written = written_arguments(node.target, node.args, node.kwargs)
+        node.meta["val"] = written[0].meta["val"] if written else None
 
 
 def import_kernels(prologue: str, lines: list[Any]) -> dict[str, tuple[Any, str]]:

@@ -55,6 +55,7 @@ class _Translator:
         self.alias: dict[str, str] = {}
         self.tuples: dict[str, int] = {}  # node that returns several tensors -> its kernel
         self.fake: dict[str, torch.Tensor] = {}
+        self.filled: set[str] = set()  # allocations that some kernel has written so far
 
     def run(self) -> Program:
         outputs: tuple[Any, ...] = ()
@@ -95,7 +96,8 @@ class _Translator:
         self._add_storage(node.name, value)
 
     def _add_storage(self, name: str, value: torch.Tensor) -> None:
-        self.fake[name] = value
+        if value.layout is torch.strided:  # weights packed by oneDNN show no storage
+            self.fake[name] = value
         self.bytes[name] = storage_bytes(value)
         self.device[name] = str(numbered(value.device))
 
@@ -205,7 +207,10 @@ class _Translator:
                 self.bytes.setdefault(generator, 16)
                 self.device.setdefault(generator, generator.removeprefix("rng:"))
                 reads[generator] = writes[generator] = None
-        return tuple(reads), tuple(writes)
+        # A kernel that is the first to touch an allocation reads there only what it has written itself: parts, then the whole.
+        kept = tuple(name for name in reads if name not in writes or name in self.filled or name not in self.layouts)
+        self.filled.update(writes)
+        return kept, tuple(writes)
 
     def _device_of(self, node: torch.fx.Node, names: tuple[str, ...]) -> str:
         devices = {self.device[name] for name in names}
@@ -254,7 +259,7 @@ class _Translator:
             name=self.name,
             kernels=tuple(self.kernels),
             buffers=buffers,
-            inputs=inputs,
+            inputs=(*inputs, *(name for name in self.bytes if name.startswith("rng:"))),
             outputs=returned,
         )
         return Program(
@@ -292,16 +297,16 @@ def numbered(device: torch.device) -> torch.device:
 
 def storage_bytes(value: torch.Tensor) -> int:
     """Bytes from the first to the last element of a tensor."""
-    if value.numel() == 0:
-        return 0
+    if value.numel() == 0 or value.layout is not torch.strided:
+        return value.numel() * value.element_size()
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return int(last + 1) * value.element_size()
 
 
 def op_name(node: torch.fx.Node) -> str:
-    """Short name of an aten operator: ``relu`` for ``aten.relu.default``."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return str(getattr(packet, "__name__", packet)).split(".")[-1]
+    """Short name of an operator: ``relu`` for ``aten.relu.default``; of what Inductor's passes put in, the node's own name."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return str(packet.__name__) if packet is not None else re.sub(r"_\d+$", "", node.name)
 
 
 def source_line(node: torch.fx.Node) -> str:

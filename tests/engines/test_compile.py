@@ -1,0 +1,223 @@
+"""``ms.compile``: the numbers of eager, for inference and training, whatever the calls are mixed with."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import millstream as ms
+from millstream.api import executables
+from tests import networks
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", networks.ALL)
+def test_inference_gives_the_numbers_of_eager(kind):
+    model = kind().eval()
+    compiled = ms.compile(model, strict=True)
+    with torch.no_grad():
+        for _ in range(3):
+            x, _ = networks.example(kind)
+            networks.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("kind", [networks.Mlp, networks.ResNet, networks.Lstm])
+def test_training_gives_the_numbers_of_eager(kind):
+    ours, theirs = kind(), kind()
+    theirs.load_state_dict(ours.state_dict())
+    compiled = ms.compile(ours, strict=True)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.05, momentum=0.9) for model in (ours, theirs)]
+    for _ in range(4):
+        x, y = networks.example(kind)
+        for model, optimizer in zip((compiled, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    networks.assert_close(list(ours.state_dict().values()), list(theirs.state_dict().values()))
+
+
+def test_several_forwards_may_wait_for_their_backwards():
+    model = networks.ResNet()
+    other = copy.deepcopy(model)
+    compiled = ms.compile(model, strict=True)
+    batches = [networks.example(networks.ResNet) for _ in range(3)]
+    for forward in (compiled, other):
+        losses = [F.cross_entropy(forward(x), y) for x, y in batches]
+        with torch.no_grad():
+            forward(batches[0][0])
+        for i in (2, 0, 1):
+            losses[i].backward()
+    networks.assert_close([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
+
+
+def test_results_are_the_callers_own():
+    model = networks.Mlp().eval()
+    compiled = ms.compile(model)
+    with torch.no_grad():
+        x, _ = networks.example(networks.Mlp)
+        first = compiled(x)
+        kept = first.clone()
+        compiled(x + 1)
+        assert torch.equal(first, kept)
+
+
+def test_two_runs_are_bit_identical():
+    model = networks.Inception().eval()
+    compiled = ms.compile(model)
+    x, _ = networks.example(networks.Inception)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), compiled(x))
+
+
+def test_dropout_follows_the_seed():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.5)).train()
+    compiled = ms.compile(model, strict=True)
+    x, _ = networks.example(networks.Mlp)
+    torch.manual_seed(3)
+    first, second = compiled(x), compiled(x)
+    torch.manual_seed(3)
+    assert torch.equal(compiled(x), first)
+    assert not torch.equal(first, second)
+
+
+def test_nested_inputs_and_outputs():
+    def function(batch, scale=1.0):
+        left, (right, names) = batch["left"], batch["rest"]
+        return {"sum": left + right * scale, "parts": [left.t(), (right, names, None)]}
+
+    compiled = ms.compile(function, strict=True)
+    batch = {"left": torch.randn(3, 4), "rest": (torch.randn(3, 4), "names")}
+    networks.assert_close(compiled(batch, scale=2.0), function(batch, scale=2.0))
+
+
+def test_inputs_mutated_in_place():
+    def function(x, counter):
+        counter.add_(1)
+        x[1:].mul_(2)
+        return x.sum() + counter
+
+    compiled = ms.compile(function, strict=True)
+    for _ in range(3):
+        x, counter = torch.randn(4, 4), torch.zeros(())
+        x2, counter2 = x.clone(), counter.clone()
+        networks.assert_close(compiled(x, counter), function(x2, counter2))
+        networks.assert_close((x, counter), (x2, counter2))
+
+
+def test_every_shape_gets_its_graph_and_the_oldest_gives_memory_back():
+    model = networks.Mlp().eval()
+    compiled = ms.compile(model, max_graphs=2)
+    with torch.no_grad():
+        for batch in (1, 2, 3, 1, 3):
+            x, _ = networks.example(networks.Mlp, batch=batch)
+            networks.assert_close(compiled(x), model(x))
+    assert len(executables(compiled)) == 3
+
+
+def test_other_strides_and_offsets():
+    def function(x):
+        return (x * 2).sum(0), x[1:] + 1
+
+    compiled = ms.compile(function, strict=True)
+    for x in (torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(1, 8).expand(6, 8), torch.randn(7, 9)[1:, 1:]):
+        networks.assert_close(compiled(x), function(x))
+
+
+def test_switching_between_training_and_evaluation():
+    model = networks.ResNet()
+    compiled = ms.compile(model)
+    assert compiled.eval() is compiled
+    x, _ = networks.example(networks.ResNet)
+    with torch.no_grad():
+        networks.assert_close(compiled(x), model(x))
+        compiled.train()
+        assert model.training
+        compiled(x)
+        compiled.eval()
+        networks.assert_close(compiled(x), model(x))
+
+
+def test_a_compiled_module_stays_a_module_in_use():
+    model = networks.Mlp()
+    compiled = ms.compile(model)
+    assert isinstance(compiled, networks.Mlp)
+    assert list(compiled.state_dict()) == list(model.state_dict())
+    assert [id(p) for p in compiled.parameters()] == [id(p) for p in model.parameters()]
+    compiled.note = 3
+    assert model.note == 3
+    nested = torch.nn.Sequential(compiled, torch.nn.ReLU())
+    assert sum(p.numel() for p in nested.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+def test_replaced_parameters_are_seen():
+    model = networks.Mlp().eval()
+    compiled = ms.compile(model)
+    x, _ = networks.example(networks.Mlp)
+    with torch.no_grad():
+        compiled(x)
+        model.load_state_dict(networks.Mlp().state_dict(), assign=True)
+        networks.assert_close(compiled(x), model(x))
+
+
+def test_frozen_parameters_become_constants():
+    model = networks.ResNet().eval()
+    with torch.no_grad():
+        x, _ = networks.example(networks.ResNet)
+        compiled = ms.compile(model, freeze=True)
+        networks.assert_close(compiled(x), model(x))
+        (executable,) = executables(compiled)
+    assert executable.lowered.program.constants
+    assert len(executable.lowered.program.inputs) == 1
+
+
+def test_what_dynamo_cannot_capture_runs_between_the_graphs_with_a_warning():
+    def function(x):
+        y = x * 2
+        if y.sum().item() > 0:
+            return y + 1
+        return y - 1
+
+    compiled = ms.compile(function)
+    with pytest.warns(ms.FallbackWarning, match=r"test_compile.py:\d+"):
+        networks.assert_close(compiled(torch.ones(3)), function(torch.ones(3)))
+    networks.assert_close(compiled(-torch.ones(3)), function(-torch.ones(3)))
+    with pytest.raises(Exception, match="item"):
+        ms.compile(function, strict=True)(torch.ones(3))
+
+
+@pytest.mark.skipif("millstream" not in torch._dynamo.list_backends(), reason="runs from source, without entry points")
+def test_backend_of_torch_compile():
+    model = networks.Mlp().eval()
+    compiled = torch.compile(model, backend="millstream")
+    x, _ = networks.example(networks.Mlp)
+    with torch.no_grad():
+        networks.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("arguments", [{"engine": "fast"}, {"max_graphs": 0}])
+def test_bad_arguments_are_named(arguments):
+    with pytest.raises(ms.ArgumentError, match=str(next(iter(arguments.values())))):
+        ms.compile(networks.Mlp(), **arguments)
+
+
+def test_explain_shows_kernels_sources_and_memory():
+    model = networks.ResNet().eval()
+    compiled = ms.compile(model)
+    assert "nothing is compiled yet" in str(ms.explain(compiled))
+    with torch.no_grad():
+        compiled(networks.example(networks.ResNet)[0])
+    explanation = ms.explain(compiled)
+    text, data = str(explanation), explanation.to_dict()
+    assert "networks.py" in text
+    (program,) = data["programs"]
+    assert program["by_kind"]["conv"]["kernels"] == 5
+    assert program["by_kind"]["conv"]["flops"] > 0
+    assert 0 < program["memory_bytes"]["peak"] <= program["memory_bytes"]["without_reuse"]
+    assert data["fallbacks"] == []
+    with pytest.raises(ms.ArgumentError):
+        ms.explain(model)
