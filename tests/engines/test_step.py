@@ -1,0 +1,147 @@
+"""``ms.step`` on the real engines: parameters, buffers and optimizer state after 20 steps are those of eager."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import millstream as ms
+from millstream.api import executables
+from tests import networks
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05),
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-3),
+    "nesterov": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 1e-3),
+    "amsgrad": lambda p: torch.optim.Adam(p, 1e-3, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-3),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+}
+#: Adam divides by the root of squared gradients: where a gradient is all rounding, so is the sign of the update.
+TOLERANCE = 2e-4
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    torch._dynamo.reset()
+
+
+def train(kind, make_optimizer, steps, device="cpu", engine=None):
+    """Train one model by a captured step and its twin eagerly on the same batches; return both with their losses."""
+    model = kind().to(device)
+    twin = copy.deepcopy(model)
+    sides = []
+    for network in (model, twin):
+        optimizer = make_optimizer(network.parameters())
+
+        def step(x, y, network=network, optimizer=optimizer):
+            loss = F.cross_entropy(network(x), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        sides.append((network, optimizer, step))
+    captured = ms.step(sides[0][2], strict=True, engine=engine)
+    losses = ([], [])
+    for _ in range(steps):
+        x, y = networks.example(kind, device)
+        for mine, function in zip(losses, (captured, sides[1][2]), strict=True):
+            mine.append(function(x, y).detach())
+    return captured, sides, losses
+
+
+def assert_trained_alike(sides, losses, tolerance=TOLERANCE):
+    (model, optimizer, _), (twin, other, _) = sides
+    networks.assert_close(losses[0], losses[1], tolerance)
+    networks.assert_close(list(model.state_dict().values()), list(twin.state_dict().values()), tolerance)
+    networks.assert_close(networks.optimizer_state(optimizer), networks.optimizer_state(other), tolerance)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", networks.ALL)
+def test_networks_train_as_in_eager(kind):
+    captured, sides, losses = train(kind, OPTIMIZERS["momentum"], 20)
+    assert_trained_alike(sides, losses)
+    (executable,) = executables(captured)
+    assert executable.engine.name == "serial"
+    assert not captured.fallbacks
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_train_as_in_eager(name):
+    _, sides, losses = train(networks.Mlp, OPTIMIZERS[name], 20)
+    assert_trained_alike(sides, losses)
+
+
+def test_two_runs_from_one_seed_are_bit_identical():
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        torch._dynamo.reset()
+        _, ((model, _, _), _), losses = train(networks.ResNet, OPTIMIZERS["adam"], 4)
+        runs.append((list(model.state_dict().values()), losses[0]))
+    for a, b in zip(*(torch.utils._pytree.tree_leaves(run) for run in runs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_evaluation_checkpoints_and_schedulers_in_between():
+    model = networks.ResNet()
+    twin = copy.deepcopy(model)
+    results = []
+    for network, wrap in ((model, ms.step), (twin, lambda f: f)):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+        def step(x, y, network=network, optimizer=optimizer):
+            network.train()
+            loss = F.cross_entropy(network(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = wrap(step)
+        saved = None
+        for i in range(8):
+            x, y = networks.example(networks.ResNet)
+            run(x, y)
+            scheduler.step()
+            if i == 3:
+                saved = copy.deepcopy((network.state_dict(), optimizer.state_dict()))
+            if i == 5:
+                network.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            network.eval()
+            with torch.no_grad():
+                results.append(network(x))
+    networks.assert_close(results[:8], results[8:], TOLERANCE)
+
+
+def test_a_result_stays_as_it_was():
+    _, _, losses = train(networks.Mlp, OPTIMIZERS["sgd"], 5)
+    assert len({loss.item() for loss in losses[0]}) == 5
+
+
+def test_versions_of_changed_parameters_grow():
+    captured, ((model, _, _), _), _ = train(networks.Mlp, OPTIMIZERS["sgd"], 4)
+    weight = model.layers[0].weight
+    kept = (weight * weight).sum()
+    captured(*networks.example(networks.Mlp))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+def test_explain_a_step():
+    captured, _, _ = train(networks.Mlp, OPTIMIZERS["adam"], 3)
+    text = str(ms.explain(captured))
+    assert "test_step.py" in text or "networks.py" in text
+    data = ms.explain(captured).to_dict()
+    (program,) = data["programs"]
+    assert program["phase"] == "step"
+    assert program["memory_bytes"]["state"] > 0
