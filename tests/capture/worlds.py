@@ -81,6 +81,8 @@ def assert_same(ours: Any, theirs: Any, *, rtol: float = 1e-5, atol: float = 1e-
         assert type(ours) is type(theirs), name
         for field in dataclasses.fields(theirs):
             assert_same(getattr(ours, field.name), getattr(theirs, field.name), rtol=rtol, atol=atol, name=field.name)
+    elif isinstance(theirs, float):
+        assert abs(ours - theirs) <= atol + rtol * abs(theirs), name
     else:
         assert ours == theirs, name
 

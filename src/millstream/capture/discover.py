@@ -74,7 +74,7 @@ class Link:
 
 @dataclass
 class Found:
-    """What a function reaches. Each entry is a name and an object; nothing occurs twice."""
+    """What a function reaches. Each entry is a name and an object; nothing occurs twice, and disabled scalers do not."""
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
@@ -132,7 +132,8 @@ class _Search:
         elif isinstance(value, Optimizer):
             self.found.optimizers.append((name, value))
         elif isinstance(value, GradScaler):
-            self.found.scalers.append((name, value))
+            if value.is_enabled():
+                self.found.scalers.append((name, value))
         elif isinstance(value, types.FunctionType):
             self._visit_function(name, value)
         elif isinstance(value, types.MethodType):

@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
+from enum import Enum
 from types import CellType
 from typing import Any
 
@@ -33,6 +34,17 @@ _STRUCTURAL = frozenset(
 """Attributes of PyTorch's own modules that describe their construction: not checked on every call."""
 
 
+class Kind(Enum):
+    """What a holder belongs to."""
+
+    PLAIN = "an object of the user's"
+    MODULE = "a module"
+    OPTIMIZER = "an optimizer's own attributes"
+    GROUP = "hyperparameters"
+    STATE = "optimizer state"
+    SCALER = "a gradient scaler"
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """An entry that the traced function changed.
@@ -43,8 +55,10 @@ class Change:
         key: Its key or index; ``None`` where the holder has no keys.
         before: What was there, or ``MISSING``.
         after: What is there now, or ``MISSING``.
+        kind: What the holder belongs to.
     """
 
+    kind: Kind
     name: str
     holder: Any
     key: Any
@@ -60,38 +74,30 @@ class Snapshot:
     """
 
     def __init__(self, found: Found) -> None:
-        self._copies: dict[int, tuple[str, Any, Any]] = {}
+        self._copies: dict[int, tuple[Kind, str, Any, Any]] = {}
         self._links = [(link.name, link.holder, link.key, link.value) for link in found.links]
-        for container in found.containers:
-            self._keep("a container", container)
         for name, root in found.modules:
             for path, module in root.named_modules():
                 prefix = f"{name}.{path}" if path else name
                 for holder in (vars(module), module._parameters, module._buffers, module._modules):
-                    self._keep(prefix, holder)
+                    self._keep(Kind.MODULE, prefix, holder)
         for name, optimizer in found.optimizers:
-            self._keep(name, vars(optimizer))
-            self._keep(f"{name}.state", optimizer.state)
-            self._keep(f"{name}.param_groups", optimizer.param_groups)
+            self._keep(Kind.OPTIMIZER, name, vars(optimizer))
+            self._keep(Kind.GROUP, f"{name}.param_groups", optimizer.param_groups)
             for number, group in enumerate(optimizer.param_groups):
-                self._keep(f"{name}.param_groups[{number}]", group)
-                self._keep(f"{name}.param_groups[{number}]", group["params"])
-            for entry in optimizer.state.values():
-                self._keep(f"{name}.state", entry)
+                self._keep(Kind.GROUP, f"{name}.param_groups[{number}]", group)
+                self._keep(Kind.GROUP, f"{name}.param_groups[{number}]", group["params"])
+            for entry in (optimizer.state, *optimizer.state.values()):
+                self._keep(Kind.STATE, f"{name}.state", entry)
         for name, scaler in found.scalers:
-            self._keep(name, vars(scaler))
-            self._keep(name, scaler._per_optimizer_states)
-            for state in scaler._per_optimizer_states.values():
-                self._keep(name, state)
+            for part in (vars(scaler), scaler._per_optimizer_states, *scaler._per_optimizer_states.values()):
+                self._keep(Kind.SCALER, name, part)
+        for container in found.containers:
+            self._keep(Kind.PLAIN, "a container", container)
 
-    def _keep(self, name: str, holder: Any) -> None:
+    def _keep(self, kind: Kind, name: str, holder: Any) -> None:
         if isinstance(holder, dict | list | set | deque):
-            self._copies.setdefault(id(holder), (name, holder, holder.copy()))
-
-    def value(self, holder: Any, key: Any) -> Any:
-        """What ``holder`` held at ``key`` when the snapshot was taken."""
-        entry = self._copies.get(id(holder))
-        return MISSING if entry is None else entry[2].get(key, MISSING)
+            self._copies.setdefault(id(holder), (kind, name, holder, holder.copy()))
 
     def changes(self) -> list[Change]:
         """Everything that differs now."""
@@ -99,16 +105,16 @@ class Snapshot:
         for name, holder, key, before in self._links:
             after = _look(holder, key)
             if after is not before:
-                found[id(holder), key] = Change(name, holder, key, before, after)
-        for name, holder, copy in self._copies.values():
+                found[id(holder), key] = Change(Kind.PLAIN, name, holder, key, before, after)
+        for kind, name, holder, copy in self._copies.values():
             if isinstance(holder, dict):
                 for key in [*copy, *(key for key in holder if key not in copy)]:
                     before, after = copy.get(key, MISSING), holder.get(key, MISSING)
                     if before is not after:
                         label = f"{name}.{key}" if isinstance(key, str) else name
-                        found.setdefault((id(holder), id(key)), Change(label, holder, key, before, after))
+                        found.setdefault((id(holder), key), Change(kind, label, holder, key, before, after))
             elif len(holder) != len(copy) or any(a is not b for a, b in zip(holder, copy, strict=True)):
-                found[id(holder), None] = Change(name, holder, None, copy, holder)
+                found[id(holder), None] = Change(kind, name, holder, None, copy, holder)
         return list(found.values())
 
     def restore(self) -> None:
@@ -116,7 +122,7 @@ class Snapshot:
         for _, holder, key, before in self._links:
             if _look(holder, key) is not before:
                 _store(holder, key, before)
-        for _, holder, copy in self._copies.values():
+        for _, _, holder, copy in self._copies.values():
             if isinstance(holder, dict):
                 if len(holder) != len(copy) or any(
                     holder.get(key, MISSING) is not value for key, value in copy.items()

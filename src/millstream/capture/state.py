@@ -72,7 +72,7 @@ def lift(found: Found, exclude: Sequence[Tensor] = ()) -> list[Lifted]:
                         add(f"{prefix}.{key}[{number}]", item, group, key)
     for prefix, scaler in found.scalers:
         for key in ("_scale", "_growth_tracker"):
-            value = vars(scaler)[key]
+            value = vars(scaler).get(key)
             if value is not None:
                 add(f"{prefix}.{key.lstrip('_')}", value, vars(scaler), key)
     for entry in lifted.values():

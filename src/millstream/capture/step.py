@@ -133,8 +133,7 @@ class Step:
             self._look_back(call)
             graph = self._capture(call, found)
         except StateMissing as missing:
-            self._num_unready += 1
-            if self._num_unready <= MAX_UNREADY:
+            if self._num_unready < MAX_UNREADY:
                 return self._run_watching(call)
             reason = f"The step creates new optimizer state ({missing}) again and again."
             return self._fall_back(
@@ -178,12 +177,12 @@ class Step:
         for _, module in found.modules:
             if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
                 return True
-        if any(scaler.is_enabled() and scaler._scale is None for _, scaler in found.scalers):
+        if any(scaler._scale is None for _, scaler in found.scalers):
             return True
         empty = [optimizer for _, optimizer in found.optimizers if not optimizer.state]
         if not self._has_run:
             return bool(empty)
-        is_scaled = any(scaler.is_enabled() for _, scaler in found.scalers) and self._num_unready < MAX_UNREADY
+        is_scaled = bool(found.scalers) and self._num_unready < MAX_UNREADY
         return is_scaled and any(id(optimizer) not in self._stepped for optimizer in empty)
 
     def _run_watching(self, call: Call) -> Any:

@@ -32,9 +32,9 @@ def swap_contents(left: Tensor, right: Tensor) -> None:
     ``torch.utils.swap_tensors`` does the same for good and therefore refuses tensors with other owners; here the exchange is
     undone soon, so that other owners never notice. Tried on 2.11 and 2.13.
     """
+    torch._C._swap_tensor_impl(left, right)  # first, because it may refuse
     left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__
-    torch._C._swap_tensor_impl(left, right)
 
 
 @contextlib.contextmanager
@@ -46,6 +46,20 @@ def pretend_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def plain_recurrence() -> Iterator[None]:
+    """Let ``nn.LSTM`` and ``nn.GRU`` on the CPU be recorded as the operators they consist of. Tried on 2.11 and 2.13.
+
+    oneDNN's operator for a whole layer has a backward that cannot be run from a graph: it gives no workspace to fake tensors.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextlib.contextmanager
@@ -121,6 +135,7 @@ __all__ = [
     "has_tensor_hooks",
     "next_sequence_number",
     "no_compiled_modules",
+    "plain_recurrence",
     "pretend_compiling",
     "running_sequence_number",
     "storage_id",

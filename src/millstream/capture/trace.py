@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.amp.grad_scaler import OptState
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -36,6 +37,7 @@ from millstream.capture.optimizers import NumberPlace, device_of, traceable
 from millstream.capture.python_state import (
     MISSING,
     Change,
+    Kind,
     RandomState,
     Snapshot,
     record_module_reads,
@@ -178,9 +180,11 @@ class _Tracer:
         state = [entry.tensor for entry in request.state]
         before = [gradient.before for gradient in request.gradients if gradient.before is not None]
         random_state = RandomState()
+        torch.clear_autocast_cache()  # it holds on to parameters
         try:
             with (
                 torch_private.no_compiled_modules(),
+                torch_private.plain_recurrence(),
                 become_fake([*state, *before, *request.arguments], self.mode),
                 self.mode,
                 self._numbers_replaced() as numbers,
@@ -271,13 +275,11 @@ class _Tracer:
     @contextlib.contextmanager
     def _latecomers_reported(self) -> Iterator[None]:
         """Stop at modules and optimizers that the request does not have."""
-        modules = {id(part) for _, module in self.request.found.modules for part in module.modules()}
         optimizers = {id(optimizer) for _, optimizer in self.request.found.optimizers}
 
         def on_forward(module: nn.Module, _: Any) -> None:
-            if id(module) not in modules and (
-                next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
-            ):
+            own = (*module._parameters.values(), *module._buffers.values())
+            if any(tensor is not None and not isinstance(tensor, torch_private.FakeTensor) for tensor in own):
                 self._report(FoundLate(type(module).__name__, module, ""))
 
         def on_step(optimizer: Optimizer, *_: Any) -> None:
@@ -307,31 +309,23 @@ class _Tracer:
     def _keep_replaced_state(self) -> None:
         """Copy new tensors into the state whose place they took; refuse every other change of Python objects."""
         lifted = {id(entry.tensor) for entry in self.request.state}
-        optimizer_state = {
-            id(holder)
-            for _, optimizer in self.request.found.optimizers
-            for holder in (optimizer.state, *optimizer.state.values())
-        }
-        groups = {id(group) for _, optimizer in self.request.found.optimizers for group in optimizer.param_groups}
-        own = {id(vars(optimizer)) for _, optimizer in self.request.found.optimizers}
-        for _, scaler in self.request.found.scalers:
-            own |= {id(vars(scaler)), id(scaler._per_optimizer_states), *map(id, scaler._per_optimizer_states.values())}
         for change in self.snapshot.changes():
-            if id(change.holder) in own:
-                continue
             if isinstance(change.before, Tensor) and id(change.before) in lifted and _fits(change.after, change.before):
                 change.before.copy_(change.after)
-            elif id(change.holder) in optimizer_state:
+            elif change.kind is Kind.STATE:
                 raise StateMissing(change.name)
-            elif change.key == "training":
-                self.effects.append((change.holder, change.key, change.after))
-            elif id(change.holder) in groups:
+            elif change.kind is Kind.GROUP:
                 raise CaptureError(
                     f"The step changes {change.name} from {change.before} to {change.after}.",
                     remedy="Call the scheduler outside of the step, after it.",
                 )
-            else:
+            elif change.kind is Kind.MODULE and change.key == "training":
+                self.effects.append((change.holder, change.key, change.after))
+            elif change.kind not in (Kind.OPTIMIZER, Kind.SCALER):
                 raise _side_effect(change)
+        for name, scaler in self.request.found.scalers:
+            if any(state["stage"] is not OptState.READY for state in scaler._per_optimizer_states.values()):
+                raise CaptureError(f"The step ends without {name}.update().", remedy="Unscale, step and update in one step.")
         for entry in self.request.state:
             if entry.tensor.requires_grad != entry.required_grad:
                 raise CaptureError(f"The step leaves {entry.name}.requires_grad changed.", remedy=SIDE_EFFECT_REMEDY)
