@@ -305,7 +305,7 @@ def run_python(program):
         text=True,
         timeout=120,
         check=False,
-        env=os.environ | {"PYTHONPATH": "src"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.stderr == ""
     assert done.returncode == 0

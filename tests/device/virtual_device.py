@@ -23,6 +23,7 @@ class VirtualStream:
         self.device = device
         self.name = name
         self.queue = []  # of (ready, run)
+        self.deaf = False  # a planted fault: waits are ignored
 
     def enqueue(self, run, ready=lambda: True):
         with self.device.lock:
@@ -30,6 +31,8 @@ class VirtualStream:
             self.device.after_enqueue()
 
     def wait_event(self, event):
+        if self.deaf:
+            return
         ticket = event.ticket  # a wait holds the record of *now*, as cudaStreamWaitEvent does
         self.enqueue(lambda: None, ready=lambda: ticket is None or ticket.reached)
 
@@ -64,8 +67,9 @@ class VirtualEvent:
     def query(self):
         with self.device.lock:
             self.device.num_queries += 1
+            self.device.on_query()
             self.device.run_some()  # time passes while the host polls
-            return self.ticket is None or self.ticket.reached
+            return self.device.lies or self.ticket is None or self.ticket.reached
 
     def synchronize(self):
         ticket = self.ticket
@@ -90,8 +94,11 @@ class VirtualDevice:
         self.free = {}  # stream -> size -> raw memory that the host has freed
         self.raw_of = {}  # address -> raw memory: never freed, so that late operations can be watched doing harm
         self.num_pins = self.num_raw = self.num_queries = 0
+        self.on_query = lambda: None
         self.refuse_to_pin = False
         self.capturing = False
+        self.free_bytes = None  # how much may still be allocated; None: any amount
+        self.lies = False  # a planted fault: events say that they are reached
 
     # --- what a driver does
 
@@ -122,6 +129,8 @@ class VirtualDevice:
             if free:
                 raw = free.pop()
             else:
+                if self.free_bytes is not None and self.free_bytes < num_bytes:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
                 self.num_raw += 1
                 raw = np.full(num_bytes, 0xEE, dtype=np.uint8)
                 self.raw_of[raw.ctypes.data] = raw
@@ -130,7 +139,10 @@ class VirtualDevice:
             return torch.from_numpy(token)
 
     def copy(self, destination, source, stream):
-        to, come_from = self.raw(destination), source.numpy()
+        # A source on this device is not kept alive by the queue either: who frees it too early reads what came after.
+        to, come_from = self.raw(destination), self._find_raw(source)
+        if come_from is None:
+            come_from = source.numpy()
         stream.enqueue(lambda: np.copyto(to, come_from))
 
     def pin(self, num_bytes):
@@ -152,12 +164,18 @@ class VirtualDevice:
 
     def raw(self, tensor):
         """The memory under a device tensor, without keeping it from being freed."""
-        start = tensor.data_ptr() if tensor.numel() else 0
+        raw = self._find_raw(tensor)
+        assert raw is not None, "not memory of this device"
+        return raw
+
+    def _find_raw(self, tensor):
+        if tensor.numel() == 0:
+            return np.empty(0, dtype=np.uint8)
+        start = tensor.data_ptr()
         for address, raw in self.raw_of.items():
-            if address <= start < address + max(raw.nbytes, 1):
+            if address <= start < address + raw.nbytes:
                 return raw[start - address : start - address + tensor.nbytes]
-        assert tensor.numel() == 0, "not memory of this device"
-        return np.empty(0, dtype=np.uint8)
+        return None
 
     def read(self, tensor, results):
         """A kernel on the current stream that appends the bytes of a (contiguous) tensor, as they are when it runs."""

@@ -233,7 +233,8 @@ class CopyLane:
             self._prepare_landings(waiting, stream)
             tensors = self._take_over(load, stream)
         for i, leaf in load.others.items():
-            tensors[i] = leaf.to(self._device)  # itself, when it is there
+            if i not in tensors:
+                tensors[i] = leaf.to(self._device)  # itself, when it is there
         batch = load.rebuild([tensors[i] for i in range(len(tensors))])
         # Nothing fails from here on, so this part happens once even if an attempt above has to be repeated.
         if load.made is not None:
@@ -280,36 +281,37 @@ class CopyLane:
             self._context.release_event(landing.ready)
 
     def _take_over(self, load: _Load, stream: Stream) -> dict[int, Tensor]:
-        """Make the moved leaves the property of ``stream``."""
+        """Make the tensors that are on the device the property of ``stream``.
+
+        The consumer may have changed streams since their memory was taken. Handed out as they are, they would go back
+        to the old stream's memory when the user drops them, and be overwritten there under the kernels of the new one.
+        So they are copied, on the device, into memory of the new stream. This is rare, and right.
+        """
         landing = load.landing
         assert landing is not None
         stream.wait_event(load.slot.copied)  # RAW: the consumer's kernels must see the copied bytes
-        moved = view_leaves(load.layout, landing.parcels)
+        parcels = landing.parcels
         if landing.stream != stream:
-            moved = self._move_house(moved, landing.stream, stream)
-        tensors = dict(zip(load.staged, moved, strict=True))
+            parcels = [self._context.allocate(parcel.numel()) for parcel in landing.parcels]
+            for new, old in zip(parcels, landing.parcels, strict=True):
+                self._context.copy(new, old, stream)
+            self._hold_back(landing.stream, stream)
+        tensors = dict(zip(load.staged, view_leaves(load.layout, parcels), strict=True))
         if load.made is not None:
-            event, source_stream = load.made
-            stream.wait_event(event)
+            made, source_stream = load.made
+            stream.wait_event(made)  # RAW: what the source computed on the device
             if source_stream != stream:
-                resident = [i for i, leaf in load.others.items() if leaf.device == self._device]
-                moved = self._move_house([load.others[i] for i in resident], source_stream, stream)
-                load.others.update(zip(resident, moved, strict=True))
-                load.made = (event, stream)
+                resident = {i: leaf for i, leaf in load.others.items() if leaf.device == self._device}
+                tensors.update({i: leaf.clone() for i, leaf in resident.items()})
+                self._hold_back(source_stream, stream)
         return tensors
 
-    def _move_house(self, tensors: list[Tensor], old: Stream, new: Stream) -> list[Tensor]:
-        """Copy tensors of one stream's memory into memory of another's, on the device.
-
-        The consumer has asked under another stream than before. Handed out as they are, the tensors would go back to
-        the old stream's memory when the user drops them, and be overwritten there under the kernels of the new one.
-        """
-        moved = [tensor.clone() for tensor in tensors]
+    def _hold_back(self, old: Stream, new: Stream) -> None:
+        """Let ``old`` reuse memory that the host is about to free only when ``new`` has read it (WAR)."""
         event = self._context.acquire_event()
         event.record(new)
-        old.wait_event(event)  # WAR: the old memory is reused on the old stream, after the clones have read it
+        old.wait_event(event)
         self._context.release_event(event)
-        return moved
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,32 @@
+import gc
+import threading
+
+import pytest
+from tests.device.virtual_device import make_virtual_context
+
+from millstream.device import Place
+from millstream.feed import Feed, feeder
+
+
+def feed_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "millstream-feed"]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    gc.collect()
+    assert feed_threads() == []
+
+
+@pytest.fixture
+def virtual_feed(monkeypatch):
+    """Make a feed to a virtual device, and that device: ``virtual_feed(loader, depth, mood, seed)``."""
+
+    def make(loader, depth=2, mood="lazy", seed=0):
+        ctx, device = make_virtual_context(mood, seed)
+        monkeypatch.setattr(feeder, "context", lambda place: ctx)
+        device.context = ctx
+        return Feed(loader, Place("cuda", 0), depth), device
+
+    return make
