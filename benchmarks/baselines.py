@@ -165,10 +165,13 @@ class Trainee:
     optimizer: Optimizer
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of parameters, statistics and counters, by group and name; no empty group."""
-        groups: dict[str, dict[str, Tensor]] = {"parameters": {}, "statistics": {}, "counters": {}}
+        """Copies of parameters, statistics, counters and the optimizer's state, by group and name; no empty group."""
+        groups: dict[str, dict[str, Tensor]] = {"parameters": {}, "statistics": {}, "counters": {}, "optimizer": {}}
         for name, value in self.model.named_parameters():
             groups["parameters"][name] = value.detach().clone()
+            for key, kept in self.optimizer.state.get(value, {}).items():
+                if torch.is_tensor(kept) and kept.shape == value.shape:
+                    groups["optimizer"][f"{key} of {name}"] = kept.clone()
         for name, buffer in self.model.named_buffers():
             groups["statistics" if buffer.is_floating_point() else "counters"][name] = buffer.clone()
         return {group: tensors for group, tensors in groups.items() if tensors}

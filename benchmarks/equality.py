@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
-Results = Mapping[str, Tensors]  # tensors of one size and meaning belong together: "outputs"; "parameters", "buffers"
+Results = Mapping[str, Tensors]  # tensors of one meaning belong together: "outputs"; "parameters", "statistics"
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # some roundings
 TOTAL_FACTOR = 2.0  # two independent errors of one size: each as far from the precise run as the other, give or take
-TENSOR_FACTOR = 10.0  # a single small tensor is a noisier witness; one that was never updated is off by 1
+TENSOR_FACTOR = 3.0  # a single tensor is a noisier witness; one that was never updated is off by 1
 HOPELESS = 0.5  # where eager itself is this far off, nothing can be shown
 
 

@@ -195,7 +195,7 @@ class TrainingCase:
         torch.manual_seed(0)
         model = self.model(tiny).to(device).train()
         batches = [tuple(x.to(device) for x in self.batch(tiny)) for _ in range(3)]
-        settle(model, batches[0][0])
+        settle(model, batches[0][0], shift=OPEN_RELU)
         if batches[0][0].dim() == 4:
             to_channels_last(model)
             batches = [(x.to(memory_format=torch.channels_last), *rest) for x, *rest in batches]
@@ -251,7 +251,8 @@ class Training:
 
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-SGD = {"lr": 1e-3, "momentum": 0.9}
+SGD = {"lr": 1e-4, "momentum": 0.9}
+OPEN_RELU = 2.0
 
 
 def image_training(name: str, batch: int, size: int, tiny_size: int, estimate_s: float) -> TrainingCase:

@@ -1,0 +1,119 @@
+"""Compile seconds with cold caches: each side in a process of its own, with an empty cache folder.
+
+The clock runs from the uncompiled model to the first result. What is the same for every compilation is paid before:
+imports, the compiler's worker processes, the device's start, eager's first run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks import baselines, ours
+from benchmarks.harness import prepare_torch
+from benchmarks.models import (
+    CPU_INFERENCE,
+    CPU_TRAINING,
+    HOST_INFERENCE,
+    HOST_TRAINING,
+    INFERENCE,
+    TRAINING,
+    InferenceCase,
+    TrainingCase,
+)
+from benchmarks.results import Row, ratio
+from benchmarks.suite import Settings
+
+CASES: dict[str, InferenceCase | TrainingCase] = {
+    case.name: case for case in (*INFERENCE, *TRAINING, *CPU_INFERENCE, *CPU_TRAINING, *HOST_INFERENCE, *HOST_TRAINING)
+}
+LIMIT_S = 900.0  # a compilation that takes longer has failed
+
+
+def cold_seconds(case: str, side: str, settings: Settings) -> float:
+    """Compile a case once in a new process.
+
+    Args:
+        case: Name of a case of any suite.
+        side: ``ours`` or the name of a baseline.
+        settings: Where, and whether tiny.
+
+    Raises:
+        RuntimeError: The process failed; the message ends with its last line.
+    """
+    command = [sys.executable, "-m", "benchmarks.cold", case, side, "--device", str(settings.device)]
+    command += ["--tiny"] if settings.tiny else []
+    with tempfile.TemporaryDirectory() as cache:
+        folders = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+        path = os.pathsep.join(part or os.curdir for part in sys.path)
+        child = subprocess.run(
+            command,
+            env={**os.environ, **folders, "PYTHONPATH": path},
+            cwd=Path(__file__).parent.parent,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    if child.returncode:
+        last = child.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise RuntimeError(f"compiling {case} for {side} failed: {last[0][:200]}")
+    return float(json.loads(child.stdout.strip().splitlines()[-1])["seconds"])
+
+
+def compare_cold(case: str, settings: Settings) -> Row:
+    """Return a row with the cold compile seconds of ours and their ratio to those of torch.compile."""
+    baseline = "compile" if isinstance(CASES[case], InferenceCase) else "compile loop"
+    mine, theirs = (cold_seconds(case, side, settings) for side in ("ours", baseline))
+    note = f"{baseline} compiles in {theirs:.1f} s"
+    return Row(case, "cold compile", baseline, compile_s=mine, compile_ratio=ratio(mine, theirs), note=note)
+
+
+@torch.enable_grad()
+def warm_compiler(device: torch.device) -> None:
+    """Compile something trivial, forward and backward."""
+    x = torch.randn(64, device=device, requires_grad=True)
+    torch.compile(lambda t: torch.relu(t * 2).sum())(x).backward()
+    torch._dynamo.reset()
+
+
+def build(case: InferenceCase | TrainingCase, side: str, device: torch.device, *, tiny: bool) -> float | None:
+    """Build a side, and return the seconds it took to the first result."""
+    if isinstance(case, InferenceCase):
+        with torch.no_grad():
+            problem = case.make(device, tiny=tiny)
+            problem.model(*problem.first)
+            warm_compiler(device)
+            if side == "ours":
+                return ours.build_inference(problem).build_s
+            return baselines.build_inference(problem, side).build_s
+    training = case.make(device, tiny=tiny)
+    eager = baselines.trainee(training)
+    training.make_step(eager.model, eager.optimizer)(*training.batches[0])
+    warm_compiler(device)
+    if side == "ours":
+        return ours.build_training(training).build_s
+    return baselines.build_training(training, side).build_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", choices=sorted(CASES))
+    parser.add_argument("side")
+    parser.add_argument("--device", type=torch.device, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    prepare_torch()
+    seconds = build(CASES[options.case], options.side, options.device, tiny=options.tiny)
+    print(json.dumps({"seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Suite ``overhead``: what the host spends on a call, on compiling, and on planning.
+
+- ``host call``: wall clock of one call that finds the device idle, without waiting for the result; small networks.
+- ``call minus replay``: a call less the bare replay of the same graph: what the library itself costs.
+- ``cold compile``: seconds from the uncompiled model to the first result, caches empty, each side in its own process.
+- ``plan_serial``: time to plan a random graph.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from benchmarks import ours
+from benchmarks.baselines import InferenceJudge, TrainingJudge, build_inference, build_training
+from benchmarks.cold import compare_cold
+from benchmarks.harness import Sample, alternate, host_clock, wall_ms
+from benchmarks.models import HOST_INFERENCE, HOST_TRAINING, InferenceCase, TrainingCase
+from benchmarks.results import Row, ratio
+from benchmarks.sides import Failure, Side, build_each
+from benchmarks.suite import Settings, run_suite
+
+SAMPLES = 4  # host times are short and noisy: so many times the usual number of samples
+CALL_PEERS = ("eager", "compile", "compile reduce-overhead")
+REPLAY_PEER = "inductor graph"  # the barest thing a host can do: one replay of a CUDA graph
+STEP_PEERS = ("compile loop",)
+OWN_REPLAY = "own replay"
+PLANNED = (100, 1_000, 3_000, 10_000)
+COMPILED = ("towers", "resnet50 b1", "inception_v3 b1", "resnet50 b8", "transformer 4x512 b16")
+
+
+@dataclass(frozen=True)
+class OverheadCase:
+    """Something the host does."""
+
+    name: str
+    run: Callable[[Settings], list[Row]]
+    estimate_s: float
+
+
+@torch.no_grad()
+def run_call(case: InferenceCase, settings: Settings) -> list[Row]:
+    """Host time of a compiled model's call against torch.compile's, and against bare replays."""
+    problem = case.make(settings.device)
+    judge = InferenceJudge(problem)
+    mine = ours.build_inference(problem, judge)
+    peers = build_each(
+        [name for name in (*CALL_PEERS, REPLAY_PEER) if settings.wants(name)],
+        lambda name: build_inference(problem, name, judge),
+    )
+    return host_rows(case.name, mine, peers, settings)
+
+
+def run_step(case: TrainingCase, settings: Settings) -> list[Row]:
+    """Host time of a step's call against the compiled loop's, and against the bare replay of the same graph."""
+    problem = case.make(settings.device)
+    judge = TrainingJudge(problem)
+    mine = ours.build_training(problem, judge)
+    peers = build_each(
+        [name for name in STEP_PEERS if settings.wants(name)], lambda name: build_training(problem, name, judge)
+    )
+    return host_rows(case.name, mine, peers, settings)
+
+
+def host_rows(case: str, mine: Side, peers: list[Side | Failure], settings: Settings) -> list[Row]:
+    """Time calls (of captured peers: replays) and our own replay in turn on the host."""
+    facts = Row(case, "host call", kernels=mine.executable.num_kernels, equal=mine.verdict.equal)
+    if not mine.verdict.equal:
+        return [replace(facts, note=f"not timed: {mine.verdict.reason}")]
+    assert mine.replay is not None
+    runs = {"ours": mine.call, OWN_REPLAY: mine.replay}
+    runs |= {peer.name: peer.replay or peer.call for peer in peers if isinstance(peer, Side) and peer.verdict.equal}
+    clocks = {name: host_clock(run, settings.device) for name, run in runs.items()}
+    samples = alternate(clocks, settings.rounds * SAMPLES)
+    own = samples.pop("ours")
+    facts = replace(facts, ours_ms=own.median, p20=own.p20, p80=own.p80)
+    rows = [
+        replace(facts, baseline=name, baseline_ms=sample.median, ratio=ratio(sample.median, own.median))
+        for name, sample in samples.items()
+    ]
+    rows += [
+        replace(facts, baseline=peer.name, note=f"{peer.name} not timed: {problem_of(peer)}")
+        for peer in peers
+        if problem_of(peer)
+    ]
+    spent = own.median - samples[OWN_REPLAY].median
+    return [*rows, Row(case, "call minus replay", ours_ms=spent, equal=True)]
+
+
+def problem_of(peer: Side | Failure) -> str:
+    """Why a peer cannot be timed; empty when it can."""
+    return peer.reason if isinstance(peer, Failure) else peer.verdict.reason
+
+
+def run_plan(num_kernels: int, settings: Settings) -> list[Row]:
+    """Time to plan a random graph on one stream; each time a new copy, which has nothing cached."""
+    from millstream.schedule import plan_serial
+    from millstream.testing import random_graph
+
+    graph = random_graph(random.Random(num_kernels), num_kernels)
+    times = []
+    for _ in range(settings.rounds):
+        fresh = replace(graph)
+        times.append(wall_ms(partial(plan_serial, fresh), torch.device("cpu")))
+    sample = Sample.of(times)
+    row = Row(f"plan {num_kernels} kernels", "plan_serial", kernels=num_kernels)
+    return [replace(row, ours_ms=sample.median, p20=sample.p20, p80=sample.p80)]
+
+
+def run_compile(name: str, settings: Settings) -> list[Row]:
+    """Cold compile seconds of a case of another suite."""
+    return [replace(compare_cold(name, settings), case=f"compile {name}")]
+
+
+def run_case(case: OverheadCase, settings: Settings) -> list[Row]:
+    return case.run(settings)
+
+
+CASES = (
+    *(OverheadCase(case.name, partial(run_call, case), case.estimate_s) for case in HOST_INFERENCE),
+    *(OverheadCase(case.name, partial(run_step, case), case.estimate_s) for case in HOST_TRAINING),
+    *(OverheadCase(f"plan {number} kernels", partial(run_plan, number), 10) for number in PLANNED),
+    *(OverheadCase(f"compile {name}", partial(run_compile, name), 120) for name in COMPILED),
+)
+
+if __name__ == "__main__":
+    sys.exit(run_suite("overhead", CASES, run_case))
