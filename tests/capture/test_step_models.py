@@ -220,7 +220,9 @@ def test_grad_scaler_skips_steps_grows_and_backs_off(clip):
         return world
 
     bad = torch.tensor(float("inf"))
-    data = [(x, y, bad if number in (3, 4, 9) else torch.tensor(1.0)) for number, (x, y) in enumerate(batches(12, 6, 4))]
+    data = [
+        (x, y, bad if number in (3, 4, 9) else torch.tensor(1.0)) for number, (x, y) in enumerate(batches(12, 6, 4))
+    ]
     scales = []
 
     def compare(world, number):

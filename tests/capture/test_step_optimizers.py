@@ -101,7 +101,12 @@ def test_one_cycle_changes_momentum_or_betas_without_a_graph_per_step(name):
 
     # Two graphs: the second reads what was seen to change.
     step = check(
-        lambda: mlp(OPTIMIZERS[name], scheduler=scheduler), batches(12, 6, 4), between=advance, graphs=2, rtol=2e-4, atol=2e-5
+        lambda: mlp(OPTIMIZERS[name], scheduler=scheduler),
+        batches(12, 6, 4),
+        between=advance,
+        graphs=2,
+        rtol=2e-4,
+        atol=2e-5,
     )
     assert step.graphs[-1].num_runs >= 8
 
@@ -124,7 +129,9 @@ def test_a_question_about_a_cycled_number_is_asked_again():
 def test_groups_have_rates_of_their_own():
     def optimizer(parameters, lr):
         parameters = list(parameters)
-        return torch.optim.AdamW([{"params": parameters[:2], "lr": 10 * lr, "weight_decay": 0.0}, {"params": parameters[2:]}], lr=lr)
+        return torch.optim.AdamW(
+            [{"params": parameters[:2], "lr": 10 * lr, "weight_decay": 0.0}, {"params": parameters[2:]}], lr=lr
+        )
 
     def change(world, number):
         world.optimizers[0].param_groups[1]["lr"] = 0.01 * (number + 1)
@@ -153,7 +160,9 @@ def test_an_optimizer_of_the_users_own_that_takes_plain_numbers():
                     state = self.state[parameter]
                     if not state:
                         state["mean"] = torch.zeros_like(parameter)
-                    state["mean"] = state["mean"] * group["beta"] + parameter.grad * (1 - group["beta"])  # a new tensor each time
+                    state["mean"] = state["mean"] * group["beta"] + parameter.grad * (
+                        1 - group["beta"]
+                    )  # a new tensor each time
                     parameter.data.add_(state["mean"], alpha=-group["lr"])
 
     def slow_down(world, number):
@@ -174,5 +183,7 @@ def test_resumed_optimizer_is_captured_in_its_first_call():
 
 def test_flags_of_the_optimizer_are_as_before():
     torch.manual_seed(0)
-    step = check(lambda: mlp(lambda p, lr: torch.optim.Adam(p, lr=lr, fused=True)), batches(4, 6, 4), rtol=2e-4, atol=2e-5)
+    step = check(
+        lambda: mlp(lambda p, lr: torch.optim.Adam(p, lr=lr, fused=True)), batches(4, 6, 4), rtol=2e-4, atol=2e-5
+    )
     assert step.graphs

@@ -83,6 +83,11 @@ class Workshop:
         arguments = {id(argument) for argument in call.arguments}
         if len(arguments) != len(call.arguments):
             raise CaptureError("One tensor is passed as two arguments.", remedy="Pass it once, or pass a clone.")
+        if torch.is_grad_enabled() and any(argument.requires_grad and not argument.is_leaf for argument in call.arguments):
+            raise CaptureError(
+                "An argument was computed with gradients, which would have to reach beyond the step.",
+                remedy="Compute it inside of the step, or detach it.",
+            )
         state = lift(found)
         for entry in state:
             if id(entry.tensor) in arguments:

@@ -80,7 +80,7 @@ class Found:
     optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
     scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
-    containers: list[Any] = field(default_factory=list)
+    containers: list[tuple[str, Any]] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
 
 
@@ -154,7 +154,7 @@ class _Search:
             self._visit_class(name, type(value))
             if is_users(_file_of(type(value))):
                 self._plain.append((name, value))
-                self.found.containers.append(vars(value))
+                self.found.containers.append((name, vars(value)))
 
     def follow(self, name: str, holder: Any, key: Any) -> None:
         """Go from ``holder`` to what it holds at ``key``, and write the step down."""
@@ -195,7 +195,7 @@ class _Search:
         if len(value) > MAX_ITEMS:
             return
         if isinstance(value, list | dict | deque | set):
-            self.found.containers.append(value)
+            self.found.containers.append((name, value))
         if isinstance(value, dict):
             for key in list(value):
                 self.follow(f"{name}[{key!r}]", value, key)

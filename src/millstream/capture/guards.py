@@ -4,7 +4,7 @@ Each check is an identity test on entries of dictionaries that were looked up on
 ``named_parameters()`` costs a microsecond.
 
 **Contract**
-- ``broken`` returns an empty string only when a new capture would record the same graph over the same tensors.
+- ``hold`` is true only when a new capture would record the same graph over the same tensors.
 """
 
 from __future__ import annotations
@@ -26,6 +26,23 @@ from millstream.capture.trace import Traced
 MISSING: Any = object()
 
 
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A condition that no longer holds.
+
+    Attributes:
+        reason: In a sentence.
+        holder: Dict, list or other object that changed, if any.
+        key: Key of the entry that changed.
+        is_final: Whether it will not hold again: state was replaced.
+    """
+
+    reason: str
+    holder: Any = None
+    key: Any = None
+    is_final: bool = False
+
+
 @dataclass(slots=True)
 class Guards:
     """Conditions under which a graph may be replayed.
@@ -38,6 +55,9 @@ class Guards:
         tensors: Tensors, whether they require a gradient, and their address (``tensor.data = ...`` keeps the object).
         hooked: Tensors, modules and optimizers whose hooks count.
         names: How to call an entry, by id of the holder and key.
+        owned: Entries, in the same form, that hold state of the step.
+        hook_count: Number of hooks ever registered, when last looked at.
+        hook_state: Numbers of hooks of ``hooked``.
     """
 
     values: list[tuple[Any, Any, Any]] = field(default_factory=list)
@@ -47,6 +67,7 @@ class Guards:
     tensors: list[tuple[Tensor, bool, int]] = field(default_factory=list)
     hooked: list[Any] = field(default_factory=list)
     names: dict[tuple[int, Any], str] = field(default_factory=dict)
+    owned: set[tuple[int, Any]] = field(default_factory=set)
     hook_count: int = -1
     hook_state: list[int] = field(default_factory=list)
 
@@ -83,26 +104,25 @@ class Guards:
             self.hook_count = torch_private.count_hooks()
         return True
 
-    def broken(self) -> tuple[str, Any, Any]:
-        """The first condition that does not hold: a sentence (empty when all hold), holder and key of the entry."""
+    def broken(self) -> Break | None:
+        """The first condition that does not hold."""
         for holder, key, value in [*self.values, *self.objects]:
             now = _look(holder, key)
-            if now is not value and not (
-                isinstance(value, (*SCALARS, tuple)) and type(now) is type(value) and now == value
-            ):
-                return f"{self.names.get((id(holder), key), key)} is another than before.", holder, key
+            if now is not value and not (isinstance(value, (*SCALARS, tuple)) and type(now) is type(value) and now == value):
+                name = self.names.get((id(holder), key), str(key))
+                return Break(f"{name} is another than before.", holder, key, (id(holder), key) in self.owned)
         for cell, value in self.cells:
             if cell.cell_contents is not value:
-                return f"{self.names.get((id(cell), None), 'a closure variable')} is another than before.", cell, None
+                return Break(f"{self.names.get((id(cell), None), 'A closure variable')} is another than before.", cell)
         for container, size in self.sizes:
             if len(container) != size:
-                return "A container of modules, parameters or groups has another length.", container, None
+                return Break("A container of modules, parameters or groups has another length.", container)
         for tensor, requires_grad, address in self.tensors:
-            if tensor.requires_grad is not requires_grad or tensor.data_ptr() != address:
-                return "A parameter was moved, converted, frozen or unfrozen.", tensor, None
-        if self.hook_state != self._hooks():
-            return "A hook was registered or removed.", None, None
-        return "", None, None
+            if tensor.data_ptr() != address:
+                return Break("A parameter was moved or converted.", tensor, is_final=True)
+            if tensor.requires_grad is not requires_grad:
+                return Break("A parameter was frozen or unfrozen.", tensor)
+        return Break("A hook was registered or removed.") if self.hook_state != self._hooks() else None
 
     def _hooks(self) -> list[int]:
         counts: list[int] = []
@@ -142,6 +162,7 @@ def make_guards(
         for holder, key in entry.places:
             guards.objects.append((holder, key, entry.tensor))
             guards.names[id(holder), key] = entry.name
+            guards.owned.add((id(holder), key))
         if isinstance(entry.tensor, nn.Parameter) or entry.tensor.requires_grad:
             guards.tensors.append((entry.tensor, entry.tensor.requires_grad, entry.tensor.data_ptr()))
             guards.hooked.append(entry.tensor)
@@ -187,8 +208,9 @@ def _add_optimizer(
         (vars(optimizer), "state", optimizer.state),
         (vars(optimizer), "param_groups", optimizer.param_groups),
     ]
-    guards.names[id(vars(optimizer)), "state"] = f"{name}.state"
-    guards.names[id(vars(optimizer)), "param_groups"] = f"{name}.param_groups"
+    for key in ("state", "param_groups"):
+        guards.names[id(vars(optimizer)), key] = f"{name}.{key}"
+        guards.owned.add((id(vars(optimizer)), key))
     guards.sizes.append((optimizer.param_groups, len(optimizer.param_groups)))
     guards.hooked.append(optimizer)
     for number, group in enumerate(optimizer.param_groups):

@@ -39,6 +39,13 @@ def _describe_one(frame: tuple[str, int, str]) -> str:
     return f'  File "{filename}", line {line}, in {function}\n    {linecache.getline(filename, line).strip()}'
 
 
+def here() -> str:
+    """``file:line`` of the user's innermost line."""
+    for filename, line, _ in user_frames():
+        return f"{filename}:{line}"
+    return ""
+
+
 def place_of(error: BaseException) -> str:
     """``file:line`` of the user's innermost line that led to ``error``, or an empty string."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

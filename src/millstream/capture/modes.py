@@ -6,9 +6,11 @@ mode sees the aten operators they become, backward included.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -16,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream.capture import torch_private
 from millstream.capture.checkpointing import RandomRecords
-from millstream.capture.lines import describe, user_frames
+from millstream.capture.lines import describe, here, user_frames
 from millstream.capture.scalars import GraphScalar, run_with_scalars
 from millstream.errors import CaptureError
 
@@ -39,10 +41,10 @@ VALUE_READERS = {
 }
 """What users do with values, by the name of the function they call."""
 
-_ALWAYS_REFUSED = frozenset({"numpy", "__array__", "__repr__", "tolist"})
+_ALWAYS_REFUSED = frozenset({"numpy", "__array__", "__repr__", "__format__"})
 """Those which give an answer for a fake tensor, though a wrong one, or fail obscurely."""
 
-READ_REMEDY = "Return the tensor and read its value outside of the step; for a branch use torch.where or keep it outside of the step."
+READ_REMEDY = "Return the tensor and read its value outside of the step; for a branch use torch.where."
 SHAPE_REMEDY = "Use torch.where or a mask that multiplies, so that shapes do not depend on values."
 
 
@@ -77,6 +79,8 @@ class FunctionWatch(TorchFunctionMode):
             self._fail(VALUE_READERS[name], READ_REMEDY)
         if name in ("register_hook", "register_post_accumulate_grad_hook") and id(args[0]) in self._lifted:
             self._fail("The step registers a hook on a parameter or other state.", "Register it outside of the step.")
+        if any(isinstance(arg, np.ndarray) for arg in args):
+            self._fail(*_NUMPY_READ)
         before, self.calling = self.calling, name
         try:
             if any(isinstance(leaf, GraphScalar) for leaf in _scalars_in((*args, *kwargs.values()))):
@@ -85,10 +89,23 @@ class FunctionWatch(TorchFunctionMode):
         finally:
             self.calling = before
 
-    def _fail(self, reason: str, remedy: str) -> None:
+    @contextlib.contextmanager
+    def from_numpy_refused(self) -> Iterator[None]:
+        """For the length of the context ``torch.from_numpy``, which no mode sees, raises."""
+        original = torch.from_numpy
+        torch.from_numpy = lambda _: self._fail(*_NUMPY_READ)
+        try:
+            yield
+        finally:
+            torch.from_numpy = original
+
+    def _fail(self, reason: str, remedy: str) -> NoReturn:
         error = CaptureError(reason, where=here(), remedy=remedy)
         self._refuse(error)
         raise error
+
+
+_NUMPY_READ = ("The step reads a NumPy array.", "Make a tensor of it outside of the step and pass that.")
 
 
 class OperatorWatch(TorchDispatchMode):
@@ -149,7 +166,7 @@ class OperatorWatch(TorchDispatchMode):
             f"The shape of a result depends on values ({name}: {operator}).", where=here(), remedy=SHAPE_REMEDY
         )
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> NoReturn:
         self._refuse(error)
         raise error
 
@@ -168,13 +185,6 @@ class OperatorWatch(TorchDispatchMode):
             node.meta["stack_trace"] = text
             node.meta["in_backward"] = sequence is not None
             node = node.prev
-
-
-def here() -> str:
-    """``file:line`` of the user's innermost line."""
-    for filename, line, _ in user_frames():
-        return f"{filename}:{line}"
-    return ""
 
 
 def _tensors_in(values: Any) -> Iterator[Tensor]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from millstream.capture.lines import here
 
 from millstream.errors import CaptureError
 
@@ -91,6 +94,36 @@ def traceable(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             group.update(flags)
         for optimizer in fused:
             vars(optimizer)["_step_supports_amp_scaling"] = True
+
+
+@contextlib.contextmanager
+def schedulers_are_refused(refuse: Callable[[Exception], None]) -> Iterator[None]:
+    """For the length of the context, stepping a scheduler raises: a graph would not do it again."""
+
+    def step(scheduler: LRScheduler, *_: Any, **__: Any) -> None:
+        if vars(scheduler).get("_step_count", 1) == 0:  # the scheduler is being made
+            return
+        error = CaptureError(
+            f"The step calls {type(scheduler).__name__}.step(), which a graph would not do again.",
+            where=here(),
+            remedy="Call the scheduler outside of the step, after it.",
+        )
+        refuse(error)
+        raise error
+
+    kinds = [kind for kind in _with_subclasses(LRScheduler) if "step" in vars(kind)]
+    originals = [vars(kind)["step"] for kind in kinds]
+    for kind in kinds:
+        kind.step = step  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.step = original  # type: ignore[method-assign]
+
+
+def _with_subclasses(kind: type[LRScheduler]) -> list[type[LRScheduler]]:
+    return [kind, *(found for child in kind.__subclasses__() for found in _with_subclasses(child))]
 
 
 def move_counts_to_device(optimizer: Optimizer) -> None:

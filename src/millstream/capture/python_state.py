@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
 from types import CellType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -92,8 +93,8 @@ class Snapshot:
         for name, scaler in found.scalers:
             for part in (vars(scaler), scaler._per_optimizer_states, *scaler._per_optimizer_states.values()):
                 self._keep(Kind.SCALER, name, part)
-        for container in found.containers:
-            self._keep(Kind.PLAIN, "a container", container)
+        for name, container in found.containers:
+            self._keep(Kind.PLAIN, name, container)
 
     def _keep(self, kind: Kind, name: str, holder: Any) -> None:
         if isinstance(holder, dict | list | set | deque):
@@ -149,8 +150,12 @@ def _store(holder: Any, key: Any, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def record_module_reads() -> Iterator[dict[tuple[int, str], tuple[nn.Module, str]]]:
+def record_module_reads(
+    on_forward: Callable[[nn.Module], None],
+) -> Iterator[dict[tuple[int, str], tuple[nn.Module, str]]]:
     """Note which plain attributes of modules the code in this context reads: the graph depends on them.
+
+    ``on_forward`` is told of every module that is about to be called.
 
     For the length of the context ``nn.Module`` has a ``__getattribute__`` of its own.
     """
@@ -158,6 +163,8 @@ def record_module_reads() -> Iterator[dict[tuple[int, str], tuple[nn.Module, str
 
     def read(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
+        if name == "forward":
+            on_forward(module)
         if isinstance(value, _SCALARS) and not name.startswith("__"):
             reads[id(module), name] = (module, name)
         return value
@@ -177,17 +184,20 @@ def selects_behaviour(module: nn.Module, name: str) -> bool:
 
 
 class RandomState:
-    """The states of the random number generators, PyTorch's and Python's, to compare with and to go back to."""
+    """The states of the random number generators, PyTorch's, Python's and NumPy's, to compare with and to go back to."""
 
     def __init__(self) -> None:
         self._host = torch.get_rng_state()
         self._python = random.getstate()
+        self._numpy = np.random.get_state()
         self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def what_changed(self) -> str:
         """Name the generator that was used since, or an empty string."""
         if random.getstate() != self._python:
             return "Python's random module"
+        if any(not np.array_equal(a, b) for a, b in zip(self._numpy, np.random.get_state(), strict=True)):
+            return "NumPy's random module"
         if not torch.equal(torch.get_rng_state(), self._host):
             return "torch.manual_seed or a generator outside of the graph"
         return ""
@@ -195,6 +205,7 @@ class RandomState:
     def restore(self) -> None:
         """Go back to the state at creation."""
         random.setstate(self._python)
+        np.random.set_state(self._numpy)
         torch.set_rng_state(self._host)
         if self._devices:
             torch.cuda.set_rng_state_all(self._devices)

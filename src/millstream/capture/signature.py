@@ -18,8 +18,8 @@ from torch import Tensor, nn
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 """Types whose values are compared by value; all other objects are compared by identity."""
 
-TensorMeta: TypeAlias = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], bool]
-"""Shape, dtype, device, strides, requires_grad."""
+TensorMeta: TypeAlias = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], object]
+"""Shape, dtype, device, strides, and whether a gradient is required: no, yes by a leaf, yes by a computed tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ Structure: TypeAlias = Leaf | Value | Reference | Container
 
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Everything about ``tensor`` that a captured graph depends on, apart from its values."""
-    return (tensor.shape, tensor.dtype, tensor.device, tensor.stride(), tensor.requires_grad)
+    gradient = tensor.requires_grad and ("leaf" if tensor.is_leaf else "computed")
+    return (tensor.shape, tensor.dtype, tensor.device, tensor.stride(), gradient)
 
 
 def take_apart(value: Any, leaves: list[Tensor]) -> Structure:
@@ -157,12 +158,13 @@ def name_leaves(structure: Structure, prefix: str) -> list[str]:
     if not isinstance(structure, Container):
         return []
     is_mapping = issubclass(structure.type, dict)
+    fields = structure.keys or getattr(structure.type, "_fields", ())
     names: list[str] = []
     for position, child in enumerate(structure.children):
         if is_mapping:
             step = f"[{structure.keys[position]!r}]"
-        elif structure.keys:
-            step = f".{structure.keys[position]}"
+        elif fields:
+            step = f".{fields[position]}"
         else:
             step = f"[{position}]"
         names += name_leaves(child, prefix + step)

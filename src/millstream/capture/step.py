@@ -202,16 +202,16 @@ class Step:
     def _look_back(self, call: Call) -> None:
         """Learn from the graphs that do not fit: drop dead ones, lift numbers that change, stop when it leads nowhere."""
         for graph in list(self._by_key.get(call.key, ())):
-            sentence, holder, key = graph.guards.broken()
-            if not sentence:
+            change = graph.guards.broken()
+            if change is None:
                 continue
-            self._why = sentence
-            for slot_owner in {slot.place.optimizer for slot in graph.slots}:
-                for place in number_places(slot_owner):
-                    if slot_owner.param_groups[place.group] is holder and place.key == key:
+            self._why = change.reason
+            for optimizer in {slot.place.optimizer for slot in graph.slots}:
+                for place in number_places(optimizer):
+                    if optimizer.param_groups[place.group] is change.holder and place.key == change.key:
                         self._workshop.cycled.add(place)
-            if isinstance(holder, Tensor) or isinstance(_get(holder, key), Tensor):
-                self._drop(graph)  # its state was replaced: it will never fit again
+            if change.is_final:
+                self._drop(graph)
         last = next(reversed(self._graphs.values()), None)
         self._num_fruitless = self._num_fruitless + 1 if last is not None and last.num_runs < 3 else 0  # noqa: PLR2004
         if self._num_fruitless > 2 * self.max_graphs:
@@ -312,10 +312,3 @@ def _ambient() -> tuple[Any, ...]:
         dtypes = (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
         return (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), *dtypes)
     return (torch.is_grad_enabled(), torch.get_default_dtype())
-
-
-def _get(holder: Any, key: Any) -> Any:
-    try:
-        return holder[key]
-    except (KeyError, IndexError, TypeError):
-        return None

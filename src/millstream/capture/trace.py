@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.amp.grad_scaler import OptState
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -33,7 +32,7 @@ from millstream.capture.clean import drop_idle_nodes, drop_unused_inputs, writte
 from millstream.capture.discover import Found
 from millstream.capture.lines import place_of
 from millstream.capture.modes import ForeignTensor, FunctionWatch, OperatorWatch
-from millstream.capture.optimizers import NumberPlace, device_of, traceable
+from millstream.capture.optimizers import NumberPlace, device_of, schedulers_are_refused, traceable
 from millstream.capture.python_state import (
     MISSING,
     Change,
@@ -191,7 +190,7 @@ class _Tracer:
                 traceable([optimizer for _, optimizer in request.found.optimizers]),
             ):
                 self.snapshot = Snapshot(request.found)
-                with record_module_reads() as reads, self._latecomers_reported():
+                with record_module_reads(self._on_forward) as reads, self._optimizers_watched():
                     self.homes = self._make_homes()
                     inputs = [*state, *self.homes, *numbers, *request.arguments]
                     try:
@@ -231,6 +230,7 @@ class _Tracer:
             with (
                 OperatorWatch(self._note_failure, functions, randoms),
                 functions,
+                functions.from_numpy_refused(),
                 checkpoints_reuse_randoms(randoms),
                 steps_are_masked(),
             ):
@@ -272,28 +272,29 @@ class _Tracer:
             for place, value in zip(places, values, strict=True):
                 place.set(value)
 
-    @contextlib.contextmanager
-    def _latecomers_reported(self) -> Iterator[None]:
-        """Stop at modules and optimizers that the request does not have."""
-        optimizers = {id(optimizer) for _, optimizer in self.request.found.optimizers}
+    def _on_forward(self, module: nn.Module) -> None:
+        """Stop at a module that the request does not have."""
+        own = (*module._parameters.values(), *module._buffers.values())
+        if any(tensor is not None and not isinstance(tensor, torch_private.FakeTensor) for tensor in own):
+            self._report(FoundLate(type(module).__name__, module, ""))
 
-        def on_forward(module: nn.Module, _: Any) -> None:
-            own = (*module._parameters.values(), *module._buffers.values())
-            if any(tensor is not None and not isinstance(tensor, torch_private.FakeTensor) for tensor in own):
-                self._report(FoundLate(type(module).__name__, module, ""))
+    @contextlib.contextmanager
+    def _optimizers_watched(self) -> Iterator[None]:
+        """Note which optimizers step; stop at one that the request does not have."""
+        known = {id(optimizer) for _, optimizer in self.request.found.optimizers}
 
         def on_step(optimizer: Optimizer, *_: Any) -> None:
-            if id(optimizer) not in optimizers:
+            if id(optimizer) not in known:
                 self._report(FoundLate(type(optimizer).__name__, optimizer, ""))
             if optimizer not in self.stepped:
                 self.stepped.append(optimizer)
 
-        handles = [register_module_forward_pre_hook(on_forward), register_optimizer_step_pre_hook(on_step)]
+        handle = register_optimizer_step_pre_hook(on_step)
         try:
-            yield
+            with schedulers_are_refused(self._note_failure):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
+            handle.remove()
 
     def _report(self, error: Exception) -> None:
         self._note_failure(error)

@@ -1,0 +1,347 @@
+"""A graph is replayed only while everything it took for granted holds; results are never stale."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from millstream.capture import Step
+from millstream.errors import FallbackWarning
+from tests.capture.worlds import World, batches, check, interpret
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        # No bias before the normalisation: its true gradient is zero, so that Adam would step along rounding errors.
+        self.body = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout))
+        self.head = nn.Linear(8, 3)
+        self.temperature = 1.0
+
+    def forward(self, x):
+        return self.head(self.body(x)) / self.temperature
+
+
+def world(model=None, kind=torch.optim.AdamW, lr=0.01, **options):
+    model = model or Net()
+    opt = kind(model.parameters(), lr=lr, **options)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return World(step, [model], [opt])
+
+
+def run(between, count=8, make=world, **options):
+    options = {"rtol": 1e-3, "atol": 1e-4, "graphs": None} | options
+    return check(make, batches(count, 6, 4), between=between, **options)
+
+
+def at(number, change):
+    def between(world, now):
+        if now == number:
+            change(world)
+
+    return between
+
+
+def test_nothing_changes():
+    assert run(None, graphs=1).graphs[0].num_runs == 7
+
+
+def test_eval_and_train():
+    def switch(world, number):
+        world.modules[0].train(number % 4 != 3)
+
+    assert len(run(switch, 12).graphs) == 2
+
+
+def test_mode_set_inside_of_the_step():
+    def make():
+        inner = world()
+        model = inner.modules[0]
+
+        def step(x, y):
+            model.train()
+            return inner.step(x, y)
+
+        inner.step_before, inner_step = inner.step, step
+        return World(inner_step, inner.modules, inner.optimizers)
+
+    def switch(world, number):
+        if number in (3, 5):
+            world.modules[0].eval()
+
+    run(switch, make=make)
+
+
+def test_dropout_probability():
+    run(at(4, lambda world: setattr(world.modules[0].body[3], "p", 0.5)), graphs=2)
+
+
+def test_attribute_of_the_users_module():
+    run(at(4, lambda world: setattr(world.modules[0], "temperature", 2.0)), graphs=2)
+
+
+def test_momentum_of_batch_norm():
+    run(at(4, lambda world: setattr(world.modules[0].body[1], "momentum", 0.5)), graphs=2)
+
+
+def test_load_state_dict_keeps_the_graph():
+    def load(world):
+        state = world.modules[0].state_dict()
+        world.modules[0].load_state_dict(
+            {key: value * 0.5 if value.is_floating_point() else value for key, value in state.items()}
+        )
+
+    run(at(4, load), graphs=1)
+
+
+def test_load_state_dict_assign():
+    def load(world):
+        state = copy.deepcopy(world.modules[0].state_dict())
+        world.modules[0].load_state_dict(
+            {key: value * 0.5 if value.is_floating_point() else value for key, value in state.items()}, assign=True
+        )
+        # The optimizer keeps the old parameters, in eager mode too.
+
+    run(at(4, load))
+
+
+def test_optimizer_load_state_dict():
+    def load(world):
+        state = copy.deepcopy(world.optimizers[0].state_dict())
+        for entry in state["state"].values():
+            entry["exp_avg"] *= 0.5
+        world.optimizers[0].load_state_dict(state)
+
+    step = run(at(4, load), graphs=1)  # the old graph is gone
+    assert step.graphs[0].num_runs == 4
+
+
+def test_checkpoint_and_resume_exactly():
+    data = batches(8, 6, 4)
+
+    def train(stop):
+        torch.manual_seed(0)
+        first = world()
+        step = Step(first.step, build=interpret, strict=True)
+        for batch in data[:stop]:
+            step(*batch)
+        saved = copy.deepcopy((first.modules[0].state_dict(), first.optimizers[0].state_dict()))
+        second = world()
+        second.modules[0].load_state_dict(saved[0])
+        second.optimizers[0].load_state_dict(saved[1])
+        again = Step(second.step, build=interpret, strict=True)
+        for batch in data[stop:]:
+            again(*batch)
+        return second.state()
+
+    left, right = train(4), train(6)
+    for name, value in left.items():
+        assert torch.equal(value, right[name]) if isinstance(value, torch.Tensor) else value == right[name]
+
+
+def test_parameter_replaced():
+    def replace(world):
+        head = world.modules[0].head
+        head.weight = nn.Parameter(head.weight.detach() * 0.5)
+
+    run(at(4, replace))
+
+
+def test_parameter_data_replaced():
+    def replace(world):
+        for parameter in world.modules[0].parameters():
+            parameter.data = parameter.data * 0.5
+
+    run(at(4, replace))
+
+
+def test_dtype_converted_and_back():
+    def convert(world, number):
+        if number == 4:
+            world.modules[0].double()
+            world.modules[0].float()
+
+    run(convert)
+
+
+def test_buffer_replaced():
+    run(at(4, lambda world: setattr(world.modules[0].body[1], "running_mean", torch.ones(8))))
+
+
+def test_submodule_replaced():
+    def replace(world):
+        torch.manual_seed(3)
+        world.modules[0].body[2] = nn.Tanh()
+
+    run(at(4, replace))
+
+
+def test_submodule_appended():
+    run(at(4, lambda world: world.modules[0].body.append(nn.Tanh())))
+
+
+def test_frozen_and_unfrozen():
+    def freeze(world, number):
+        world.modules[0].head.requires_grad_(number not in (3, 4))
+
+    run(freeze, graphs=2)
+
+
+def test_parameter_group_added():
+    def make():
+        inner = world(kind=torch.optim.SGD, lr=0.1)
+        inner.extra = nn.Parameter(torch.ones(3))
+        step = inner.step
+
+        def with_extra(x, y):
+            (inner.extra * y.float().mean()).sum().backward()
+            return step(x, y)
+
+        made = World(with_extra, inner.modules, inner.optimizers, [inner.extra])
+        made.extra = inner.extra
+        return made
+
+    run(at(4, lambda world: world.optimizers[0].add_param_group({"params": [world.extra]})), make=make)
+
+
+def test_forward_hook_added_and_removed():
+    def hook(world, number):
+        if number == 3:
+            world.handle = world.modules[0].register_forward_hook(lambda module, args, result: result * 2)
+        if number == 6:
+            world.handle.remove()
+
+    run(hook, 9)
+
+
+def test_hook_on_a_parameter_registered_later():
+    torch.manual_seed(0)
+    made = world()
+    step = Step(made.step, build=interpret)
+    data = batches(5, 6, 4)
+    for batch in data[:3]:
+        step(*batch)
+    seen = []
+    made.modules[0].head.weight.register_hook(lambda grad: seen.append(grad))
+    with pytest.warns(FallbackWarning, match=r"model.head.weight has a hook on its gradient"):
+        step(*data[3])
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(*data[4])
+    assert len(seen) == 2
+
+
+def test_new_shapes_dtypes_and_strides_get_graphs_of_their_own():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+
+    def step(x):
+        return model(x.double()).sum()
+
+    captured = Step(step, build=interpret, strict=True)
+    x = torch.randn(6, 4)
+    for argument in (x, x[:3], x.half(), torch.randn(4, 6).t(), x):
+        assert captured(argument).item() == pytest.approx(model(argument.double()).sum().item())
+    assert len(captured.graphs) == 4
+    assert captured.graphs[-1].num_runs == 2
+
+
+def test_values_of_other_arguments_select_graphs():
+    captured = Step(lambda x, scale, mode="a": x * scale if mode == "a" else x - scale, build=interpret, strict=True)
+    x = torch.ones(2)
+    assert captured(x, 2).tolist() == [2, 2]
+    assert captured(x, 2.0).tolist() == [2, 2]
+    assert captured(x, True).tolist() == [1, 1]
+    assert captured(x, 2, mode="b").tolist() == [-1, -1]
+    assert captured(x, 2).tolist() == [2, 2]
+    assert len(captured.graphs) == 4
+
+
+def test_number_of_graphs_is_bounded_and_the_oldest_goes():
+    released = []
+
+    def build(gm, inputs, static):
+        class Executable:
+            def __call__(self, values):
+                return list(gm(*values))
+
+            def release(self):
+                released.append(inputs[-1].shape[0])
+
+        return Executable()
+
+    captured = Step(lambda x: x * 2, build=build, strict=True, max_graphs=2)
+    for size in (1, 2, 1, 3, 1, 2):
+        assert captured(torch.ones(size)).tolist() == [2] * size
+    assert len(captured.graphs) == 2
+    assert released == [2, 3]
+
+
+def test_steps_that_never_repeat_end_in_eager_mode():
+    captured = Step(lambda x: x * 2, build=interpret, max_graphs=2)
+    with pytest.warns(FallbackWarning, match="hardly served again"):
+        for size in range(1, 12):
+            assert captured(torch.ones(size)).tolist() == [2] * size
+    assert len(captured.graphs) == 2
+
+
+def test_global_and_closure_values():
+    scale = 1.0
+
+    def step(x):
+        return x * scale * FACTOR["value"]
+
+    captured = Step(step, build=interpret, strict=True)
+    x = torch.ones(2)
+    assert captured(x).tolist() == [3, 3]
+    scale = 2.0
+    assert captured(x).tolist() == [6, 6]
+    FACTOR["value"] = 1.0
+    try:
+        assert captured(x).tolist() == [2, 2]
+    finally:
+        FACTOR["value"] = 3.0
+    assert captured(x).tolist() == [6, 6]
+    assert len(captured.graphs) == 3
+
+
+FACTOR = {"value": 3.0}
+
+
+def test_autocast_and_grad_mode_select_graphs():
+    model = nn.Linear(4, 3)
+    captured = Step(lambda x: model(x), build=interpret, strict=True)
+    x = torch.randn(2, 4)
+    assert captured(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert captured(x).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert captured(x).dtype == torch.float32
+    assert len(captured.graphs) == 3
+
+
+def test_two_steps_over_one_model():
+    torch.manual_seed(0)
+    shared = world()
+    first = Step(shared.step, build=interpret, strict=True)
+    second = Step(lambda x, y: shared.step(x, y) * 2, build=interpret, strict=True)
+    torch.manual_seed(0)
+    other = world()
+    for number, batch in enumerate(batches(8, 6, 4)):
+        ours = (first if number % 2 else second)(*batch)
+        theirs = other.step(*batch) * (1 if number % 2 else 2)
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
+    assert len(first.graphs) == len(second.graphs) == 1

@@ -1,0 +1,448 @@
+"""What cannot be captured is refused with reason, line and remedy, and leaves everything exactly as it was."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler, swa_utils
+
+from millstream.capture import Step
+from millstream.errors import CaptureError, FallbackWarning
+from tests.capture.worlds import World, assert_same, batches, interpret
+
+COUNTER = 0
+
+
+class Base:
+    """A model with everything that could be disturbed: statistics, dropout, gradients, optimizer state."""
+
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+        self.scheduler = lr_scheduler.StepLR(self.opt, 2)
+        self.history = []
+        self.count = 0
+        self.average = swa_utils.AveragedModel(nn.Linear(4, 3))
+
+    def finish(self, loss):
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad(set_to_none=False)
+        return loss
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x), y)
+
+
+def item(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    return loss.item()
+
+
+def to_float(base, x, y):
+    return float(base.finish(base.loss(x, y)))
+
+
+def branch(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    if loss > 0:
+        loss = loss * 2
+    return loss
+
+
+def asserts(base, x, y):
+    loss = base.loss(x, y)
+    assert torch.isfinite(loss)
+    return base.finish(loss)
+
+
+def prints(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    print("loss", loss)  # noqa: T201
+    return loss
+
+
+def formats(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    return f"{loss:.3f}"
+
+
+def to_numpy(base, x, y):
+    base.finish(base.loss(x, y))
+    return x.numpy().sum()
+
+
+def to_list(base, x, y):
+    base.finish(base.loss(x, y))
+    return y.tolist()
+
+
+def mask(base, x, y):
+    return base.finish(base.loss(x, y) + x[x > 0].sum())
+
+
+def nonzero(base, x, y):
+    return base.finish(base.loss(x, y) + y.nonzero().sum())
+
+
+def swallowed(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    try:
+        value = loss.item()
+    except Exception:  # noqa: BLE001
+        value = -1.0
+    return loss * value
+
+
+def nan_to_skip(base, x, y):
+    loss = base.loss(x, y)
+    if torch.isnan(loss).any():
+        return loss
+    return base.finish(loss)
+
+
+def appends(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    base.history.append(loss)
+    return loss
+
+
+def counts(base, x, y):
+    base.count += 1
+    return base.finish(base.loss(x, y))
+
+
+def counts_globally(base, x, y):
+    global COUNTER  # noqa: PLW0603
+    COUNTER += 1
+    return base.finish(base.loss(x, y))
+
+
+def stores(base, x, y):
+    base.last = base.finish(base.loss(x, y))
+    return base.last
+
+
+def schedules(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    base.scheduler.step()
+    return loss
+
+
+def averages(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    base.average.update_parameters(base.average.module)
+    return loss
+
+
+def python_random(base, x, y):
+    return base.finish(base.loss(x, y) * random.random())
+
+
+def seeds(base, x, y):
+    torch.manual_seed(3)
+    return base.finish(base.loss(x, y))
+
+
+def own_generator(base, x, y):
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    return base.finish(base.loss(x + noise, y))
+
+
+def freezes(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    base.model[0].weight.requires_grad_(not base.model[0].weight.requires_grad)
+    return loss
+
+
+def hooks(base, x, y):
+    handle = base.model[0].weight.register_hook(lambda grad: grad * 2)
+    loss = base.finish(base.loss(x, y))
+    handle.remove()
+    return loss
+
+
+def fails(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    if base.history is not None:
+        raise KeyError("the user's own mistake")
+    return loss
+
+
+def numpy_input(base, x, y):
+    return base.finish(base.loss(x + torch.from_numpy(np.ones(4, dtype=np.float32)), y))
+
+
+REFUSED = {
+    item: (".item()", "item", "outside of the step"),
+    to_float: ("float()", "to_float", "outside of the step"),
+    branch: ("branches on a tensor's value", "branch", "torch.where"),
+    asserts: ("branches on a tensor's value", "asserts", "torch.where"),
+    prints: ("prints a tensor", "prints", "outside of the step"),
+    formats: ("prints a tensor", "formats", "outside of the step"),
+    to_numpy: ("NumPy array", "to_numpy", "outside of the step"),
+    to_list: ("reads a tensor's value", "to_list", "outside of the step"),
+    mask: ("shape of a result depends on values", "mask", "torch.where"),
+    nonzero: ("shape of a result depends on values", "nonzero", "torch.where"),
+    swallowed: (".item()", "swallowed", "outside of the step"),
+    nan_to_skip: ("branches on a tensor's value", "nan_to_skip", "torch.where"),
+    appends: ("changes", "", "out of the step"),
+    counts: ("changes", "", "out of the step"),
+    counts_globally: ("changes COUNTER", "", "out of the step"),
+    stores: ("stores a tensor in", "", "out of the step"),
+    schedules: ("StepLR.step()", "schedules", "outside of the step"),
+    averages: ("branches on a tensor's value", "", "torch.where"),
+    python_random: ("Python's random module", "", "out of the step"),
+    seeds: ("", "", ""),
+    own_generator: ("generator of its own", "own_generator", "torch.manual_seed"),
+    freezes: ("requires_grad changed", "", "out of the step"),
+    hooks: ("registers a hook", "hooks", "outside of the step"),
+    numpy_input: ("reads a NumPy array", "numpy_input", "pass that"),
+}
+
+
+def prepared(function):
+    """A base after one eager step, with gradients left from elsewhere, and the step to be tried."""
+    torch.manual_seed(0)
+    base = Base()
+    data = batches(3, 6, 4)
+    base.finish(base.loss(*data[0]))
+    base.loss(*data[1]).backward()
+
+    def step(x, y):
+        return function(base, x, y)
+
+    return base, step, data[2]
+
+
+def world_of(base):
+    return World(None, [base.model, base.average], [base.opt])
+
+
+def fingerprint(base):
+    """Everything that must be untouched: objects, values, versions apart."""
+    tensors = [*base.model.parameters(), *base.model.buffers(), *base.average.parameters(), *base.average.buffers()]
+    tensors += [value for entry in base.opt.state.values() for value in entry.values()]
+    tensors += [parameter.grad for parameter in base.model.parameters()]
+    return {
+        "ids": [id(tensor) for tensor in tensors],
+        "types": [type(tensor) for tensor in tensors],
+        "attributes": [dict(vars(tensor)) for tensor in tensors],
+        "addresses": [tensor.data_ptr() for tensor in tensors],
+        "flags": [dict(group, params=None) for group in base.opt.param_groups],
+        "requires_grad": [tensor.requires_grad for tensor in tensors],
+        "modes": [module.training for module in base.model.modules()],
+        "python": (list(base.history), base.count, vars(base).get("last"), COUNTER, random.getstate()),
+        "scheduler": {key: value for key, value in vars(base.scheduler).items() if not callable(value)},
+        "optimizer": {key for key in vars(base.opt)},
+        "module": [set(vars(module)) for module in base.model.modules()],
+    }, [tensor.detach().clone() for tensor in tensors] + [torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+def test_strict_raises_and_touches_nothing(function):
+    base, step, batch = prepared(function)
+    facts, values = fingerprint(base)
+    with pytest.raises(CaptureError) as caught:
+        Step(step, build=interpret, strict=True)(*batch)
+    reason, place, remedy = REFUSED[function]
+    if reason:
+        assert reason in caught.value.reason
+    if place:
+        filename, _, line = caught.value.where.rpartition(":")
+        assert filename == __file__
+        first = function.__code__.co_firstlineno
+        assert first <= int(line) <= first + 8
+    assert remedy in caught.value.remedy
+    now, now_values = fingerprint(base)
+    assert now == facts
+    for left, right in zip(values, now_values, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+def test_falls_back_once_with_a_warning_and_the_same_numbers(function, capsys):
+    global COUNTER  # noqa: PLW0603
+    COUNTER = 0
+    base, step, batch = prepared(function)
+    captured = Step(step, build=interpret)
+    torch.manual_seed(5)
+    random.seed(5)
+    with pytest.warns(FallbackWarning) as caught:
+        ours = [captured(*batch)]
+    assert len(caught) == 1
+    assert "runs as plain Python" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.append(captured(*batch))
+    count, COUNTER = COUNTER, 0
+    other, plain, _ = prepared(function)
+    torch.manual_seed(5)
+    random.seed(5)
+    theirs = [plain(*batch), plain(*batch)]
+    assert_same(ours, theirs, rtol=0, atol=0)
+    assert_same(world_of(base).state(), world_of(other).state(), rtol=0, atol=0)
+    assert (count, len(base.history), base.count) == (COUNTER, len(other.history), other.count)
+    assert captured.graphs == []
+    assert len(captured.fallbacks) == 1
+
+
+def test_the_users_own_error_is_raised_as_it_is():
+    _, step, batch = prepared(fails)
+    captured = Step(step, build=interpret)
+    with pytest.warns(FallbackWarning, match="KeyError"), pytest.raises(KeyError, match="own mistake"):
+        captured(*batch)
+
+
+def test_lbfgs():
+    model = nn.Linear(4, 3)
+    opt = torch.optim.LBFGS(model.parameters())
+
+    def step(x, y):
+        def closure():
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        return opt.step(closure)
+
+    with pytest.raises(CaptureError, match="LBFGS"):
+        Step(step, build=interpret, strict=True)(*batches(1, 6, 4)[0])
+
+
+def test_batch_norm_with_a_cumulative_average():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None))
+    with pytest.raises(CaptureError, match="float"):
+        Step(lambda x: model(x), build=interpret, strict=True)(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "accumulated", "module", "optimizer in backward"])
+def test_hooks_that_run_in_backward(kind):
+    model = nn.Sequential(nn.Linear(4, 3))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "tensor":
+        model[0].weight.register_hook(lambda grad: grad * 2)
+    elif kind == "accumulated":
+        model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    elif kind == "module":
+        model[0].register_full_backward_hook(lambda *_: None)
+    else:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: opt.step())
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss
+
+    with pytest.raises(CaptureError, match="hook"):
+        Step(step, build=interpret, strict=True)(*batches(1, 6, 4)[0])
+
+
+def test_arguments_that_share_memory_of_which_one_is_written():
+    captured = Step(lambda x, y: x.add_(1).sum() + y.sum(), build=interpret, strict=True)
+    base = torch.zeros(4)
+    with pytest.raises(CaptureError, match="shares memory"):
+        captured(base[:2], base[1:])
+    assert base.tolist() == [0, 0, 0, 0]
+    with pytest.raises(CaptureError, match="two arguments"):
+        captured(base, base)
+    left, right = torch.zeros(3), torch.zeros(3)
+    assert captured(left, right).item() == 3
+    with pytest.raises(CaptureError, match="shares memory"):
+        captured(base[:3], base[1:])
+
+
+def test_arguments_that_share_memory_and_are_only_read():
+    captured = Step(lambda x, y: (x + y).sum(), build=interpret, strict=True)
+    base = torch.arange(4.0)
+    assert captured(base[:3], base[1:]).item() == 9
+
+
+def test_an_argument_that_shares_memory_with_state():
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = model(x).sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    captured = Step(step, build=interpret, strict=True)
+    captured(torch.ones(2, 2))
+    captured(torch.ones(2, 2))
+    with pytest.raises(CaptureError, match="shares memory"):
+        captured(model.weight.detach())
+
+
+def test_an_argument_on_another_device():
+    model = nn.Linear(2, 2)
+    captured = Step(lambda x: model(x), build=interpret, strict=True)
+    with pytest.raises(CaptureError, match="device"):
+        captured(torch.ones(2, 2, device="meta"))
+
+
+def test_an_argument_that_gets_a_gradient():
+    model = nn.Linear(2, 2)
+
+    def step(x):
+        model(x).sum().backward()
+
+    with pytest.raises(CaptureError, match="gradient on one of its arguments"):
+        Step(step, build=interpret, strict=True)(torch.ones(2, 2, requires_grad=True))
+
+
+def test_an_argument_of_an_outer_graph_runs_eagerly():
+    x = torch.ones(2, requires_grad=True)
+    captured = Step(lambda x: (x * 3).sum(), build=interpret)
+    with pytest.warns(FallbackWarning, match="computed with gradients"):
+        result = captured(x * 2)
+    result.backward()
+    assert x.grad.tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("when", ["build", "first run"])
+def test_a_failing_build_or_first_run_leaves_everything_as_it_was(when):
+    def build(gm, inputs, static):
+        if when == "build":
+            inputs[0].zero_()
+            raise RuntimeError("no compiler")
+
+        def run(values):
+            gm(*values)
+            torch.rand(3)
+            raise RuntimeError("out of memory")
+
+        return run
+
+    base, step, batch = prepared(lambda base, x, y: base.finish(base.loss(x, y)))
+    facts, values = fingerprint(base)
+    with pytest.raises(CaptureError, match="no compiler|out of memory"):
+        Step(step, build=build, strict=True)(*batch)
+    now, now_values = fingerprint(base)
+    assert now == facts
+    for left, right in zip(values, now_values, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_the_warning_names_reason_line_and_remedy():
+    _, step, batch = prepared(item)
+    with pytest.warns(FallbackWarning) as caught:
+        Step(step, build=interpret)(*batch)
+    message = str(caught[0].message)
+    line = item.__code__.co_firstlineno + 2
+    assert message == (
+        f"step runs as plain Python: The step reads a tensor's value with .item(). At {__file__}:{line}. "
+        "Return the tensor and read its value outside of the step; for a branch use torch.where."
+    )
