@@ -1,6 +1,6 @@
 """Arguments of the command line, and which function each command calls.
 
-Neither torch nor a job is imported before it is needed: ``--help``, ``--version`` and wrong arguments answer at once.
+A job is imported only when it runs.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millstream import __version__
 from millstream.errors import ArgumentError
 
 if TYPE_CHECKING:
     from millstream.cli.job import Job
 
-NOT_INSTALLED = "(runs from its source, not installed)"
 EXIT_BAD_INPUT = 2  # as argparse's own
 MAX_SEED = 2**32 - 1  # leaves room to mix an epoch into the 64 bits that PyTorch takes
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -49,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="millstream", description="Train a small model as one graph of fused kernels, or show that graph."
     )
-    parser.add_argument("--version", action="version", version=f"millstream {find_version()}")
+    parser.add_argument("--version", action="version", version=f"millstream {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     train = commands.add_parser("train", help="train a model, eager and then as one graph, and compare")
     explain = commands.add_parser("explain", help="show the graph of a training step")
@@ -67,14 +66,6 @@ def make_parser() -> argparse.ArgumentParser:
             add_options(job)
             add_sizes(job)
     return parser
-
-
-def find_version() -> str:
-    """Return the installed version, or ``NOT_INSTALLED``."""
-    try:
-        return metadata.version("millstream")
-    except metadata.PackageNotFoundError:
-        return NOT_INSTALLED
 
 
 def _add_train_options(parser: argparse.ArgumentParser) -> None:
