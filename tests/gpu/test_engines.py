@@ -1,0 +1,228 @@
+"""On a GPU: the numbers of eager, the graph engine exactly as the serial one, memory given back, states untouched by failures."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import millstream as ms
+from millstream.api import executables
+from tests import networks
+from tests.engines.test_step import OPTIMIZERS, TOLERANCE, assert_trained_alike, train
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+def engines_of(compiled):
+    return [(executable.engine.name, getattr(executable.engine, "captured", None)) for executable in executables(compiled)]
+
+
+@pytest.mark.parametrize("kind", networks.ALL)
+def test_inference(kind):
+    model = kind().cuda().eval()
+    graph = ms.compile(model, strict=True)
+    with torch.no_grad():
+        for _ in range(4):
+            x, _ = networks.example(kind, "cuda")
+            networks.assert_close(graph(x), model(x), 1e-4)
+        assert engines_of(graph) == [("graph", True)]
+        torch._dynamo.reset()
+        serial = ms.compile(model, strict=True, engine="serial")
+        assert torch.equal(serial(x), graph(x))
+        first = graph(x)
+        assert all(torch.equal(graph(x), first) for _ in range(50))
+
+
+@pytest.mark.parametrize("kind", [networks.Mlp, networks.ResNet, networks.Transformer])
+def test_forward_and_backward(kind):
+    model = kind().cuda()
+    twin = copy.deepcopy(model)
+    compiled = ms.compile(model, strict=True)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (model, twin)]
+    for _ in range(6):
+        x, y = networks.example(kind, "cuda")
+        for network, optimizer in zip((compiled, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(network(x), y).backward()
+            optimizer.step()
+    assert engines_of(compiled) == [("graph", True), ("graph", True)]
+    networks.assert_close(list(model.state_dict().values()), list(twin.state_dict().values()), TOLERANCE)
+
+
+def test_outstanding_forwards_are_not_overwritten():
+    model = networks.ResNet().cuda()
+    twin = copy.deepcopy(model)
+    compiled = ms.compile(model, strict=True)
+    for _ in range(3):
+        batches = [networks.example(networks.ResNet, "cuda") for _ in range(3)]
+        for network in (compiled, twin):
+            network.zero_grad()
+            losses = [F.cross_entropy(network(x), y) for x, y in batches]
+            with torch.no_grad():
+                network(batches[0][0])
+            for i in (2, 0, 1):
+                losses[i].backward()
+            del losses
+        networks.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()], TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", networks.ALL)
+def test_networks_train_as_in_eager(kind):
+    captured, sides, losses = train(kind, OPTIMIZERS["momentum"], 20, "cuda")
+    assert_trained_alike(sides, losses)
+    assert engines_of(captured) == [("graph", True)]
+    assert not captured.fallbacks
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_train_as_in_eager(name):
+    captured, sides, losses = train(networks.Mlp, OPTIMIZERS[name], 20, "cuda")
+    assert_trained_alike(sides, losses)
+    assert engines_of(captured) == [("graph", True)]
+
+
+@pytest.mark.parametrize("kind", [networks.ResNet, networks.Lstm])
+def test_engines_agree_exactly_and_runs_repeat(kind):
+    states = []
+    for engine in ("serial", "graph", "graph"):
+        torch.manual_seed(7)
+        torch._dynamo.reset()
+        _, ((model, optimizer, _), _), losses = train(kind, OPTIMIZERS["adam"], 6, "cuda", engine)
+        states.append((list(model.state_dict().values()), networks.optimizer_state(optimizer), losses[0]))
+    for a, b, c in zip(*(torch.utils._pytree.tree_leaves(state) for state in states), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(b, c)
+
+
+def test_dropout_follows_the_seed_and_differs_from_step_to_step():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.Dropout(0.5)).cuda()
+
+    @ms.step(strict=True)
+    def step(x):
+        return model(x)
+
+    x = torch.randn(8, 16, device="cuda")
+    step(x), step(x), step(x)
+    torch.manual_seed(3)
+    first, second = step(x), step(x)
+    torch.manual_seed(3)
+    assert torch.equal(step(x), first)
+    assert not torch.equal(first, second)
+
+
+def test_the_graph_takes_no_memory_beyond_its_plan():
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(12)]).cuda()
+    compiled = ms.compile(model, copy_outputs=False)
+    x = torch.randn(4096, 1024, device="cuda")
+    with torch.no_grad():
+        compiled(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        compiled(x)
+        (executable,) = executables(compiled)
+        slots = x.numel() * 4
+        library_workspaces = 64 << 20
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak <= executable.peak_bytes + slots + library_workspaces
+        assert executable.peak_bytes <= 3 * x.numel() * 4  # twelve layers, of which two live at a time
+
+
+def test_replaced_and_moved_parameters_are_seen():
+    model = networks.Mlp().cuda().eval()
+    compiled = ms.compile(model)
+    x, _ = networks.example(networks.Mlp, "cuda")
+    with torch.no_grad():
+        for _ in range(6):
+            compiled(x)
+            model.load_state_dict(networks.Mlp().cuda().state_dict(), assign=True)
+            networks.assert_close(compiled(x), model(x), 1e-4)
+
+
+def test_results_are_the_callers_own():
+    model = networks.Mlp().cuda().eval()
+    compiled = ms.compile(model)
+    x, _ = networks.example(networks.Mlp, "cuda")
+    with torch.no_grad():
+        compiled(x), compiled(x)
+        first = compiled(x)
+        kept = first.clone()
+        compiled(x + 1)
+        assert torch.equal(first, kept)
+
+
+def test_a_graph_that_cannot_be_captured_runs_serially_with_a_warning():
+    def function(x):
+        return x[x > 0].sum() + torch.ones(3).to(x.device).sum()
+
+    compiled = ms.compile(function)
+    x = torch.randn(100, device="cuda")
+    with pytest.warns(ms.FallbackWarning):
+        for _ in range(3):
+            networks.assert_close(compiled(x), function(x), 1e-4)
+
+
+def test_autocast_and_gradient_scaling():
+    model = networks.ResNet().cuda()
+    twin = copy.deepcopy(model)
+    sides = []
+    for network in (model, twin):
+        optimizer = torch.optim.SGD(network.parameters(), 0.05, momentum=0.9)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8)
+
+        def step(x, y, network=network, optimizer=optimizer, scaler=scaler):
+            with torch.autocast("cuda", torch.float16):
+                loss = F.cross_entropy(network(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss
+
+        sides.append(step)
+    captured = ms.step(sides[0], strict=True)
+    for _ in range(8):
+        x, y = networks.example(networks.ResNet, "cuda")
+        networks.assert_close(captured(x, y), sides[1](x, y).detach(), 2e-2)
+    networks.assert_close(list(model.parameters()), list(twin.parameters()), 2e-2)
+
+
+def test_the_device_and_the_generator_are_left_alone_by_a_failure():
+    model = networks.Mlp().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if loss.item() > 100:
+            optimizer.step()
+        return loss
+
+    x, y = networks.example(networks.Mlp, "cuda")
+    before = copy.deepcopy(model.state_dict())
+    state = torch.cuda.get_rng_state()
+    with pytest.raises(ms.CaptureError, match="item"):
+        ms.step(step, strict=True)(x, y)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    networks.assert_close(list(model.state_dict().values()), list(before.values()), 0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_torchvision_and_timm_unchanged():
+    torchvision, timm = pytest.importorskip("torchvision"), pytest.importorskip("timm")
+    for model in (torchvision.models.mobilenet_v3_small(weights=None), timm.create_model("resnet18")):
+        model = model.cuda().eval()
+        compiled = ms.compile(model, strict=True)
+        with torch.no_grad():
+            for _ in range(3):
+                x = torch.randn(2, 3, 64, 64, device="cuda")
+                networks.assert_close(compiled(x), model(x), 1e-3)
+        torch._dynamo.reset()
