@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -27,7 +28,10 @@ GraphPool = tuple[int, int]
 class Driver(Protocol):
     """What a device must be able to do. All calls but ``synchronize`` return before the device has done the work."""
 
-    torch_device: torch.device
+    @property
+    def torch_device(self) -> torch.device:
+        """Where its tensors live."""
+        ...
 
     def make_stream(self, *, high_priority: bool) -> Stream:
         """Make a stream, or hand out one of PyTorch's: two calls may give the same one."""
@@ -136,6 +140,7 @@ class CudaDriver:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.place = place
         self.torch_device = place.torch_device
+        self._anchors: list[torch.cuda.CUDAGraph] = []
 
     def make_stream(self, *, high_priority: bool) -> Stream:
         """Hand out the next of PyTorch's 32 streams of the priority; they never block on the default stream."""
@@ -175,8 +180,18 @@ class CudaDriver:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def make_graph_pool(self) -> GraphPool:
-        """Name a new pool; PyTorch gives it memory when a graph is captured into it."""
+        """Make a new pool; PyTorch gives it memory when a graph is captured into it.
+
+        An empty graph stays in it: a pool that no graph uses any more while a tensor still lies in it cannot be captured into
+        again (PyTorch 2.11 asserts).
+        """
         first, second = torch.cuda.graph_pool_handle()
+        anchor = torch.cuda.CUDAGraph()
+        with guard(self.place), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch doubts that an empty graph is meant
+            with torch.cuda.graph(anchor, pool=(first, second), capture_error_mode="thread_local"):
+                pass
+        self._anchors.append(anchor)
         return (first, second)
 
     @contextmanager

@@ -144,7 +144,8 @@ class _Pass(Iterator[Any]):
         # The session must not refer back to this object, or leaving a loop would not end the worker. Nor does the
         # thread.
         finalizer = weakref.finalize(self, session.close, "")
-        finalizer.atexit = False  # the end of the interpreter is the device context's to order
+        # The end of the interpreter is the device context's to order.
+        finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def __next__(self) -> Any:
         try:
