@@ -13,7 +13,7 @@ from millstream.cli import main
 from millstream.cli.train import WARM_UP_STEPS, find_largest_difference, run_stretch
 
 JOBS = {
-    "char-rnn": "char-rnn --layers 2 --hidden 8 --sequence 4 --batch 3 --vocabulary 20 --sample 30",
+    "char-rnn": "char-rnn --layers 1 --hidden 8 --sequence 3 --batch 4 --vocabulary 20 --sample 30",
     "digits": "digits --width 2 --batch 16",
 }
 
@@ -75,9 +75,20 @@ def test_comparing_does_not_change_the_training(job):
 def test_explain(capsys):
     assert run("explain", "digits") == 0
     text = capsys.readouterr().out
-    assert "kernel" in text
+    assert re.search(r"\d+ kernels on cpu", text)
+    assert "convolution_backward" in text
+    assert "nothing fell back" in text
+
+
+@pytest.mark.usefixtures("eager")
+def test_explain_as_json(capsys, monkeypatch):
+    class Explanation:
+        def to_dict(self):
+            return {"kernels": 3}
+
+    monkeypatch.setattr(ms, "explain", lambda step: Explanation())
     assert run("explain", "digits", "--json") == 0
-    assert isinstance(json.loads(capsys.readouterr().out), dict)
+    assert json.loads(capsys.readouterr().out) == {"kernels": 3}
 
 
 def test_disagreement_is_a_failure(monkeypatch, capsys, tmp_path):

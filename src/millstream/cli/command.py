@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_train_options(parser: argparse.ArgumentParser) -> None:
     count, seconds = _number(int, 1), _number(float, 0)
-    parser.add_argument("--steps", type=count, help="steps of this run (the job's own number)")
+    parser.add_argument("--steps", type=count, help="steps of this run (the job's own number, within a minute)")
     parser.add_argument("--seconds", type=seconds, help="end this run after so much time (no limit)")
     parser.add_argument(
         "--compare", type=_number(int, 0), default=20, help="steps to run eagerly too, and to compare (%(default)s)"
@@ -93,7 +93,7 @@ def _add_char_rnn_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=_number(int, 2), default=65, help="characters told apart (%(default)s)")
     parser.add_argument("--sample", type=_number(int, 0), default=400, help="characters to generate (%(default)s)")
     parser.add_argument(
-        "--temperature", type=_number(float, 0.01), default=0.7, help="of the sample, low is safe (%(default)s)"
+        "--temperature", type=_number(float, 0.01), default=0.8, help="of the sample, low is safe (%(default)s)"
     )
 
 

@@ -28,6 +28,7 @@ from millstream.cli.job import Carry, Job
 
 WARM_UP_STEPS = 3  # the first initialises the optimizer, the second captures and compiles, the third replays
 TOLERANCE = 1e-3  # relative, of a loss: float32 rounding that the steps amplify stays far below, a wrong gradient above
+DEFAULT_SECONDS = 60.0  # a run that the user gives no length ends then, whatever the machine
 REFRESH_SECONDS = 0.5  # a loss is read from the device, which waits for it, no more often than this
 
 EXIT_OK = 0
@@ -87,8 +88,9 @@ def train(
 
     Args:
         make_job: Makes the job, fresh and the same each time.
-        steps: Length of the run, or ``None`` for the job's own (without end when there are ``seconds``).
-        seconds: Time after which the run ends, counted from the first step behind the compared ones.
+        steps: Length of the run.
+        seconds: Time after which the run ends, counted from the first step behind the compared ones. With neither, the
+            job's own number of steps and ``DEFAULT_SECONDS`` hold.
         compare: Steps to run eagerly too.
         resume: Checkpoint to start from.
         checkpoint: File to save to.
@@ -105,7 +107,7 @@ def train(
     console.print(f"[bold]{job.name}[/] on {job.device}: {job.title}")
     start = load_checkpoint(resume, job) if resume else None
     if steps is None and seconds is None:
-        steps = job.steps
+        steps, seconds = job.steps, DEFAULT_SECONDS
     compare = compare if steps is None else min(compare, steps)
 
     def begin(captured: bool) -> Run:
