@@ -12,6 +12,7 @@ from millstream.graph.layout import MemoryLayout
 from millstream.graph.order import HappensBefore, Moment, StreamClocks
 from millstream.graph.plan import Allocate, Copy, Free, Launch, Plan, Record, Step, Wait
 from millstream.graph.text import ParseError, format_graph, format_plan, format_step, parse_graph, parse_plan
+from millstream.graph.timeline import Span, Timeline
 from millstream.graph.validate import CALLER_ROLES, PLANNED_ROLES, validate_graph, validate_plan
 
 __all__ = [
@@ -34,8 +35,10 @@ __all__ = [
     "Plan",
     "Record",
     "Role",
+    "Span",
     "Step",
     "StreamClocks",
+    "Timeline",
     "Wait",
     "derive_dependencies",
     "format_graph",
