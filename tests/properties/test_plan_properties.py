@@ -124,14 +124,16 @@ def test_packing_is_within_five_percent_of_the_lower_bound_on_average():
 
 
 @given(spread_plans())
-def test_peak_memory_is_what_is_held(plan):
-    held, most = set(), 0
+def test_peak_memory_is_what_the_pools_of_all_streams_hold(plan):
+    held = {stream: set() for stream in range(plan.num_streams)}
+    most = dict.fromkeys(held, 0)
     for step in plan.steps:
         if isinstance(step, Allocate):
-            held.add(step.buffer)
+            held[step.stream].add(step.buffer)
         elif isinstance(step, Free):
-            held.remove(step.buffer)
+            held[step.stream].remove(step.buffer)
         elif isinstance(step, Launch):
-            held.update(plan.graph.kernels[step.kernel].allocates)
-        most = max(most, sum(plan.graph.buffer_of[buffer].num_bytes for buffer in held))
-    assert peak_bytes(plan) == most
+            held[step.stream].update(plan.graph.kernels[step.kernel].allocates)
+        for stream, buffers in held.items():
+            most[stream] = max(most[stream], sum(plan.graph.buffer_of[buffer].num_bytes for buffer in buffers))
+    assert peak_bytes(plan) == sum(most.values())

@@ -1,7 +1,31 @@
-"""From a graph to a plan, and how much memory the plan takes."""
+"""From a graph and its costs to a plan, and how much memory the plan takes."""
 
+from millstream.schedule.allocation import place_allocations
+from millstream.schedule.assignment import Assignment, assign_chains, assign_list, assign_slack
+from millstream.schedule.exact import assign_exact
 from millstream.schedule.lifetimes import Lifetime, derive_lifetimes, peak_bytes
 from millstream.schedule.memory import assign_offsets
+from millstream.schedule.policies import POLICIES, Policy, plan_graph
+from millstream.schedule.ranking import critical_path_ns, rank_kernels
 from millstream.schedule.serial import plan_serial
+from millstream.schedule.waits import place_waits
 
-__all__ = ["Lifetime", "assign_offsets", "derive_lifetimes", "peak_bytes", "plan_serial"]
+__all__ = [
+    "POLICIES",
+    "Assignment",
+    "Lifetime",
+    "Policy",
+    "assign_chains",
+    "assign_exact",
+    "assign_list",
+    "assign_offsets",
+    "assign_slack",
+    "critical_path_ns",
+    "derive_lifetimes",
+    "peak_bytes",
+    "place_allocations",
+    "place_waits",
+    "plan_graph",
+    "plan_serial",
+    "rank_kernels",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millstream.graph import PLANNED_ROLES, Allocate, Free, HappensBefore, Launch, Plan, step_storages
+from millstream.graph import PLANNED_ROLES, Allocate, Free, HappensBefore, Launch, MemoryLayout, Plan, step_storages
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,17 +14,22 @@ class Lifetime:
     Attributes:
         buffer: Id of a temporary or output that owns its memory.
         first: Position of its first write.
-        last: Position of its last use in the order of the host.
         stream: Stream of the first write.
+        last_uses: Position of its last use on each stream that uses it, in the order of the host.
         reusable_from: For each stream, the position of the first step there that happens after every use, so that it
             and what follows on that stream may overwrite the memory; the number of steps where there is none.
     """
 
     buffer: str
     first: int
-    last: int
     stream: int
+    last_uses: tuple[int, ...]
     reusable_from: tuple[int, ...]
+
+    @property
+    def last(self) -> int:
+        """Position of its last use in the order of the host."""
+        return self.last_uses[-1]
 
     def overlaps(self, other: Lifetime) -> bool:
         """Tell whether both may be in use at one time, so that they cannot share memory."""
@@ -55,34 +60,40 @@ def derive_lifetimes(plan: Plan) -> dict[str, Lifetime]:
     order = HappensBefore(plan)
     lifetimes = {}
     for buffer, start in first.items():
-        uses = last_on[buffer].values()
+        uses = tuple(sorted(last_on[buffer].values()))
         reusable = tuple(max(order.first_behind(stream, use) for use in uses) for stream in range(plan.num_streams))
-        lifetimes[buffer] = Lifetime(buffer, start, max(uses), plan.steps[start].stream, reusable)
+        lifetimes[buffer] = Lifetime(buffer, start, plan.steps[start].stream, uses, reusable)
     return lifetimes
 
 
-def peak_bytes(plan: Plan, device: str | None = None) -> int:
-    """Return the most bytes that a plan's temporaries and outputs hold at one time, on the host's clock.
+def peak_bytes(plan: Plan, device: str | None = None, layout: MemoryLayout | None = None) -> int:
+    """Return how much memory a plan's temporaries and outputs take at most, known before it runs.
 
-    Memory that operators allocate counts from their launch. Inputs, states and constants, which exist before, do not
-    count. Linear in the number of steps.
+    Freed memory can be used again only on the stream that allocated it, as in PyTorch's allocator: each stream has a
+    pool as large as the most it holds at one time, on the host's clock, and the pools add up. Memory that operators
+    allocate belongs to the stream of their launch. Inputs, states and constants, which exist before, do not count.
+    Linear in the number of steps.
 
     Args:
         plan: What will be run.
         device: Count only what lives there; by default everything.
+        layout: The buffers in it take the bytes of its arena instead of their own.
     """
+    packed = layout.offset_of if layout else {}
     size_of = {
         buffer.id: buffer.num_bytes
         for buffer in plan.graph.buffers
-        if buffer.role in PLANNED_ROLES and device in (None, buffer.device)
+        if buffer.role in PLANNED_ROLES and device in (None, buffer.device) and buffer.id not in packed
     }
-    held = peak = 0
+    held = [0] * plan.num_streams
+    peak = [0] * plan.num_streams
     for step in plan.steps:
         if isinstance(step, Allocate):
-            held += size_of.get(step.buffer, 0)
+            held[step.stream] += size_of.get(step.buffer, 0)
         elif isinstance(step, Launch):
-            held += sum(size_of.get(buffer, 0) for buffer in plan.graph.kernels[step.kernel].allocates)
+            held[step.stream] += sum(size_of.get(buffer, 0) for buffer in plan.graph.kernels[step.kernel].allocates)
         elif isinstance(step, Free):
-            held -= size_of.get(step.buffer, 0)
-        peak = max(peak, held)
-    return peak
+            held[step.stream] -= size_of.get(step.buffer, 0)
+        peak[step.stream] = max(peak[step.stream], held[step.stream])
+    arena_bytes = layout.arena_bytes if layout and device in (None, layout.device) else 0
+    return sum(peak) + arena_bytes

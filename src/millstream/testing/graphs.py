@@ -45,29 +45,77 @@ def towers_graph(num_towers: int, height: int, *, num_bytes: int = 1024, device:
 
     On ``num_towers`` streams the best schedule takes the time of one tower.
     """
-    buffers = [Buffer("x", num_bytes, device, Role.INPUT)]
-    kernels: list[Kernel] = []
+    shape = _Shape(num_bytes, device)
     outputs = []
     for tower in range(num_towers):
-        read = "x"
+        end = "x"
         for level in range(height):
-            role = Role.OUTPUT if level == height - 1 else Role.TEMPORARY
-            written = f"y{tower}" if role is Role.OUTPUT else f"t{tower}.{level}"
-            buffers.append(Buffer(written, num_bytes, device, role))
-            kernel = Kernel(
-                id=len(kernels),
-                name=f"tower{tower}_{level}",
-                kind=KernelKind.FUSED,
-                device=device,
-                reads=(read,),
-                writes=(written,),
-                num_bytes=2 * num_bytes,
-                source=f"towers.py:{level + 1} in forward",
-            )
-            kernels.append(kernel)
-            read = written
-        outputs.append(read)
-    return KernelGraph(f"{num_towers} towers of {height}", tuple(kernels), tuple(buffers), ("x",), tuple(outputs))
+            end = shape.add_kernel(f"tower{tower}_{level}", [end])
+        outputs.append(end)
+    return shape.finish(f"{num_towers} towers of {height}", outputs)
+
+
+def blocks_graph(rng: random.Random, num_blocks: int, *, num_bytes: int = 1024, device: str = "cuda:0") -> KernelGraph:
+    """Make a stack of blocks like Inception's: each splits into two to five branches that the next one joins again."""
+    shape = _Shape(num_bytes, device)
+    joined = shape.add_kernel("stem", ["x"])
+    for block in range(num_blocks):
+        ends = []
+        for branch in range(rng.randint(2, 5)):
+            end = joined
+            for level in range(rng.randint(1, 4)):
+                end = shape.add_kernel(f"block{block}_branch{branch}_{level}", [end], KernelKind.CONV)
+            ends.append(end)
+        joined = shape.add_kernel(f"block{block}_join", ends)
+    return shape.finish(f"{num_blocks} blocks", [joined])
+
+
+def wavefront_graph(num_layers: int, num_steps: int, *, num_bytes: int = 1024, device: str = "cuda:0") -> KernelGraph:
+    """Make an unrolled recurrent network: each cell needs the one below it and the one before it, and has four gates.
+
+    Program order goes through the layers of one time step after another.
+    """
+    shape = _Shape(num_bytes, device)
+    state: list[list[str]] = [[] for _ in range(num_layers)]
+    for step in range(num_steps):
+        below = "x"
+        for layer in range(num_layers):
+            needed = [below, *state[layer]]
+            gates = [shape.add_kernel(f"gate{g}_{layer}_{step}", needed, KernelKind.GEMM) for g in range(4)]
+            below = shape.add_kernel(f"cell_{layer}_{step}", gates)
+            state[layer] = [below]
+    return shape.finish(f"{num_layers} layers of {num_steps} steps", state[-1])
+
+
+class _Shape:
+    """A graph of kernels that each read some buffers and write one."""
+
+    def __init__(self, num_bytes: int, device: str) -> None:
+        self.num_bytes = num_bytes
+        self.device = device
+        self.kernels: list[Kernel] = []
+        self.buffers = [Buffer("x", num_bytes, device, Role.INPUT)]
+
+    def add_kernel(self, name: str, reads: list[str], kind: KernelKind = KernelKind.FUSED) -> str:
+        """Add a kernel and return the buffer that it writes, named after it."""
+        self.buffers.append(Buffer(name, self.num_bytes, self.device, Role.TEMPORARY))
+        kernel = Kernel(
+            id=len(self.kernels),
+            name=name,
+            kind=kind,
+            device=self.device,
+            reads=tuple(reads),
+            writes=(name,),
+            num_bytes=(len(reads) + 1) * self.num_bytes,
+            source=f"shape.py:{len(self.kernels) + 1} in forward",
+        )
+        self.kernels.append(kernel)
+        return name
+
+    def finish(self, name: str, outputs: list[str]) -> KernelGraph:
+        """Return the graph."""
+        buffers = tuple(replace(b, role=Role.OUTPUT) if b.id in outputs else b for b in self.buffers)
+        return KernelGraph(name, tuple(self.kernels), buffers, ("x",), tuple(outputs))
 
 
 class _RandomGraph:

@@ -1,0 +1,187 @@
+"""Which kernel goes on which stream, and when it is expected to start."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from millstream.schedule.ranking import rank_kernels
+
+_NEVER = 1 << 62  # ns: behind any schedule
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A stream and an expected start for each kernel, by kernel id.
+
+    The expectation leaves out that kernels share the device: it orders the launches, and is no prediction.
+
+    Attributes:
+        stream_of: Streams are numbered from 0.
+        start_ns: From the begin of the run; no kernel starts before its predecessors are over.
+        end_ns: When the last kernel is over.
+    """
+
+    stream_of: tuple[int, ...]
+    start_ns: tuple[int, ...]
+    end_ns: int
+
+    @classmethod
+    def of(cls, stream_of: Sequence[int], start_ns: Sequence[int], durations_ns: Sequence[int]) -> Assignment:
+        """Number the streams anew: unused ones fall away, and stream 0 is the one that ends last.
+
+        The caller's work goes on behind stream 0, so the longest stream needs no wait at the end.
+        """
+        ends = [start + duration for start, duration in zip(start_ns, durations_ns, strict=True)]
+        last_on: dict[int, int] = {}
+        for stream, end in zip(stream_of, ends, strict=True):
+            last_on[stream] = max(last_on.get(stream, 0), end)
+        used = sorted(last_on, key=lambda stream: (-last_on[stream], stream))
+        number_of = {stream: number for number, stream in enumerate(used)}
+        return cls(tuple(number_of[stream] for stream in stream_of), tuple(start_ns), max(ends, default=0))
+
+    def launch_order(self) -> list[int]:
+        """Return the kernels in the order in which they start; of equals, the one that comes first in the program.
+
+        Issuing launches in this order rather than the program's is worth as much as the streams: a device takes work
+        from its queues in the order in which they were filled.
+        """
+        return sorted(range(len(self.start_ns)), key=lambda kernel: (self.start_ns[kernel], kernel))
+
+
+def assign_list(
+    predecessors: Sequence[Sequence[int]], durations_ns: Sequence[int], wait_ns: int, num_streams: int
+) -> Assignment:
+    """Assign kernels to streams one by one, the most urgent first, each where it can start earliest.
+
+    Source: HEFT, with insertion (Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task scheduling
+    for heterogeneous computing", IEEE TPDS 13(3), 2002), for streams of equal speed.
+
+    Steps:
+        1. Take the kernels by rank, the longest chain of work behind them; predecessors come before their successors.
+        2. For each stream find the first gap that holds the kernel: behind its predecessors, and ``wait_ns`` behind
+           those on other streams.
+        3. Take the stream with the earliest start, where every other stream that has to be waited for counts as
+           ``wait_ns`` more: a kernel leaves its predecessor's stream only for a gain that exceeds the cost of the
+           waits.
+    """
+    ranks = rank_kernels(predecessors, durations_ns)
+    builder = _Builder(predecessors, durations_ns, wait_ns, num_streams)
+    for kernel in _by_urgency(ranks):
+        builder.place(kernel, range(num_streams))
+    return builder.finish()
+
+
+def assign_slack(
+    predecessors: Sequence[Sequence[int]], durations_ns: Sequence[int], wait_ns: int, num_streams: int
+) -> Assignment:
+    """Assign kernels as ``assign_list`` does, but move only those that have no time to lose.
+
+    A kernel that starts so early that the longest chain behind it can still end by the lower bound of the makespan (the
+    critical path, or all work divided among the streams) goes where the fewest other streams have to be waited for.
+    That saves many waits on wide graphs, but leaves less room for what comes later.
+    """
+    ranks = rank_kernels(predecessors, durations_ns)
+    bound_ns = max(max(ranks, default=0), sum(durations_ns) // num_streams)
+    builder = _Builder(predecessors, durations_ns, wait_ns, num_streams)
+    for kernel in _by_urgency(ranks):
+        builder.place(kernel, range(num_streams), early_ns=bound_ns - ranks[kernel])
+    return builder.finish()
+
+
+def assign_chains(
+    predecessors: Sequence[Sequence[int]], durations_ns: Sequence[int], wait_ns: int, num_streams: int
+) -> Assignment:
+    """Assign whole chains of kernels to streams: fewer waits than ``assign_list``, and less to gain.
+
+    Steps:
+        1. Cut the graph into chains: the most urgent first, each kernel is continued by its most urgent successor that
+           no other chain has taken.
+        2. The first kernel of a chain chooses a stream as in ``assign_list``; the others follow it.
+    """
+    ranks = rank_kernels(predecessors, durations_ns)
+    successors: list[list[int]] = [[] for _ in durations_ns]
+    for kernel, each in enumerate(predecessors):
+        for predecessor in each:
+            successors[predecessor].append(kernel)
+    continues: dict[int, int] = {}
+    for kernel in _by_urgency(ranks):
+        free = [successor for successor in successors[kernel] if successor not in continues]
+        if free:
+            continues[max(free, key=lambda successor: (ranks[successor], -successor))] = kernel
+    builder = _Builder(predecessors, durations_ns, wait_ns, num_streams)
+    for kernel in _by_urgency(ranks):
+        builder.place(kernel, [builder.stream_of[continues[kernel]]] if kernel in continues else range(num_streams))
+    return builder.finish()
+
+
+def _by_urgency(ranks: Sequence[int]) -> list[int]:
+    """Sort kernels by rank; predecessors come before successors, since of equals the first in the program does."""
+    return sorted(range(len(ranks)), key=lambda kernel: (-ranks[kernel], kernel))
+
+
+Assign = Callable[[Sequence[Sequence[int]], Sequence[int], int, int], Assignment]
+
+
+class _Builder:
+    """An assignment in the making: where each stream still has gaps."""
+
+    def __init__(
+        self, predecessors: Sequence[Sequence[int]], durations_ns: Sequence[int], wait_ns: int, num_streams: int
+    ) -> None:
+        self.predecessors = predecessors
+        self.durations_ns = durations_ns
+        self.wait_ns = wait_ns
+        self.stream_of = [0] * len(durations_ns)
+        self.start_ns = [0] * len(durations_ns)
+        self.end_ns = [0] * len(durations_ns)
+        # Per stream the starts and ends of its gaps, rising; the last one has no end.
+        self.gap_starts: list[list[int]] = [[0] for _ in range(num_streams)]
+        self.gap_ends: list[list[int]] = [[_NEVER] for _ in range(num_streams)]
+        self.shortest_ns = min(durations_ns, default=0)
+
+    def place(self, kernel: int, streams: Sequence[int], early_ns: int = -1) -> None:
+        """Put a kernel, whose predecessors are placed, on the best of some streams.
+
+        Starts up to ``early_ns`` are early enough: of those the one with the fewest waits is best.
+        """
+        latest_on: dict[int, int] = {}  # when the predecessors on each stream are over
+        for predecessor in self.predecessors[kernel]:
+            stream = self.stream_of[predecessor]
+            latest_on[stream] = max(latest_on.get(stream, 0), self.end_ns[predecessor])
+        best: tuple[int, ...] | None = None
+        for stream in streams:
+            others = [end for other, end in latest_on.items() if other != stream]
+            ready = max(latest_on.get(stream, 0), max(others, default=-self.wait_ns) + self.wait_ns)
+            gap = self._find_gap(stream, ready, self.durations_ns[kernel])
+            start = max(ready, self.gap_starts[stream][gap])
+            merit = (-1, len(others)) if start <= early_ns else (start + len(others) * self.wait_ns, 0)
+            candidate = (*merit, start, stream, gap)
+            best = candidate if best is None else min(best, candidate)
+        assert best is not None, "a kernel needs at least one stream to choose from"
+        start, stream, gap = best[2:]
+        self.stream_of[kernel] = stream
+        self.start_ns[kernel] = start
+        self.end_ns[kernel] = start + self.durations_ns[kernel]
+        self._fill_gap(stream, gap, start, self.end_ns[kernel])
+
+    def _find_gap(self, stream: int, ready: int, duration: int) -> int:
+        """Return the index of the first gap that holds a kernel from some time on."""
+        starts, ends = self.gap_starts[stream], self.gap_ends[stream]
+        index = bisect_left(ends, ready + duration)
+        while max(starts[index], ready) + duration > ends[index]:
+            index += 1
+        return index
+
+    def _fill_gap(self, stream: int, index: int, start: int, end: int) -> None:
+        """Cut a placed kernel out of a gap. Rests too short for any kernel are dropped, to keep the search short."""
+        starts, ends = self.gap_starts[stream], self.gap_ends[stream]
+        rests = [(starts[index], start), (end, ends[index])]
+        kept = [(low, high) for low, high in rests if high - low >= max(self.shortest_ns, 1)]
+        starts[index : index + 1] = [low for low, _ in kept]
+        ends[index : index + 1] = [high for _, high in kept]
+
+    def finish(self) -> Assignment:
+        """Return what has been assigned."""
+        return Assignment.of(self.stream_of, self.start_ns, self.durations_ns)

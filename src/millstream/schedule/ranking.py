@@ -1,0 +1,28 @@
+"""How urgent each kernel is: how much work must follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millstream.cost import Costs
+from millstream.graph import KernelGraph, derive_dependencies
+
+
+def rank_kernels(predecessors: Sequence[Sequence[int]], durations_ns: Sequence[int]) -> tuple[int, ...]:
+    """Return the rank of each kernel: the time from its start to the end of the longest chain that begins with it.
+
+    Args:
+        predecessors: Of each kernel, all with smaller ids.
+        durations_ns: Of each kernel.
+    """
+    ranks = list(durations_ns)
+    for kernel in reversed(range(len(ranks))):
+        for predecessor in predecessors[kernel]:
+            ranks[predecessor] = max(ranks[predecessor], durations_ns[predecessor] + ranks[kernel])
+    return tuple(ranks)
+
+
+def critical_path_ns(graph: KernelGraph, costs: Costs) -> int:
+    """Return the time of the longest chain of dependent kernels: no number of streams makes a run shorter."""
+    predecessors = [[found.kernel for found in each] for each in derive_dependencies(graph)]
+    return max(rank_kernels(predecessors, [cost.duration_ns for cost in costs.kernels]), default=0)
