@@ -1,0 +1,137 @@
+"""Every policy on random graphs: safe, between its bounds, the same every time, and right in every order."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.properties.strategies import graphs, spread_plans
+
+from millstream.check import LifetimeFault, check_plan, find_lifetime_errors, find_overlaps, find_races
+from millstream.cost import Costs, KernelCost
+from millstream.graph import Launch, Record, Wait, derive_dependencies, format_plan
+from millstream.schedule import (
+    POLICIES,
+    assign_chains,
+    assign_list,
+    assign_offsets,
+    assign_slack,
+    critical_path_ns,
+    peak_bytes,
+    plan_graph,
+    plan_serial,
+)
+from millstream.simulate import execute_graph, execute_plan, simulate
+from millstream.testing import drop_step
+
+policies = st.sampled_from(sorted(POLICIES))
+stream_counts = st.integers(1, 8)
+
+
+@st.composite
+def costs(draw, graph):
+    rng = random.Random(draw(st.integers(0, 2**32), label="cost seed"))
+    shares = draw(st.sampled_from([(0.0, 0.0), (0.3, 0.1), (1.0, 1.0)]), label="shares")
+    shortest = draw(st.sampled_from([0, 500]), label="shortest kernel")
+    kernels = tuple(
+        KernelCost(rng.randint(shortest, 20_000), *(share * rng.random() for share in shares)) for _ in graph.kernels
+    )
+    return Costs(kernels, draw(st.sampled_from([0, 1500, 100_000]), label="wait"))
+
+
+@st.composite
+def cases(draw, max_kernels=200):
+    graph = draw(graphs(max_kernels=max_kernels))
+    return graph, draw(costs(graph)), draw(stream_counts), draw(policies)
+
+
+@given(cases())
+def test_plans_are_safe_with_and_without_an_arena(case):
+    graph, costs, num_streams, policy = case
+    plan = plan_graph(graph, costs, num_streams, policy)
+    check_plan(plan, assign_offsets(plan))
+    assert 1 <= plan.num_streams <= num_streams
+
+
+@given(cases(max_kernels=60))
+def test_the_same_arguments_give_the_same_plan_and_timeline(case):
+    graph, costs, num_streams, policy = case
+    plan = plan_graph(graph, costs, num_streams, policy)
+    assert format_plan(plan_graph(graph, costs, num_streams, policy)) == format_plan(plan)
+    assert simulate(plan, costs) == simulate(plan, costs)
+
+
+@given(cases())
+def test_the_makespan_is_between_the_critical_path_and_the_serial_time_with_waits(case):
+    graph, costs, num_streams, policy = case
+    plan = plan_graph(graph, costs, num_streams, policy)
+    num_waits = sum(isinstance(step, Wait) for step in plan.steps)
+    alone, shared = simulate(plan, costs, shared=False), simulate(plan, costs)
+    assert critical_path_ns(graph, costs) <= alone.end_ns
+    assert max(alone.end_ns, costs.total_ns // plan.num_streams) <= shared.end_ns + 1
+    assert shared.end_ns <= costs.total_ns + num_waits * costs.wait_ns + len(graph.kernels)  # rounded up for each
+    assert {span.kernel for span in shared.spans} == set(range(len(graph.kernels)))
+
+
+@given(cases(), st.sampled_from([assign_list, assign_slack, assign_chains]))
+def test_assignments_keep_their_promises(case, assign):
+    """No two kernels overlap on a stream, predecessors are over in time, and the simulator is never behind."""
+    graph, costs, num_streams, _ = case
+    predecessors = [[found.kernel for found in each] for each in derive_dependencies(graph)]
+    durations = [cost.duration_ns for cost in costs.kernels]
+    assignment = assign(predecessors, durations, costs.wait_ns, num_streams)
+    ends = [start + duration for start, duration in zip(assignment.start_ns, durations, strict=True)]
+    assert assignment.end_ns == max(ends)
+    for kernel, each in enumerate(predecessors):
+        for predecessor in each:
+            moved = assignment.stream_of[predecessor] != assignment.stream_of[kernel]
+            assert ends[predecessor] + (costs.wait_ns if moved else 0) <= assignment.start_ns[kernel]
+    on_stream = {}
+    for kernel in assignment.launch_order():
+        last_end = on_stream.get(assignment.stream_of[kernel], 0)
+        assert assignment.start_ns[kernel] >= last_end
+        on_stream[assignment.stream_of[kernel]] = ends[kernel]
+    if assign is assign_list:
+        plan = plan_graph(graph, costs, num_streams, "list")
+        assert simulate(plan, costs, shared=False).end_ns <= assignment.end_ns + costs.wait_ns  # the joins
+
+
+@given(cases(max_kernels=60))
+def test_no_wait_is_superfluous(case):
+    """Without any of the waits for a predecessor the plan has a race, or work that is not joined."""
+    graph, costs, num_streams, policy = case
+    plan = plan_graph(graph, costs, num_streams, policy)
+    waited_for = {step.event for step in plan.steps if isinstance(step, Wait)}
+    assert waited_for == {step.event for step in plan.steps if isinstance(step, Record)}
+    for position, step in enumerate(plan.steps):
+        if isinstance(step, Wait):
+            broken = drop_step(plan, position)
+            faults = {error.fault for error in find_lifetime_errors(broken)}
+            assert find_races(broken) or LifetimeFault.MISSING_JOIN in faults
+
+
+@given(cases(max_kernels=60), st.integers(0, 2**32))
+def test_every_order_that_events_allow_gives_the_same_results(case, seed):
+    graph, costs, num_streams, policy = case
+    plan = plan_graph(graph, costs, num_streams, policy)
+    right = execute_graph(graph)
+    layout = assign_offsets(plan)
+    for _ in range(3):
+        rng = random.Random(seed)
+        assert execute_plan(plan, rng) == right
+        assert execute_plan(plan, rng, layout) == right
+
+
+@given(spread_plans(), st.integers(0, 2**32))
+def test_every_order_of_a_spread_plan_gives_the_same_results(plan, seed):
+    assert execute_plan(plan, random.Random(seed)) == execute_graph(plan.graph)
+
+
+@given(cases(max_kernels=80))
+def test_launches_on_one_stream_give_the_serial_memory(case):
+    graph, costs, _, policy = case
+    plan = plan_graph(graph, costs, 1, policy)
+    assert [step.kernel for step in plan.steps if isinstance(step, Launch)] == list(range(len(graph.kernels)))
+    assert peak_bytes(plan) == peak_bytes(plan_serial(graph))
+    layout = assign_offsets(plan)
+    assert find_overlaps(plan, layout) == []
+    assert peak_bytes(plan, layout=layout) >= layout.arena_bytes
