@@ -159,18 +159,17 @@ def test_a_missing_wait_of_the_old_stream_is_caught(virtual_feed, monkeypatch):
 # --- what it costs
 
 
-def test_a_warm_feed_allocates_nothing_anywhere(virtual_feed):
+def test_a_feed_keeps_to_what_a_few_batches_need(virtual_feed):
     fed, device = virtual_feed([make_batch(i, 3, 5000) for i in range(6)], 2, "random")
-    counts = []
-    for _ in range(20):
+    for _ in range(30):
         for batch in fed:
             device.read(batch[0], [])
             del batch
         settle(device)
-        counts.append((device.num_pins, device.num_raw, len(device.streams), len(device.context._idle_events[False])))
-    assert counts[5:] == [counts[5]] * 15
-    assert device.num_pins == 1
-    assert device.num_raw <= 3 * (2 + 3)  # depth batches on the way, two in the consumer's hands, one freed too late
+    assert device.num_pins == 1  # the whole ring at once, for all epochs
+    assert len(device.streams) == 2  # the consumer's and the copy stream, for life
+    assert device.num_raw <= 3 * (2 + 3)  # three leaves; two batches on the way, one handed out, one being dropped
+    assert len(device.context._idle_events[False]) <= 3 + 4 + 2  # one per slot, one per landing
 
 
 def test_the_host_does_not_wait_for_the_device(virtual_feed):

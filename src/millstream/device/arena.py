@@ -171,9 +171,8 @@ class PinnedArena:
     def _add_chunk(self, size: int, reserve_bytes: int) -> None:
         sizes = {_power_of_two(max(size, reserve_bytes)), _power_of_two(size)}
         refusal = RuntimeError()
-        for num_bytes in sorted(
-            sizes, reverse=True
-        ):  # when all that is expected cannot be pinned, pin what is needed now
+        # When all that is expected cannot be pinned, pin what is needed now.
+        for num_bytes in sorted(sizes, reverse=True):
             try:
                 memory = self._pin(num_bytes)
             except RuntimeError as error:

@@ -217,7 +217,7 @@ class DeviceContext:
         """
         self._check_open()
         if self._graph_pool is None:
-            with self._lock:
+            with self.capture_lock, self._lock:  # making one captures
                 if self._graph_pool is None:
                     self._graph_pool = self._driver.make_graph_pool()
         return self._graph_pool

@@ -182,8 +182,8 @@ class CudaDriver:
     def make_graph_pool(self) -> GraphPool:
         """Make a new pool; PyTorch gives it memory when a graph is captured into it.
 
-        An empty graph stays in it: a pool that no graph uses any more while a tensor still lies in it cannot be captured into
-        again (PyTorch 2.11 asserts).
+        An empty graph stays in it: a pool that no graph uses any more while a tensor still lies in it cannot be captured
+        into again (PyTorch 2.11 asserts).
         """
         first, second = torch.cuda.graph_pool_handle()
         anchor = torch.cuda.CUDAGraph()
