@@ -1,6 +1,6 @@
 """The few things a context asks of PyTorch's device runtime, for the CPU and for CUDA.
 
-A driver makes and acts; it remembers nothing. Pools, limits and life times are the context's. Tests put a driver of a
+A driver makes and acts; pools, limits and life times are the context's. Tests put a driver of a
 virtual device in its place and so prove, without hardware, that code which uses a context is correct on the slowest and
 on the most eager of devices.
 """
@@ -182,8 +182,8 @@ class CudaDriver:
     def make_graph_pool(self) -> GraphPool:
         """Make a new pool; PyTorch gives it memory when a graph is captured into it.
 
-        An empty graph stays in it: a pool that no graph uses any more while a tensor still lies in it cannot be captured
-        into again (PyTorch 2.11 asserts).
+        An empty graph stays in it: a pool that no graph uses any more while a tensor still lies in it cannot be
+        captured into again (PyTorch 2.11 asserts).
         """
         first, second = torch.cuda.graph_pool_handle()
         anchor = torch.cuda.CUDAGraph()
