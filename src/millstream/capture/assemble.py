@@ -15,7 +15,7 @@ from millstream.capture.guards import make_guards
 from millstream.capture.optimizers import NumberPlace, device_of, number_places
 from millstream.capture.signature import Structure, name_leaves
 from millstream.capture.state import lift
-from millstream.capture.step_graph import Slot, StepGraph, adopt, share_memory
+from millstream.capture.step_graph import Memory, Slot, StepGraph, adopt
 from millstream.capture.trace import Gradient, Request, Traced
 from millstream.errors import CaptureError
 
@@ -131,22 +131,21 @@ class Workshop:
         Raises:
             CaptureError: An argument shares memory with another or with state, and one of them is written.
         """
-        used = {id(request.state[index].tensor) for index in traced.state}
-        unused = {id(entry.tensor) for entry in request.state} - used
         state = [request.state[index] for index in traced.state]
         gradients = [request.gradients[index] for index in traced.gradients]
         slots = [self._slot(request.numbers[index]) for index in traced.numbers]
         static = [entry.tensor.detach() for entry in state]
-        static += [self._home(gradient) for gradient in gradients]
+        homes = [self._home(gradient) for gradient in gradients]
+        static += homes
         static += [slot.tensor for slot in slots]
         writes = written_storages(traced.gm)
         placeholders = traced.gm.graph.find_nodes(op="placeholder")
-        written = frozenset(
-            tensor.untyped_storage().data_ptr()
+        written = Memory(
+            tensor
             for tensor, node in zip(static, placeholders, strict=False)
             if torch_private.storage_id(node.meta["val"]) in writes
         )
-        if share_memory(call.arguments, written, among_each_other=traced.writes_arguments):
+        if not written.is_apart_from(call.arguments, among_each_other=traced.writes_arguments):
             raise CaptureError(
                 "An argument shares memory with state that the step writes, or with another argument of which one is written.",
                 remedy="Pass a clone of it.",
@@ -165,13 +164,12 @@ class Workshop:
             gm=traced.gm,
             trace_seconds=seconds,
             key=call.key,
-            guards=make_guards(request.found, state, unused, traced, request.numbers),
+            guards=make_guards(request, traced, state, homes),
             static=static,
             arguments=traced.arguments,
             slots=[self._slot(place) for place in request.numbers],
             numbers=[place.get() for place in request.numbers],
             questions=traced.questions,
-            gradients=before,
             left=[(tensor, home) for (tensor, home), (_, old) in zip(after, before, strict=True) if home is not old],
             structure=traced.structure,
             outputs=traced.outputs,

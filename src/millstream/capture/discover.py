@@ -234,8 +234,10 @@ class _Search:
             if type(module) not in _TORCH_MODULES:
                 self._visit_class(prefix, type(module))
             for attribute, value in list(vars(module).items()):
-                if attribute not in _PLAIN_MODULE_ATTRIBUTES and not isinstance(value, SCALARS):
+                if attribute not in _PLAIN_MODULE_ATTRIBUTES and not isinstance(value, (*SCALARS, tuple)):
                     self.follow(f"{prefix}.{attribute}", vars(module), attribute)
+                elif isinstance(value, tuple):
+                    self.visit(f"{prefix}.{attribute}", value)
 
 
 _TORCH_MODULES = frozenset(value for value in vars(nn).values() if isinstance(value, type))

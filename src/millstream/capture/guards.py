@@ -1,15 +1,17 @@
 """What a captured graph took for granted, checked before every replay.
 
-Each check is an identity test on entries of dictionaries that were looked up once: some 25 ns for each tensor, where walking
-``named_parameters()`` costs a microsecond.
+Each check looks at entries of dictionaries that were found once, where walking ``named_parameters()`` would cost a microsecond for each
+tensor. Checks of one kind are gathered in *columns*: ``[holder[key] for holder in holders] == values`` takes some 20 ns for each
+entry, because comparing lists stops at identity. Where it does not, tensors compare by value, which raises for all but tensors
+of one element: those are therefore compared by identity, one by one.
 
 **Contract**
-- ``hold`` is true only when a new capture would record the same graph over the same tensors.
+- ``hold`` is content only when a new capture would record the same graph over the same tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from millstream.capture import torch_private
-from millstream.capture.discover import Found, Link
-from millstream.capture.optimizers import NumberPlace
+from millstream.capture.discover import Link
 from millstream.capture.signature import SCALARS
 from millstream.capture.state import Lifted
-from millstream.capture.trace import Traced
+from millstream.capture.trace import Request, Traced
 
 MISSING: Any = object()
 
@@ -44,15 +45,35 @@ class Break:
 
 
 @dataclass(slots=True)
+class Column:
+    """The same key of many dicts.
+
+    Attributes:
+        key: The key.
+        holders: The dicts.
+        values: What they held.
+    """
+
+    key: Any
+    holders: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Guards:
     """Conditions under which a graph may be replayed.
 
     Attributes:
-        values: Dict or list, key, value: plain Python values, compared by type and value.
-        objects: The same for objects, compared by identity.
+        values: Entries with plain Python values, compared by value.
+        tensors: Entries with tensors of more than one element.
+        objects: Other entries, compared by identity: dict or list, key, value.
         cells: Closure cells and their contents.
+        trees: Dicts of submodules and copies of them.
         sizes: Containers and their lengths.
-        tensors: Tensors, whether they require a gradient, and their address (``tensor.data = ...`` keeps the object).
+        watched: Tensors whose own properties count.
+        required_grad: Whether they require a gradient.
+        addresses: Where their data is: ``tensor.data = ...`` keeps the object.
+        gradients: The gradient that each of them must have.
         hooked: Tensors, modules and optimizers whose hooks count.
         names: How to call an entry, by id of the holder and key.
         owned: Entries, in the same form, that hold state of the step.
@@ -60,69 +81,130 @@ class Guards:
         hook_state: Numbers of hooks of ``hooked``.
     """
 
-    values: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    values: dict[Any, Column] = field(default_factory=dict)
+    tensors: dict[Any, Column] = field(default_factory=dict)
     objects: list[tuple[Any, Any, Any]] = field(default_factory=list)
     cells: list[tuple[Any, Any]] = field(default_factory=list)
+    trees: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     sizes: list[tuple[Any, int]] = field(default_factory=list)
-    tensors: list[tuple[Tensor, bool, int]] = field(default_factory=list)
+    watched: list[Tensor] = field(default_factory=list)
+    required_grad: list[bool] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
     hooked: list[Any] = field(default_factory=list)
     names: dict[tuple[int, Any], str] = field(default_factory=dict)
     owned: set[tuple[int, Any]] = field(default_factory=set)
     hook_count: int = -1
     hook_state: list[int] = field(default_factory=list)
+    _address_of: list[Callable[[], int]] = field(default_factory=list)
+    _may_compare: bool = True
+
+    def add_value(self, holder: Any, key: Any, value: Any) -> None:
+        """Watch an entry with a plain value."""
+        _append(self.values, holder, key, value)
+
+    def add_object(self, holder: Any, key: Any, value: Any) -> None:
+        """Watch an entry with an object, by identity."""
+        if isinstance(value, Tensor) and value.numel() != 1:
+            _append(self.tensors, holder, key, value)
+        else:
+            self.objects.append((holder, key, value))
+
+    def watch(self, tensor: Tensor, gradient: Tensor | None) -> None:
+        """Watch the properties of ``tensor``, which must have ``gradient``."""
+        self.watched.append(tensor)
+        self.required_grad.append(tensor.requires_grad)
+        self.addresses.append(tensor.data_ptr())
+        self.gradients.append(gradient)
+        self._address_of.append(tensor.data_ptr)
+        self._may_compare = self._may_compare and (gradient is None or gradient.numel() != 1)
 
     def note_hooks(self) -> None:
         """Remember which hooks there are now."""
         self.hook_count = torch_private.count_hooks()
         self.hook_state = self._hooks()
 
-    def hold(self) -> bool:  # noqa: C901, PLR0911 - one loop for each kind of condition: this is the hot path
-        """Whether everything is as it was at capture."""
+    def hold(self) -> list[tuple[Tensor, Tensor | None]] | None:  # noqa: C901 - one test for each kind: the hot path
+        """Compare with the state at capture.
+
+        Returns:
+            ``None`` if anything differs. Otherwise the tensors whose gradient is not where it must be, and where that is.
+        """
         try:
-            for holder, key, value in self.values:
-                now = holder[key]
-                if now is not value and not (type(now) is type(value) and now == value):
-                    return False
+            for column in self.values.values():
+                key = column.key
+                if [holder[key] for holder in column.holders] != column.values:
+                    return None
+            for column in self.tensors.values():
+                key = column.key
+                if [holder[key] for holder in column.holders] != column.values:
+                    return None
             for holder, key, value in self.objects:
                 if holder[key] is not value:
-                    return False
+                    return None
             for cell, value in self.cells:
-                now = cell.cell_contents
-                if now is not value and not (isinstance(value, SCALARS) and type(now) is type(value) and now == value):
-                    return False
-        except (KeyError, IndexError, ValueError):
-            return False
+                if cell.cell_contents is not value and not _is_same(cell.cell_contents, value):
+                    return None
+        except (KeyError, IndexError, ValueError, RuntimeError):
+            return None
+        for children, copy in self.trees:  # modules compare by identity
+            if children != copy:
+                return None
         for container, size in self.sizes:
             if len(container) != size:
-                return False
-        for tensor, requires_grad, address in self.tensors:
-            if tensor.requires_grad is not requires_grad or tensor.data_ptr() != address:
-                return False
+                return None
+        if [address() for address in self._address_of] != self.addresses:
+            return None
+        if [tensor.requires_grad for tensor in self.watched] != self.required_grad:
+            return None
         if self.hook_count != torch_private.count_hooks():
             if self.hook_state != self._hooks():
-                return False
+                return None
             self.hook_count = torch_private.count_hooks()
-        return True
+        return self._find_strays()
+
+    def _find_strays(self) -> list[tuple[Tensor, Tensor | None]]:
+        gradients = [tensor.grad for tensor in self.watched]
+        try:
+            if self._may_compare and gradients == self.gradients:
+                return []
+        except RuntimeError:  # other tensors
+            pass
+        return [
+            (tensor, expected)
+            for tensor, now, expected in zip(self.watched, gradients, self.gradients, strict=True)
+            if now is not expected
+        ]
 
     def broken(self) -> Break | None:
         """The first condition that does not hold."""
-        for holder, key, value in [*self.values, *self.objects]:
+        for holder, key, value in self._entries():
             now = _look(holder, key)
-            if now is not value and not (isinstance(value, (*SCALARS, tuple)) and type(now) is type(value) and now == value):
+            if now is not value and not _is_same(now, value):
                 name = self.names.get((id(holder), key), str(key))
                 return Break(f"{name} is another than before.", holder, key, (id(holder), key) in self.owned)
         for cell, value in self.cells:
-            if cell.cell_contents is not value:
+            if cell.cell_contents is not value and not _is_same(cell.cell_contents, value):
                 return Break(f"{self.names.get((id(cell), None), 'A closure variable')} is another than before.", cell)
+        for children, copy in self.trees:
+            if children != copy:
+                return Break("A submodule was replaced, added or removed.", children)
         for container, size in self.sizes:
             if len(container) != size:
-                return Break("A container of modules, parameters or groups has another length.", container)
-        for tensor, requires_grad, address in self.tensors:
+                return Break("A container of hooks, parameters or groups has another length.", container)
+        for tensor, requires_grad, address in zip(self.watched, self.required_grad, self.addresses, strict=True):
             if tensor.data_ptr() != address:
                 return Break("A parameter was moved or converted.", tensor, is_final=True)
             if tensor.requires_grad is not requires_grad:
                 return Break("A parameter was frozen or unfrozen.", tensor)
         return Break("A hook was registered or removed.") if self.hook_state != self._hooks() else None
+
+    def _entries(self) -> Iterator[tuple[Any, Any, Any]]:
+        for columns in (self.values, self.tensors):
+            for column in columns.values():
+                for holder, value in zip(column.holders, column.values, strict=True):
+                    yield holder, column.key, value
+        yield from self.objects
 
     def _hooks(self) -> list[int]:
         counts: list[int] = []
@@ -142,35 +224,39 @@ class Guards:
 
 
 def make_guards(
-    found: Found, state: Iterable[Lifted], unused: set[int], traced: Traced, numbers: Iterable[NumberPlace]
+    request: Request, traced: Traced, state: Iterable[Lifted], homes: Iterable[Tensor]
 ) -> Guards:
     """Derive the conditions of a graph.
 
     Args:
-        found: What the step reaches.
-        state: The tensors that are inputs of the graph.
-        unused: Ids of tensors that the graph does not use: they may be replaced.
-        traced: The trace of the graph.
-        numbers: Numbers that the graph reads at run time: they may change.
+        request: What was traced.
+        traced: The trace.
+        state: The tensors of ``request.state`` that are inputs of the graph.
+        homes: Gradients that are inputs of the graph.
     """
     guards = Guards()
     for holder, key, value in traced.reads:
-        guards.values.append((holder, key, value))
-    for link in found.links:
+        guards.add_value(holder, key, value)
+    used = {id(entry.tensor): entry for entry in state}
+    unused = {id(entry.tensor) for entry in request.state} - set(used)
+    for link in request.found.links:
         _add_link(guards, link, unused)
-    for entry in state:
+    for entry in used.values():
         for holder, key in entry.places:
-            guards.objects.append((holder, key, entry.tensor))
+            guards.add_object(holder, key, entry.tensor)
             guards.names[id(holder), key] = entry.name
             guards.owned.add((id(holder), key))
-        if isinstance(entry.tensor, nn.Parameter) or entry.tensor.requires_grad:
-            guards.tensors.append((entry.tensor, entry.tensor.requires_grad, entry.tensor.data_ptr()))
-            guards.hooked.append(entry.tensor)
-    for name, module in found.modules:
-        _add_tree(guards, name, module)
-    free = {(id(place.optimizer), place.group, place.key, place.item) for place in numbers}
+    gradients = {id(gradient.parameter): gradient for gradient in request.gradients}
+    watched = {id(entry.tensor): entry.tensor for entry in used.values() if isinstance(entry.tensor, nn.Parameter)}
+    watched |= {id(gradient.parameter): gradient.parameter for gradient in request.gradients}
+    guards.hooked += watched.values()
+    for tensor in (*watched.values(), *homes):
+        guards.watch(tensor, gradients[id(tensor)].before if id(tensor) in gradients else None)
+    for module in (module for _, module in request.found.modules):
+        _add_tree(guards, module)
+    free = {(id(place.optimizer), place.group, place.key, place.item) for place in request.numbers}
     stepped = set(map(id, traced.optimizers))
-    for name, optimizer in found.optimizers:
+    for name, optimizer in request.found.optimizers:
         _add_optimizer(guards, name, optimizer, free, has_stepped=id(optimizer) in stepped)
     guards.note_hooks()
     return guards
@@ -183,19 +269,16 @@ def _add_link(guards: Guards, link: Link, unused: set[int]) -> None:
     if link.key is None:
         guards.cells.append((link.holder, link.value))
     elif isinstance(link.value, SCALARS):
-        guards.values.append((link.holder, link.key, link.value))
+        guards.add_value(link.holder, link.key, link.value)
     else:
-        guards.objects.append((link.holder, link.key, link.value))
+        guards.add_object(link.holder, link.key, link.value)
 
 
-def _add_tree(guards: Guards, name: str, root: nn.Module) -> None:
-    for path, module in root.named_modules():
+def _add_tree(guards: Guards, root: nn.Module) -> None:
+    for module in root.modules():
         guards.hooked.append(module)
-        for key, child in module._modules.items():
-            guards.objects.append((module._modules, key, child))
-            guards.names[id(module._modules), key] = f"{name}.{path}.{key}" if path else f"{name}.{key}"
-        if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-            guards.sizes.append((module._modules, len(module._modules)))
+        if module._modules:
+            guards.trees.append((module._modules, dict(module._modules)))
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             if hooks:
                 guards.sizes.append((hooks, len(hooks)))
@@ -215,16 +298,16 @@ def _add_optimizer(
     guards.hooked.append(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         guards.sizes.append((group["params"], len(group["params"])))
-        guards.objects.append((group, "params", group["params"]))
+        guards.add_object(group, "params", group["params"])
         for key, value in group.items() if has_stepped else ():
             guards.names[id(group), key] = f"{name}.param_groups[{number}][{key!r}]"
             if isinstance(value, SCALARS):
                 if (id(optimizer), number, key, None) not in free and not key.startswith("initial_"):
-                    guards.values.append((group, key, value))
+                    guards.add_value(group, key, value)
             elif isinstance(value, tuple):
                 if any((id(optimizer), number, key, item) in free for item in range(len(value))):
                     continue
-                guards.values.append((group, key, value))
+                guards.add_value(group, key, value)
 
 
 def _look(holder: Any, key: Any) -> Any:
@@ -232,3 +315,14 @@ def _look(holder: Any, key: Any) -> Any:
         return holder[key]
     except (KeyError, IndexError):
         return MISSING
+
+
+def _is_same(now: Any, value: Any) -> bool:
+    """Whether two plain values are equal; objects are the same only by identity."""
+    return isinstance(value, (*SCALARS, tuple)) and type(now) is type(value) and bool(now == value)
+
+
+def _append(columns: dict[Any, Column], holder: Any, key: Any, value: Any) -> None:
+    column = columns.setdefault(key, Column(key))
+    column.holders.append(holder)
+    column.values.append(value)

@@ -30,7 +30,7 @@ _STRUCTURAL = frozenset(
     "in_features out_features in_channels out_channels kernel_size stride padding dilation groups padding_mode output_padding "
     "transposed num_features affine normalized_shape elementwise_affine num_embeddings embedding_dim output_size "
     "num_groups num_channels start_dim end_dim dim inplace return_indices ceil_mode _reversed_padding_repeated_twice "
-    "embed_dim num_heads head_dim batch_first kdim vdim _qkv_same_embed_dim input_size hidden_size num_layers bias mode".split()
+    "eps track_running_stats embed_dim num_heads head_dim batch_first kdim vdim _qkv_same_embed_dim input_size hidden_size num_layers bias mode".split()
 )
 """Attributes of PyTorch's own modules that describe their construction: not checked on every call."""
 

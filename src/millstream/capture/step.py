@@ -83,6 +83,7 @@ class Step:
         self._lock = threading.RLock()
         self._graphs: OrderedDict[int, StepGraph] = OrderedDict()
         self._by_key: dict[Any, list[StepGraph]] = {}
+        self._last: tuple[Any, list[StepGraph]] = (None, [])  # saves hashing the key of the usual call
         self._refused: dict[Any, CaptureError] = {}
         self._hopeless: CaptureError | None = None
         self._stepped: set[int] = set()
@@ -111,14 +112,24 @@ class Step:
             torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
         ):  # within another capture, or nothing to capture
             return self.function(*args, **kwargs)
-        arguments: list[Tensor] = []
-        structure = take_apart((args, kwargs), arguments)
-        key = (structure, _ambient(), *map(meta_of, arguments))
-        for graph in self._by_key.get(key, ()):
+        if kwargs or not all(type(arg) is Tensor for arg in args):
+            arguments: list[Tensor] = []
+            form: Any = take_apart((args, kwargs), arguments)
+        else:  # tensors only, the usual case: their number says it all
+            arguments = list(args)
+            form = len(args)
+        key = (form, _ambient(), *map(meta_of, arguments))
+        last_key, graphs = self._last
+        if key != last_key:
+            graphs = self._by_key.get(key, [])
+            self._last = (key, graphs)
+        for graph in graphs:
             if graph.fits(arguments):
                 self._graphs.move_to_end(id(graph))
                 return graph.run(arguments)
         with self._lock:
+            arguments = []
+            structure = take_apart((args, kwargs), arguments)
             names = describe_arguments(_positional_names(self.function), structure)
             return self._call_slowly(Call(key, structure, arguments, args, kwargs, names))
 
@@ -275,6 +286,7 @@ class Step:
     def _keep(self, graph: StepGraph) -> None:
         self._graphs[id(graph)] = graph
         self._by_key.setdefault(graph.key, []).insert(0, graph)
+        self._last = (None, [])
         while len(self._graphs) > self.max_graphs:
             self._drop(next(iter(self._graphs.values())))
 
@@ -284,6 +296,7 @@ class Step:
         graphs.remove(graph)
         if not graphs:
             del self._by_key[graph.key]
+        self._last = (None, [])
         graph.release()
 
     def _fall_back(self, call: Call, error: CaptureError) -> Any:

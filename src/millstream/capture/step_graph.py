@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from torch import Tensor, fx
 from millstream.capture.guards import Guards
 from millstream.capture.optimizers import NumberPlace
 from millstream.capture.scalars import Questions
-from millstream.capture.signature import Structure, put_together
+from millstream.capture.signature import LEAF, Structure, put_together
 from millstream.capture.trace import Output
 
 
@@ -69,12 +70,11 @@ class StepGraph:
         slots: Numbers that it reads; among ``static``.
         numbers: Their values when last found to be fine.
         questions: What the program asked about them.
-        gradients: Tensors and the gradient each must have before a run.
         left: Tensors and the gradient each gets after a run, where that is another.
         structure: Of the result.
         outputs: Tensors of the result.
         effects: Attributes to set after a run.
-        written: Addresses of the state that it writes.
+        written: Memory of the state that it writes.
         writes_arguments: Whether it writes to an argument.
     """
 
@@ -89,12 +89,11 @@ class StepGraph:
     slots: list[Slot]
     numbers: list[Any]
     questions: Questions
-    gradients: list[tuple[Tensor, Tensor | None]]
     left: list[tuple[Tensor, Tensor | None]]
     structure: Structure
     outputs: list[Output]
     effects: list[tuple[dict[str, Any], str, Any]]
-    written: frozenset[int]
+    written: Memory
     writes_arguments: bool
     capture_seconds: float = 0.0
     num_runs: int = 0
@@ -102,16 +101,16 @@ class StepGraph:
 
     def fits(self, arguments: list[Tensor]) -> bool:
         """Whether the graph may run now. If so, its numbers and gradients are brought into their places."""
-        if not self.guards.hold() or share_memory(arguments, self.written, among_each_other=self.writes_arguments):
+        strays = self.guards.hold()
+        if strays is None or not self.written.is_apart_from(arguments, among_each_other=self.writes_arguments):
             return False
         numbers = [slot.place.get() for slot in self.slots]
         if numbers != self.numbers:
             if not all(type(number) in (float, int) for number in numbers) or not self.questions.allow(numbers):
                 return False
             self.numbers = numbers
-        for tensor, home in self.gradients:
-            now = tensor.grad
-            if now is not home and not adopt(tensor, now, home):
+        for tensor, home in strays:
+            if not adopt(tensor, tensor.grad, home):
                 return False
         for slot, number in zip(self.slots, numbers, strict=True):
             if slot.value != number:
@@ -131,6 +130,8 @@ class StepGraph:
             tensor.grad = gradient
         for holder, key, value in self.effects:
             holder[key] = value
+        if self.structure is LEAF and self.outputs[0].kind == "graph":
+            return results[0]
         outputs = iter(self.outputs)
 
         def leaf() -> Any:
@@ -159,13 +160,27 @@ def adopt(tensor: Tensor, gradient: Tensor | None, home: Tensor | None) -> bool:
     return True
 
 
-def share_memory(arguments: Iterable[Tensor], written: frozenset[int], *, among_each_other: bool) -> bool:
-    """Whether an argument shares memory with state that is written, or, if so asked, with another argument."""
-    seen = set(written)
-    for argument in arguments:
-        address = argument.untyped_storage().data_ptr()
-        if address and address in seen:
+class Memory:
+    """Ranges of addresses.
+
+    Args:
+        tensors: Their storages are the ranges.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        ranges = sorted((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages)
+        self._starts = [start for start, _ in ranges]
+        self._ends = [end for _, end in ranges]
+
+    def is_apart_from(self, tensors: Sequence[Tensor], *, among_each_other: bool = False) -> bool:
+        """Whether none of ``tensors`` lies within, nor, if so asked, shares memory with another of them."""
+        for tensor in tensors:
+            address = tensor.data_ptr()
+            at = bisect_right(self._starts, address)
+            if at and address < self._ends[at - 1]:
+                return False
+        if not among_each_other:
             return True
-        if among_each_other:
-            seen.add(address)
-    return False
+        storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        return len({*storages} - {0}) == len(storages) - storages.count(0)
