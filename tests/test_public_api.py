@@ -28,7 +28,7 @@ NAMES = [
     "feed",
     "step",
 ]
-CORE = ["errors", "graph", "schedule", "check"]
+CORE = ["errors", "graph", "cost", "schedule", "check", "simulate", "report"]
 
 
 def run_python(code):
