@@ -3,6 +3,9 @@
 import os
 import random
 
+# Before torch is imported: tiny kernels on two threads wait for each other, and for minutes where cores are shared.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 import torch
