@@ -134,4 +134,6 @@ def assert_close(ours, theirs, tolerance=1e-5):
 def optimizer_state(optimizer):
     """Tensors of an optimizer's state, in a fixed order."""
     state = optimizer.state_dict()["state"]
-    return [value for key in sorted(state) for _, value in sorted(state[key].items()) if isinstance(value, torch.Tensor)]
+    return [
+        value for key in sorted(state) for _, value in sorted(state[key].items()) if isinstance(value, torch.Tensor)
+    ]

@@ -222,6 +222,11 @@ class DeviceContext:
                     self._graph_pool = self._driver.make_graph_pool()
         return self._graph_pool
 
+    def abandon_graph_pool(self) -> None:
+        """Let ``graph_pool`` be another one from now on: a capture that failed leaves its pool recording for ever."""
+        with self._lock:
+            self._graph_pool = None
+
     # --- work --------------------------------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> Tensor:

@@ -16,6 +16,7 @@ it runs on the serial engine in fresh memory, and so does its backward pass. ``F
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -126,6 +127,8 @@ class CudaGraphEngine:
                 self._captured = _Captured(self, inputs, fixed_state=self._captures <= MAX_CAPTURES)
         except (RuntimeError, torch.AcceleratorError) as error:
             self._captures = 2 * MAX_CAPTURES  # never again
+            self._context.abandon_graph_pool()
+            restore_generator(self._context)
             self._on_failure(error)
         return self._captured
 
@@ -139,6 +142,14 @@ class CudaGraphEngine:
             self._family.replayed = True
             self._family.waiting = captured.watch(outputs)
         return outputs
+
+
+def restore_generator(context: DeviceContext) -> None:
+    """Let the device's random generator work again after a failed capture, which leaves it waiting for the capture's end."""
+    with guard(context.place), context.capture_lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an empty graph is what is wanted here
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            pass
 
 
 class _Captured:

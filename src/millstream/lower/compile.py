@@ -25,6 +25,11 @@ from millstream.lower.program import Program
 from millstream.lower.translate import translate
 
 
+#: Options for a second attempt when Inductor itself fails. PyTorch 2.11 asserts while it reorders the loops of a kernel that
+#: updates several parameters at once.
+CAUTIOUS: dict[str, Any] = {"loop_ordering_after_fusion": False}
+
+
 class Phase(StrEnum):
     """Which part of a model a program is."""
 
@@ -85,18 +90,22 @@ def compile_graph(
 
     def inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.STEP if step_state is not None else _phase(kwargs)
-        # Inductor's passes rewrite the graph they are given; the way back needs it as it was.
-        untouched = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
-        try:
-            static = frozenset(kwargs.get("static_input_idxs") or ()) if step_state is None else step_state
-            lowered = _lower(graph, example_inputs, kwargs, f"{name}.{phase}", phase, static, options)
-            run = finish(lowered)
-        except Exception as error:  # whatever private Inductor code raises: plain Inductor is always possible
-            refuse(error)
-            _forget_attempt()
-            with inductor_config.patch(options):
-                return compile_fx_inner(untouched, example_inputs, **kwargs)
-        return _boxed(run)
+        static = frozenset(kwargs.get("static_input_idxs") or ()) if step_state is None else step_state
+        errors = []
+        for attempt in ({}, CAUTIOUS):
+            # Inductor's passes rewrite the graph they are given; another attempt needs it as it was.
+            fresh = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
+            try:
+                lowered = _lower(fresh, example_inputs, kwargs, f"{name}.{phase}", phase, static, {**options, **attempt})
+                return _boxed(finish(lowered))
+            except Exception as error:  # noqa: BLE001  whatever private Inductor code raises: plain Inductor is always possible
+                errors.append(getattr(error, "inner_exception", error))
+                _forget_attempt()
+                if not isinstance(errors[-1], AssertionError):
+                    break
+        refuse(errors[0])
+        with inductor_config.patch(options):
+            return compile_fx_inner(graph, example_inputs, **kwargs)
 
     with (
         torch.no_grad() if step_state is not None else contextlib.nullcontext(),
