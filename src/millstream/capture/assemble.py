@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from millstream.capture import torch_private
-from millstream.capture.clean import written_storages
 from millstream.capture.discover import Found
 from millstream.capture.guards import make_guards
 from millstream.capture.optimizers import NumberPlace, device_of, number_places
 from millstream.capture.signature import Structure, name_leaves
-from millstream.capture.state import lift
-from millstream.capture.step_graph import Memory, Slot, StepGraph, adopt
+from millstream.capture.state import Lifted, find_mirrored, lift
+from millstream.capture.step_graph import HostTensor, Memory, Slot, StepGraph, adopt
 from millstream.capture.trace import Gradient, Request, Traced
 from millstream.errors import CaptureError
 
@@ -107,23 +106,13 @@ class Workshop:
             found=found,
             state=state,
             gradients=[
-                Gradient(entry.name, entry.tensor, self._settle_gradient(entry.tensor))
+                Gradient(entry.name, entry.tensor, entry.tensor.grad)
                 for entry in state
                 if (entry.tensor.requires_grad or entry.tensor.grad is not None)
             ],
             numbers=numbers,
+            mirrored=find_mirrored(state),
         )
-
-    def _settle_gradient(self, tensor: Tensor) -> Tensor | None:
-        """The gradient of ``tensor``, in the place where graphs have it."""
-        gradient = tensor.grad
-        if gradient is None:
-            return None
-        known = self.homes.get(id(tensor))
-        if known is not None and adopt(tensor, gradient, known[1]):
-            return known[1]
-        self.homes[id(tensor)] = (tensor, gradient)
-        return gradient
 
     def assemble(self, call: Call, request: Request, traced: Traced, seconds: float) -> StepGraph:
         """Put real tensors to the inputs of a traced graph.
@@ -131,56 +120,81 @@ class Workshop:
         Raises:
             CaptureError: An argument shares memory with another or with state, and one of them is written.
         """
-        state = [request.state[index] for index in traced.state]
-        gradients = [request.gradients[index] for index in traced.gradients]
-        slots = [self._slot(request.numbers[index]) for index in traced.numbers]
-        static = [entry.tensor.detach() for entry in state]
-        homes = [self._home(gradient) for gradient in gradients]
-        static += homes
-        static += [slot.tensor for slot in slots]
-        writes = written_storages(traced.gm)
-        placeholders = traced.gm.graph.find_nodes(op="placeholder")
-        written = Memory(
-            tensor
-            for tensor, node in zip(static, placeholders, strict=False)
-            if torch_private.storage_id(node.meta["val"]) in writes
-        )
-        if not written.is_apart_from(call.arguments, among_each_other=traced.writes_arguments):
+        static: list[Tensor] = []
+        names: list[str] = []
+        mirrors: list[Slot] = []
+        for index in traced.state:
+            entry = request.state[index]
+            names.append(entry.name)
+            if index in request.mirrored:
+                mirrors.append(self._mirror(entry, request.mirrored[index]))
+                static.append(mirrors[-1].tensor)
+            else:
+                static.append(entry.tensor.detach())
+        written_state = Memory(tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written)
+        if not written_state.is_apart_from(call.arguments, among_each_other=traced.writes_arguments):
             raise CaptureError(
-                "An argument shares memory with state that the step writes, or with another argument of which one is written.",
+                "An argument shares memory with state that the step writes, or with another argument, one of them written.",
                 remedy="Pass a clone of it.",
             )
-        names = [entry.name for entry in state]
-        names += [f"{gradient.name}.grad" for gradient in gradients]
-        names += [_name_number(request.found, slot.place) for slot in slots]
-        before = [(gradient.parameter, gradient.before) for gradient in request.gradients]
+        # From here on nothing fails: only now may gradients be moved to where graphs have them.
+        before = [self._settle_gradient(gradient) for gradient in request.gradients]
         after = [
-            (gradient.parameter, self._home(gradient) if is_left else None)
-            for gradient, is_left in zip(request.gradients, traced.left, strict=True)
+            (old if old is not None else self._home(gradient)) if is_left else None
+            for gradient, old, is_left in zip(request.gradients, before, traced.left, strict=True)
         ]
+        for index in traced.gradients:
+            gradient, old = request.gradients[index], before[index]
+            names.append(f"{gradient.name}.grad")
+            static.append(old if old is not None else self._home(gradient))
+        homes = static[len(traced.state) :]
+        for index in traced.numbers:
+            names.append(_name_number(request.found, request.numbers[index]))
+            static.append(self._slot(request.numbers[index]).tensor)
         return StepGraph(
             signature=call.signature,
             state_names=names,
             gm=traced.gm,
             trace_seconds=seconds,
             key=call.key,
-            guards=make_guards(request, traced, state, homes),
+            guards=make_guards(request, traced, before, homes),
             static=static,
             arguments=traced.arguments,
             slots=[self._slot(place) for place in request.numbers],
+            mirrors=mirrors,
             numbers=[place.get() for place in request.numbers],
             questions=traced.questions,
-            left=[(tensor, home) for (tensor, home), (_, old) in zip(after, before, strict=True) if home is not old],
+            left=[
+                (gradient.parameter, new)
+                for gradient, old, new in zip(request.gradients, before, after, strict=True)
+                if new is not old
+            ],
             structure=traced.structure,
             outputs=traced.outputs,
             effects=traced.effects,
-            written=written,
+            written=[tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written],
+            written_state=written_state,
             writes_arguments=traced.writes_arguments,
         )
 
+    def forget(self, graphs: Iterable[StepGraph]) -> None:
+        """Keep only the gradients that ``graphs`` use."""
+        used = {id(tensor) for graph in graphs for tensor in graph.guards.watched}
+        self.homes = {key: home for key, home in self.homes.items() if key in used}
+
+    def _settle_gradient(self, gradient: Gradient) -> Tensor | None:
+        """Bring the gradient that there is to where graphs have it, and return that place."""
+        if gradient.before is None:
+            return None
+        tensor = gradient.parameter
+        known = self.homes.get(id(tensor))
+        if known is not None and (known[1] is gradient.before or adopt(tensor, gradient.before, known[1])):
+            return known[1]
+        self.homes[id(tensor)] = (tensor, gradient.before)
+        return gradient.before
+
     def _home(self, gradient: Gradient) -> Tensor:
-        if gradient.before is not None:
-            return gradient.before
+        """The place for a gradient where there is none yet."""
         tensor = gradient.parameter
         known = self.homes.get(id(tensor))
         if known is None or known[1].shape != tensor.shape or known[1].dtype != tensor.dtype:
@@ -193,6 +207,10 @@ class Workshop:
             tensor = torch.full((), value, dtype=torch.float64, device=device_of(place.optimizer, place.group))
             self.slots[place] = Slot(place, tensor, value)
         return self.slots[place]
+
+    def _mirror(self, entry: Lifted, device: torch.device) -> Slot:
+        value = entry.tensor.item()
+        return Slot(HostTensor(entry.name, entry.tensor), entry.tensor.detach().to(device), value)
 
 
 def _name_number(found: Found, place: NumberPlace) -> str:

@@ -63,3 +63,64 @@ def drop_unused_inputs(gm: fx.GraphModule) -> list[int]:
             gm.graph.erase_node(node)
     gm.recompile()
     return kept
+
+
+def hoist_transfers(gm: fx.GraphModule, arguments: list[fx.Node]) -> dict[fx.Node, torch.device]:
+    """Take copies of arguments to another device out of the graph, in place.
+
+    A step that calls ``x.to(device)`` would otherwise copy from memory whose address changes from call to call, which no CUDA graph can.
+
+    Args:
+        gm: The graph.
+        arguments: Placeholders of arguments.
+
+    Returns:
+        The placeholders that must now be given on another device, and which.
+    """
+    written = written_storages(gm)
+    hoisted: dict[fx.Node, torch.device] = {}
+    for placeholder in arguments:
+        copies = list(placeholder.users)
+        devices = {node.kwargs.get("device") for node in copies if node.target is torch.ops.aten._to_copy.default}
+        own = placeholder.meta["val"].device
+        if len(devices) != 1 or not all(_is_transfer(node, own) for node in copies):
+            continue
+        if any(storage_id(node.meta["val"]) in written for node in copies):
+            continue
+        (device,) = devices
+        assert isinstance(device, torch.device)
+        hoisted[placeholder] = device
+        for node in copies:
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("device", "non_blocking")}
+            if node.meta["val"].dtype == placeholder.meta["val"].dtype and not node.kwargs.get("memory_format"):
+                node.replace_all_uses_with(placeholder)
+                gm.graph.erase_node(node)
+        placeholder.meta["val"] = torch.empty_like(placeholder.meta["val"], device=device)
+    gm.recompile()
+    return hoisted
+
+
+def _is_transfer(node: fx.Node, device: torch.device) -> bool:
+    return node.target is torch.ops.aten._to_copy.default and node.kwargs.get("device") not in (None, device)
+
+
+def move_constants(gm: fx.GraphModule) -> None:
+    """Make constants that the graph copies to another device constants on that device, in place."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
+        lifted = node.args[0]
+        assert isinstance(lifted, fx.Node)
+        source = lifted.args[0] if lifted.target is torch.ops.aten.lift_fresh_copy.default else lifted
+        if not isinstance(source, fx.Node) or source.op != "get_attr" or len(lifted.users) != 1:
+            continue
+        constant = getattr(gm, str(source.target))
+        options = {key: value for key, value in node.kwargs.items() if key in ("dtype", "device")}
+        name = f"{source.target}_on_{str(options.get('device', constant.device)).replace(':', '_')}"
+        gm.register_buffer(name, constant.to(**options))
+        with gm.graph.inserting_before(node):
+            moved = gm.graph.get_attr(name)
+        lifted.args = (moved,) if lifted is not source else lifted.args
+        node.replace_all_uses_with(lifted if lifted is not source else moved)
+        lifted.meta["val"] = node.meta["val"]
+        gm.graph.erase_node(node)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()

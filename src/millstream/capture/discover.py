@@ -15,6 +15,7 @@ while tracing and is added then.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import sysconfig
@@ -55,6 +56,10 @@ def is_users(filename: str) -> bool:
     return path.startswith(_SITE) or not path.startswith(_STDLIB)
 
 
+MISSING: Any = object()
+"""Stands for an entry that is not there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """One step from a holder to what it holds.
@@ -63,7 +68,7 @@ class Link:
         name: How a user would write it, such as ``self.model``.
         holder: A dict, list or closure cell.
         key: Key or index in the holder; ``None`` for a cell.
-        value: What was found there.
+        value: What was found there, or ``MISSING``.
     """
 
     name: str
@@ -183,6 +188,8 @@ class _Search:
             self.names.add(variable)
             if variable in function.__globals__:
                 self.follow(variable, function.__globals__, variable)
+        for variable in _globals_stored_by(code) - set(function.__globals__):
+            self.found.links.append(Link(variable, function.__globals__, variable, MISSING))
         for position, default in enumerate(function.__defaults__ or ()):
             self.visit(f"{parent}default[{position}]", default)
         for variable, default in (function.__kwdefaults__ or {}).items():
@@ -248,6 +255,11 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)
+
+
+def _globals_stored_by(code: types.CodeType) -> set[str]:
+    names = {str(item.argval) for item in dis.get_instructions(code) if item.opname == "STORE_GLOBAL"}
+    return names.union(*(_globals_stored_by(part) for part in code.co_consts if isinstance(part, types.CodeType)))
 
 
 @functools.cache

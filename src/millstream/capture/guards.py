@@ -11,7 +11,7 @@ of one element: those are therefore compared by identity, one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from millstream.capture import torch_private
-from millstream.capture.discover import Link
+from millstream.capture.discover import MISSING, Link
 from millstream.capture.signature import SCALARS
-from millstream.capture.state import Lifted
 from millstream.capture.trace import Request, Traced
-
-MISSING: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +65,7 @@ class Guards:
         tensors: Entries with tensors of more than one element.
         objects: Other entries, compared by identity: dict or list, key, value.
         cells: Closure cells and their contents.
-        trees: Dicts of submodules and copies of them.
-        sizes: Containers and their lengths.
+        copies: Dicts of submodules or hooks, lists of groups or parameters, and copies of them.
         watched: Tensors whose own properties count.
         required_grad: Whether they require a gradient.
         addresses: Where their data is: ``tensor.data = ...`` keeps the object.
@@ -85,8 +81,7 @@ class Guards:
     tensors: dict[Any, Column] = field(default_factory=dict)
     objects: list[tuple[Any, Any, Any]] = field(default_factory=list)
     cells: list[tuple[Any, Any]] = field(default_factory=list)
-    trees: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    sizes: list[tuple[Any, int]] = field(default_factory=list)
+    copies: list[tuple[Any, Any]] = field(default_factory=list)
     watched: list[Tensor] = field(default_factory=list)
     required_grad: list[bool] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
@@ -145,14 +140,11 @@ class Guards:
             for cell, value in self.cells:
                 if cell.cell_contents is not value and not _is_same(cell.cell_contents, value):
                     return None
+            for container, copy in self.copies:
+                if container != copy:
+                    return None
         except (KeyError, IndexError, ValueError, RuntimeError):
             return None
-        for children, copy in self.trees:  # modules compare by identity
-            if children != copy:
-                return None
-        for container, size in self.sizes:
-            if len(container) != size:
-                return None
         if [address() for address in self._address_of] != self.addresses:
             return None
         if [tensor.requires_grad for tensor in self.watched] != self.required_grad:
@@ -186,12 +178,9 @@ class Guards:
         for cell, value in self.cells:
             if cell.cell_contents is not value and not _is_same(cell.cell_contents, value):
                 return Break(f"{self.names.get((id(cell), None), 'A closure variable')} is another than before.", cell)
-        for children, copy in self.trees:
-            if children != copy:
-                return Break("A submodule was replaced, added or removed.", children)
-        for container, size in self.sizes:
-            if len(container) != size:
-                return Break("A container of hooks, parameters or groups has another length.", container)
+        for container, copy in self.copies:
+            if len(container) != len(copy) or any(_look(container, key) is not _look(copy, key) for key in _keys(copy)):
+                return Break("A submodule, hook, parameter group or parameter was replaced, added or removed.", container)
         for tensor, requires_grad, address in zip(self.watched, self.required_grad, self.addresses, strict=True):
             if tensor.data_ptr() != address:
                 return Break("A parameter was moved or converted.", tensor, is_final=True)
@@ -224,19 +213,20 @@ class Guards:
 
 
 def make_guards(
-    request: Request, traced: Traced, state: Iterable[Lifted], homes: Iterable[Tensor]
+    request: Request, traced: Traced, gradients: Sequence[Tensor | None], homes: Iterable[Tensor]
 ) -> Guards:
     """Derive the conditions of a graph.
 
     Args:
         request: What was traced.
         traced: The trace.
-        state: The tensors of ``request.state`` that are inputs of the graph.
+        gradients: The gradients that the tensors of ``request.gradients`` must have.
         homes: Gradients that are inputs of the graph.
     """
     guards = Guards()
     for holder, key, value in traced.reads:
         guards.add_value(holder, key, value)
+    state = [request.state[index] for index in traced.state]
     used = {id(entry.tensor): entry for entry in state}
     unused = {id(entry.tensor) for entry in request.state} - set(used)
     for link in request.found.links:
@@ -246,12 +236,12 @@ def make_guards(
             guards.add_object(holder, key, entry.tensor)
             guards.names[id(holder), key] = entry.name
             guards.owned.add((id(holder), key))
-    gradients = {id(gradient.parameter): gradient for gradient in request.gradients}
+    gradient_of = {id(item.parameter): now for item, now in zip(request.gradients, gradients, strict=True)}
     watched = {id(entry.tensor): entry.tensor for entry in used.values() if isinstance(entry.tensor, nn.Parameter)}
     watched |= {id(gradient.parameter): gradient.parameter for gradient in request.gradients}
     guards.hooked += watched.values()
     for tensor in (*watched.values(), *homes):
-        guards.watch(tensor, gradients[id(tensor)].before if id(tensor) in gradients else None)
+        guards.watch(tensor, gradient_of.get(id(tensor)))
     for module in (module for _, module in request.found.modules):
         _add_tree(guards, module)
     free = {(id(place.optimizer), place.group, place.key, place.item) for place in request.numbers}
@@ -263,7 +253,7 @@ def make_guards(
 
 
 def _add_link(guards: Guards, link: Link, unused: set[int]) -> None:
-    if id(link.value) in unused:
+    if id(link.value) in unused or link.value is MISSING:
         return
     guards.names[id(link.holder), link.key] = link.name
     if link.key is None:
@@ -277,11 +267,13 @@ def _add_link(guards: Guards, link: Link, unused: set[int]) -> None:
 def _add_tree(guards: Guards, root: nn.Module) -> None:
     for module in root.modules():
         guards.hooked.append(module)
-        if module._modules:
-            guards.trees.append((module._modules, dict(module._modules)))
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            if hooks:
-                guards.sizes.append((hooks, len(hooks)))
+        for container in (module._modules, module._forward_hooks, module._forward_pre_hooks):
+            if container:
+                guards.copies.append((container, dict(container)))
+        for holder in (module._parameters, module._buffers):
+            for key, value in holder.items():
+                if value is None:  # an absent bias may be given one
+                    guards.add_value(holder, key, None)
 
 
 def _add_optimizer(
@@ -294,10 +286,10 @@ def _add_optimizer(
     for key in ("state", "param_groups"):
         guards.names[id(vars(optimizer)), key] = f"{name}.{key}"
         guards.owned.add((id(vars(optimizer)), key))
-    guards.sizes.append((optimizer.param_groups, len(optimizer.param_groups)))
+    guards.copies.append((optimizer.param_groups, [*optimizer.param_groups]))
     guards.hooked.append(optimizer)
     for number, group in enumerate(optimizer.param_groups):
-        guards.sizes.append((group["params"], len(group["params"])))
+        guards.copies.append((group["params"], [*group["params"]]))
         guards.add_object(group, "params", group["params"])
         for key, value in group.items() if has_stepped else ():
             guards.names[id(group), key] = f"{name}.param_groups[{number}][{key!r}]"
@@ -308,6 +300,10 @@ def _add_optimizer(
                 if any((id(optimizer), number, key, item) in free for item in range(len(value))):
                     continue
                 guards.add_value(group, key, value)
+
+
+def _keys(container: Any) -> Iterable[Any]:
+    return container if isinstance(container, dict) else range(len(container))
 
 
 def _look(holder: Any, key: Any) -> Any:

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from millstream.capture.lines import here
-
 from millstream.errors import CaptureError
 
 _TRACEABLE = {"capturable": True, "fused": False, "foreach": True}
@@ -53,15 +52,6 @@ class NumberPlace:
             items = list(group[self.key])
             items[self.item] = value
             group[self.key] = type(group[self.key])(items)
-
-
-def check_supported(optimizer: Optimizer, name: str) -> None:
-    """Refuse optimizers that cannot run as a graph, before anything is tried."""
-    if isinstance(optimizer, LBFGS):
-        raise CaptureError(
-            f"{name} is LBFGS, which evaluates its closure as often as the values demand.",
-            remedy="Run this step without ms.step.",
-        )
 
 
 def number_places(optimizer: Optimizer) -> Iterator[NumberPlace]:
@@ -126,44 +116,63 @@ def _with_subclasses(kind: type[LRScheduler]) -> list[type[LRScheduler]]:
     return [kind, *(found for child in kind.__subclasses__() for found in _with_subclasses(child))]
 
 
-def move_counts_to_device(optimizer: Optimizer) -> None:
-    """Bring the state that ``optimizer`` keeps on the host (Adam's step counts) to its parameters' device, once.
+class CountsOnDevice:
+    """Brings the state that optimizers keep on the host (Adam's step counts) to their parameters' device, once.
 
     A kernel on the host could not be part of a graph on the device. ``state_dict`` goes on to give host tensors, as the user knows
     it, and ``load_state_dict`` brings new ones, which are moved when the step is captured again.
     """
-    found = False
-    for parameter, entry in optimizer.state.items():
-        if not isinstance(entry, dict) or not isinstance(parameter, Tensor) or parameter.device.type == "cpu":
-            continue
-        for key, value in entry.items():
-            if isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0:
-                entry[key] = value.to(parameter.device)
-                vars(optimizer).setdefault("_millstream_on_host", set()).add(key)
-                found = True
-    if found and "_millstream_hook" not in vars(optimizer):
-        vars(optimizer)["_millstream_hook"] = optimizer.register_state_dict_post_hook(_give_counts_on_host)
+
+    def __init__(self) -> None:
+        self._moved: list[tuple[Optimizer, dict[str, Any], str, Tensor]] = []
+
+    def move(self, optimizer: Optimizer) -> None:
+        """Move what is on the host."""
+        for parameter, entry in optimizer.state.items():
+            if not isinstance(entry, dict) or not isinstance(parameter, Tensor) or parameter.device.type == "cpu":
+                continue
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0:
+                    self._moved.append((optimizer, entry, key, value))
+                    entry[key] = value.to(parameter.device)
+
+    def undo(self) -> None:
+        """Put the tensors back that were there."""
+        for _, entry, key, value in self._moved:
+            entry[key] = value
+        self._moved.clear()
+
+    def settle(self) -> None:
+        """Let ``state_dict`` of the optimizers give host tensors from now on."""
+        for optimizer, _, key, _ in self._moved:
+            known = vars(optimizer).get(_ON_DEVICE)
+            if known is None:
+                known = vars(optimizer)[_ON_DEVICE] = set()
+                optimizer.register_state_dict_post_hook(_give_counts_on_host)
+            known.add(key)
+
+
+_ON_DEVICE = "_millstream_counts_on_device"
+"""Attribute of an optimizer: keys of the state that was moved."""
 
 
 def move_counts_to_host(optimizer: Optimizer) -> None:
-    """Undo ``move_counts_to_device``, for eager steps, which would wait for the device once for each parameter."""
+    """Undo what was settled, for eager steps, which would wait for the device once for each parameter."""
     for entry in optimizer.state.values():
-        for key in vars(optimizer).get("_millstream_on_host", ()):
+        for key in vars(optimizer).get(_ON_DEVICE, ()):
             if isinstance(entry, dict) and isinstance(entry.get(key), Tensor):
                 entry[key] = entry[key].cpu()
 
 
 def _give_counts_on_host(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    keys = vars(optimizer)["_millstream_on_host"]
-    state = {
-        index: {
-            key: value.cpu() if key in keys and isinstance(value, Tensor) else value for key, value in entry.items()
-        }
-        if isinstance(entry, dict)
-        else entry
-        for index, entry in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
+    keys = vars(optimizer)[_ON_DEVICE]
+
+    def on_host(entry: Any) -> Any:
+        if not isinstance(entry, dict):
+            return entry
+        return {key: value.cpu() if key in keys and isinstance(value, Tensor) else value for key, value in entry.items()}
+
+    return {**state_dict, "state": {index: on_host(entry) for index, entry in state_dict["state"].items()}}
 
 
 def device_of(optimizer: Optimizer, group: int) -> torch.device:

@@ -19,10 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from millstream.capture.discover import Found
-
-MISSING: Any = object()
-"""Stands for an entry that is not there."""
+from millstream.capture.discover import MISSING, Found
 
 _SCALARS = (bool, int, float, complex, str, type(None), tuple, torch.dtype)
 
@@ -143,6 +140,9 @@ def _look(holder: Any, key: Any) -> Any:
 
 
 def _store(holder: Any, key: Any, value: Any) -> None:
+    if value is MISSING:
+        del holder[key]
+        return
     if isinstance(holder, CellType):
         holder.cell_contents = value
     elif isinstance(holder, MutableMapping) or key < len(holder):

@@ -100,14 +100,41 @@ def _check_liftable(name: str, tensor: Tensor) -> None:
         )
 
 
+def find_mirrored(state: Sequence[Lifted]) -> dict[int, torch.device]:
+    """Positions of single numbers on the host among state on a device, and the device.
+
+    A kernel on the device would read such a tensor once, when the graph is captured. The graph reads a copy on the device instead,
+    which is filled whenever the number changes.
+    """
+    devices = (entry.tensor.device for entry in state if entry.tensor.device.type != "cpu")
+    device = next(devices, None)
+    if device is None:
+        return {}
+    return {
+        index: device
+        for index, entry in enumerate(state)
+        if entry.tensor.device.type == "cpu" and entry.tensor.dim() == 0 and not entry.tensor.requires_grad
+    }
+
+
 @contextlib.contextmanager
-def become_fake(tensors: Sequence[Tensor], mode: torch_private.FakeTensorMode) -> Iterator[None]:
+def become_fake(
+    tensors: Sequence[Tensor], mode: torch_private.FakeTensorMode, devices: Mapping[int, torch.device]
+) -> Iterator[None]:
     """For the length of the context, make ``tensors`` fake: same objects, no values, autograd leaves as before.
 
     Gradients of the tensors are fake too where they are among ``tensors``, and absent otherwise. Whatever happens, afterwards
     every tensor is what it was; the fake gradients and contents are gone.
+
+    Args:
+        tensors: Distinct tensors.
+        mode: Of the fake tensors.
+        devices: For positions in ``tensors``: another device to pretend.
     """
-    fakes = [mode.from_tensor(tensor) for tensor in tensors]
+    fakes: list[Tensor] = [mode.from_tensor(tensor) for tensor in tensors]
+    with mode:
+        for index, device in devices.items():
+            fakes[index] = torch.empty_like(fakes[index], device=device)
     fake_of = {id(tensor): fake for tensor, fake in zip(tensors, fakes, strict=True)}
     for tensor, fake in zip(tensors, fakes, strict=True):
         if fake.is_leaf:

@@ -15,7 +15,6 @@ import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +26,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from millstream.capture.assemble import Call, Workshop, describe_arguments
 from millstream.capture.discover import Found, discover
-from millstream.capture.optimizers import check_supported, move_counts_to_device, move_counts_to_host, number_places
+from millstream.capture.optimizers import CountsOnDevice, move_counts_to_host, number_places
 from millstream.capture.python_state import RandomState
+from millstream.capture.refuse import check_supported
 from millstream.capture.signature import meta_of, references_in, take_apart
 from millstream.capture.step_graph import Build, StepGraph
-from millstream.capture.torch_private import has_backward_hooks, has_tensor_hooks
 from millstream.capture.trace import FoundLate, StateMissing, trace_step
 from millstream.errors import CaptureError, FallbackWarning, MillstreamError
 
@@ -86,7 +85,7 @@ class Step:
         self._last: tuple[Any, list[StepGraph]] = (None, [])  # saves hashing the key of the usual call
         self._refused: dict[Any, CaptureError] = {}
         self._hopeless: CaptureError | None = None
-        self._stepped: set[int] = set()
+        self._stepped: dict[int, Optimizer] = {}
         self._has_run = False
         self._num_unready = 0
         self._num_fruitless = 0
@@ -108,9 +107,7 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
-        if (
-            torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
-        ):  # within another capture, or nothing to capture
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # part of another capture; no training
             return self.function(*args, **kwargs)
         if kwargs or not all(type(arg) is Tensor for arg in args):
             arguments: list[Tensor] = []
@@ -138,50 +135,26 @@ class Step:
             return self.function(*call.args, **call.kwargs)
         try:
             found = discover(self._roots(call))
-            self._check_hooks(found)
+            check_supported(found)
             if self._is_unready(found):
                 return self._run_watching(call)
             self._look_back(call)
-            graph = self._capture(call, found)
+            return self._capture(call, found)
         except StateMissing as missing:
             if self._num_unready < MAX_UNREADY:
                 return self._run_watching(call)
-            reason = f"The step creates new optimizer state ({missing}) again and again."
-            return self._fall_back(
-                call, CaptureError(reason, remedy="Give every parameter a gradient in the first call.")
+            error = CaptureError(
+                f"The step creates new optimizer state ({missing}) again and again.",
+                remedy="Give every parameter a gradient in the first call.",
             )
-        except CaptureError as error:
-            return self._fall_back(call, error)
-        try:
-            result = self._build_and_run(call, graph)
-        except CaptureError as error:
-            return self._fall_back(call, error)
-        self._keep(graph)
-        return result
+        except CaptureError as refusal:
+            error = refusal
+        return self._fall_back(call, error)
 
     def _roots(self, call: Call) -> Iterator[tuple[str, Any]]:
         yield self._name, self.function
         for target in references_in(call.structure):
             yield "argument", target
-
-    def _check_hooks(self, found: Found) -> None:
-        """Refuse what autograd would run in eager mode and a trace would not see."""
-        for name, optimizer in found.optimizers:
-            check_supported(optimizer, name)
-        for name, root in found.modules:
-            if isinstance(root, torch.nn.parallel.DistributedDataParallel):
-                raise CaptureError(f"{name} is DistributedDataParallel.", remedy="Use the plain module.")
-            for path, module in root.named_modules():
-                if has_backward_hooks(module):
-                    raise CaptureError(
-                        f"{name}.{path} has a backward hook, which would not run in a graph.", remedy="Remove the hook."
-                    )
-            for path, parameter in root.named_parameters():
-                if not is_lazy(parameter) and has_tensor_hooks(parameter):
-                    raise CaptureError(
-                        f"{name}.{path} has a hook on its gradient, which would not run in a graph.",
-                        remedy="Remove the hook and change the gradient in the step, after backward.",
-                    )
 
     def _is_unready(self, found: Found) -> bool:
         """Whether an eager call must come first, to create what only an eager call can create."""
@@ -202,7 +175,7 @@ class Step:
         self._num_unready += 1
 
         def note(optimizer: Optimizer, *_: Any) -> None:
-            self._stepped.add(id(optimizer))
+            self._stepped[id(optimizer)] = optimizer
 
         handle = register_optimizer_step_post_hook(note)
         try:
@@ -232,20 +205,33 @@ class Step:
             )
             raise self._hopeless
 
-    def _capture(self, call: Call, found: Found) -> StepGraph:
-        roots = list(self._roots(call))
+    def _capture(self, call: Call, found: Found) -> Any:
+        """Trace, build, run and keep a graph for ``call``; a failure leaves everything as it was."""
+        counts = CountsOnDevice()
+        try:
+            graph = self._trace(call, found, counts)
+            result = self._build_and_run(call, graph)
+        except BaseException:
+            counts.undo()
+            raise
+        counts.settle()
+        self._keep(graph)
+        return result
+
+    def _trace(self, call: Call, found: Found, counts: CountsOnDevice) -> StepGraph:
+        roots, where = list(self._roots(call)), ""
         for _ in range(MAX_LATE):
-            for _, optimizer in found.optimizers:
-                move_counts_to_device(optimizer)
             start = time.perf_counter()
+            for _, optimizer in found.optimizers:
+                counts.move(optimizer)
             request = self._workshop.make_request(self.function, call, found)
             try:
                 traced = trace_step(request)
             except FoundLate as late:
                 roots.append((late.name, late.value))
-                found = discover(roots)
-                self._check_hooks(found)
                 where = late.where
+                found = discover(roots)
+                check_supported(found)
                 continue
             return self._workshop.assemble(call, request, traced, time.perf_counter() - start)
         raise CaptureError(
@@ -258,11 +244,11 @@ class Step:
         """Build the graph and run it for the first time; a failure leaves everything as it was."""
         start = time.perf_counter()
         random_state = RandomState()
-        backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.static]
+        # On the host, so that a large model does not need its state twice on the device.
+        backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
         argument_backups = [tensor.detach().clone() for tensor in call.arguments] if graph.writes_arguments else []
         try:
-            for slot, number in zip(graph.slots, graph.numbers, strict=True):
-                slot.set(number)
+            graph.fill_slots()
             with torch.no_grad():
                 graph.executable = self._build(
                     graph.gm, graph.inputs(call.arguments), frozenset(range(len(graph.static)))
@@ -270,7 +256,7 @@ class Step:
             result = graph.run(call.arguments)
         except Exception as error:
             with torch.no_grad():
-                for tensor, backup in zip(graph.static, backups, strict=True):
+                for tensor, backup in zip(graph.written, backups, strict=True):
                     tensor.copy_(backup)
                 for tensor, backup in zip(call.arguments, argument_backups, strict=False):
                     tensor.copy_(backup)
@@ -297,6 +283,7 @@ class Step:
         if not graphs:
             del self._by_key[graph.key]
         self._last = (None, [])
+        self._workshop.forget(self._graphs.values())
         graph.release()
 
     def _fall_back(self, call: Call, error: CaptureError) -> Any:

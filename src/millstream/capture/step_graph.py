@@ -31,17 +31,34 @@ class Build(Protocol):
     ) -> Callable[[list[Tensor]], list[Tensor]]: ...
 
 
-@dataclass(slots=True)
-class Slot:
-    """A number of an optimizer's, as a tensor that graphs read.
+@dataclass(frozen=True, slots=True, eq=False)
+class HostTensor:
+    """A single number that the user keeps in a tensor on the host.
 
     Attributes:
-        place: Where the optimizer keeps it.
-        tensor: 0-d float64, on the device of the parameters.
+        name: Of the tensor.
+        tensor: The user's tensor.
+    """
+
+    name: str
+    tensor: Tensor
+
+    def get(self) -> Any:
+        """The number as it is now."""
+        return self.tensor.item()
+
+
+@dataclass(slots=True)
+class Slot:
+    """A number on the host, as a tensor that graphs read.
+
+    Attributes:
+        place: Where the number is kept.
+        tensor: 0-d, on the device of the graph.
         value: What ``tensor`` holds.
     """
 
-    place: NumberPlace
+    place: NumberPlace | HostTensor
     tensor: Tensor
     value: float
 
@@ -66,15 +83,17 @@ class StepGraph:
         key: What calls that it may fit have in common.
         guards: What it takes for granted.
         static: Its inputs before the arguments.
-        arguments: Which arguments are inputs.
-        slots: Numbers that it reads; among ``static``.
+        arguments: Which arguments are inputs, and the device to which they must be brought, if any.
+        slots: Numbers of optimizers; those that it reads are among ``static``.
+        mirrors: Numbers in tensors on the host that it reads; among ``static``.
         numbers: Their values when last found to be fine.
         questions: What the program asked about them.
         left: Tensors and the gradient each gets after a run, where that is another.
         structure: Of the result.
         outputs: Tensors of the result.
         effects: Attributes to set after a run.
-        written: Memory of the state that it writes.
+        written: Those of ``static`` that it writes.
+        written_state: Memory of the user's state that it writes.
         writes_arguments: Whether it writes to an argument.
     """
 
@@ -85,15 +104,17 @@ class StepGraph:
     key: Any
     guards: Guards
     static: list[Tensor]
-    arguments: list[int]
+    arguments: list[tuple[int, torch.device | None]]
     slots: list[Slot]
+    mirrors: list[Slot]
     numbers: list[Any]
     questions: Questions
     left: list[tuple[Tensor, Tensor | None]]
     structure: Structure
     outputs: list[Output]
     effects: list[tuple[dict[str, Any], str, Any]]
-    written: Memory
+    written: list[Tensor]
+    written_state: Memory
     writes_arguments: bool
     capture_seconds: float = 0.0
     num_runs: int = 0
@@ -102,7 +123,7 @@ class StepGraph:
     def fits(self, arguments: list[Tensor]) -> bool:
         """Whether the graph may run now. If so, its numbers and gradients are brought into their places."""
         strays = self.guards.hold()
-        if strays is None or not self.written.is_apart_from(arguments, among_each_other=self.writes_arguments):
+        if strays is None or not self.written_state.is_apart_from(arguments, among_each_other=self.writes_arguments):
             return False
         numbers = [slot.place.get() for slot in self.slots]
         if numbers != self.numbers:
@@ -112,14 +133,26 @@ class StepGraph:
         for tensor, home in strays:
             if not adopt(tensor, tensor.grad, home):
                 return False
-        for slot, number in zip(self.slots, numbers, strict=True):
+        self.fill_slots()
+        return True
+
+    def fill_slots(self) -> None:
+        """Bring the numbers that the graph reads up to date."""
+        for slot, number in zip(self.slots, self.numbers, strict=True):
             if slot.value != number:
                 slot.set(number)
-        return True
+        for mirror in self.mirrors:
+            number = mirror.place.get()
+            if mirror.value != number:
+                mirror.set(number)
 
     def inputs(self, arguments: list[Tensor]) -> list[Tensor]:
         """A new list of the executable's inputs."""
-        return [*self.static, *[arguments[index] for index in self.arguments]]
+        given = [
+            arguments[index] if device is None else arguments[index].to(device, non_blocking=True)
+            for index, device in self.arguments
+        ]
+        return [*self.static, *given]
 
     def run(self, arguments: list[Tensor]) -> Any:
         """Run the graph and return the step's result."""

@@ -28,13 +28,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from millstream.capture import torch_private
 from millstream.capture.checkpointing import RandomRecords, checkpoints_reuse_randoms
-from millstream.capture.clean import drop_idle_nodes, drop_unused_inputs, written_storages
-from millstream.capture.discover import Found
+from millstream.capture.clean import (
+    drop_idle_nodes,
+    drop_unused_inputs,
+    hoist_transfers,
+    move_constants,
+    written_storages,
+)
+from millstream.capture.discover import MISSING, Found
 from millstream.capture.lines import place_of
 from millstream.capture.modes import ForeignTensor, FunctionWatch, OperatorWatch
 from millstream.capture.optimizers import NumberPlace, device_of, schedulers_are_refused, traceable
 from millstream.capture.python_state import (
-    MISSING,
     Change,
     Kind,
     RandomState,
@@ -90,6 +95,7 @@ class Request:
         state: All tensors in ``found``.
         gradients: All tensors whose gradient may change.
         numbers: Numbers to be read at run time.
+        mirrored: Positions in ``state`` of numbers on the host, and the device on which the graph reads them.
     """
 
     function: Callable[..., Any]
@@ -99,6 +105,7 @@ class Request:
     state: list[Lifted]
     gradients: list[Gradient]
     numbers: list[NumberPlace]
+    mirrored: dict[int, torch.device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +128,13 @@ class Traced:
     """The recorded step.
 
     Attributes:
-        gm: The graph; its inputs are, in order, those in the five lists of positions.
+        gm: The graph; its inputs are, in order, those in the four lists of positions that follow.
         state: Positions in ``Request.state`` of the inputs that are state.
         gradients: Positions in ``Request.gradients`` whose memory the graph reads or writes.
         numbers: Positions in ``Request.numbers`` of the inputs that are numbers.
-        arguments: Positions in ``Request.arguments`` of the inputs that are arguments.
+        arguments: Positions in ``Request.arguments`` of the inputs that are arguments, and the device on which the graph wants them
+            if they are on another.
+        written: For each input, whether the graph writes it.
         left: For every gradient of the request, whether the step leaves one behind.
         structure: Structure of the result.
         outputs: Its tensors.
@@ -140,7 +149,8 @@ class Traced:
     state: list[int]
     gradients: list[int]
     numbers: list[int]
-    arguments: list[int]
+    arguments: list[tuple[int, torch.device | None]]
+    written: list[bool]
     left: list[bool]
     structure: Structure
     outputs: list[Output]
@@ -184,7 +194,7 @@ class _Tracer:
             with (
                 torch_private.no_compiled_modules(),
                 torch_private.plain_recurrence(),
-                become_fake([*state, *before, *request.arguments], self.mode),
+                become_fake([*state, *before, *request.arguments], self.mode, request.mirrored),
                 self.mode,
                 self._numbers_replaced() as numbers,
                 traceable([optimizer for _, optimizer in request.found.optimizers]),
@@ -381,14 +391,21 @@ class _Tracer:
     def _finish(self, gm: fx.GraphModule, reads: dict[tuple[int, str], tuple[nn.Module, str]]) -> Traced:
         assert self.structure is not None
         drop_idle_nodes(gm)
+        move_constants(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
-        written = written_storages(gm)
         sizes = [len(part) for part in (self.request.state, self.homes, self.request.numbers, self.request.arguments)]
-        writes_arguments = any(
-            torch_private.storage_id(node.meta["val"]) in written for node in placeholders[sum(sizes[:3]) :]
-        )
-        kept = drop_unused_inputs(gm)
         starts = [sum(sizes[:part]) for part in range(4)]
+        transfers = hoist_transfers(gm, placeholders[starts[3] :])
+        written = written_storages(gm)
+        is_written = [torch_private.storage_id(node.meta["val"]) in written for node in placeholders]
+        for index in self.request.mirrored:
+            if is_written[index]:
+                raise CaptureError(
+                    f"The step writes {self.request.state[index].name}, a number on the host, from the device.",
+                    remedy="Keep that tensor on the device.",
+                )
+        devices = [transfers.get(node) for node in placeholders]
+        kept = drop_unused_inputs(gm)
         state, gradients, numbers, arguments = (
             [position - start for position in kept if start <= position < start + size]
             for start, size in zip(starts, sizes, strict=True)
@@ -398,7 +415,8 @@ class _Tracer:
             state=state,
             gradients=gradients,
             numbers=numbers,
-            arguments=arguments,
+            arguments=[(index, devices[starts[3] + index]) for index in arguments],
+            written=[is_written[position] for position in kept],
             left=self.left,
             structure=self.structure,
             outputs=self.outputs,
@@ -410,7 +428,7 @@ class _Tracer:
             ],
             effects=self.effects,
             optimizers=self.stepped,
-            writes_arguments=writes_arguments,
+            writes_arguments=any(is_written[starts[3] :]),
         )
 
 
