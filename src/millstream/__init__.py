@@ -4,11 +4,13 @@
 >>> model = ms.compile(model)
 >>> @ms.step
 ... def train_step(x, y): ...
->>> for x, y in ms.feed(loader, "cuda"): ...
+>>> for x, y in ms.feed(loader, "cuda"):
+...     ...
 >>> print(ms.explain(train_step))
 """
 
-from millstream.api import compile, explain, feed, step
+from typing import TYPE_CHECKING, Any
+
 from millstream.errors import (
     ArgumentError,
     CaptureError,
@@ -21,7 +23,11 @@ from millstream.errors import (
     MillstreamError,
     PlanError,
 )
+from millstream.feed import feed
 from millstream.report import Explanation
+
+if TYPE_CHECKING:
+    from millstream.api import compile, explain, step
 
 __version__ = "0.1.0"
 
@@ -42,3 +48,16 @@ __all__ = [
     "feed",
     "step",
 ]
+
+_LATE = frozenset(("compile", "explain", "step"))
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs PyTorch's compiler when it is first asked for: that takes seconds."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from millstream import api
+
+    for late in _LATE:
+        globals()[late] = getattr(api, late)
+    return globals()[name]

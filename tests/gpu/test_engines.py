@@ -1,4 +1,4 @@
-"""On a GPU: the numbers of eager, the graph engine exactly as the serial one, memory given back, states untouched by failures."""
+"""On a GPU: the numbers of eager, the graph engine exactly as the serial one, memory, and what failures leave."""
 
 import copy
 
@@ -22,7 +22,9 @@ def _exact(monkeypatch):
 
 
 def engines_of(compiled):
-    return [(executable.engine.name, getattr(executable.engine, "captured", None)) for executable in executables(compiled)]
+    return [
+        (executable.engine.name, getattr(executable.engine, "captured", None)) for executable in executables(compiled)
+    ]
 
 
 @pytest.mark.parametrize("kind", networks.ALL)

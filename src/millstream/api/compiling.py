@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 
@@ -12,17 +12,9 @@ from millstream.capture.compile import Builder, Compiled, CompiledModule, Compil
 from millstream.engine import ENGINES, Family, build
 from millstream.errors import ArgumentError
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@overload
-def compile(model: Function, **options: Any) -> Function: ...
-@overload
-def compile(model: None = None, **options: Any) -> Callable[[Function], Function]: ...
-
 
 def compile(
-    model: Any = None,
+    model: Callable[..., Any] | None = None,
     *,
     engine: str | None = None,
     freeze: bool = False,
@@ -30,22 +22,23 @@ def compile(
     strict: bool = False,
     max_graphs: int = 8,
     options: dict[str, Any] | None = None,
-) -> Any:
+) -> Any:  # of the kind of ``model``, or a decorator
     """Compile a module or a function of tensors into graphs of fused kernels, for inference and for training.
 
-    The first call with new input shapes, dtypes or modes compiles; on a GPU the second captures the kernels in a CUDA graph, and all
-    later ones replay it. Under autograd, the backward pass is compiled as well.
+    The first call with new input shapes, dtypes or modes compiles; on a GPU the second captures the kernels in a CUDA
+    graph, and all later ones replay it. Under autograd, the backward pass is compiled as well.
 
     Args:
-        model: A module or a function. A compiled module stays a module in use: parameters, ``state_dict``, ``train()`` and all
-            attributes reach the original. Left out, a decorator is returned.
-        engine: ``"graph"`` (CUDA only), ``"serial"``, or ``None`` for the quickest that the device has. The environment variable
-            ``MILLSTREAM_ENGINE`` overrides it.
-        freeze: Fold the parameters into the graph as constants (inference under ``torch.no_grad`` only): their later changes are
-            not seen.
+        model: A module or a function. A compiled module stays a module in use: parameters, ``state_dict``, ``train()``
+            and all attributes reach the original. Left out, a decorator is returned.
+        engine: ``"graph"`` (CUDA only), ``"serial"``, or ``None`` for the quickest that the device has. The environment
+            variable ``MILLSTREAM_ENGINE`` overrides it.
+        freeze: Fold the parameters into the graph as constants (inference under ``torch.no_grad`` only): their later
+            changes are not seen.
         copy_outputs: Whether results are the caller's own. With ``False`` the next call overwrites them.
         strict: Raise where otherwise a warning is given and plain torch.compile or eager Python takes over.
-        max_graphs: So many graphs keep their memory between calls; beyond, the one unused for longest gives its memory back.
+        max_graphs: So many graphs keep their memory between calls; beyond, the one unused for longest gives its memory
+            back.
         options: Options of TorchInductor, such as ``{"max_autotune": True}``.
 
     Raises:
@@ -71,8 +64,9 @@ def compile(
         max_graphs=max_graphs,
         options=options,
     )
-    kind = CompiledModule if isinstance(model, torch.nn.Module) else Compiled
-    return kind(model, compiler, freeze=freeze)
+    if isinstance(model, torch.nn.Module):
+        return CompiledModule(model, compiler, freeze=freeze)
+    return Compiled(model, compiler, freeze=freeze)
 
 
 def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

@@ -12,7 +12,9 @@ from millstream.report import Explanation, ProgramReport
 
 
 def explain(compiled: Any) -> Explanation:
-    """Tell what a compiled model or step consists of: kernels and what was fused into them, memory, and why anything fell back.
+    """Tell what a compiled model or step consists of.
+
+    Kernels and what was fused into them, memory, and why anything fell back.
 
     Args:
         compiled: A result of ``ms.compile`` or ``ms.step`` that has been called (a step twice).
@@ -42,7 +44,9 @@ def executables(compiled: Any) -> list[Executable]:
         ArgumentError: It is neither.
     """
     if isinstance(compiled, Step):
-        return [executable for record in compiled.graphs for executable in getattr(record.executable, "executables", ())]
+        return [
+            executable for record in compiled.graphs for executable in getattr(record.executable, "executables", ())
+        ]
     return [executable for graph in _compiled(compiled).compiler.graphs for executable in graph.executables]
 
 

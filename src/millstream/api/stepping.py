@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 
@@ -14,29 +14,21 @@ from millstream.engine import Executable, build
 from millstream.errors import CaptureError, MillstreamError
 from millstream.lower import Lowered, compile_graph
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@overload
-def step(fn: Callable[..., Any], **options: Any) -> Step: ...
-@overload
-def step(fn: None = None, **options: Any) -> Callable[[Callable[..., Any]], Step]: ...
-
 
 def step(
-    fn: Any = None,
+    fn: Callable[..., Any] | None = None,
     *,
     engine: str | None = None,
     copy_outputs: bool = True,
     strict: bool = False,
     max_graphs: int = 8,
     options: dict[str, Any] | None = None,
-) -> Any:
+) -> Any:  # a Step, or a decorator that makes one
     """Capture a whole training step, forward, backward and optimizer, as one graph of fused kernels.
 
-    The modules, optimizers and other tensors that the function uses are found by themselves. After each call they hold the new
-    values, so checkpoints, schedulers and evaluation in between work as ever. The first call runs eagerly where optimizer state
-    has yet to be made; the next captures.
+    The modules, optimizers and other tensors that the function uses are found by themselves. After each call they hold
+    the new values, so checkpoints, schedulers and evaluation in between work as ever. The first call runs eagerly where
+    optimizer state has yet to be made; the next captures.
 
     Args:
         fn: The user's function; what it returns comes back detached. Left out, a decorator is returned.
@@ -63,11 +55,11 @@ def step(
 
 
 class StepProgram:
-    """A captured step, lowered: called with the flat list of state and inputs, it runs the step and returns the flat results.
+    """A captured step, lowered: runs it on the flat list of state and inputs, and returns the flat results.
 
-    PyTorch's own run-time wrapper around a compiled graph costs tens of microseconds with hundreds of inputs. It is there for
-    cases that a step has not (outputs that alias inputs, subclasses); the first call goes through it and looks whether it passed
-    everything on as it was, and if so later calls go straight to the executable.
+    PyTorch's own run-time wrapper around a compiled graph costs tens of microseconds with hundreds of inputs. It is
+    there for cases that a step has not (outputs that alias inputs, subclasses); the first call goes through it and
+    looks whether it passed everything on as it was, and if so later calls go straight to the executable.
 
     Attributes:
         executables: What runs it, one entry.

@@ -1,8 +1,8 @@
 """``ms.compile``: a model or function, captured by Dynamo, run as programs of ours.
 
-Dynamo captures and guards; AOT autograd splits forward from backward; ``lower`` turns each graph into a program. What Dynamo
-cannot capture it runs as plain Python between the graphs, and what cannot be lowered runs on plain Inductor: the results are right
-in any case, and one warning names the reason and the line. With ``strict`` the same reasons raise.
+Dynamo captures and guards; AOT autograd splits forward from backward; ``lower`` turns each graph into a program. What
+Dynamo cannot capture it runs as plain Python between the graphs, and what cannot be lowered runs on plain Inductor: the
+results are right in any case, and one warning names the reason and the line. With ``strict`` the same reasons raise.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Compiler:
         new_builder: Called once a graph, with what to call when a program runs otherwise than asked for.
         name: Name of what is compiled, for people.
         strict: Raise instead of falling back.
-        max_graphs: So many graphs keep their memory; the one unused for longest gives it back and takes it anew when needed.
+        max_graphs: So many graphs keep their memory; the one unused for longest gives it back and takes it anew when
+            needed.
         options: Inductor options.
     """
 
@@ -160,8 +161,8 @@ class Compiled:
 class CompiledModule(torch.nn.Module):
     """A module compiled by ``ms.compile``: calls run compiled, everything else reaches the original module.
 
-    ``parameters()``, ``state_dict()``, ``train()``, attributes read and written, and ``isinstance`` all behave as the original, which
-    stays usable beside it and shares all tensors with it.
+    ``parameters()``, ``state_dict()``, ``train()``, attributes read and written, and ``isinstance`` all behave as the
+    original, which stays usable beside it and shares all tensors with it.
     """
 
     def __init__(self, module: torch.nn.Module, compiler: Compiler, *, freeze: bool = False) -> None:

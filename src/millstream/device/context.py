@@ -57,10 +57,12 @@ class DeviceContext:
     def __init__(self, place: Place, driver: Driver | None = None) -> None:
         self.place = place
         self._driver: Driver = driver or (CpuDriver() if place.kind == "cpu" else CudaDriver(place))
+        self._graph_lock = threading.RLock()
         self._lock = threading.RLock()  # re-entrant: a finalizer may run while its own thread holds it
         self._streams: dict[int, Stream] = {}
         self._copy_stream: Stream | None = None
         self._graph_pool: GraphPool | None = None
+        self._graph_stream: Stream | None = None  # on which a graph of this place ran last
         # The pools of events are deques without a lock: append and pop are atomic, so a finalizer can give events back
         # at any moment, even while this thread is inside ``acquire_event``.
         self._idle_events: dict[bool, deque[Event]] = {False: deque(), True: deque()}
@@ -227,6 +229,22 @@ class DeviceContext:
         with self._lock:
             self._graph_pool = None
 
+    @property
+    def graph_lock(self) -> threading.RLock:
+        """Hold it from ``enter_graphs`` until the graph is launched and its results are copied."""
+        return self._graph_lock
+
+    def enter_graphs(self) -> None:
+        """Order the current stream behind whatever stream ran a graph of this place last: graphs share memory."""
+        stream = self._driver.current_stream()
+        if stream != self._graph_stream:
+            if self._graph_stream is not None:
+                event = self.acquire_event()
+                event.record(self._graph_stream)
+                stream.wait_event(event)
+                self.release_event(event)
+            self._graph_stream = stream
+
     # --- work --------------------------------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -297,7 +315,7 @@ class DeviceContext:
                 pool.clear()
             self._lent_events.clear()
             self._arena.clear()
-            self._graph_pool = None
+            self._graph_pool = self._graph_stream = None
             self._streams.clear()
             self._copy_stream = None
 

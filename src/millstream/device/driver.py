@@ -185,13 +185,14 @@ class CudaDriver:
         An empty graph stays in it: a pool that no graph uses any more while a tensor still lies in it cannot be
         captured into again (PyTorch 2.11 asserts).
         """
-        first, second = torch.cuda.graph_pool_handle()
+        handle = torch.cuda.graph_pool_handle()
         anchor = torch.cuda.CUDAGraph()
         with guard(self.place), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch doubts that an empty graph is meant
-            with torch.cuda.graph(anchor, pool=(first, second), capture_error_mode="thread_local"):
+            with torch.cuda.graph(anchor, pool=handle, capture_error_mode="thread_local"):
                 pass
         self._anchors.append(anchor)
+        first, second = handle
         return (first, second)
 
     @contextmanager

@@ -77,7 +77,9 @@ class Executable:
     def replay(self) -> None:
         """Run the captured graph again on its present inputs (``graph`` engine only): for measurements."""
         if not isinstance(self.engine, CudaGraphEngine):
-            raise ArgumentError(f"Engine {self.engine.name} has nothing to replay; engine='graph' on a CUDA device has.")
+            raise ArgumentError(
+                f"Engine {self.engine.name} has nothing to replay; engine='graph' on a CUDA device has."
+            )
         self.engine.replay()
 
 

@@ -1,21 +1,22 @@
 """The CUDA-graph engine: the whole plan is captured once and replayed by one call of the driver.
 
-A graph reads and writes fixed addresses. So each input is either *static* (parameters, optimizer state: the graph uses the user's
-own memory, whose address is checked in every call) or gets a *slot*, a tensor of ours into which the caller's is copied. Outputs
-lie in the graph's memory and are cloned for the caller, who may keep them; with ``copy_outputs=False`` he gets that memory itself
-and must be done with it before the next call.
+A graph reads and writes fixed addresses. So each input is either *static* (parameters, optimizer state: the graph uses
+the user's own memory, whose address is checked in every call) or gets a *slot*, a tensor of ours into which the
+caller's is copied. Outputs lie in the graph's memory and are cloned for the caller, who may keep them; with
+``copy_outputs=False`` he gets that memory itself and must be done with it before the next call.
 
-**First call, then capture.** The first call runs on the serial engine: it is the warm-up that capture needs (autotuning, library
-handles), and because it *is* the user's call, nothing runs twice. Capturing launches nothing, so a failed one changes nothing.
+**First call, then capture.** The first call runs on the serial engine: it is the warm-up that capture needs
+(autotuning, library handles), and because it *is* the user's call, nothing runs twice. Capturing launches nothing, so a
+failed one changes nothing.
 
-**Forward and backward.** What a forward pass saves for its backward pass is not cloned: it stays in the graph's memory until the
-backward pass has used it. A forward call that comes while an earlier one still waits for its backward pass must not overwrite it;
-it runs on the serial engine in fresh memory, and so does its backward pass. ``Family`` keeps the two informed.
+**Forward and backward.** What a forward pass saves for its backward pass is not cloned: it stays in the graph's memory
+until the backward pass has used it. A forward call that comes while an earlier one still waits for its backward pass
+must not overwrite it; it runs on the serial engine in fresh memory, and so does its backward pass. ``Family`` keeps the
+two informed.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class Family:
     def __init__(self) -> None:
         self.addresses: set[int] = set()  # memory that stays in place between calls: saved activations, parameters
         self.replayed = False  # whether the latest forward call was a replay
-        self.waiting: weakref.ref[torch.Tensor] | None = None  # lives as long as a replayed forward waits for its backward
+        self.waiting: weakref.ref[torch.Tensor] | None = None  # alive while a replayed forward waits for its backward
 
     @property
     def occupied(self) -> bool:
@@ -77,7 +78,7 @@ class CudaGraphEngine:
         self._context: DeviceContext = context(next(iter(lowered.program.devices)))
         self._index = self._context.place.index
         self._copy_outputs, self._family, self._on_failure = copy_outputs, family, on_failure
-        self._lock = threading.Lock()  # slots and graph memory serve one call at a time
+        self._lock = self._context.graph_lock  # slots and the memory that graphs share serve one call at a time
         self._calls = self._captures = 0
         self._captured: _Captured | None = None
 
@@ -133,6 +134,7 @@ class CudaGraphEngine:
         return self._captured
 
     def _replay(self, captured: _Captured, inputs: list[Any]) -> list[Any]:
+        self._context.enter_graphs()
         if torch.cuda.current_device() == self._index:  # 0.1 µs, a guard 10
             outputs = captured.run(inputs)
         else:
@@ -145,7 +147,7 @@ class CudaGraphEngine:
 
 
 def restore_generator(context: DeviceContext) -> None:
-    """Let the device's random generator work again after a failed capture, which leaves it waiting for the capture's end."""
+    """Let the device's random generator work again: a failed capture leaves it waiting for the capture's end."""
     with guard(context.place), context.capture_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an empty graph is what is wanted here
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
@@ -188,7 +190,7 @@ class _Captured:
         pool = engine._context.graph_pool if shared else None
         with torch.cuda.graph(
             self.graph,
-            pool=pool,
+            pool=pool,  # pyrefly: ignore[bad-argument-type]
             stream=engine._context.stream(0),  # type: ignore[arg-type]
             capture_error_mode="thread_local",
         ):
@@ -196,8 +198,12 @@ class _Captured:
         self._memory = memory  # the graph reads slots for as long as it exists
         self._outputs = [self._recipe(i, outputs[i], i in copied) for i in range(len(outputs))]
         if self._phase is Phase.FORWARD:
-            saved = [t for i, t in enumerate(outputs) if i not in engine.lowered.visible and isinstance(t, torch.Tensor)]
-            engine._family.addresses = {tensor.data_ptr() for tensor in saved} | {a for a in self._addresses if a is not None}
+            saved = [
+                t for i, t in enumerate(outputs) if i not in engine.lowered.visible and isinstance(t, torch.Tensor)
+            ]
+            engine._family.addresses = {tensor.data_ptr() for tensor in saved} | {
+                a for a in self._addresses if a is not None
+            }
         self._saved = next((i for i in range(len(outputs)) if i not in copied and self._owns(i)), None)
 
     def _is_static(self, engine: CudaGraphEngine, name: str, tensor: torch.Tensor) -> bool:

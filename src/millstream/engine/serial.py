@@ -19,8 +19,8 @@ from millstream.schedule import assign_offsets
 class SerialEngine:
     """Runs a one-stream plan by calling its kernels in order.
 
-    On the CPU, temporaries live in one arena laid out once, so that a call allocates nothing but its outputs. On a GPU they come
-    from PyTorch's allocator, which is free of cost there and shares memory with everything else.
+    On the CPU, temporaries live in one arena laid out once, so that a call allocates nothing but its outputs. On a GPU
+    they come from PyTorch's allocator, which is free of cost there and shares memory with everything else.
     """
 
     name = "serial"
@@ -29,7 +29,9 @@ class SerialEngine:
         self.lowered, self.plan = lowered, plan
         self._lock = threading.Lock()  # the arena serves one call at a time
         self._place = next((name for name in sorted(lowered.program.devices) if name != "cpu"), "cpu")
-        self._run: Run | None = None  # made by the first call: engines are built while PyTorch compiles, among fake tensors
+        self._run: Run | None = (
+            None  # made by the first call: engines are built while PyTorch compiles, among fake tensors
+        )
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._place != "cpu":

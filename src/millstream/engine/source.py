@@ -1,11 +1,12 @@
 """Plan + program → straight-line Python.
 
-Dispatching a kernel from generated straight-line code costs about 1 µs, through an interpreter about twice that, and all
-engines share one text: what differs between them is which values are *bound* before the first call (memory that stays where it
-is, views of it included) and which are made in every call.
+Dispatching a kernel from generated straight-line code costs about 1 µs, through an interpreter about twice that, and
+all engines share one text: what differs between them is which values are *bound* before the first call (memory that
+stays where it is, views of it included) and which are made in every call.
 
 **Contract**
-- Steps run in the order of the plan; a value is made right before its first use and forgotten where the plan frees its buffer.
+- Steps run in the order of the plan; a value is made right before its first use and forgotten where the plan frees its
+buffer.
 - A bound value costs nothing per call.
 - The function takes the list of inputs, empties it, and returns the list of outputs; it holds no reference afterwards.
 """
@@ -35,8 +36,8 @@ def compile_plan(program: Program, plan: Plan, bound: Mapping[str, torch.Tensor]
     Args:
         program: What the kernels call.
         plan: In which order, and when memory is taken and given back.
-        bound: Tensors by value name that stay valid and in place for as long as the function is used: constants need not be named,
-            static inputs and preallocated temporaries may be.
+        bound: Tensors by value name that stay valid and in place for as long as the function is used: constants need
+            not be named, static inputs and preallocated temporaries may be.
 
     Returns:
         The function; its source is in its attribute ``source``, and tracebacks through it show it.
@@ -73,7 +74,7 @@ class _Writer:
         source = "def run(inputs):\n" + "".join(f"    {line}\n" for line in self.lines)
         filename = f"<millstream {self.program.graph.name} {id(self)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        exec(compile(source, filename, "exec"), self.scope)
+        exec(compile(source, filename, "exec"), self.scope)  # noqa: S102  our own text, from a checked plan
         run: Any = self.scope["run"]
         run.source = source
         return run  # type: ignore[no-any-return]
@@ -122,7 +123,7 @@ class _Writer:
             self.lines.append(f"del {', '.join(names)}")
 
     def _expression(self, tree: Any) -> str:
-        """Python text for an argument; a view that is not bound is made on the way and kept until its memory is freed."""
+        """Python text for an argument; a view that is not bound is made on the way and kept while its memory lives."""
         if isinstance(tree, Value):
             return self._value(tree.name)
         if isinstance(tree, (list, tuple)) and any(isinstance(leaf, Value) for leaf in tree_leaves(tree)):

@@ -1,7 +1,7 @@
 """torch FX graph → programs, through TorchInductor. The only place that calls Inductor's compiler.
 
-AOT autograd (decompositions, functionalization, the split into forward and backward), Inductor's passes, fusion and code generation
-run unchanged; only the last step, the wrapper, is ours. Tried on torch 2.11 and 2.13.
+AOT autograd (decompositions, functionalization, the split into forward and backward), Inductor's passes, fusion and
+code generation run unchanged; only the last step, the wrapper, is ours. Tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from millstream.lower.fx_wrapper import collect_wrappers
 from millstream.lower.program import Program
 from millstream.lower.translate import translate
 
-
-#: Options for a second attempt when Inductor itself fails. PyTorch 2.11 asserts while it reorders the loops of a kernel that
-#: updates several parameters at once.
+#: Options for a second attempt when Inductor itself fails. PyTorch 2.11 asserts while it reorders the loops of a kernel
+#: that updates several parameters at once.
 CAUTIOUS: dict[str, Any] = {"loop_ordering_after_fusion": False}
 
 
@@ -96,7 +95,9 @@ def compile_graph(
             # Inductor's passes rewrite the graph they are given; another attempt needs it as it was.
             fresh = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
             try:
-                lowered = _lower(fresh, example_inputs, kwargs, f"{name}.{phase}", phase, static, {**options, **attempt})
+                lowered = _lower(
+                    fresh, example_inputs, kwargs, f"{name}.{phase}", phase, static, {**options, **attempt}
+                )
                 return _boxed(finish(lowered))
             except Exception as error:  # noqa: BLE001  whatever private Inductor code raises: plain Inductor is always possible
                 errors.append(getattr(error, "inner_exception", error))
@@ -142,12 +143,15 @@ def _lower(
     if phase is Phase.FORWARD:
         visible = frozenset(_visible_outputs(graph))
     with collect_wrappers(options) as wrappers:
-        compile_fx_inner(graph, inputs, **{**kwargs, "fx_wrapper": True})
+        arguments: Any = {**kwargs, "fx_wrapper": True}
+        compile_fx_inner(graph, inputs, **arguments)
     if not wrappers:
         raise LoweringError("The graph has no kernels.", construct=name)
     program = translate(wrappers[-1], name=name, static=static)
     if len(program.outputs) != num_outputs:
-        raise LoweringError(f"The wrapper returns {len(program.outputs)} values instead of {num_outputs}.", construct=name)
+        raise LoweringError(
+            f"The wrapper returns {len(program.outputs)} values instead of {num_outputs}.", construct=name
+        )
     return Lowered(program, phase, visible, time.perf_counter() - start)
 
 

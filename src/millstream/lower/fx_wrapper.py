@@ -1,8 +1,9 @@
 """TorchInductor's FX wrapper, taught what a scheduler needs. All private Inductor APIs of the wrapper live here.
 
-Inductor ends by writing a *wrapper*: a program that allocates buffers and launches kernels. Its FX wrapper writes that program as
-an FX graph. The subclasses here change three things: C++ kernels are accepted (upstream takes Triton kernels only), a Triton
-launch keeps the kernel's own tuner (upstream drops warps and stages), and every launch remembers the aten nodes it came from.
+Inductor ends by writing a *wrapper*: a program that allocates buffers and launches kernels. Its FX wrapper writes that
+program as an FX graph. The subclasses here change three things: C++ kernels are accepted (upstream takes Triton kernels
+only), a Triton launch keeps the kernel's own tuner (upstream drops warps and stages), and every launch remembers the
+aten nodes it came from.
 
 Tried on torch 2.11 (CUDA, CPU) and 2.13 (CPU).
 """
@@ -13,12 +14,12 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor import config, ir
-from torch._inductor.codecache import LambdaFuture, PyCodeCache
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import common, wrapper_fxir
 from torch._inductor.codegen.wrapper import KernelDefinitionLine, PythonWrapperCodegen, WrapperLine
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -29,8 +30,8 @@ from torch.utils._pytree import tree_map_only
 from millstream.errors import LoweringError
 from millstream.lower.operators import written_arguments
 
-#: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so Inductor
-#: must not reuse buffers; the converter of 2.11 rejects assertion lines.
+#: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so
+#: Inductor must not reuse buffers; the converter of 2.11 rejects assertion lines.
 OPTIONS: dict[str, Any] = {
     "fx_wrapper": True,
     "cpp_wrapper": False,
@@ -96,7 +97,7 @@ class Converter(wrapper_fxir.FxConverter):
     def generate(self) -> torch.fx.GraphModule:
         self.generated = import_kernels(self.prologue, self.lines)
         upstream = wrapper_fxir._node_metadata_hook
-        wrapper_fxir._node_metadata_hook = note_value
+        wrapper_fxir._node_metadata_hook = note_value  # pyrefly: ignore[bad-assignment]
         try:
             return super().generate()
         finally:
@@ -104,7 +105,9 @@ class Converter(wrapper_fxir.FxConverter):
 
     def _generate_graph_constants(self) -> None:
         for name, value in V.graph.constants.items():
-            self.gm.register_buffer(name, value)  # upstream makes the node first, which warns that nothing stands behind it
+            self.gm.register_buffer(
+                name, value
+            )  # upstream makes the node first, which warns that nothing stands behind it
             node = self.gm.graph.get_attr(name)
             node.meta["val"] = value
             self.buffer_to_node[name] = node
@@ -125,7 +128,8 @@ class Converter(wrapper_fxir.FxConverter):
     def _generate_extern_kernel_common(self, kernel: Any, out_ir_node: Any) -> None:
         if kernel.op_overload is None:
             raise LoweringError(
-                f"Library kernel {kernel.python_kernel_name} has no aten operator.", construct=str(kernel.python_kernel_name)
+                f"Library kernel {kernel.python_kernel_name} has no aten operator.",
+                construct=str(kernel.python_kernel_name),
             )
         last = next(iter(reversed(self.gm.graph.nodes)), None)
         super()._generate_extern_kernel_common(kernel, out_ir_node)
@@ -153,7 +157,13 @@ class Converter(wrapper_fxir.FxConverter):
 
 
 class Codegen(wrapper_fxir.WrapperFxCodegen):
-    """The FX wrapper with our converter; hands the finished graph to whoever is compiling."""
+    """The FX wrapper with our converter; ``collect_wrappers`` makes a subclass of it for each compilation.
+
+    Attributes:
+        collected: Where finished graphs go.
+    """
+
+    collected: ClassVar[list[torch.fx.GraphModule]]
 
     def generate_kernel_call(self, kernel_name: str, call_args: Any, **kwargs: Any) -> None:
         super().generate_kernel_call(kernel_name, call_args, **kwargs)
@@ -177,13 +187,11 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
             is_subgraph=self.is_subgraph,
         ).generate()
         if self.is_subgraph:
-            raise LoweringError("Control flow inside a graph (cond, while_loop) has no kernel graph.", construct="subgraph")
-        if _sink is not None:
-            _sink.append(gm)
+            raise LoweringError(
+                "Control flow inside a graph (cond, while_loop) has no kernel graph.", construct="subgraph"
+            )
+        self.collected.append(gm)
         return common.FileBackedGraphModule(gm, gm.forward), None
-
-
-_sink: list[torch.fx.GraphModule] | None = None
 
 
 @contextlib.contextmanager
@@ -192,29 +200,30 @@ def collect_wrappers(options: dict[str, Any]) -> Iterator[list[torch.fx.GraphMod
 
     Not reentrant and not for several threads at once: Inductor itself compiles under one lock.
     """
-    global _sink
     common.init_backend_registration()
     saved = dict(common.device_codegens)
-    outer, _sink = _sink, []
+
+    class Wrapper(Codegen):
+        collected: ClassVar[list[torch.fx.GraphModule]] = []
+
     try:
         for device in ("cpu", "cuda"):
             entry = saved.get(device)
             if entry is not None:
                 common.register_backend_for_device(
-                    device, entry.scheduling, entry.wrapper_codegen, entry.cpp_wrapper_codegen, Codegen
+                    device, entry.scheduling, entry.wrapper_codegen, entry.cpp_wrapper_codegen, Wrapper
                 )
         with config.patch({**options, **OPTIONS}):
-            yield _sink
+            yield Wrapper.collected
     finally:
-        _sink = outer
         common.device_codegens.update(saved)
 
 
-def note_value(node: torch.fx.Node, metadata: object = None, fake_mode: Any = None) -> None:
+def note_value(node: torch.fx.Node, fake_mode: Any = None) -> None:
     """Run a new node on fake tensors and keep the result as ``node.meta["val"]``.
 
-    Upstream's hook fails for operators without a fake implementation (oneDNN's in-place ones); here such an operator returns
-    what it writes, and otherwise nothing is known of its result.
+    Upstream's hook fails for operators without a fake implementation (oneDNN's in-place ones); here such an operator
+    returns what it writes, and otherwise nothing is known of its result.
     """
     node.meta["val"] = None
     if isinstance(node.target, GeneratedKernel):
@@ -229,7 +238,7 @@ def note_value(node: torch.fx.Node, metadata: object = None, fake_mode: Any = No
 
 
 def import_kernels(prologue: str, lines: list[Any]) -> dict[str, tuple[Any, str]]:
-    """Import all kernels that ``lines`` define as one module, as Inductor's own wrapper does, so that they compile in parallel.
+    """Import all kernels that ``lines`` define as one module, so that they compile in parallel.
 
     Returns:
         For each kernel name, the compiled object (a tuner or a C++ function) and its source.
@@ -245,7 +254,7 @@ def import_kernels(prologue: str, lines: list[Any]) -> dict[str, tuple[Any, str]
     kernels = {}
     for line in definitions:
         compiled = getattr(module, line.kernel_name)
-        while isinstance(compiled, LambdaFuture) or hasattr(compiled, "result"):
+        while hasattr(compiled, "result"):  # still compiling
             compiled = compiled.result()
         kernels[line.kernel_name] = (compiled, line.kernel_body)
     return kernels
@@ -254,7 +263,8 @@ def import_kernels(prologue: str, lines: list[Any]) -> dict[str, tuple[Any, str]
 def describe_arguments(compiled: Any, body: str, num_args: int) -> tuple[KernelArgument, ...]:
     """Tell which arguments a generated kernel reads and writes, from the names that Inductor gives them.
 
-    A name that follows no convention counts as both read and written: a missed dependency would be a race, a false one costs time.
+    A name that follows no convention counts as both read and written: a missed dependency would be a race, a false one
+    costs time.
     """
     if isinstance(compiled, CachingAutotuner):
         signature = compiled.triton_meta["signature"]
@@ -271,6 +281,7 @@ def describe_arguments(compiled: Any, body: str, num_args: int) -> tuple[KernelA
 
 
 def describe_argument(name: str, mutated: bool) -> KernelArgument:
+    """Tell how a generated kernel uses the argument of this name."""
     if name.startswith("in_ptr") or re.fullmatch(r"ks\d+|[a-z]\d?numel|seed_offset|load_seed_offset\d*", name):
         return KernelArgument(name, reads=True, writes=mutated)
     if name.startswith("out_ptr"):
@@ -281,7 +292,7 @@ def describe_argument(name: str, mutated: bool) -> KernelArgument:
 
 
 def quick_callee(kernel: Any) -> Callable[..., Any] | None:
-    """What Inductor's own wrapper calls for a library kernel: torch's C binding costs 2–5 µs less a call than the operator object."""
+    """What Inductor's own wrapper calls for a library kernel: torch's C binding, 2–5 µs quicker than the operator."""
     prefix, _, name = str(kernel.python_kernel_name).rpartition("extern_kernels.")
     return getattr(wrapper_fxir.extern_kernels, name, None) if not prefix and name else None
 

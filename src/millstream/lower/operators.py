@@ -48,7 +48,7 @@ def count_flops(target: Any, args: Any, kwargs: Any, value: Any) -> int:
 
 
 def written_arguments(target: Any, args: Any, kwargs: Any) -> list[torch.fx.Node]:
-    """Nodes among the arguments of an operator that it writes, by its schema and by what PyTorch knows beyond the schema."""
+    """Nodes among the arguments of an operator that it writes, by its schema and what PyTorch knows beyond it."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.fx.Node)]
@@ -69,10 +69,13 @@ def draws_random_numbers(target: Any) -> bool:
 def _mutable_names(target: Any, training: bool) -> frozenset[str]:
     """Names of the arguments that an operator writes.
 
-    ``native_batch_norm`` writes its running statistics in training although its schema denies it; ``torch._C._SchemaInfo`` knows.
+    ``native_batch_norm`` writes its running statistics in training although its schema denies it;
+    ``torch._C._SchemaInfo`` knows.
     """
     info = torch._C._SchemaInfo(target._schema)
-    info.add_argument_values({"training": training} if any(a.name == "training" for a in target._schema.arguments) else {})
+    info.add_argument_values(
+        {"training": training} if any(a.name == "training" for a in target._schema.arguments) else {}
+    )
     return frozenset(
         argument.name
         for argument in target._schema.arguments

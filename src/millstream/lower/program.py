@@ -1,7 +1,8 @@
 """A lowered graph with the torch objects that run it.
 
-``KernelGraph`` says what is read and written; ``Program`` adds what torch needs to do it: the callables, the exact arguments, the
-views and the layouts. Every tensor in it is a *value* with a name: an input, a constant, a buffer, or a view of one of these.
+``KernelGraph`` says what is read and written; ``Program`` adds what torch needs to do it: the callables, the exact
+arguments, the views and the layouts. Every tensor in it is a *value* with a name: an input, a constant, a buffer, or a
+view of one of these.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor over the memory of ``base``, which is never itself a view; ``offset`` counts elements from the start of ``base``."""
+    """A tensor over the memory of ``base``, which is no view itself; ``offset`` counts elements from its start."""
 
     base: str
     size: tuple[int, ...]
@@ -50,8 +51,8 @@ class Call:
         target: The callable.
         args: Positional arguments, nested in tuples and lists, tensors as ``Value``.
         kwargs: Keyword arguments, likewise.
-        results: Buffers bound to what it returns: ``(index, name)``, index ``None`` for the whole result. Empty when it writes
-            into its arguments only.
+        results: Buffers bound to what it returns: ``(index, name)``, index ``None`` for the whole result. Empty when it
+            writes into its arguments only.
         stream_keyword: Name of the keyword through which it takes a raw stream handle, or empty for the current stream.
     """
 

@@ -2,11 +2,12 @@
 
 **Contract**
 - The kernels keep the order of the wrapper; every launch becomes exactly one kernel, every view none.
-- A kernel's reads and writes cover every byte it touches, by whole buffers. Where an operator does not say, both are assumed.
+- A kernel's reads and writes cover every byte it touches, by whole buffers. Where an operator does not say, both are
+assumed.
 - Two values that share memory have the same base, or one is an alias of the other's buffer.
 
-**Steps**: walk the nodes once; bind inputs and constants; turn allocations into layouts, ``as_strided`` into views, everything else
-into a call with its reads and writes; then give each buffer its role.
+**Steps**: walk the nodes once; bind inputs and constants; turn allocations into layouts, ``as_strided`` into views,
+everything else into a call with its reads and writes; then give each buffer its role.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class _Translator:
     def _add_constant(self, node: torch.fx.Node) -> None:
         value = getattr(self.gm, str(node.target))
         if not isinstance(value, torch.Tensor):
-            raise LoweringError(f"Constant {node.target} is a {type(value).__name__}, not a tensor.", construct=str(node.target))
+            raise LoweringError(
+                f"Constant {node.target} is a {type(value).__name__}, not a tensor.", construct=str(node.target)
+            )
         self.constants[node.name] = value
         self._add_storage(node.name, value)
 
@@ -118,7 +121,9 @@ class _Translator:
     def _add_element(self, node: torch.fx.Node) -> None:
         source, index = node.args
         if source.name not in self.tuples:  # type: ignore[union-attr]
-            raise LoweringError(f"{node.name} takes an element of {source}, which no kernel returned.", construct=node.name)
+            raise LoweringError(
+                f"{node.name} takes an element of {source}, which no kernel returned.", construct=node.name
+            )
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return
         position = self.tuples[source.name]  # type: ignore[union-attr]
@@ -150,7 +155,9 @@ class _Translator:
     def _add_kernel(self, node: torch.fx.Node) -> None:
         target = node.target
         if node.op != "call_function" or not callable(target) or getattr(target, "namespace", "") == "higher_order":
-            raise LoweringError(f"The wrapper contains {node.format_node()}, which is not a kernel.", construct=str(target))
+            raise LoweringError(
+                f"The wrapper contains {node.format_node()}, which is not a kernel.", construct=str(target)
+            )
         reads, writes = self._accesses(node)
         origins = node.meta.get("origins", ())
         value = node.meta.get("val")
@@ -164,7 +171,9 @@ class _Translator:
                 reads=reads,
                 writes=writes,
                 num_bytes=self._traffic(node, writes),
-                flops=count_elementwise(set(origins)) if generated else count_flops(target, node.args, node.kwargs, value),
+                flops=count_elementwise(set(origins))
+                if generated
+                else count_flops(target, node.args, node.kwargs, value),
                 ops=tuple(dict.fromkeys(op_name(origin) for origin in origins if origin.op == "call_function")),
                 source=next(filter(None, map(source_line, origins)), ""),
             )
@@ -207,7 +216,8 @@ class _Translator:
                 self.bytes.setdefault(generator, 16)
                 self.device.setdefault(generator, generator.removeprefix("rng:"))
                 reads[generator] = writes[generator] = None
-        # A kernel that is the first to touch an allocation reads there only what it has written itself: parts, then the whole.
+        # A kernel that is the first to touch an allocation reads there only what it has written itself: parts, then the
+        # whole.
         kept = tuple(name for name in reads if name not in writes or name in self.filled or name not in self.layouts)
         self.filled.update(writes)
         return kept, tuple(writes)
@@ -216,7 +226,9 @@ class _Translator:
         devices = {self.device[name] for name in names}
         accelerators = sorted(device for device in devices if device != "cpu")
         if len(accelerators) > 1:
-            raise LoweringError(f"Kernel {node.name} uses several devices: {', '.join(accelerators)}.", construct=node.name)
+            raise LoweringError(
+                f"Kernel {node.name} uses several devices: {', '.join(accelerators)}.", construct=node.name
+            )
         if accelerators:
             return accelerators[0]
         value = node.meta.get("val")
@@ -231,8 +243,12 @@ class _Translator:
             if isinstance(value, torch.Tensor):
                 base = self._base(arg)
                 size = min(value.numel() * value.element_size(), self.bytes[base])
-                updated = isinstance(node.target, GeneratedKernel) and base in written and any(
-                    use.reads and other is arg for other, use in zip(node.args, node.target.arguments, strict=True)
+                updated = (
+                    isinstance(node.target, GeneratedKernel)
+                    and base in written
+                    and any(
+                        use.reads and other is arg for other, use in zip(node.args, node.target.arguments, strict=True)
+                    )
                 )
                 total += size * (2 if updated else 1)
         return total
@@ -304,13 +320,13 @@ def storage_bytes(value: torch.Tensor) -> int:
 
 
 def op_name(node: torch.fx.Node) -> str:
-    """Short name of an operator: ``relu`` for ``aten.relu.default``; of what Inductor's passes put in, the node's own name."""
+    """Short name of an operator: ``relu`` for ``aten.relu.default``; the node's own for what Inductor put in."""
     packet = getattr(node.target, "overloadpacket", None)
     return str(packet.__name__) if packet is not None else re.sub(r"_\d+$", "", node.name)
 
 
 def source_line(node: torch.fx.Node) -> str:
-    """The user's line behind an aten node, as ``file:line in function``, or its module when no line is known, or empty."""
+    """The user's line behind an aten node, as ``file:line in function``; else its module, else nothing."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
     if frames:
         file, line, function = frames[-1]

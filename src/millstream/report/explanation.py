@@ -152,7 +152,9 @@ class Explanation:
         lines: list[str] = []
         for program in self.programs:
             lines += [*program.text(limit if limit is not None else len(program.graph.kernels)), ""]
-        lines += [f"fell back: {reason}" for reason in self.fallbacks] or ["nothing fell back: every operator is captured"]
+        lines += [f"fell back: {reason}" for reason in self.fallbacks] or [
+            "nothing fell back: every operator is captured"
+        ]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -162,7 +164,14 @@ class Explanation:
 def kernel_row(kernel: Kernel) -> tuple[str, ...]:
     """Cells of one kernel in the table."""
     ops = ", ".join(kernel.ops) or kernel.name
-    return (str(kernel.id), str(kernel.kind), size(kernel.num_bytes), operations(kernel.flops), shorten(ops, 56), kernel.source)
+    return (
+        str(kernel.id),
+        str(kernel.kind),
+        size(kernel.num_bytes),
+        operations(kernel.flops),
+        shorten(ops, 56),
+        kernel.source,
+    )
 
 
 def size(num_bytes: int) -> str:
@@ -192,6 +201,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -
     """Lay out rows under a head; the columns in ``right`` are set flush right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     return [
-        ("  " + "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))).rstrip()
+        (
+            "  "
+            + "  ".join(
+                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            )
+        ).rstrip()
         for row in (head, *rows)
     ]
