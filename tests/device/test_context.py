@@ -8,12 +8,12 @@ import weakref
 
 import pytest
 import torch
-from tests.device.virtual_device import make_virtual_context
 
 from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
 from millstream.device.context import DeviceContext
 from millstream.device.driver import CpuDriver
 from millstream.errors import ArgumentError, DeviceError
+from tests.device.virtual_device import make_virtual_context
 
 
 @pytest.fixture

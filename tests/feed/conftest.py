@@ -2,10 +2,10 @@ import gc
 import threading
 
 import pytest
-from tests.device.virtual_device import make_virtual_context
 
 from millstream.device import Place
 from millstream.feed import Feed, feeder
+from tests.device.virtual_device import make_virtual_context
 
 
 def feed_threads():

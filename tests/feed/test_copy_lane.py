@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.device.virtual_device import make_virtual_context
-from tests.feed.conftest import feed_threads
 
 from millstream.errors import FallbackWarning, FeedError
 from millstream.feed.copy_lane import CopyLane
 from millstream.feed.layout import MANY_SMALL_LEAVES
+from tests.device.virtual_device import make_virtual_context
+from tests.feed.conftest import feed_threads
 
 MOODS = ["eager", "lazy", "random"]
 
@@ -182,17 +182,38 @@ def test_the_host_does_not_wait_for_the_device(virtual_feed):
     assert int(got[0][0][0]) == 1
 
 
-def test_copies_of_like_batches_are_started_before_they_are_asked_for(virtual_feed):
-    batches = [make_batch(i, 1, 64) for i in range(30)]
-    fed, _ = virtual_feed(batches, 2, "eager")
-    passing = iter(fed)
-    for _ in range(4):
-        next(passing)
-    lane = passing.session._lane
-    with passing.session._conveyor._changed:
-        passing.session._conveyor._changed.wait_for(lambda: len(passing.session._conveyor._belt) == 2, 5)
-        assert all(load.landing is not None for load in passing.session._conveyor._belt)
+def test_copies_of_like_batches_are_started_before_they_are_asked_for():
+    ctx, _ = make_virtual_context("eager")
+    lane, stopped = CopyLane(ctx, 2), threading.Event()
+
+    def stage(i):
+        load = lane.stage(make_batch(i, 1, 64), stopped)
+        lane.send(load)
+        return load
+
+    first, second = stage(0), stage(1)
+    assert first.landing is second.landing is None  # nobody has asked for anything yet
+    lane.deliver([first, second])
+    third = stage(2)
+    assert third.landing is not None
+    lane.deliver([second, third])
+    fourth = stage(3)
+    assert fourth.landing is not None
     assert lane._num_open == 2
+    lane.close([third, fourth])
+
+
+def test_a_prepared_landing_is_used_by_a_batch_that_missed_it():
+    ctx, device = make_virtual_context("eager")
+    lane, stopped = CopyLane(ctx, 2), threading.Event()
+    first, second, third = (lane.stage(make_batch(i, 1, 64), stopped) for i in range(3))
+    lane.deliver([first, second])
+    made = device.num_raw
+    lane.deliver([second, third])  # the worker did not send it: it had looked for a landing a moment too early
+    assert third.landing is not None
+    assert device.num_raw <= made + 1
+    assert lane._num_open == 2
+    lane.close([third])
 
 
 def test_no_memory_is_taken_ahead_for_batches_that_all_differ(virtual_feed):

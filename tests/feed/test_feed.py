@@ -15,13 +15,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.feed.conftest import feed_threads
-from tests.feed.test_structure import Frozen, Opaque, same, trees
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from millstream.device import Place, context
 from millstream.errors import ArgumentError, DeviceError, FeedError
 from millstream.feed import feed, session
+from tests.feed.conftest import feed_threads
+from tests.feed.test_structure import Frozen, Opaque, same, trees
 
 DEPTHS = [1, 2, 5]
 

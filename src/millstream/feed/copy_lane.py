@@ -141,11 +141,9 @@ class CopyLane:
 
     def send(self, load: _Load) -> None:
         """Start the copy if the consumer has prepared a landing of this layout; otherwise the consumer will do both."""
-        with self._landings_lock:
-            if not self._landings or self._landings[0].layout is not load.layout:
-                return
-            landing = self._landings.popleft()
-        self._start_copy(load, landing)
+        landing = self._take_landing(load.layout)
+        if landing is not None:
+            self._start_copy(load, landing)
 
     def _find_layout(self, leaves: Sequence[Tensor]) -> Layout:
         specs = tuple(map(describe_leaf, leaves))
@@ -192,6 +190,12 @@ class CopyLane:
 
     # --- either side -------------------------------------------------------------------------------------------------
 
+    def _take_landing(self, layout: Layout) -> _Landing | None:
+        with self._landings_lock:
+            if self._landings and self._landings[0].layout is layout:
+                return self._landings.popleft()
+            return None
+
     def _start_copy(self, load: _Load, landing: _Landing) -> None:
         slot, copy_stream = load.slot, self._context.copy_stream
         with self._context.capture_lock:  # from pageable memory, when pinning was refused, a copy synchronises
@@ -229,7 +233,8 @@ class CopyLane:
             self._drop_landings(waiting[-1].layout, stream)
             for each in waiting:
                 if each.landing is None:
-                    self._start_copy(each, self._make_landing(each.layout, stream))
+                    landing = self._take_landing(each.layout) or self._make_landing(each.layout, stream)
+                    self._start_copy(each, landing)
             self._prepare_landings(waiting, stream)
             tensors = self._take_over(load, stream)
         for i, leaf in load.others.items():
