@@ -106,21 +106,21 @@ def _is_transfer(node: fx.Node, device: torch.device) -> bool:
 
 def move_constants(gm: fx.GraphModule) -> None:
     """Make constants that the graph copies to another device constants on that device, in place."""
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
-        lifted = node.args[0]
-        assert isinstance(lifted, fx.Node)
-        source = lifted.args[0] if lifted.target is torch.ops.aten.lift_fresh_copy.default else lifted
-        if not isinstance(source, fx.Node) or source.op != "get_attr" or len(lifted.users) != 1:
+    copy, lift = torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh_copy.default
+    for node in gm.graph.find_nodes(op="call_function", target=copy):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if source.target is lift:
+            source = source.args[0]
+        if not isinstance(source, fx.Node) or source.op != "get_attr":
             continue
-        constant = getattr(gm, str(source.target))
         options = {key: value for key, value in node.kwargs.items() if key in ("dtype", "device")}
-        name = f"{source.target}_on_{str(options.get('device', constant.device)).replace(':', '_')}"
-        gm.register_buffer(name, constant.to(**options))
+        name = f"_moved_{node.name}"
+        gm.register_buffer(name, getattr(gm, str(source.target)).to(**options))
         with gm.graph.inserting_before(node):
-            moved = gm.graph.get_attr(name)
-        lifted.args = (moved,) if lifted is not source else lifted.args
-        node.replace_all_uses_with(lifted if lifted is not source else moved)
-        lifted.meta["val"] = node.meta["val"]
+            moved = gm.graph.call_function(lift, (gm.graph.get_attr(name),))
+        moved.meta.update(node.meta)
+        node.replace_all_uses_with(moved)
         gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
     gm.recompile()

@@ -157,6 +157,13 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(GraphScalar, f"__{_name}__", _comparing(getattr(operator, _name)))
 
 
+_TAKE_TENSORS = frozenset(
+    "add radd sub subtract rsub mul multiply rmul div divide true_divide rdiv rtruediv pow rpow float_power remainder fmod "
+    "floor_divide rfloordiv eq ne lt le gt ge clamp clamp_min clamp_max fill where copysign atan2 hypot".split()
+)
+"""Functions that take a 0-d tensor for a number and compute with it. Most others take one as well, but read its value."""
+
+
 def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a PyTorch function, some of whose arguments are scalars of the graph, in a form that takes tensors for them."""
     name = getattr(function, "__name__", "")
@@ -174,21 +181,29 @@ def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         return args[0].copy_(moved) if name.endswith("_") else moved
     like = next((arg for arg in args if isinstance(arg, Tensor)), None)
 
-    def replaced(value: Any) -> Any:
+    def as_tensor(value: Any) -> Any:
         return value.as_tensor_for(like) if isinstance(value, GraphScalar) else value
 
-    try:
-        return function(*map(replaced, args), **{key: replaced(value) for key, value in kwargs.items()})
-    except TypeError:  # takes numbers only: the graph then belongs to this value, which float() writes down
-        pass
-    return function(
-        *(float(arg) if isinstance(arg, GraphScalar) else arg for arg in args),
-        **{key: float(value) if isinstance(value, GraphScalar) else value for key, value in kwargs.items()},
-    )
+    def as_number(value: Any) -> Any:
+        return float(value) if isinstance(value, GraphScalar) else value
+
+    if plain.strip("_") in _TAKE_TENSORS:
+        try:
+            return function(*map(as_tensor, args), **{key: as_tensor(value) for key, value in kwargs.items()})
+        except TypeError:  # not in this combination
+            pass
+    # Takes numbers only: the graph then belongs to this value, which float() writes down.
+    return function(*map(as_number, args), **{key: as_number(value) for key, value in kwargs.items()})
 
 
 def _times(value: Any, scalar: GraphScalar) -> Any:
     return value * scalar.as_tensor_for(value) if isinstance(value, Tensor) else value * scalar
+
+
+def _tensor_of(value: Any, like: Tensor) -> Tensor:
+    if isinstance(value, GraphScalar):
+        return value.as_tensor_for(like)
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def _scalar_at(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> GraphScalar | None:
@@ -210,10 +225,7 @@ def _run_foreach(name: str, function: Callable[..., Any], args: tuple[Any, ...],
         if isinstance(value, GraphScalar):
             return spread(value)
         if isinstance(value, list | tuple) and any(isinstance(item, GraphScalar) for item in value):
-            return [
-                item.as_tensor_for(like) if isinstance(item, GraphScalar) else item
-                for item, like in zip(value, tensors, strict=True)
-            ]
+            return [_tensor_of(item, like) for item, like in zip(value, tensors, strict=True)]
         return value
 
     if plain in ("add", "sub") and isinstance(kwargs.get("alpha"), GraphScalar):

@@ -95,11 +95,11 @@ def take_apart(value: Any, leaves: list[Tensor]) -> Structure:
         return Value(kind, value)
     if isinstance(value, tuple | list):
         return Container(kind, (), tuple(take_apart(item, leaves) for item in value))
-    if isinstance(value, dict):
-        return Container(kind, tuple(value), tuple(take_apart(item, leaves) for item in value.values()))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value))
         return Container(kind, names, tuple(take_apart(getattr(value, name), leaves) for name in names))
+    if isinstance(value, dict):
+        return Container(kind, tuple(value), tuple(take_apart(item, leaves) for item in value.values()))
     return Reference(value)
 
 
@@ -117,9 +117,9 @@ def put_together(structure: Structure, leaf: Callable[[], Any]) -> Any:
         return kind(*items) if hasattr(kind, "_fields") else kind(items)
     if issubclass(kind, list):
         return kind(items)
-    if issubclass(kind, dict):
-        return _build_dict(kind, structure.keys, items)
-    return _build_dataclass(kind, [str(key) for key in structure.keys], items)
+    if dataclasses.is_dataclass(kind):
+        return _build_dataclass(kind, [str(key) for key in structure.keys], items)
+    return _build_dict(kind, structure.keys, items)
 
 
 def _build_dict(kind: type, keys: tuple[Hashable, ...], items: list[Any]) -> Any:
@@ -133,10 +133,10 @@ def _build_dict(kind: type, keys: tuple[Hashable, ...], items: list[Any]) -> Any
 
 
 def _build_dataclass(kind: type, names: list[str], items: list[Any]) -> Any:
-    """Without running ``__init__`` or ``__post_init__``: those belong to the user's function, which has run already."""
+    """Without running ``__init__`` or ``__post_init__``, which belong to the user's function and have run."""
+    if issubclass(kind, dict):  # a dict that is a dataclass too fills itself
+        return kind(**dict(zip(names, items, strict=True)))
     made = object.__new__(kind)
-    if issubclass(kind, dict):  # for instance a ModelOutput: a dict that is a dataclass too
-        dict.__init__(made)
     for name, item in zip(names, items, strict=True):
         object.__setattr__(made, name, item)
     return made
@@ -157,7 +157,7 @@ def name_leaves(structure: Structure, prefix: str) -> list[str]:
         return [prefix]
     if not isinstance(structure, Container):
         return []
-    is_mapping = issubclass(structure.type, dict)
+    is_mapping = issubclass(structure.type, dict) and not dataclasses.is_dataclass(structure.type)
     fields = structure.keys or getattr(structure.type, "_fields", ())
     names: list[str] = []
     for position, child in enumerate(structure.children):

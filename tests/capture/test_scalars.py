@@ -1,0 +1,127 @@
+"""Numbers that a graph reads: arithmetic is recorded, questions are remembered."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from millstream.capture.modes import FunctionWatch
+from millstream.capture.scalars import GraphScalar, Questions
+
+VALUE = 0.75
+
+
+@pytest.fixture
+def questions():
+    return Questions()
+
+
+@pytest.fixture
+def number(questions):
+    return GraphScalar(VALUE, torch.tensor(VALUE, dtype=torch.float64), lambda numbers: numbers[0], questions)
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda h: 1 - h,
+        lambda h: -h * 2,
+        lambda h: h / 4 + 1,
+        lambda h: 4 / h,
+        lambda h: h**2,
+        lambda h: 2**h,
+        lambda h: abs(h - 3),
+        lambda h: h * h - h,
+        lambda h: h % 0.5,
+    ],
+)
+def test_arithmetic_is_done_for_the_value_and_for_the_tensor(formula, number, questions):
+    result = formula(number)
+    assert isinstance(result, GraphScalar)
+    assert result.value == pytest.approx(formula(VALUE))
+    assert result.tensor.item() == pytest.approx(formula(VALUE))
+    assert result.of([0.5]) == pytest.approx(formula(0.5))
+    assert questions.asked == []
+
+
+def test_comparisons_are_answered_and_asked_again(number, questions):
+    assert number != 0
+    assert 1 - number < 0.5
+    assert not number > 1
+    assert bool(number)
+    assert questions.allow([0.6])
+    assert not questions.allow([0.4])  # 1 - 0.4 < 0.5 is false
+    assert not questions.allow([0.0])
+    assert not questions.allow([2.0])
+
+
+@pytest.mark.parametrize("take", [float, math.sqrt, lambda h: f"{float(h):.2f}", lambda h: [0] * int(h)])
+def test_whoever_takes_the_value_binds_the_graph_to_it(take, number, questions):
+    take(number)
+    assert questions.allow([VALUE])
+    assert not questions.allow([0.5])
+
+
+def lists():
+    torch.manual_seed(0)
+    return [[torch.randn(3) for _ in range(2)] for _ in range(3)]
+
+
+FUNCTIONS = {
+    "mul": lambda h, a, b, c: a[0] * h,
+    "right mul": lambda h, a, b, c: h * a[0],
+    "sub": lambda h, a, b, c: a[0] - h,
+    "right sub": lambda h, a, b, c: h - a[0],
+    "right div": lambda h, a, b, c: h / a[0],
+    "right pow": lambda h, a, b, c: h ** a[0],
+    "pow": lambda h, a, b, c: a[0].abs() ** h,
+    "compare": lambda h, a, b, c: a[0] < h,
+    "add alpha": lambda h, a, b, c: a[0].add_(b[0], alpha=-h),
+    "sub alpha": lambda h, a, b, c: torch.sub(a[0], b[0], alpha=h),
+    "addcmul": lambda h, a, b, c: a[0].addcmul_(b[0], c[0], value=1 - h),
+    "addcdiv": lambda h, a, b, c: torch.addcdiv(a[0], b[0], c[0], value=h),
+    "lerp": lambda h, a, b, c: a[0].lerp_(b[0], 1 - h),
+    "lerp weight": lambda h, a, b, c: torch.lerp(a[0], b[0], weight=h),
+    "clamp": lambda h, a, b, c: a[0].clamp(max=h),
+    "fill": lambda h, a, b, c: a[0].fill_(h),
+    "foreach mul": lambda h, a, b, c: torch._foreach_mul(a, h),
+    "foreach mul list": lambda h, a, b, c: torch._foreach_mul(a, [h, 2 * h]),
+    "foreach add": lambda h, a, b, c: torch._foreach_add(a, h),
+    "foreach add alpha": lambda h, a, b, c: torch._foreach_add_(a, b, alpha=-h) or a,
+    "foreach sub alpha": lambda h, a, b, c: torch._foreach_sub(a, b, alpha=h),
+    "foreach lerp": lambda h, a, b, c: torch._foreach_lerp_(a, b, 1 - h) or a,
+    "foreach addcmul": lambda h, a, b, c: torch._foreach_addcmul_(a, b, c, 1 - h) or a,
+    "foreach addcmul list": lambda h, a, b, c: torch._foreach_addcmul(a, b, c, [h, 1.0]),
+    "foreach addcdiv": lambda h, a, b, c: torch._foreach_addcdiv(a, b, c, value=-h),
+    "foreach pow": lambda h, a, b, c: torch._foreach_pow(h, a),
+    "foreach div": lambda h, a, b, c: torch._foreach_div_(a, h) or a,
+    "foreach maximum": lambda h, a, b, c: torch._foreach_maximum(a, h),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_read_the_tensor(name, number, questions):
+    function = FUNCTIONS[name]
+    expected = function(0.25, *lists())
+    number.tensor.fill_(0.25)  # what the graph will read in a later call
+    watch = FunctionWatch(lambda error: None, set())
+    with watch:
+        result = function(number, *lists())
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+    assert questions.asked == []
+
+
+def test_a_function_that_takes_numbers_only_binds_the_graph_to_the_value(number, questions):
+    with FunctionWatch(lambda error: None, set()):
+        result = torch.nn.functional.leaky_relu(torch.tensor([-1.0]), number)
+    assert result.item() == -VALUE
+    assert not questions.allow([0.5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_like_a_python_number_it_keeps_the_dtype(dtype, number):
+    with FunctionWatch(lambda error: None, set()):
+        assert (torch.ones(2, dtype=dtype) * number).dtype == dtype
+        assert (torch.ones(2, dtype=torch.int64) * number).dtype == torch.float32

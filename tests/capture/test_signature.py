@@ -1,0 +1,98 @@
+"""Taking values apart and putting them together again."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+
+import pytest
+import torch
+from torch import nn
+
+from millstream.capture.signature import LEAF, name_leaves, put_together, references_in, take_apart
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Point:
+    x: torch.Tensor
+    y: int = 0
+    built: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self):
+        self.built += 1
+
+
+@dataclasses.dataclass
+class Output(collections.OrderedDict):
+    loss: torch.Tensor | None = None
+
+    def __post_init__(self):
+        self["loss"] = self.loss
+
+
+T = torch.ones(2)
+OBJECT = object()
+VALUES = [
+    T,
+    None,
+    (T, [T, 1], {"a": T, 2: "b"}),
+    Pair(T, None),
+    Point(T, 3),
+    Output(T),
+    collections.OrderedDict(a=T),
+    collections.defaultdict(list, a=T),
+    (Color.RED, torch.float32, torch.device("cpu"), 1.5, True, "x", b"y"),
+    [OBJECT],
+    (),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_round_trip(value):
+    leaves = []
+    structure = take_apart(value, leaves)
+    again = put_together(structure, iter(leaves).__next__)
+    assert type(again) is type(value)
+    other = []
+    assert take_apart(again, other) == structure
+    assert [id(leaf) for leaf in other] == [id(leaf) for leaf in leaves]
+    hash(structure)
+    assert len(name_leaves(structure, "v")) == len(leaves)
+
+
+def test_structures_differ_by_type_value_and_identity():
+    def structure(value):
+        return take_apart(value, [])
+
+    assert structure(T) is LEAF
+    assert structure(1) != structure(1.0) != structure(True)
+    assert structure((T,)) != structure([T])
+    assert structure({"a": T}) != structure({"b": T})
+    assert structure(object()) != structure(object())
+    assert structure(OBJECT) == structure(OBJECT)
+
+
+def test_parameters_are_references():
+    weight = nn.Parameter(T.clone())
+    leaves = []
+    structure = take_apart([weight, T], leaves)
+    assert leaves == [T]
+    assert references_in(structure) == [weight]
+
+
+def test_dataclass_is_not_built_again():
+    point = Point(T)
+    structure = take_apart(point, [])
+    assert put_together(structure, lambda: T).built == 1
+
+
+def test_names():
+    structure = take_apart({"a": [T, Pair(T, T)], "p": Point(T)}, [])
+    assert name_leaves(structure, "batch") == ["batch['a'][0]", "batch['a'][1].left", "batch['a'][1].right", "batch['p'].x"]
