@@ -1,10 +1,14 @@
 """The checker by example; tests/faults compares it with brute force."""
 
+from dataclasses import replace
+
 import pytest
 
 from millstream.check import LifetimeFault, check_plan, find_lifetime_errors, find_races
 from millstream.errors import GraphError, PlanError
 from millstream.graph import parse_plan
+from millstream.schedule import plan_serial
+from millstream.testing import swap_steps, towers_graph
 
 GRAPH = """
 graph g
@@ -132,6 +136,15 @@ def test_the_error_carries_names_and_tells_only_the_first_faults():
         check_plan(broken)
     assert str(caught.value).endswith("... and 3 more")
     assert (caught.value.kernel, caught.value.buffer, caught.value.step) == ("make", "t", 0)
+
+
+def test_a_long_story_is_cut_to_its_end():
+    graph = towers_graph(1, 2)
+    readers = [replace(graph.kernels[1], id=number, writes=()) for number in range(2, 20)]
+    plan = plan_serial(replace(graph, kernels=(*graph.kernels, *readers)))
+    (error,) = find_lifetime_errors(swap_steps(plan, len(plan.steps) - 2, len(plan.steps) - 1))
+    assert error.fault is LifetimeFault.USE_AFTER_FREE
+    assert [access.kernel for access in error.story] == [15, 16, 17, 18, None, 19]
 
 
 def test_an_invalid_plan_is_refused_first():

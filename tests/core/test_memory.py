@@ -37,6 +37,21 @@ def test_buffers_that_never_live_together_share_their_bytes():
     assert layout == MemoryLayout({"big": 0, "left": 0, "right": 128, "small": 0, "none": 0}, 256, "cpu")
 
 
+def test_the_smallest_gap_that_fits_is_taken():
+    """Freed between buffers that stay: a gap of 192 bytes, then one of 128. The last buffer fits into the second."""
+    sizes = {"a": 448, "wide": 192, "b": 160, "narrow": 128, "c": 128, "last": 128}
+    buffers = "\n".join(f"  {name}  temporary  cpu  {size}" for name, size in sizes.items())
+    kernels = """
+      0  fused  make   cpu  () -> (a, wide, b, narrow, c)
+      1  fused  use    cpu  (wide, narrow) -> ()
+      2  fused  again  cpu  () -> (last)
+      3  fused  end    cpu  (a, b, c, last) -> ()
+    """
+    graph = parse_graph(f"graph g\ninputs ()\noutputs ()\nbuffers\n{buffers}\nkernels{kernels}")
+    layout = assign_offsets(plan_serial(graph))
+    assert layout.offset_of == {"a": 0, "wide": 448, "b": 640, "narrow": 832, "c": 960, "last": 832}
+
+
 def test_a_chain_needs_two_buffers():
     layout = assign_offsets(plan_serial(chain_graph(50, num_bytes=1000)))
     assert layout.arena_bytes == 2 * 1024  # 512-byte alignment on a GPU
@@ -86,6 +101,17 @@ def test_an_overlap_is_found_and_told():
     with pytest.raises(PlanError, match="not safe to run, 1 fault found"):
         check_plan(plan, layout)
     check_plan(plan, assign_offsets(plan))
+
+
+@pytest.mark.parametrize(("taken_at", "other_at"), [(2560, 1100), (1536, 3000)])
+def test_what_is_left_of_a_buffer_still_has_its_owner(taken_at, other_at):
+    """One buffer takes a part of another that is done with; the rest is taken by a stream that does not know that."""
+    graph = towers_graph(2, 4)
+    steps = (*(Launch(kernel, 0) for kernel in (0, 1, 2, 3)), *(Launch(kernel, 1) for kernel in (4, 5, 6, 7)))
+    layout = MemoryLayout({"tower0_0": 2048, "tower0_2": taken_at, "tower1_0": other_at}, 8192, "cuda:0")
+    (overlap,) = find_overlaps(Plan(graph, steps, 2), layout)
+    assert (overlap.buffer, overlap.other) == ("tower0_0", "tower1_0")
+    assert (overlap.start, overlap.end) in [(2048, 2124), (3000, 3072)]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,12 @@ def test_what_waits_would_cost_more_than_they_gain_stays_on_one_stream(assign):
     assert assign(DIAMOND, (1, 5, 5, 1), 10, 4).stream_of == (0, 0, 0, 0)
 
 
+def test_a_kernel_moves_only_for_more_than_the_wait_costs():
+    """Behind kernel 0, kernel 2 could start at 11 on another stream: worth a wait only where it saves over 10."""
+    assert assign_list(((), (0,), (0,)), (1, 15, 15), 10, 2).stream_of == (0, 0, 0)
+    assert assign_list(((), (0,), (0,)), (1, 25, 25), 10, 2).start_ns == (0, 1, 11)
+
+
 def test_a_short_kernel_fills_a_gap():
     """Kernel 2 must wait for kernel 0 on the other stream; kernel 3, less urgent, runs meanwhile."""
     predecessors = ((), (), (0, 1), ())

@@ -45,6 +45,11 @@ def test_a_wait_for_what_is_long_past_costs_nothing():
     assert spans_of(late)[1] == (1, 12, 13)
 
 
+def test_a_wait_for_its_own_stream_costs_nothing():
+    steps = (Launch(0, 0), Record(0, 0), Wait(0, 0), *(Launch(kernel, 0) for kernel in (1, 2, 3)))
+    assert simulate(Plan(GRAPH, steps), costs_of(1, 1, 1, 1, wait_ns=100)).end_ns == 4
+
+
 def test_a_full_device_is_no_faster_on_two_streams():
     timeline = simulate(TWO_STREAMS, costs_of(10, 10, 10, 10, shares=(1.0, 0.0)))
     assert timeline.end_ns == 40
@@ -141,3 +146,21 @@ def test_memory_that_is_shared_too_early_gives_another_result():
     assert execute_plan(plan, random.Random(0), MemoryLayout({"t": 0, "u": 511}, 1024, "cuda:0")) != right
     early = move_step(plan, plan.steps.index(Free("t", 0)), plan.steps.index(Launch(0, 0)) + 1)
     assert execute_plan(early, random.Random(0)) != right
+
+
+def test_a_write_through_a_view_depends_on_what_was_there():
+    partly = parse_graph("""
+graph partly
+inputs   ()
+outputs  (y)
+buffers
+  t  temporary  cuda:0  512
+  v  temporary  cuda:0  256  view of t
+  y  output     cuda:0  64
+kernels
+  0  fused  all   cuda:0  () -> (t)
+  1  fused  half  cuda:0  () -> (v)
+  2  fused  read  cuda:0  (t) -> (y)
+""")
+    late = Plan(partly, (Launch(1, 0), Launch(2, 0), Launch(0, 0)))
+    assert execute_plan(late, random.Random(0)) != execute_graph(partly)

@@ -5,12 +5,12 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.faults.oracle import Oracle
 
 from millstream.check import LifetimeFault, check_plan, find_lifetime_errors, find_races
 from millstream.errors import PlanError
 from millstream.graph import Allocate, Copy, Free, HappensBefore, Launch, Plan, Record, Wait, validate_plan
 from millstream.testing import drop_step, move_step, random_graph, restream_step, spread_plan, swap_steps
+from tests.faults.oracle import Oracle
 
 
 def make_plan(seed, num_kernels, num_streams):

@@ -3,7 +3,6 @@ from collections import defaultdict
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.properties.strategies import graphs, spread_plans
 
 from millstream.graph import (
     Buffer,
@@ -21,6 +20,7 @@ from millstream.graph import (
     validate_plan,
 )
 from millstream.testing import random_graph
+from tests.properties.strategies import graphs, spread_plans
 
 
 @given(graphs())

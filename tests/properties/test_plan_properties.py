@@ -1,7 +1,8 @@
 import random
+from itertools import combinations
 
 from hypothesis import given
-from tests.properties.strategies import graphs, spread_plans
+from hypothesis import strategies as st
 
 from millstream.check import check_plan, find_overlaps
 from millstream.graph import (
@@ -16,6 +17,7 @@ from millstream.graph import (
 )
 from millstream.schedule import assign_offsets, derive_lifetimes, peak_bytes, plan_serial
 from millstream.testing import random_graph
+from tests.properties.strategies import graphs, spread_plans
 
 
 @given(graphs())
@@ -85,15 +87,20 @@ def test_layouts_are_sound(plan):
     assert find_overlaps(plan, layout) == []
 
 
-@given(spread_plans(max_kernels=30))
-def test_unsound_layouts_are_found(plan):
-    """With everything at offset 0 there is an overlap exactly where two buffers with bytes may live together."""
-    layout = assign_offsets(plan)
-    everything = MemoryLayout(dict.fromkeys(layout.offset_of, 0), layout.arena_bytes, layout.device)
+@given(spread_plans(max_kernels=30), st.integers(0, 2**32), st.sampled_from([0, 1000, 1 << 20]))
+def test_unsound_layouts_are_found(plan, seed, spread):
+    """With offsets at random there is an overlap exactly where two buffers share bytes and may live together."""
+    rng = random.Random(seed)
+    offset_of = {buffer: rng.randint(0, spread) for buffer in assign_offsets(plan).offset_of}
+    end_of = {buffer: offset + plan.graph.buffer_of[buffer].num_bytes for buffer, offset in offset_of.items()}
+    layout = MemoryLayout(offset_of, max(end_of.values(), default=0), "cuda:0")
     lifetimes = derive_lifetimes(plan)
-    sized = [lifetimes[name] for name in everything.offset_of if plan.graph.buffer_of[name].num_bytes]
-    together = any(one.overlaps(other) for index, one in enumerate(sized) for other in sized[:index])
-    assert bool(find_overlaps(plan, everything)) == together
+    together = any(
+        max(offset_of[one], offset_of[other]) < min(end_of[one], end_of[other])
+        and lifetimes[one].overlaps(lifetimes[other])
+        for one, other in combinations(offset_of, 2)
+    )
+    assert bool(find_overlaps(plan, layout)) == together
 
 
 def align(num_bytes):

@@ -4,7 +4,6 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.properties.strategies import graphs, spread_plans
 
 from millstream.check import LifetimeFault, check_plan, find_lifetime_errors, find_overlaps, find_races
 from millstream.cost import Costs, KernelCost
@@ -22,6 +21,7 @@ from millstream.schedule import (
 )
 from millstream.simulate import execute_graph, execute_plan, simulate
 from millstream.testing import drop_step
+from tests.properties.strategies import graphs, spread_plans
 
 policies = st.sampled_from(sorted(POLICIES))
 stream_counts = st.integers(1, 8)
