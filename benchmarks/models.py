@@ -257,7 +257,7 @@ OPEN_RELU = 2.0
 
 def image_training(name: str, batch: int, size: int, tiny_size: int, estimate_s: float) -> TrainingCase:
     """Case of a timm network, trained with SGD and momentum."""
-    images = shape(batch, 3, size, size, tiny=(4, 3, tiny_size, tiny_size))
+    images = shape(batch, 3, size, size, tiny=(8, 3, tiny_size, tiny_size))
     return TrainingCase(
         f"{name} b{batch}",
         partial(timm_model, name),
