@@ -13,7 +13,7 @@ Training:
 - ``eager``: the step called
 - ``compile loop``: the user's loop, with torch.compile on the model and the optimizer as PyTorch gives it
 - ``compile loop fused``: the same with the fused optimizer
-- ``compile loop, compiled optimizer``: the same with torch.compile on the optimizer's step as well
+- ``compile loop compiled optimizer``: the same with torch.compile on the optimizer's step as well
 - ``step graph``: forward, backward and optimizer captured by hand in one CUDA graph around torch.compile
 - ``cudnn``: the loop with ``nn.LSTM`` in place of the custom cell
 
@@ -246,7 +246,7 @@ def build_training(problem: Training, name: str, judge: TrainingJudge | None = N
     match name:
         case "eager":
             pass
-        case "compile loop" | "compile loop fused" | "compile loop, compiled optimizer":
+        case "compile loop" | "compile loop fused" | "compile loop compiled optimizer":
             run = torch.compile(side.model)
         case "cudnn":
             run = library_twin(problem.model)

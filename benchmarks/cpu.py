@@ -15,7 +15,7 @@ from benchmarks.results import Row
 from benchmarks.suite import Settings, run_suite
 
 INFERENCE_PEERS = ("eager", "compile")
-TRAINING_PEERS = ("eager", "compile loop", "compile loop fused", "compile loop, compiled optimizer")
+TRAINING_PEERS = ("eager", "compile loop", "compile loop fused", "compile loop compiled optimizer")
 CASES: tuple[InferenceCase | TrainingCase, ...] = (*CPU_INFERENCE, *CPU_TRAINING)
 
 

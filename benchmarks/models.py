@@ -374,13 +374,15 @@ CPU_TRAINING = (
 # --- networks that cost nothing to run, so that only the host's work is left -----------------------------------------
 
 HOST_INFERENCE = (
-    InferenceCase("mlp, 10 parameters", small(lambda: mlp([32] * 6)), shape(16, 32), torch.float32, estimate_s=60),
-    InferenceCase("mlp, 160 parameters", small(lambda: mlp([32] * 81)), shape(16, 32), torch.float32, estimate_s=90),
+    InferenceCase("mlp with 10 parameters", small(lambda: mlp([32] * 6)), shape(16, 32), torch.float32, estimate_s=60),
+    InferenceCase(
+        "mlp with 160 parameters", small(lambda: mlp([32] * 81)), shape(16, 32), torch.float32, estimate_s=90
+    ),
 )
 
 HOST_TRAINING = (
     TrainingCase(
-        "mlp step, 10 parameters",
+        "mlp step with 10 parameters",
         small(lambda: mlp([32] * 6)),
         labelled(shape(16, 32), 32),
         torch.optim.SGD,
@@ -389,7 +391,7 @@ HOST_TRAINING = (
         estimate_s=60,
     ),
     TrainingCase(
-        "step with resnet50's state",  # 161 parameters, 159 buffers, 161 momenta
+        "step with resnet50 state",  # 161 parameters, 159 buffers, 161 momenta
         small(normalised_mlp),
         labelled(shape(16, 64), 10),
         torch.optim.SGD,
