@@ -13,6 +13,7 @@ from millstream.schedule import (
     assign_chains,
     assign_exact,
     assign_list,
+    assign_offsets,
     assign_slack,
     critical_path_ns,
     peak_bytes,
@@ -21,7 +22,15 @@ from millstream.schedule import (
     plan_serial,
     rank_kernels,
 )
-from millstream.testing import blocks_graph, chain_graph, random_graph, towers_graph, wavefront_graph
+from millstream.simulate import simulate
+from millstream.testing import (
+    blocks_graph,
+    chain_graph,
+    random_graph,
+    towers_graph,
+    training_graph,
+    wavefront_graph,
+)
 
 DIAMOND = ((), (0,), (0,), (1, 2))
 
@@ -148,7 +157,8 @@ def test_an_empty_graph_can_be_planned():
 @pytest.mark.parametrize("num_streams", [1, 2, 8])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "graph", [blocks_graph(random.Random(1), 6), wavefront_graph(2, 8), random_graph(random.Random(2), 60)]
+    "graph",
+    [blocks_graph(random.Random(1), 6), wavefront_graph(2, 8), training_graph(9), random_graph(random.Random(2), 60)],
 )
 def test_plans_of_every_shape_are_safe(graph, policy, num_streams):
     plan = plan_graph(graph, Roofline().estimate(graph), num_streams, policy)
@@ -168,6 +178,30 @@ def test_over_budget_fewer_streams_are_taken():
         assert plan.num_streams == max(n for n in need if need[n] <= budget)
     with pytest.raises(ArgumentError, match=f"budget of 5 bytes is too small: .* needs {need[1]} bytes on one stream"):
         plan_graph(graph, costs, 8, memory_bytes=5)
+
+
+def test_a_short_lookahead_does_not_put_off_what_nothing_waits_for():
+    """On two streams half of the weight gradients would wait until the chain of input gradients is over."""
+    graph = training_graph(60)
+    costs = even_costs(graph, wait_ns=1, duration_ns=10)
+    eager, near = (POLICIES["list"](graph, costs, 2, lookahead) for lookahead in (None, 16))
+    assert peak_bytes(near) < 0.7 * peak_bytes(eager)
+    assert simulate(near, costs).end_ns < 1.05 * simulate(eager, costs).end_ns
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_over_budget_kernels_keep_closer_to_the_program_before_streams_are_given_up(packed):
+    graph = training_graph(60)
+    costs = even_costs(graph)
+
+    def need(plan):
+        return peak_bytes(plan, layout=assign_offsets(plan) if packed else None)
+
+    budget = int(1.25 * need(plan_serial(graph)))
+    assert need(plan_graph(graph, costs, 2)) > budget
+    plan = plan_graph(graph, costs, 2, memory_bytes=budget, packed=packed)
+    assert need(plan) <= budget
+    assert plan.num_streams == 2
 
 
 def test_bad_arguments_are_refused():

@@ -72,13 +72,13 @@ def test_the_makespan_is_between_the_critical_path_and_the_serial_time_with_wait
     assert {span.kernel for span in shared.spans} == set(range(len(graph.kernels)))
 
 
-@given(cases(), st.sampled_from([assign_list, assign_slack, assign_chains]))
-def test_assignments_keep_their_promises(case, assign):
+@given(cases(), st.sampled_from([assign_list, assign_slack, assign_chains]), st.sampled_from([None, 1, 7, 40]))
+def test_assignments_keep_their_promises(case, assign, lookahead):
     """No two kernels overlap on a stream, predecessors are over in time, and the simulator is never behind."""
     graph, costs, num_streams, _ = case
     predecessors = [[found.kernel for found in each] for each in derive_dependencies(graph)]
     durations = [cost.duration_ns for cost in costs.kernels]
-    assignment = assign(predecessors, durations, costs.wait_ns, num_streams)
+    assignment = assign(predecessors, durations, costs.wait_ns, num_streams, lookahead)
     ends = [start + duration for start, duration in zip(assignment.start_ns, durations, strict=True)]
     assert assignment.end_ns == max(ends)
     for kernel, each in enumerate(predecessors):
@@ -91,7 +91,8 @@ def test_assignments_keep_their_promises(case, assign):
         assert assignment.start_ns[kernel] >= last_end
         on_stream[assignment.stream_of[kernel]] = ends[kernel]
     if assign is assign_list:
-        plan = plan_graph(graph, costs, num_streams, "list")
+        plan = POLICIES["list"](graph, costs, num_streams, lookahead)
+        check_plan(plan)
         assert simulate(plan, costs, shared=False).end_ns <= assignment.end_ns + costs.wait_ns  # the joins
 
 
@@ -124,6 +125,19 @@ def test_every_order_that_events_allow_gives_the_same_results(case, seed):
 @given(spread_plans(), st.integers(0, 2**32))
 def test_every_order_of_a_spread_plan_gives_the_same_results(plan, seed):
     assert execute_plan(plan, random.Random(seed)) == execute_graph(plan.graph)
+
+
+@given(cases(max_kernels=80), st.sampled_from([1.0, 1.2, 2.0]), st.booleans())
+def test_plans_keep_within_their_memory_budget(case, factor, packed):
+    graph, costs, num_streams, policy = case
+
+    def need(plan):
+        return peak_bytes(plan, layout=assign_offsets(plan) if packed else None)
+
+    budget = int(factor * need(plan_serial(graph)))
+    plan = plan_graph(graph, costs, num_streams, policy, memory_bytes=budget, packed=packed)
+    assert need(plan) <= budget
+    check_plan(plan)
 
 
 @given(cases(max_kernels=80))

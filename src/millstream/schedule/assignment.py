@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from millstream.schedule.ranking import rank_kernels
 
@@ -51,7 +52,11 @@ class Assignment:
 
 
 def assign_list(
-    predecessors: Sequence[Sequence[int]], durations_ns: Sequence[int], wait_ns: int, num_streams: int
+    predecessors: Sequence[Sequence[int]],
+    durations_ns: Sequence[int],
+    wait_ns: int,
+    num_streams: int,
+    lookahead: int | None = None,
 ) -> Assignment:
     """Assign kernels to streams one by one, the most urgent first, each where it can start earliest.
 
@@ -68,13 +73,17 @@ def assign_list(
     """
     ranks = rank_kernels(predecessors, durations_ns)
     builder = _Builder(predecessors, durations_ns, wait_ns, num_streams)
-    for kernel in _by_urgency(ranks):
+    for kernel in _by_urgency(predecessors, ranks, lookahead):
         builder.place(kernel, range(num_streams))
     return builder.finish()
 
 
 def assign_slack(
-    predecessors: Sequence[Sequence[int]], durations_ns: Sequence[int], wait_ns: int, num_streams: int
+    predecessors: Sequence[Sequence[int]],
+    durations_ns: Sequence[int],
+    wait_ns: int,
+    num_streams: int,
+    lookahead: int | None = None,
 ) -> Assignment:
     """Assign kernels as ``assign_list`` does, but move only those that have no time to lose.
 
@@ -85,13 +94,17 @@ def assign_slack(
     ranks = rank_kernels(predecessors, durations_ns)
     bound_ns = max(max(ranks, default=0), sum(durations_ns) // num_streams)
     builder = _Builder(predecessors, durations_ns, wait_ns, num_streams)
-    for kernel in _by_urgency(ranks):
+    for kernel in _by_urgency(predecessors, ranks, lookahead):
         builder.place(kernel, range(num_streams), early_ns=bound_ns - ranks[kernel])
     return builder.finish()
 
 
 def assign_chains(
-    predecessors: Sequence[Sequence[int]], durations_ns: Sequence[int], wait_ns: int, num_streams: int
+    predecessors: Sequence[Sequence[int]],
+    durations_ns: Sequence[int],
+    wait_ns: int,
+    num_streams: int,
+    lookahead: int | None = None,
 ) -> Assignment:
     """Assign whole chains of kernels to streams: fewer waits than ``assign_list``, and less to gain.
 
@@ -106,22 +119,51 @@ def assign_chains(
         for predecessor in each:
             successors[predecessor].append(kernel)
     continues: dict[int, int] = {}
-    for kernel in _by_urgency(ranks):
+    for kernel in _by_urgency(predecessors, ranks):
         free = [successor for successor in successors[kernel] if successor not in continues]
         if free:
             continues[max(free, key=lambda successor: (ranks[successor], -successor))] = kernel
     builder = _Builder(predecessors, durations_ns, wait_ns, num_streams)
-    for kernel in _by_urgency(ranks):
+    for kernel in _by_urgency(predecessors, ranks, lookahead):
         builder.place(kernel, [builder.stream_of[continues[kernel]]] if kernel in continues else range(num_streams))
     return builder.finish()
 
 
-def _by_urgency(ranks: Sequence[int]) -> list[int]:
-    """Sort kernels by rank; predecessors come before successors, since of equals the first in the program does."""
-    return sorted(range(len(ranks)), key=lambda kernel: (-ranks[kernel], kernel))
+def _by_urgency(
+    predecessors: Sequence[Sequence[int]], ranks: Sequence[int], lookahead: int | None = None
+) -> Iterator[int]:
+    """Go through the kernels by rank, predecessors before successors; of equals, the first in the program first.
+
+    With a lookahead, a kernel has to wait until fewer than so many kernels stand between it and the first one in the
+    program that is still to come. Otherwise what nothing urgent depends on (a weight's gradient, say) would be put off
+    to the end, and all that it reads would have to be kept until then.
+    """
+    lookahead = lookahead or len(ranks)
+    successors: list[list[int]] = [[] for _ in ranks]
+    for kernel, each in enumerate(predecessors):
+        for predecessor in each:
+            successors[predecessor].append(kernel)
+    missing = [len(each) for each in predecessors]
+    oldest = 0  # the first kernel in the program that is still to come
+    gone = [False] * len(ranks)
+    within: list[tuple[int, int]] = []  # ready kernels, by rank
+    beyond = [kernel for kernel, count in enumerate(missing) if count == 0]  # ready kernels, by place in the program
+    while within or beyond:
+        while beyond and beyond[0] < oldest + lookahead:
+            kernel = heappop(beyond)
+            heappush(within, (-ranks[kernel], kernel))
+        _, kernel = heappop(within)
+        yield kernel
+        gone[kernel] = True
+        while oldest < len(gone) and gone[oldest]:
+            oldest += 1
+        for successor in successors[kernel]:
+            missing[successor] -= 1
+            if missing[successor] == 0:
+                heappush(beyond, successor)
 
 
-Assign = Callable[[Sequence[Sequence[int]], Sequence[int], int, int], Assignment]
+Assign = Callable[[Sequence[Sequence[int]], Sequence[int], int, int, int | None], Assignment]
 
 
 class _Builder:

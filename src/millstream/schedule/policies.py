@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 from typing import Protocol
 
@@ -12,6 +14,7 @@ from millstream.graph import KernelGraph, Plan, derive_dependencies
 from millstream.schedule.allocation import place_allocations
 from millstream.schedule.assignment import Assign, assign_chains, assign_list, assign_slack
 from millstream.schedule.lifetimes import peak_bytes
+from millstream.schedule.memory import assign_offsets
 from millstream.schedule.serial import plan_serial
 from millstream.schedule.waits import place_waits
 
@@ -19,40 +22,47 @@ from millstream.schedule.waits import place_waits
 class Policy(Protocol):
     """Makes a plan of a graph. The same arguments give the same plan, without races and lifetime errors."""
 
-    def __call__(self, graph: KernelGraph, costs: Costs, num_streams: int) -> Plan:
-        """Plan a graph on at most ``num_streams`` streams."""
+    def __call__(self, graph: KernelGraph, costs: Costs, num_streams: int, lookahead: int | None = None) -> Plan:
+        """Plan a graph on at most ``num_streams`` streams; see ``assign_list`` for ``lookahead``."""
         ...
 
 
-def _plan_serial(graph: KernelGraph, costs: Costs, num_streams: int) -> Plan:  # noqa: ARG001  # a Policy's signature
+@dataclass(frozen=True)
+class _Assigned:
+    """Every policy with streams: assign them, order the launches, place the waits, then the memory."""
+
+    name: str
+    assign: Assign
+
+    def __call__(self, graph: KernelGraph, costs: Costs, num_streams: int, lookahead: int | None = None) -> Plan:
+        predecessors = [[found.kernel for found in each] for each in derive_dependencies(graph)]
+        durations_ns = [cost.duration_ns for cost in costs.kernels]
+        assignment = self.assign(predecessors, durations_ns, costs.wait_ns, num_streams, lookahead)
+        num_used = max(assignment.stream_of, default=0) + 1
+        steps = place_waits(assignment.launch_order(), assignment.stream_of, predecessors, num_used)
+        return place_allocations(Plan(graph, tuple(steps), num_used, self.name))
+
+
+def _plan_serial(
+    graph: KernelGraph,
+    costs: Costs,  # noqa: ARG001  # a Policy's signature
+    num_streams: int,  # noqa: ARG001
+    lookahead: int | None = None,  # noqa: ARG001
+) -> Plan:
     return plan_serial(graph)
 
 
-def _plan_assigned(graph: KernelGraph, costs: Costs, num_streams: int, name: str, assign: Assign) -> Plan:
-    """Go the way of every policy with streams: assign them, order the launches, place the waits, then the memory."""
-    predecessors = [[found.kernel for found in each] for each in derive_dependencies(graph)]
-    assignment = assign(predecessors, [cost.duration_ns for cost in costs.kernels], costs.wait_ns, num_streams)
-    num_used = max(assignment.stream_of, default=0) + 1
-    steps = place_waits(assignment.launch_order(), assignment.stream_of, predecessors, num_used)
-    return place_allocations(Plan(graph, tuple(steps), num_used, name))
-
-
-def _plan_chains(graph: KernelGraph, costs: Costs, num_streams: int) -> Plan:
-    return _plan_assigned(graph, costs, num_streams, "chains", assign_chains)
-
-
-def _plan_list(graph: KernelGraph, costs: Costs, num_streams: int) -> Plan:
-    return _plan_assigned(graph, costs, num_streams, "list", assign_list)
-
-
-def _plan_slack(graph: KernelGraph, costs: Costs, num_streams: int) -> Plan:
-    return _plan_assigned(graph, costs, num_streams, "slack", assign_slack)
-
-
 POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {"serial": _plan_serial, "chains": _plan_chains, "slack": _plan_slack, "list": _plan_list}
+    {
+        "serial": _plan_serial,
+        "chains": _Assigned("chains", assign_chains),
+        "slack": _Assigned("slack", assign_slack),
+        "list": _Assigned("list", assign_list),
+    }
 )
 """Policies by name; see ``plan_serial`` and the functions ``assign_*`` for what they do."""
+
+_LOOKAHEADS = (None, 256, 64, 16)  # kernels: each step down saves memory, and costs little time on a few streams
 
 
 def plan_graph(
@@ -62,6 +72,7 @@ def plan_graph(
     policy: str = "list",
     *,
     memory_bytes: int | None = None,
+    packed: bool = False,
 ) -> Plan:
     """Plan a graph by a policy, within a memory budget.
 
@@ -70,8 +81,9 @@ def plan_graph(
         costs: Of its kernels.
         num_streams: The most streams to use, at least one.
         policy: One of ``POLICIES``.
-        memory_bytes: The most that temporaries and outputs may take, by ``peak_bytes``. Over it, fewer streams are
-            taken, down to the serial plan.
+        memory_bytes: The most that temporaries and outputs may take, by ``peak_bytes``. Over it, kernels keep closer to
+            the program's order, and then fewer streams are taken, down to the serial plan.
+        packed: Whether temporaries will be packed by ``assign_offsets``, which takes less memory than pools.
 
     Raises:
         ArgumentError: There is no such policy, no stream, costs of another graph, or a budget that even the serial plan
@@ -84,13 +96,19 @@ def plan_graph(
     if len(costs.kernels) != len(graph.kernels):
         sizes = f"{len(costs.kernels)} kernels, graph {graph.name!r} has {len(graph.kernels)}"
         raise ArgumentError(f"the costs are those of {sizes}: estimate them for this graph")
-    while num_streams > 1 and policy != "serial":
-        plan = POLICIES[policy](graph, costs, num_streams)
-        if memory_bytes is None or peak_bytes(plan) <= memory_bytes:
-            return plan
-        num_streams -= 1
+    if memory_bytes is None:
+        return POLICIES[policy](graph, costs, num_streams) if num_streams > 1 else plan_serial(graph)
+    if policy != "serial":
+        for streams, lookahead in product(range(num_streams, 1, -1), _LOOKAHEADS):
+            plan = POLICIES[policy](graph, costs, streams, lookahead)
+            if _needed_bytes(plan, packed) <= memory_bytes:
+                return plan
     plan = plan_serial(graph)
-    if memory_bytes is not None and peak_bytes(plan) > memory_bytes:
-        least = f"graph {graph.name!r} needs {peak_bytes(plan)} bytes on one stream"
+    if _needed_bytes(plan, packed) > memory_bytes:
+        least = f"graph {graph.name!r} needs {_needed_bytes(plan, packed)} bytes on one stream"
         raise ArgumentError(f"a budget of {memory_bytes} bytes is too small: {least}, so give it at least that")
     return plan
+
+
+def _needed_bytes(plan: Plan, packed: bool) -> int:
+    return peak_bytes(plan, layout=assign_offsets(plan) if packed else None)

@@ -1,6 +1,13 @@
 """Public helpers for tests: graphs to try things on, safe plans, and ways to break them."""
 
-from millstream.testing.graphs import blocks_graph, chain_graph, random_graph, towers_graph, wavefront_graph
+from millstream.testing.graphs import (
+    blocks_graph,
+    chain_graph,
+    random_graph,
+    towers_graph,
+    training_graph,
+    wavefront_graph,
+)
 from millstream.testing.plans import drop_step, move_step, restream_step, spread_plan, swap_steps
 
 __all__ = [
@@ -13,5 +20,6 @@ __all__ = [
     "spread_plan",
     "swap_steps",
     "towers_graph",
+    "training_graph",
     "wavefront_graph",
 ]

@@ -87,8 +87,27 @@ def wavefront_graph(num_layers: int, num_steps: int, *, num_bytes: int = 1024, d
     return shape.finish(f"{num_layers} layers of {num_steps} steps", state[-1])
 
 
+def training_graph(num_layers: int, *, num_bytes: int = 1024, device: str = "cuda:0") -> KernelGraph:
+    """Make a training step: forward, then per layer the gradients of its input and its weight, and the update in place.
+
+    Only the input gradients form a chain; a schedule that puts off weight gradients keeps all activations meanwhile.
+    """
+    shape = _Shape(num_bytes, device)
+    weights = [shape.add_state(f"weight{layer}") for layer in range(num_layers)]
+    activations = ["x"]
+    for layer, weight in enumerate(weights):
+        activations.append(shape.add_kernel(f"forward{layer}", [activations[-1], weight], KernelKind.GEMM))
+    gradient = shape.add_kernel("loss", activations[-1:])
+    for layer in reversed(range(num_layers)):
+        weight_gradient = shape.add_kernel(f"wgrad{layer}", [gradient, activations[layer]], KernelKind.GEMM)
+        if layer:
+            gradient = shape.add_kernel(f"dgrad{layer}", [gradient, weights[layer]], KernelKind.GEMM)
+        shape.add_kernel(f"update{layer}", [weight_gradient, weights[layer]], updates=weights[layer])
+    return shape.finish(f"{num_layers} layers", [])
+
+
 class _Shape:
-    """A graph of kernels that each read some buffers and write one."""
+    """A graph of kernels that each read some buffers and write one, new or given."""
 
     def __init__(self, num_bytes: int, device: str) -> None:
         self.num_bytes = num_bytes
@@ -96,26 +115,36 @@ class _Shape:
         self.kernels: list[Kernel] = []
         self.buffers = [Buffer("x", num_bytes, device, Role.INPUT)]
 
-    def add_kernel(self, name: str, reads: list[str], kind: KernelKind = KernelKind.FUSED) -> str:
-        """Add a kernel and return the buffer that it writes, named after it."""
-        self.buffers.append(Buffer(name, self.num_bytes, self.device, Role.TEMPORARY))
+    def add_state(self, name: str) -> str:
+        """Add a buffer of the user's and return its name."""
+        self.buffers.append(Buffer(name, self.num_bytes, self.device, Role.STATE))
+        return name
+
+    def add_kernel(
+        self, name: str, reads: list[str], kind: KernelKind = KernelKind.FUSED, *, updates: str | None = None
+    ) -> str:
+        """Add a kernel and return the buffer that it writes, by default a new one named after it."""
+        written = updates or name
+        if updates is None:
+            self.buffers.append(Buffer(name, self.num_bytes, self.device, Role.TEMPORARY))
         kernel = Kernel(
             id=len(self.kernels),
             name=name,
             kind=kind,
             device=self.device,
             reads=tuple(reads),
-            writes=(name,),
+            writes=(written,),
             num_bytes=(len(reads) + 1) * self.num_bytes,
             source=f"shape.py:{len(self.kernels) + 1} in forward",
         )
         self.kernels.append(kernel)
-        return name
+        return written
 
     def finish(self, name: str, outputs: list[str]) -> KernelGraph:
         """Return the graph."""
         buffers = tuple(replace(b, role=Role.OUTPUT) if b.id in outputs else b for b in self.buffers)
-        return KernelGraph(name, tuple(self.kernels), buffers, ("x",), tuple(outputs))
+        inputs = tuple(b.id for b in buffers if b.role in (Role.INPUT, Role.STATE))
+        return KernelGraph(name, tuple(self.kernels), buffers, inputs, tuple(outputs))
 
 
 class _RandomGraph:
