@@ -306,6 +306,7 @@ def settle(model: nn.Module, x: Tensor, *, shift: float = 0.0) -> None:
 
 
 @torch.no_grad()
+@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # the check below asks for more than TF32's three digits
 def fold_batch_norm(model: nn.Module, x: Tensor) -> int:
     """Fold each BatchNorm that directly follows a convolution into it, and return how many were folded.
 

@@ -31,12 +31,13 @@ from millstream.errors import LoweringError
 from millstream.lower.operators import written_arguments
 
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so
-#: Inductor must not reuse buffers; the converter of 2.11 rejects assertion lines.
+#: Inductor must not hand a dead buffer on; but only Inductor knows which kernels may write over an input that dies with
+#: them, and that it does. The converter of 2.11 rejects assertion lines.
 OPTIONS: dict[str, Any] = {
     "fx_wrapper": True,
     "cpp_wrapper": False,
     "allow_buffer_reuse": False,
-    "inplace_buffers": False,
+    "inplace_buffers": True,
     "memory_planning": False,
     "size_asserts": False,
     "alignment_asserts": False,
