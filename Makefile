@@ -9,6 +9,7 @@ ifeq ($(origin PYTHON),undefined)
 PYTHON := $(VENV)/bin/python
 SETUP := $(READY)
 endif
+# One thread for `run`: its kernels are too small to share. On two busy cores two threads were 15 times slower, eager too.
 export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .PHONY: help run test check gpu bench format clean
@@ -18,7 +19,7 @@ help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
 run: $(SETUP) ## train a character LSTM, eager and then as one graph; prints both speeds (under three minutes on two cores)
-	$(PYTHON) -m millstream.cli train char-rnn
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m millstream.cli train char-rnn
 
 test: $(SETUP) ## every test that needs no GPU
 	$(PYTHON) -m pytest -m "not gpu"
