@@ -95,4 +95,9 @@ def test_dataclass_is_not_built_again():
 
 def test_names():
     structure = take_apart({"a": [T, Pair(T, T)], "p": Point(T)}, [])
-    assert name_leaves(structure, "batch") == ["batch['a'][0]", "batch['a'][1].left", "batch['a'][1].right", "batch['p'].x"]
+    assert name_leaves(structure, "batch") == [
+        "batch['a'][0]",
+        "batch['a'][1].left",
+        "batch['a'][1].right",
+        "batch['p'].x",
+    ]

@@ -1,4 +1,4 @@
-"""The traced graphs are what AOT autograd and Inductor take: in-place operators on inputs, numbers, random operators."""
+"""The traced graphs are what AOT autograd and Inductor take: writes to inputs, numbers, random operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.capture.worlds import World, batches, check, compile_with_inductor
 
 def test_statistics_clipping_and_cycled_momentum():
     def make():
-        model = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+        layers = [nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)]
+        model = nn.Sequential(*layers)
         opt = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = lr_scheduler.OneCycleLR(opt, max_lr=0.01, total_steps=8)
 

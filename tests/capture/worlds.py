@@ -87,7 +87,7 @@ def assert_same(ours: Any, theirs: Any, *, rtol: float = 1e-5, atol: float = 1e-
         assert ours == theirs, name
 
 
-def check(  # noqa: PLR0913
+def check(
     make: Callable[[], World],
     batches: Iterable[tuple[Any, ...]],
     *,

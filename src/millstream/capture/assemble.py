@@ -82,7 +82,9 @@ class Workshop:
         arguments = {id(argument) for argument in call.arguments}
         if len(arguments) != len(call.arguments):
             raise CaptureError("One tensor is passed as two arguments.", remedy="Pass it once, or pass a clone.")
-        if torch.is_grad_enabled() and any(argument.requires_grad and not argument.is_leaf for argument in call.arguments):
+        if torch.is_grad_enabled() and any(
+            argument.requires_grad and not argument.is_leaf for argument in call.arguments
+        ):
             raise CaptureError(
                 "An argument was computed with gradients, which would have to reach beyond the step.",
                 remedy="Compute it inside of the step, or detach it.",
@@ -134,7 +136,7 @@ class Workshop:
         written_state = Memory(tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written)
         if not written_state.is_apart_from(call.arguments, among_each_other=traced.writes_arguments):
             raise CaptureError(
-                "An argument shares memory with state that the step writes, or with another argument, one of them written.",
+                "An argument shares memory with state that the step writes, or with another argument, one written.",
                 remedy="Pass a clone of it.",
             )
         # From here on nothing fails: only now may gradients be moved to where graphs have them.

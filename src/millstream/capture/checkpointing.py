@@ -1,7 +1,7 @@
 """Activation checkpointing: the recomputation must see the random numbers of the forward.
 
-In eager mode a checkpoint saves and restores the state of the random number generator. A graph has no such state to restore, so
-that the results themselves are kept, one list for each checkpointed region, and used again.
+In eager mode a checkpoint saves and restores the state of the random number generator. A graph has no such state to
+restore, so that the results themselves are kept, one list for each checkpointed region, and used again.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ class RandomRecords:
     def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a random operator, or give its result of the forward again."""
         replaying = next((region for region in reversed(self._running) if region.is_replaying), None)
-        if replaying is None:
-            result = operator(*args, **kwargs)
-        else:
-            result = _repeat(operator, args, replaying)
+        result = operator(*args, **kwargs) if replaying is None else _repeat(operator, args, replaying)
         recording = [region for region in self._running if not region.is_replaying]
         if recording:
             # Copies, because the program may go on to change its own results in place (noise.bernoulli_().div_()).
@@ -105,7 +102,7 @@ def checkpoints_reuse_randoms(records: RandomRecords) -> Iterator[None]:
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
             return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
-    checkpoint._checkpoint_without_reentrant_generator = generate_recorded
+    checkpoint._checkpoint_without_reentrant_generator = generate_recorded  # type: ignore[assignment]
     checkpoint.CheckpointFunction = Applied  # type: ignore[misc, assignment]
     try:
         yield

@@ -1,4 +1,7 @@
-"""Tidy up a traced graph: drop what computes nothing, find out which inputs it writes."""
+"""Tidy up a traced graph: drop what computes nothing, find out which inputs it writes.
+
+The passes change ``gm.graph`` in place; ``gm.recompile()`` is left to their caller, who does it once.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from millstream.capture.torch_private import storage_id
 def drop_idle_nodes(gm: fx.GraphModule) -> None:
     """Remove profiler marks, ``detach`` and unused values, in place.
 
-    ``detach`` shares memory with its argument and differs from it in autograd only, which the graph is past; half of the nodes
-    of an unrolled network are such.
+    ``detach`` shares memory with its argument and differs from it in autograd only, which the graph is past; half of
+    the nodes of an unrolled network are such.
     """
     for node in reversed(gm.graph.nodes):
         if node.op != "call_function":
@@ -25,7 +28,6 @@ def drop_idle_nodes(gm: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
-    gm.recompile()
 
 
 def written_storages(gm: fx.GraphModule) -> set[int]:
@@ -61,14 +63,14 @@ def drop_unused_inputs(gm: fx.GraphModule) -> list[int]:
             kept.append(position)
         else:
             gm.graph.erase_node(node)
-    gm.recompile()
     return kept
 
 
 def hoist_transfers(gm: fx.GraphModule, arguments: list[fx.Node]) -> dict[fx.Node, torch.device]:
     """Take copies of arguments to another device out of the graph, in place.
 
-    A step that calls ``x.to(device)`` would otherwise copy from memory whose address changes from call to call, which no CUDA graph can.
+    A step that calls ``x.to(device)`` would otherwise copy from memory whose address changes from call to call, which
+    no CUDA graph can.
 
     Args:
         gm: The graph.
@@ -96,7 +98,6 @@ def hoist_transfers(gm: fx.GraphModule, arguments: list[fx.Node]) -> dict[fx.Nod
                 node.replace_all_uses_with(placeholder)
                 gm.graph.erase_node(node)
         placeholder.meta["val"] = torch.empty_like(placeholder.meta["val"], device=device)
-    gm.recompile()
     return hoisted
 
 
@@ -123,4 +124,3 @@ def move_constants(gm: fx.GraphModule) -> None:
         node.replace_all_uses_with(moved)
         gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
-    gm.recompile()

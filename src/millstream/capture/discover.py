@@ -1,8 +1,8 @@
 """Find the modules, optimizers, scalers and tensors that a function reaches.
 
-A function reaches what its closure, the globals its code names, its defaults and its bound object hold; and, from there, what
-containers hold, and those attributes of plain objects whose names occur in the code found so far. What is missed here shows up
-while tracing and is added then.
+A function reaches what its closure, the globals its code names, its defaults and its bound object hold; and, from
+there, what containers hold, and those attributes of plain objects whose names occur in the code found so far. What is
+missed here shows up while tracing and is added then.
 
 **Contract**
 - Nothing is called, and no property is evaluated: looking has no side effects.
@@ -47,7 +47,7 @@ _LIBRARY = (
 
 @functools.cache
 def is_users(filename: str) -> bool:
-    """Whether code in ``filename`` belongs to the user or to a library they use: not to Python, PyTorch or Millstream."""
+    """Whether code in ``filename`` is the user's or that of a library of theirs: not Python's, PyTorch's or ours."""
     if filename.startswith("<frozen"):
         return False
     path = str(Path(filename).resolve())
@@ -79,7 +79,7 @@ class Link:
 
 @dataclass
 class Found:
-    """What a function reaches. Each entry is a name and an object; nothing occurs twice, and disabled scalers do not."""
+    """What a function reaches, by name; nothing occurs twice, and disabled scalers do not occur."""
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
@@ -157,7 +157,8 @@ class _Search:
             self._visit_class(name, value)
         elif hasattr(value, "__dict__"):
             self._visit_class(name, type(value))
-            if is_users(_file_of(type(value))):
+            kind: Any = type(value)
+            if is_users(_file_of(kind)):
                 self._plain.append((name, value))
                 self.found.containers.append((name, vars(value)))
 
@@ -228,9 +229,7 @@ class _Search:
             value = value.fget
         elif isinstance(value, functools.cached_property):
             value = value.func
-        if isinstance(value, types.FunctionType):
-            self.visit(name, value)
-        elif isinstance(value, Tensor | nn.Module | Optimizer):
+        if isinstance(value, types.FunctionType | Tensor | nn.Module | Optimizer):
             self.visit(name, value)
 
     def _visit_module(self, name: str, root: nn.Module) -> None:
@@ -263,7 +262,7 @@ def _globals_stored_by(code: types.CodeType) -> set[str]:
 
 
 @functools.cache
-def _file_of(kind: type) -> str:
+def _file_of(kind: Any) -> str:
     try:
         return inspect.getfile(kind)
     except (TypeError, OSError):  # built in, or made in an interactive session

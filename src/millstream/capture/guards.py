@@ -1,9 +1,9 @@
 """What a captured graph took for granted, checked before every replay.
 
-Each check looks at entries of dictionaries that were found once, where walking ``named_parameters()`` would cost a microsecond for each
-tensor. Checks of one kind are gathered in *columns*: ``[holder[key] for holder in holders] == values`` takes some 20 ns for each
-entry, because comparing lists stops at identity. Where it does not, tensors compare by value, which raises for all but tensors
-of one element: those are therefore compared by identity, one by one.
+Each check looks at entries of dictionaries that were found once, where walking ``named_parameters()`` would cost a
+microsecond for each tensor. Checks of one kind are gathered in *columns*: ``[holder[key] for holder in holders] ==
+values`` takes some 20 ns for each entry, because comparing lists stops at identity. Where it does not, tensors compare
+by value, which raises for all but tensors of one element: those are therefore compared by identity, one by one.
 
 **Contract**
 - ``hold`` is content only when a new capture would record the same graph over the same tensors.
@@ -119,11 +119,12 @@ class Guards:
         self.hook_count = torch_private.count_hooks()
         self.hook_state = self._hooks()
 
-    def hold(self) -> list[tuple[Tensor, Tensor | None]] | None:  # noqa: C901 - one test for each kind: the hot path
+    def hold(self) -> list[tuple[Tensor, Tensor | None]] | None:  # noqa: C901, PLR0912 - one test for each kind: the hot path
         """Compare with the state at capture.
 
         Returns:
-            ``None`` if anything differs. Otherwise the tensors whose gradient is not where it must be, and where that is.
+            ``None`` if anything differs. Otherwise the tensors whose gradient is not where it must be, and where that
+            is.
         """
         try:
             for column in self.values.values():
@@ -180,7 +181,9 @@ class Guards:
                 return Break(f"{self.names.get((id(cell), None), 'A closure variable')} is another than before.", cell)
         for container, copy in self.copies:
             if len(container) != len(copy) or any(_look(container, key) is not _look(copy, key) for key in _keys(copy)):
-                return Break("A submodule, hook, parameter group or parameter was replaced, added or removed.", container)
+                return Break(
+                    "A submodule, hook, parameter group or parameter was replaced, added or removed.", container
+                )
         for tensor, requires_grad, address in zip(self.watched, self.required_grad, self.addresses, strict=True):
             if tensor.data_ptr() != address:
                 return Break("A parameter was moved or converted.", tensor, is_final=True)
@@ -224,8 +227,8 @@ def make_guards(
         homes: Gradients that are inputs of the graph.
     """
     guards = Guards()
-    for holder, key, value in traced.reads:
-        guards.add_value(holder, key, value)
+    for attributes, attribute, value in traced.reads:
+        guards.add_value(attributes, attribute, value)
     state = [request.state[index] for index in traced.state]
     used = {id(entry.tensor): entry for entry in state}
     unused = {id(entry.tensor) for entry in request.state} - set(used)
@@ -237,8 +240,9 @@ def make_guards(
             guards.names[id(holder), key] = entry.name
             guards.owned.add((id(holder), key))
     gradient_of = {id(item.parameter): now for item, now in zip(request.gradients, gradients, strict=True)}
-    watched = {id(entry.tensor): entry.tensor for entry in used.values() if isinstance(entry.tensor, nn.Parameter)}
-    watched |= {id(gradient.parameter): gradient.parameter for gradient in request.gradients}
+    tensors: list[Tensor] = [entry.tensor for entry in used.values() if isinstance(entry.tensor, nn.Parameter)]
+    tensors += [gradient.parameter for gradient in request.gradients]
+    watched = {id(tensor): tensor for tensor in tensors}
     guards.hooked += watched.values()
     for tensor in (*watched.values(), *homes):
         guards.watch(tensor, gradient_of.get(id(tensor)))

@@ -1,7 +1,7 @@
-"""What watches and steers the user's function while it is traced: one mode for PyTorch's functions, one for its operators.
+"""What watches and steers the user's function while it is traced: a mode for functions and one for operators.
 
-The function mode sees calls as the user wrote them (``.item()``, ``alpha=lr``), before their arguments are parsed; the operator
-mode sees the aten operators they become, backward included.
+The function mode sees calls as the user wrote them (``.item()``, ``alpha=lr``), before their arguments are parsed; the
+operator mode sees the aten operators they become, backward included.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class FunctionWatch(TorchFunctionMode):
         self.calling = ""
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
+        name = getattr(func, "__name__", "")
         if name in _ALWAYS_REFUSED:
             self._fail(VALUE_READERS[name], READ_REMEDY)
         if name in ("register_hook", "register_post_accumulate_grad_hook") and id(args[0]) in self._lifted:
@@ -83,9 +83,9 @@ class FunctionWatch(TorchFunctionMode):
             self._fail(*_NUMPY_READ)
         before, self.calling = self.calling, name
         try:
-            if any(isinstance(leaf, GraphScalar) for leaf in _scalars_in((*args, *kwargs.values()))):
-                return run_with_scalars(function, args, kwargs)
-            return function(*args, **kwargs)
+            if next(_scalars_in((*args, *kwargs.values())), None) is not None:
+                return run_with_scalars(func, args, kwargs)
+            return func(*args, **kwargs)
         finally:
             self.calling = before
 
@@ -93,7 +93,7 @@ class FunctionWatch(TorchFunctionMode):
     def from_numpy_refused(self) -> Iterator[None]:
         """For the length of the context ``torch.from_numpy``, which no mode sees, raises."""
         original = torch.from_numpy
-        torch.from_numpy = lambda _: self._fail(*_NUMPY_READ)
+        torch.from_numpy = lambda _: self._fail(*_NUMPY_READ)  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -108,8 +108,8 @@ class FunctionWatch(TorchFunctionMode):
 _NUMPY_READ = ("The step reads a NumPy array.", "Make a tensor of it outside of the step and pass that.")
 
 
-class OperatorWatch(TorchDispatchMode):
-    """Notices tensors that were not lifted, notes the source line of each node, and reuses random results in recomputation.
+class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices tensors that were not lifted, notes source lines, and reuses random results in recomputation.
 
     Args:
         refuse: Told of each refusal, because the user's function may swallow the exception.
@@ -118,7 +118,7 @@ class OperatorWatch(TorchDispatchMode):
     """
 
     def __init__(self, refuse: Callable[[Exception], None], functions: FunctionWatch, randoms: RandomRecords) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._refuse = refuse
         self._functions = functions
         self._randoms = randoms
@@ -126,23 +126,23 @@ class OperatorWatch(TorchDispatchMode):
         self._forward_lines: dict[int, str] = {}
 
     def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if operator not in _LIFTS:
+        if func not in _LIFTS:
             for tensor in _tensors_in((*args, *kwargs.values())):
                 if not isinstance(tensor, torch_private.FakeTensor):
                     self._fail(ForeignTensor(tensor, here()))
         last = next(iter(reversed(self._graph.nodes)))
         try:
-            replacement = _REPLACEMENTS.get(operator)
+            replacement = _REPLACEMENTS.get(func)
             if replacement is not None:
                 return replacement(*args, **kwargs)
-            if torch.Tag.nondeterministic_seeded in operator.tags:
-                return self._run_random(operator, args, kwargs)
-            return operator(*args, **kwargs)
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                return self._run_random(func, args, kwargs)
+            return func(*args, **kwargs)
         except torch_private.VALUE_NEEDED:
-            self._fail(self._explain(operator))
+            self._fail(self._explain(func))
         finally:
             self._note_line(last)
 
@@ -211,7 +211,7 @@ def _check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor
         grad.mul_(inv_scale)
 
 
-def _update_scale(  # noqa: PLR0913 - the operator's own signature
+def _update_scale(
     scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
 ) -> Tensor:
     """``aten::_amp_update_scale_`` in operators that compilers can fuse."""

@@ -16,8 +16,10 @@ from millstream.capture.lines import here
 from millstream.errors import CaptureError
 
 _TRACEABLE = {"capturable": True, "fused": False, "foreach": True}
-"""Flags under which an optimizer of PyTorch reads no values: without ``capturable`` Adam calls ``.item()`` on its step count, and
-single-tensor SGD does so on the learning rate."""
+"""Flags under which an optimizer of PyTorch reads no values.
+
+Without ``capturable`` Adam calls ``.item()`` on its step count, and single-tensor SGD does so on the learning rate.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,8 @@ def _with_subclasses(kind: type[LRScheduler]) -> list[type[LRScheduler]]:
 class CountsOnDevice:
     """Brings the state that optimizers keep on the host (Adam's step counts) to their parameters' device, once.
 
-    A kernel on the host could not be part of a graph on the device. ``state_dict`` goes on to give host tensors, as the user knows
-    it, and ``load_state_dict`` brings new ones, which are moved when the step is captured again.
+    A kernel on the host could not be part of a graph on the device. ``state_dict`` goes on to give host tensors, as the
+    user knows it, and ``load_state_dict`` brings new ones, which are moved when the step is captured again.
     """
 
     def __init__(self) -> None:
@@ -170,7 +172,9 @@ def _give_counts_on_host(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
     def on_host(entry: Any) -> Any:
         if not isinstance(entry, dict):
             return entry
-        return {key: value.cpu() if key in keys and isinstance(value, Tensor) else value for key, value in entry.items()}
+        return {
+            key: value.cpu() if key in keys and isinstance(value, Tensor) else value for key, value in entry.items()
+        }
 
     return {**state_dict, "state": {index: on_host(entry) for index, entry in state_dict["state"].items()}}
 

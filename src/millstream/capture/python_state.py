@@ -1,7 +1,7 @@
 """The Python side of a step: which attributes it reads, which it changes, and how to put everything back.
 
-Tracing runs the user's function once on tensors without values. Whatever it writes into Python objects meanwhile must not stay,
-and what it would have changed in every call must be found, because a replayed graph changes tensors only.
+Tracing runs the user's function once on tensors without values. Whatever it writes into Python objects meanwhile must
+not stay, and what it would have changed in every call must be found, because a replayed graph changes tensors only.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from millstream.capture.discover import MISSING, Found
 _SCALARS = (bool, int, float, complex, str, type(None), tuple, torch.dtype)
 
 _STRUCTURAL = frozenset(
-    "in_features out_features in_channels out_channels kernel_size stride padding dilation groups padding_mode output_padding "
-    "transposed num_features affine normalized_shape elementwise_affine num_embeddings embedding_dim output_size "
-    "num_groups num_channels start_dim end_dim dim inplace return_indices ceil_mode _reversed_padding_repeated_twice "
-    "eps track_running_stats embed_dim num_heads head_dim batch_first kdim vdim _qkv_same_embed_dim input_size hidden_size num_layers bias mode".split()
+    """
+    in_features out_features in_channels out_channels kernel_size stride padding dilation groups padding_mode
+    output_padding transposed num_features affine normalized_shape elementwise_affine num_embeddings embedding_dim
+    output_size num_groups num_channels start_dim end_dim dim inplace return_indices ceil_mode
+    _reversed_padding_repeated_twice eps track_running_stats embed_dim num_heads head_dim batch_first kdim vdim
+    _qkv_same_embed_dim input_size hidden_size num_layers bias mode
+    """.split()
 )
 """Attributes of PyTorch's own modules that describe their construction: not checked on every call."""
 
@@ -102,7 +105,8 @@ class Snapshot:
         found: dict[tuple[int, Any], Change] = {}
         for name, holder, key, before in self._links:
             after = _look(holder, key)
-            if after is not before:
+            # torch.fx.wrap: while tracing, FX itself puts wrappers in the place of such functions.
+            if after is not before and getattr(after, "__wrapped__", None) is not before:
                 found[id(holder), key] = Change(Kind.PLAIN, name, holder, key, before, after)
         for kind, name, holder, copy in self._copies.values():
             if isinstance(holder, dict):
@@ -184,13 +188,13 @@ def selects_behaviour(module: nn.Module, name: str) -> bool:
 
 
 class RandomState:
-    """The states of the random number generators, PyTorch's, Python's and NumPy's, to compare with and to go back to."""
+    """The states of PyTorch's, Python's and NumPy's random generators, to compare with and to go back to."""
 
     def __init__(self) -> None:
         self._host = torch.get_rng_state()
         self._python = random.getstate()
         self._numpy = np.random.get_state()
-        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
     def what_changed(self) -> str:
         """Name the generator that was used since, or an empty string."""

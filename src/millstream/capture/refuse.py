@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS
 
@@ -24,27 +26,29 @@ def check_supported(found: Found) -> None:
                 remedy="Run this step without ms.step.",
             )
     for name, root in found.modules:
-        if isinstance(root, torch.nn.parallel.DistributedDataParallel):
-            raise CaptureError(f"{name} is DistributedDataParallel.", remedy="Use the plain module.")
-        for path, module in root.named_modules():
-            if has_backward_hooks(module):
-                raise CaptureError(
-                    f"{name}.{path} has a backward hook, which would not run in a graph.", remedy="Remove the hook."
-                )
-        for path, parameter in root.named_parameters():
-            if not is_lazy(parameter) and has_tensor_hooks(parameter):
-                _refuse_hook(f"{name}.{path}")
-    for name, tensor in found.tensors:
-        if has_tensor_hooks(tensor):
-            _refuse_hook(name)
+        _check_module(name, root)
+    for name, tensor in _tensors_of(found):
+        if not is_lazy(tensor) and has_tensor_hooks(tensor):
+            raise CaptureError(
+                f"{name} has a hook on its gradient, which would not run in a graph.",
+                remedy="Remove the hook and change the gradient in the step, after backward.",
+            )
+
+
+def _check_module(name: str, root: nn.Module) -> None:
+    if isinstance(root, nn.parallel.DistributedDataParallel):
+        raise CaptureError(f"{name} is DistributedDataParallel.", remedy="Use the plain module.")
+    for path, module in root.named_modules():
+        if has_backward_hooks(module):
+            raise CaptureError(
+                f"{name}.{path} has a backward hook, which would not run in a graph.", remedy="Remove the hook."
+            )
+
+
+def _tensors_of(found: Found) -> Iterator[tuple[str, Tensor]]:
+    for name, root in found.modules:
+        yield from root.named_parameters(name)
+    yield from found.tensors
     for name, optimizer in found.optimizers:
         for number, group in enumerate(optimizer.param_groups):
-            if any(has_tensor_hooks(parameter) for parameter in group["params"] if not is_lazy(parameter)):
-                _refuse_hook(f"A parameter in {name}.param_groups[{number}]")
-
-
-def _refuse_hook(name: str) -> None:
-    raise CaptureError(
-        f"{name} has a hook on its gradient, which would not run in a graph.",
-        remedy="Remove the hook and change the gradient in the step, after backward.",
-    )
+            yield from ((f"A parameter of {name}.param_groups[{number}]", tensor) for tensor in group["params"])

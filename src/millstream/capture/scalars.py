@@ -1,8 +1,8 @@
 """Python numbers that a captured graph reads at run time: learning rates, and hyperparameters that a scheduler cycles.
 
-While tracing, a ``GraphScalar`` stands where the number stood. Arithmetic with it becomes part of the graph; a comparison is
-answered with the present value and remembered, because another answer needs another graph; whoever takes it for a plain
-``float`` gets one, which is remembered as well.
+While tracing, a ``GraphScalar`` stands where the number stood. Arithmetic with it becomes part of the graph; a
+comparison is answered with the present value and remembered, because another answer needs another graph; whoever takes
+it for a plain ``float`` gets one, which is remembered as well.
 
 **Contract**
 - A graph depends on the value of a number only through its tensor and through the questions in ``Questions``.
@@ -37,7 +37,8 @@ class Questions:
 class GraphScalar(torch.SymFloat):
     """A number with a value known now and a tensor that holds it at run time.
 
-    It is a ``SymFloat`` only in order that PyTorch's argument parser lets it pass to the tracer's function mode, which replaces it.
+    It is a ``SymFloat`` only in order that PyTorch's argument parser lets it pass to the tracer's function mode, which
+    replaces it.
 
     Args:
         value: The present value.
@@ -67,9 +68,6 @@ class GraphScalar(torch.SymFloat):
     def __float__(self) -> float:
         self.questions.asked.append((self.of, self.value))
         return self.value
-
-    def __int__(self) -> int:
-        return int(float(self))
 
     def __index__(self) -> int:
         return operator.index(float(self))  # type: ignore[arg-type] # raises what a float raises
@@ -153,19 +151,22 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
     _function = getattr(operator, _name)
     setattr(GraphScalar, f"__{_name}__", _combining(_function, swapped=False))
     setattr(GraphScalar, f"__r{_name}__", _combining(_function, swapped=True))
+setattr(GraphScalar, "__int__", lambda self: int(float(self)))  # noqa: B010 - the parent class declares that it raises
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(GraphScalar, f"__{_name}__", _comparing(getattr(operator, _name)))
 
 
 _TAKE_TENSORS = frozenset(
-    "add radd sub subtract rsub mul multiply rmul div divide true_divide rdiv rtruediv pow rpow float_power remainder fmod "
-    "floor_divide rfloordiv eq ne lt le gt ge clamp clamp_min clamp_max fill where copysign atan2 hypot".split()
+    """
+    add radd sub subtract rsub mul multiply rmul div divide true_divide rdiv rtruediv pow rpow float_power remainder
+    fmod floor_divide rfloordiv eq ne lt le gt ge clamp clamp_min clamp_max fill where copysign atan2 hypot
+    """.split()
 )
-"""Functions that take a 0-d tensor for a number and compute with it. Most others take one as well, but read its value."""
+"""Functions that compute with a 0-d tensor given for a number. Most others take one as well, but read its value."""
 
 
 def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a PyTorch function, some of whose arguments are scalars of the graph, in a form that takes tensors for them."""
+    """Call a PyTorch function, some of whose arguments are graph scalars, in a form that takes tensors for them."""
     name = getattr(function, "__name__", "")
     if name.startswith("_foreach_"):
         return _run_foreach(name.removeprefix("_foreach_"), function, args, kwargs)

@@ -1,7 +1,8 @@
 """``GradScaler`` inside of a graph: the skipped step becomes a choice between old and new values.
 
-``scale``, ``unscale_`` and ``update`` compute with tensors and trace as they are. ``step`` asks whether a gradient was infinite before it
-calls the optimizer; here the optimizer always runs, and ``torch.where`` keeps the old parameters and state when it should not have.
+``scale``, ``unscale_`` and ``update`` compute with tensors and trace as they are. ``step`` asks whether a gradient was
+infinite before it calls the optimizer; here the optimizer always runs, and ``torch.where`` keeps the old parameters and
+state when it should not have.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def steps_are_masked() -> Iterator[None]:
                 tensor.copy_(torch.where(is_skipped.to(tensor.device), value, tensor))
         return result
 
-    GradScaler._maybe_opt_step = maybe_step  # type: ignore[method-assign]
+    GradScaler._maybe_opt_step = maybe_step  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Take nested arguments and results apart, and put them together again.
 
-Tuples, named tuples, lists, dicts and dataclasses are taken apart; tensors are the leaves; everything else is part of the
-*structure*, which is hashable: two calls with equal structures differ in nothing but tensors.
+Tuples, named tuples, lists, dicts and dataclasses are taken apart; tensors are the leaves; everything else is part of
+the *structure*, which is hashable: two calls with equal structures differ in nothing but tensors.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Container:
 
     type: type
     keys: tuple[Hashable, ...]
-    children: tuple["Structure", ...]
+    children: tuple[Structure, ...]
 
 
 Structure: TypeAlias = Leaf | Value | Reference | Container

@@ -1,7 +1,8 @@
 """State of a step: the user's tensors that live from call to call, lifted to inputs of the graph.
 
-Tracing needs fake tensors where the user's modules, optimizers and variables hold real ones. Instead of finding every such
-place, the tensor objects themselves become fake for a while and real again afterwards: no reference to them changes.
+Tracing needs fake tensors where the user's modules, optimizers and variables hold real ones. Instead of finding every
+such place, the tensor objects themselves become fake for a while and real again afterwards: no reference to them
+changes.
 """
 
 from __future__ import annotations
@@ -37,52 +38,54 @@ class Lifted:
     required_grad: bool
 
 
-def lift(found: Found, exclude: Sequence[Tensor] = ()) -> list[Lifted]:
+def lift(found: Found) -> list[Lifted]:
     """List every tensor of the objects in ``found`` once, in a fixed order, with all places that hold it.
 
-    Parameters and buffers come first, then single tensors, optimizer state and scalers. ``exclude`` are inputs.
-    """
-    lifted: dict[int, Lifted] = {}
-    inputs = {id(tensor) for tensor in exclude}
+    Parameters and buffers come first, then single tensors, optimizer state and scalers.
 
-    def add(name: str, tensor: Tensor, holder: Mapping[Any, Any] | None = None, key: Any = None) -> None:
-        if id(tensor) in inputs:
-            return
-        entry = lifted.setdefault(id(tensor), Lifted(name, tensor, [], tensor.requires_grad))
+    Raises:
+        CaptureError: A tensor is of a kind that cannot be lifted.
+    """
+    state = _State()
+    for prefix, module in found.modules:
+        for name, holder, key, tensor in walk_parameters(module, prefix):
+            state.add(name, tensor, holder, key)
+    for name, tensor in found.tensors:
+        state.add(name, tensor)
+    for prefix, optimizer in found.optimizers:
+        state.add_optimizer(prefix, optimizer)
+    for prefix, scaler in found.scalers:
+        for key in ("_scale", "_growth_tracker"):
+            state.add(f"{prefix}.{key.lstrip('_')}", vars(scaler)[key], vars(scaler), key)
+    return list(state.lifted.values())
+
+
+class _State:
+    def __init__(self) -> None:
+        self.lifted: dict[int, Lifted] = {}
+
+    def add(self, name: str, tensor: Tensor, holder: Mapping[Any, Any] | None = None, key: Any = None) -> None:
+        entry = self.lifted.get(id(tensor))
+        if entry is None:
+            _check_liftable(name, tensor)
+            entry = self.lifted[id(tensor)] = Lifted(name, tensor, [], tensor.requires_grad)
         if holder is not None:
             entry.places.append((holder, key))
 
-    for prefix, module in found.modules:
-        for name, holder, key, tensor in walk_parameters(module, prefix):
-            add(name, tensor, holder, key)
-    for name, tensor in found.tensors:
-        add(name, tensor)
-    for prefix, optimizer in found.optimizers:
-        for number, parameter in enumerate(_parameters_of(optimizer)):
-            add(f"{prefix}.params[{number}]", parameter)
+    def add_optimizer(self, prefix: str, optimizer: Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            self.add(f"{prefix}.params[{number}]", parameter)
         for parameter, entry in optimizer.state.items():
-            owner = lifted[id(parameter)].name if id(parameter) in lifted else str(parameter)
+            owner = self.lifted[id(parameter)].name if id(parameter) in self.lifted else str(parameter)
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if isinstance(value, Tensor):
-                    add(f"{prefix}.{key}[{owner}]", value, entry, key)
+                    self.add(f"{prefix}.{key}[{owner}]", value, entry, key)
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 for item in value if isinstance(value, tuple) else (value,):
                     if isinstance(item, Tensor):
-                        add(f"{prefix}.{key}[{number}]", item, group, key)
-    for prefix, scaler in found.scalers:
-        for key in ("_scale", "_growth_tracker"):
-            value = vars(scaler).get(key)
-            if value is not None:
-                add(f"{prefix}.{key.lstrip('_')}", value, vars(scaler), key)
-    for entry in lifted.values():
-        _check_liftable(entry.name, entry.tensor)
-    return list(lifted.values())
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+                        self.add(f"{prefix}.{key}[{number}]", item, group, key)
 
 
 def _check_liftable(name: str, tensor: Tensor) -> None:
@@ -103,8 +106,8 @@ def _check_liftable(name: str, tensor: Tensor) -> None:
 def find_mirrored(state: Sequence[Lifted]) -> dict[int, torch.device]:
     """Positions of single numbers on the host among state on a device, and the device.
 
-    A kernel on the device would read such a tensor once, when the graph is captured. The graph reads a copy on the device instead,
-    which is filled whenever the number changes.
+    A kernel on the device would read such a tensor once, when the graph is captured. The graph reads a copy on the
+    device instead, which is filled whenever the number changes.
     """
     devices = (entry.tensor.device for entry in state if entry.tensor.device.type != "cpu")
     device = next(devices, None)
@@ -123,8 +126,8 @@ def become_fake(
 ) -> Iterator[None]:
     """For the length of the context, make ``tensors`` fake: same objects, no values, autograd leaves as before.
 
-    Gradients of the tensors are fake too where they are among ``tensors``, and absent otherwise. Whatever happens, afterwards
-    every tensor is what it was; the fake gradients and contents are gone.
+    Gradients of the tensors are fake too where they are among ``tensors``, and absent otherwise. Whatever happens,
+    afterwards every tensor is what it was; the fake gradients and contents are gone.
 
     Args:
         tensors: Distinct tensors.

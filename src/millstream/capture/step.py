@@ -1,8 +1,8 @@
 """``ms.step``: a function that does a whole training step, captured once and replayed.
 
-A call goes one of three ways. *Replay*: a graph was captured for arguments like these, and everything it took for granted still
-holds. *Capture*: none fits, so that one is traced, built and kept. *Eager*: the function cannot be captured, or the optimizer must
-first create its state; then the user's function runs as it is.
+A call goes one of three ways. *Replay*: a graph was captured for arguments like these, and everything it took for
+granted still holds. *Capture*: none fits, so that one is traced, built and kept. *Eager*: the function cannot be
+captured, or the optimizer must first create its state; then the user's function runs as it is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""
 
 MAX_UNREADY = 20
-"""Calls that may run eagerly because an optimizer has no state yet: a GradScaler skips some steps until it finds its scale."""
+"""Calls that may run eagerly while an optimizer has no state: a GradScaler skips steps until it finds its scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class Step:
     """A training step that is captured whole, with its optimizers, and replayed.
 
     Args:
-        function: Does forward, backward and optimizer step on objects that it finds in its closure, globals, bound object or arguments.
+        function: Does forward, backward and optimizer step on objects that it finds in its closure, globals, bound
+            object or arguments.
         build: Makes an executable of a traced graph.
         strict: Raise ``CaptureError`` where otherwise a ``FallbackWarning`` is given and the function runs eagerly.
         max_graphs: So many graphs are kept; the one unused for longest goes first.
@@ -138,7 +139,7 @@ class Step:
             check_supported(found)
             if self._is_unready(found):
                 return self._run_watching(call)
-            self._look_back(call)
+            self._look_back(call, found)
             return self._capture(call, found)
         except StateMissing as missing:
             if self._num_unready < MAX_UNREADY:
@@ -183,21 +184,21 @@ class Step:
         finally:
             handle.remove()
 
-    def _look_back(self, call: Call) -> None:
-        """Learn from the graphs that do not fit: drop dead ones, lift numbers that change, stop when it leads nowhere."""
+    def _look_back(self, call: Call, found: Found) -> None:
+        """Learn from graphs that do not fit: drop dead ones, lift numbers that change, stop if it leads nowhere."""
         for graph in list(self._by_key.get(call.key, ())):
             change = graph.guards.broken()
             if change is None:
                 continue
             self._why = change.reason
-            for optimizer in {slot.place.optimizer for slot in graph.slots}:
+            for _, optimizer in found.optimizers:
                 for place in number_places(optimizer):
                     if optimizer.param_groups[place.group] is change.holder and place.key == change.key:
                         self._workshop.cycled.add(place)
             if change.is_final:
                 self._drop(graph)
         last = next(reversed(self._graphs.values()), None)
-        self._num_fruitless = self._num_fruitless + 1 if last is not None and last.num_runs < 3 else 0  # noqa: PLR2004
+        self._num_fruitless = self._num_fruitless + 1 if last is not None and last.num_runs < 3 else 0
         if self._num_fruitless > 2 * self.max_graphs:
             self._hopeless = CaptureError(
                 f"{self._num_fruitless} graphs in a row were captured that hardly served again. {self._why}",

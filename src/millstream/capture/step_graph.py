@@ -183,7 +183,7 @@ class StepGraph:
 
 
 def adopt(tensor: Tensor, gradient: Tensor | None, home: Tensor | None) -> bool:
-    """Move ``gradient``, which eager code left on ``tensor``, to where graphs expect it; ``False`` if it does not fit there."""
+    """Move ``gradient``, left on ``tensor`` by eager code, to where graphs expect it; ``False`` if it cannot be."""
     if gradient is None or home is None or gradient.shape != home.shape or gradient.dtype != home.dtype:
         return False
     if gradient.device != home.device or gradient.layout != home.layout:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -29,8 +28,8 @@ VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 def swap_contents(left: Tensor, right: Tensor) -> None:
     """Exchange what two tensor objects are: class, attributes, storage, gradient; every reference to them stays.
 
-    ``torch.utils.swap_tensors`` does the same for good and therefore refuses tensors with other owners; here the exchange is
-    undone soon, so that other owners never notice. Tried on 2.11 and 2.13.
+    ``torch.utils.swap_tensors`` does the same for good and therefore refuses tensors with other owners; here the
+    exchange is undone soon, so that other owners never notice. Tried on 2.11 and 2.13.
     """
     torch._C._swap_tensor_impl(left, right)  # first, because it may refuse
     left.__class__, right.__class__ = right.__class__, left.__class__
@@ -41,7 +40,7 @@ def swap_contents(left: Tensor, right: Tensor) -> None:
 def pretend_compiling() -> Iterator[None]:
     """Make ``torch.compiler.is_compiling()`` true, so that optimizers read no values. Tried on 2.11 and 2.13."""
     before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True  # type: ignore[assignment]
+    torch.compiler._is_compiling_flag = True
     try:
         yield
     finally:
@@ -52,7 +51,8 @@ def pretend_compiling() -> Iterator[None]:
 def plain_recurrence() -> Iterator[None]:
     """Let ``nn.LSTM`` and ``nn.GRU`` on the CPU be recorded as the operators they consist of. Tried on 2.11 and 2.13.
 
-    oneDNN's operator for a whole layer has a backward that cannot be run from a graph: it gives no workspace to fake tensors.
+    oneDNN's operator for a whole layer has a backward that cannot be run from a graph: it gives no workspace to fake
+    tensors.
     """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -64,7 +64,7 @@ def plain_recurrence() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_compiled_modules() -> Iterator[None]:
-    """Let ``torch.compile``d functions and modules run as plain Python, so that they are traced. Tried on 2.11 and 2.13."""
+    """Let what is ``torch.compile``d run as plain Python, so that it is traced. Tried on 2.11 and 2.13."""
     if "torch._dynamo" not in sys.modules:
         yield
         return

@@ -1,10 +1,10 @@
 """Run the user's step once on fake tensors and record it as one flat graph of aten operators.
 
 **Contract**
-- The user's tensors, optimizers, modules, ``.grad``, random state and every other Python object found are afterwards exactly as
-  before, whether tracing succeeds or fails.
-- The graph writes state, numbers and gradients through its inputs and returns the tensors of the result; its results share no memory
-  with its inputs or with each other.
+- The user's tensors, optimizers, modules, ``.grad``, random state and every other Python object found are afterwards
+  exactly as before, whether tracing succeeds or fails.
+- The graph writes state, numbers and gradients through its inputs and returns the tensors of the result; its results
+  share no memory with its inputs or with each other.
 - What the graph could not repeat on every call is refused with a ``CaptureError``.
 
 **Steps**
@@ -132,8 +132,8 @@ class Traced:
         state: Positions in ``Request.state`` of the inputs that are state.
         gradients: Positions in ``Request.gradients`` whose memory the graph reads or writes.
         numbers: Positions in ``Request.numbers`` of the inputs that are numbers.
-        arguments: Positions in ``Request.arguments`` of the inputs that are arguments, and the device on which the graph wants them
-            if they are on another.
+        arguments: Positions in ``Request.arguments`` of the inputs that are arguments, and the device on which the
+            graph wants them if they are on another.
         written: For each input, whether the graph writes it.
         left: For every gradient of the request, whether the step leaves one behind.
         structure: Structure of the result.
@@ -336,7 +336,9 @@ class _Tracer:
                 raise _side_effect(change)
         for name, scaler in self.request.found.scalers:
             if any(state["stage"] is not OptState.READY for state in scaler._per_optimizer_states.values()):
-                raise CaptureError(f"The step ends without {name}.update().", remedy="Unscale, step and update in one step.")
+                raise CaptureError(
+                    f"The step ends without {name}.update().", remedy="Unscale, step, update in one step."
+                )
         for entry in self.request.state:
             if entry.tensor.requires_grad != entry.required_grad:
                 raise CaptureError(f"The step leaves {entry.name}.requires_grad changed.", remedy=SIDE_EFFECT_REMEDY)
@@ -406,6 +408,7 @@ class _Tracer:
                 )
         devices = [transfers.get(node) for node in placeholders]
         kept = drop_unused_inputs(gm)
+        gm.recompile()
         state, gradients, numbers, arguments = (
             [position - start for position in kept if start <= position < start + size]
             for start, size in zip(starts, sizes, strict=True)
