@@ -73,13 +73,15 @@ class _GroupJudge:
             for name, change in self._precise.items()
         }
         self.eager_error = self._total_error(eager)
-        self.allowed = max(floor, TOTAL_FACTOR * self.eager_error)
+        rounding = {name: self._rounding(name, value) for name, value in eager.items()}
+        stored = sum(size**2 for size in rounding.values()) ** 0.5 / self._scale  # when every value is one unit off
+        self.allowed = max(floor, TOTAL_FACTOR * self.eager_error, stored)
         eager_errors = {name: self._distance(name, eager[name]) / self._scale_of[name] for name in precise}
         typical = median(eager_errors.values())
         self._allowed_of = {
             name: max(5 * floor, TENSOR_FACTOR * max(error, typical))
             for name, error in eager_errors.items()
-            if error <= WITNESS and squares[name] ** 0.5 > ULPS * self._rounding(name, eager[name])
+            if error <= WITNESS and squares[name] ** 0.5 > ULPS * rounding[name]
         }
 
     def judge(self, results: Tensors) -> Verdict:

@@ -1,0 +1,71 @@
+"""Measuring: samples, turns, clocks and the ordering that a device time relies on."""
+
+import pytest
+import torch
+
+from benchmarks.equality import Verdict
+from benchmarks.harness import Sample, alternate, loop_clock
+from benchmarks.overhead import host_rows
+from benchmarks.sides import Failure, Side, compare
+from benchmarks.suite import Settings
+
+CPU = torch.device("cpu")
+SETTINGS = Settings(CPU, rounds=3, tiny=True)
+
+
+class Executable:
+    num_kernels, num_streams, num_waits = 7, 1, 0
+
+
+def side(name, *, equal=True, replay=None):
+    verdict = Verdict(equal, 0.0, "" if equal else "differs")
+    return Side(name, verdict, lambda: None, replay, 1.0, 200, Executable())
+
+
+def test_a_sample_has_median_and_percentiles():
+    sample = Sample.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])
+    assert (sample.median, sample.p20, sample.p80, sample.count) == (3.5, 2.0, 5.0, 6)
+
+
+def test_sides_take_turns_and_the_first_one_rotates():
+    order = []
+    clocks = {name: lambda name=name: order.append(name) or 1.0 for name in "abc"}
+    samples = alternate(clocks, 3)
+    assert "".join(order) == "abcbcacab"
+    assert {sample.count for sample in samples.values()} == {3}
+
+
+def test_a_loop_is_warm_before_its_first_sample():
+    calls = []
+    clock = loop_clock(lambda: calls.append(1), CPU)
+    warm = len(calls)
+    assert warm >= 5
+    assert clock() > 0
+    assert len(calls) > warm
+
+
+def test_replays_are_compared_with_replays_and_calls_with_calls():
+    peers = [side("graph", replay=lambda: None), side("eager"), Failure("broken", "no reason")]
+    rows = compare("case", side("ours", replay=lambda: None), peers, SETTINGS)
+    assert [(row.variant, row.baseline) for row in rows] == [("replay", "graph"), ("call", "eager"), ("call", "broken")]
+    assert rows[0].ratio == pytest.approx(rows[0].baseline_ms / rows[0].ours_ms)
+    assert rows[0].peak_ratio == 1.0
+    assert rows[2].note == "broken not run: no reason"
+    assert rows[2].baseline_ms is None
+    assert rows[2].ours_ms is not None
+
+
+def test_what_computes_something_else_is_not_timed():
+    (row,) = compare("case", side("ours", equal=False), [side("eager")], SETTINGS)
+    assert (row.equal, row.ours_ms, row.note) == (False, None, "not timed: differs")
+    (row,) = compare("case", side("ours"), [side("eager", equal=False)], SETTINGS)
+    assert (row.baseline_ms, row.ratio, row.note) == (None, None, "eager not timed: differs")
+
+
+def test_host_rows_tell_what_a_call_adds_to_its_replay():
+    rows = host_rows(
+        "case", side("ours", replay=lambda: None), [side("eager"), Failure("broken", "no reason")], SETTINGS
+    )
+    assert [row.baseline for row in rows] == ["own replay", "eager", "broken", None]
+    assert rows[-1].variant == "call minus replay"
+    assert rows[-1].ours_ms == pytest.approx(rows[0].ours_ms - rows[0].baseline_ms)
