@@ -345,3 +345,35 @@ def test_two_steps_over_one_model():
         theirs = other.step(*batch) * (1 if number % 2 else 2)
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
     assert len(first.graphs) == len(second.graphs) == 1
+
+
+def test_scaler_settings():
+    def make():
+        model = nn.Linear(4, 3)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+
+        def step(x, y):
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            return scaler._scale.clone()
+
+        made = World(step, [model], [opt])
+        made.scaler = scaler
+        return made
+
+    run(at(4, lambda world: world.scaler.set_growth_factor(3.0)), make=make, graphs=2)
+
+
+def test_absent_bias_is_given_one():
+    def make():
+        model = Net()
+        model.head.bias = None
+        return world(model)
+
+    def give(world):
+        world.modules[0].head.bias = nn.Parameter(torch.ones(3))
+
+    run(at(4, give), make=make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 
 import numpy as np
@@ -124,11 +125,6 @@ def counts_globally(base, x, y):
     return base.finish(base.loss(x, y))
 
 
-def stores(base, x, y):
-    base.last = base.finish(base.loss(x, y))
-    return base.last
-
-
 def schedules(base, x, y):
     loss = base.finish(base.loss(x, y))
     base.scheduler.step()
@@ -195,7 +191,6 @@ REFUSED = {
     appends: ("changes", "", "out of the step"),
     counts: ("changes", "", "out of the step"),
     counts_globally: ("changes COUNTER", "", "out of the step"),
-    stores: ("stores a tensor in", "", "out of the step"),
     schedules: ("StepLR.step()", "schedules", "outside of the step"),
     averages: ("branches on a tensor's value", "", "torch.where"),
     python_random: ("Python's random module", "", "out of the step"),
@@ -446,3 +441,66 @@ def test_the_warning_names_reason_line_and_remedy():
         f"step runs as plain Python: The step reads a tensor's value with .item(). At {__file__}:{line}. "
         "Return the tensor and read its value outside of the step; for a branch use torch.where."
     )
+
+
+def test_a_tensor_computed_outside_with_gradients():
+    model = nn.Linear(2, 2)
+    outside = model(torch.ones(1, 2))
+    with pytest.raises(CaptureError, match="computed outside of it, with gradients") as caught:
+        Step(lambda x: x * outside, build=interpret, strict=True)(torch.ones(2))
+    assert caught.value.where.startswith(__file__)
+
+
+def test_a_scaler_that_is_updated_elsewhere():
+    model = nn.Linear(4, 3)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(x, y):
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.step(opt)
+        opt.zero_grad()
+
+    x, y = batches(1, 6, 4)[0]
+    step(x, y)
+    scaler.update()
+    with pytest.raises(CaptureError, match=r"without scaler.update\(\)"):
+        Step(step, build=interpret, strict=True)(x, y)
+    step(x, y)
+    scaler.update()
+
+
+def test_other_threads_are_not_disturbed_while_tracing():
+    """A loader that collates NumPy arrays, a scheduler and a module at work elsewhere."""
+    started, done, results = threading.Event(), threading.Event(), []
+
+    def elsewhere():
+        started.wait(10)
+        try:
+            net, opt = nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)], lr=1.0)
+            plan = lr_scheduler.StepLR(opt, 1, gamma=0.5)
+            opt.step()
+            plan.step()
+            results.append(
+                (torch.from_numpy(np.ones(2, dtype=np.float32)), net(torch.ones(1, 2)), opt.param_groups[0]["lr"])
+            )
+        except BaseException as error:  # noqa: BLE001
+            results.append(error)
+        done.set()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    seen = []
+
+    def step(x):
+        if not seen:
+            started.set()
+            seen.append(done.wait(10))
+            seen.clear()
+        return x * 2
+
+    assert Step(step, build=interpret, strict=True)(torch.ones(2)).tolist() == [2, 2]
+    thread.join(10)
+    (result,) = results
+    assert isinstance(result, tuple), result
+    assert result[2] == 0.5

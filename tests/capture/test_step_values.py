@@ -227,3 +227,65 @@ def test_method_of_a_class():
         ours.epoch = number  # not read by the step
         assert_same(ours.train(torch.ones(1, 2)), theirs.train(torch.ones(1, 2)))
     assert len(Stepping.__dict__["train"].graphs) == 1
+
+
+def test_tensors_stored_by_the_step_are_stored_after_every_call():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.aux = None
+
+        def forward(self, x):
+            hidden = self.layer(x)
+            self.aux = hidden.square().mean()
+            return hidden
+
+    def make():
+        torch.manual_seed(0)
+        net = Net()
+        opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        logs = {}
+        last = None
+
+        def step(x):
+            nonlocal last
+            last = net(x).sum()
+            loss = last + net.aux
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            logs["loss"] = loss
+
+        return step, lambda: (net.aux, logs["loss"], last)
+
+    ours, read_ours = make()
+    theirs, read_theirs = make()
+    captured_step = captured(ours)
+    earlier = None
+    for number in range(5):
+        x = torch.full((3, 2), float(number))
+        captured_step(x)
+        theirs(x)
+        assert_same(read_ours(), read_theirs())
+        assert all(value is not old for value, old in zip(read_ours(), earlier or (None,) * 3, strict=True))
+        earlier = read_ours()
+    assert len(captured_step.graphs) == 1
+    assert captured_step.graphs[0].num_runs == 4
+
+
+def test_a_stored_tensor_that_the_step_reads_is_state():
+    mean = torch.zeros(())
+
+    def step(x):
+        nonlocal mean
+        mean = mean * 0.5 + x.mean() * 0.5
+        return mean
+
+    ours, before, expected = captured(step), mean, torch.zeros(())
+    for number in range(1, 5):
+        x = torch.full((2,), float(number))
+        expected = expected * 0.5 + x.mean() * 0.5
+        assert_same(ours(x), expected)
+        assert mean is before
+    assert len(ours.graphs) == 1

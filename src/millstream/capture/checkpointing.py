@@ -7,12 +7,14 @@ restore, so that the results themselves are kept, one list for each checkpointed
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.utils import checkpoint
 
+from millstream.capture.torch_private import patched
 from millstream.errors import InternalError
 
 
@@ -75,7 +77,6 @@ def checkpoints_reuse_randoms(records: RandomRecords) -> Iterator[None]:
     Private: the generator that implements the non-reentrant checkpoint. Tried on torch 2.11 and 2.13.
     """
     generate: Callable[..., Generator[None, None, None]] = checkpoint._checkpoint_without_reentrant_generator
-    function_class = checkpoint.CheckpointFunction
 
     def generate_recorded(
         function: Callable[..., Any], _preserve: bool, *settings: Any, **kwargs: Any
@@ -95,17 +96,17 @@ def checkpoints_reuse_randoms(records: RandomRecords) -> Iterator[None]:
         region.is_replaying = True
         yield from generator
 
-    class Applied:
-        """Stands for ``CheckpointFunction``, the reentrant kind."""
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-
-    checkpoint._checkpoint_without_reentrant_generator = generate_recorded  # type: ignore[assignment]
-    checkpoint.CheckpointFunction = Applied  # type: ignore[misc, assignment]
+    # The reentrant kind reaches its function through its autograd class, which is looked up by name.
+    reentrant = types.SimpleNamespace(apply=checkpoint.CheckpointFunction.apply)
+    original, checkpoint.CheckpointFunction = checkpoint.CheckpointFunction, reentrant  # type: ignore[misc, assignment]
     try:
-        yield
+        with (
+            patched(reentrant, "apply", apply),
+            patched(checkpoint, "_checkpoint_without_reentrant_generator", generate_recorded),
+        ):
+            yield
     finally:
-        checkpoint._checkpoint_without_reentrant_generator = generate
-        checkpoint.CheckpointFunction = function_class  # type: ignore[misc]
+        checkpoint.CheckpointFunction = original  # type: ignore[misc]

@@ -11,16 +11,18 @@ by value, which raises for all but tensors of one element: those are therefore c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from millstream.capture import torch_private
 from millstream.capture.discover import MISSING, Link
-from millstream.capture.signature import SCALARS
+from millstream.capture.scaler import is_idle
+from millstream.capture.signature import SCALARS, is_same
 from millstream.capture.trace import Request, Traced
 
 
@@ -73,6 +75,7 @@ class Guards:
         hooked: Tensors, modules and optimizers whose hooks count.
         names: How to call an entry, by id of the holder and key.
         owned: Entries, in the same form, that hold state of the step.
+        scalers: Gradient scalers, which must be between ``update`` and ``unscale_``.
         hook_count: Number of hooks ever registered, when last looked at.
         hook_state: Numbers of hooks of ``hooked``.
     """
@@ -89,6 +92,7 @@ class Guards:
     hooked: list[Any] = field(default_factory=list)
     names: dict[tuple[int, Any], str] = field(default_factory=dict)
     owned: set[tuple[int, Any]] = field(default_factory=set)
+    scalers: list[GradScaler] = field(default_factory=list)
     hook_count: int = -1
     hook_state: list[int] = field(default_factory=list)
     _address_of: list[Callable[[], int]] = field(default_factory=list)
@@ -139,13 +143,16 @@ class Guards:
                 if holder[key] is not value:
                     return None
             for cell, value in self.cells:
-                if cell.cell_contents is not value and not _is_same(cell.cell_contents, value):
+                if not is_same(cell.cell_contents, value):
                     return None
             for container, copy in self.copies:
                 if container != copy:
                     return None
         except (KeyError, IndexError, ValueError, RuntimeError):
             return None
+        for scaler in self.scalers:
+            if not is_idle(scaler):
+                return None
         if [address() for address in self._address_of] != self.addresses:
             return None
         if [tensor.requires_grad for tensor in self.watched] != self.required_grad:
@@ -172,12 +179,11 @@ class Guards:
     def broken(self) -> Break | None:
         """The first condition that does not hold."""
         for holder, key, value in self._entries():
-            now = _look(holder, key)
-            if now is not value and not _is_same(now, value):
+            if not is_same(_look(holder, key), value):
                 name = self.names.get((id(holder), key), str(key))
                 return Break(f"{name} is another than before.", holder, key, (id(holder), key) in self.owned)
         for cell, value in self.cells:
-            if cell.cell_contents is not value and not _is_same(cell.cell_contents, value):
+            if not is_same(cell.cell_contents, value):
                 return Break(f"{self.names.get((id(cell), None), 'A closure variable')} is another than before.", cell)
         for container, copy in self.copies:
             if len(container) != len(copy) or any(_look(container, key) is not _look(copy, key) for key in _keys(copy)):
@@ -189,6 +195,8 @@ class Guards:
                 return Break("A parameter was moved or converted.", tensor, is_final=True)
             if tensor.requires_grad is not requires_grad:
                 return Break("A parameter was frozen or unfrozen.", tensor)
+        if not all(map(is_idle, self.scalers)):
+            return Break("Gradients were unscaled outside of the step.")
         return Break("A hook was registered or removed.") if self.hook_state != self._hooks() else None
 
     def _entries(self) -> Iterator[tuple[Any, Any, Any]]:
@@ -231,9 +239,10 @@ def make_guards(
         guards.add_value(attributes, attribute, value)
     state = [request.state[index] for index in traced.state]
     used = {id(entry.tensor): entry for entry in state}
-    unused = {id(entry.tensor) for entry in request.state} - set(used)
+    stored = {(id(holder), key) for holder, key, _ in traced.effects}
     for link in request.found.links:
-        _add_link(guards, link, unused)
+        if (id(link.holder), link.key) not in stored:
+            _add_link(guards, link, used)
     for entry in used.values():
         for holder, key in entry.places:
             guards.add_object(holder, key, entry.tensor)
@@ -252,12 +261,17 @@ def make_guards(
     stepped = set(map(id, traced.optimizers))
     for name, optimizer in request.found.optimizers:
         _add_optimizer(guards, name, optimizer, free, has_stepped=id(optimizer) in stepped)
+    for _, scaler in request.found.scalers:
+        guards.scalers.append(scaler)
+        for key, value in vars(scaler).items():
+            if isinstance(value, SCALARS):
+                guards.add_value(vars(scaler), key, value)
     guards.note_hooks()
     return guards
 
 
-def _add_link(guards: Guards, link: Link, unused: set[int]) -> None:
-    if id(link.value) in unused or link.value is MISSING:
+def _add_link(guards: Guards, link: Link, used: Container[int]) -> None:
+    if link.value is MISSING or (isinstance(link.value, Tensor) and id(link.value) not in used):
         return
     guards.names[id(link.holder), link.key] = link.name
     if link.key is None:
@@ -315,11 +329,6 @@ def _look(holder: Any, key: Any) -> Any:
         return holder[key]
     except (KeyError, IndexError):
         return MISSING
-
-
-def _is_same(now: Any, value: Any) -> bool:
-    """Whether two plain values are equal; objects are the same only by identity."""
-    return isinstance(value, (*SCALARS, tuple)) and type(now) is type(value) and bool(now == value)
 
 
 def _append(columns: dict[Any, Column], holder: Any, key: Any, value: Any) -> None:

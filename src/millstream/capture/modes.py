@@ -92,12 +92,8 @@ class FunctionWatch(TorchFunctionMode):
     @contextlib.contextmanager
     def from_numpy_refused(self) -> Iterator[None]:
         """For the length of the context ``torch.from_numpy``, which no mode sees, raises."""
-        original = torch.from_numpy
-        torch.from_numpy = lambda _: self._fail(*_NUMPY_READ)  # type: ignore[assignment]
-        try:
+        with torch_private.patched(torch, "from_numpy", lambda _: self._fail(*_NUMPY_READ)):
             yield
-        finally:
-            torch.from_numpy = original
 
     def _fail(self, reason: str, remedy: str) -> NoReturn:
         error = CaptureError(reason, where=here(), remedy=remedy)

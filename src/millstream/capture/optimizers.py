@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from millstream.capture.lines import here
+from millstream.capture.torch_private import patched
 from millstream.errors import CaptureError
 
 _TRACEABLE = {"capturable": True, "fused": False, "foreach": True}
@@ -93,8 +94,6 @@ def schedulers_are_refused(refuse: Callable[[Exception], None]) -> Iterator[None
     """For the length of the context, stepping a scheduler raises: a graph would not do it again."""
 
     def step(scheduler: LRScheduler, *_: Any, **__: Any) -> None:
-        if vars(scheduler).get("_step_count", 1) == 0:  # the scheduler is being made
-            return
         error = CaptureError(
             f"The step calls {type(scheduler).__name__}.step(), which a graph would not do again.",
             where=here(),
@@ -103,15 +102,11 @@ def schedulers_are_refused(refuse: Callable[[Exception], None]) -> Iterator[None
         refuse(error)
         raise error
 
-    kinds = [kind for kind in _with_subclasses(LRScheduler) if "step" in vars(kind)]
-    originals = [vars(kind)["step"] for kind in kinds]
-    for kind in kinds:
-        kind.step = step  # type: ignore[method-assign, assignment]
-    try:
+    with contextlib.ExitStack() as patches:
+        for kind in _with_subclasses(LRScheduler):
+            if "step" in vars(kind):
+                patches.enter_context(patched(kind, "step", step))
         yield
-    finally:
-        for kind, original in zip(kinds, originals, strict=True):
-            kind.step = original  # type: ignore[method-assign]
 
 
 def _with_subclasses(kind: type[LRScheduler]) -> list[type[LRScheduler]]:

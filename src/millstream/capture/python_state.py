@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from millstream.capture.discover import MISSING, Found
+from millstream.capture.signature import is_same
 
 _SCALARS = (bool, int, float, complex, str, type(None), tuple, torch.dtype)
 
@@ -66,6 +68,11 @@ class Change:
     before: Any
     after: Any
 
+    @property
+    def is_entry(self) -> bool:
+        """Whether one entry changed, rather than the length or order of a container."""
+        return isinstance(self.holder, CellType) or self.key is not None
+
 
 class Snapshot:
     """The content of every holder that a step reaches, to compare with and to go back to.
@@ -106,13 +113,13 @@ class Snapshot:
         for name, holder, key, before in self._links:
             after = _look(holder, key)
             # torch.fx.wrap: while tracing, FX itself puts wrappers in the place of such functions.
-            if after is not before and getattr(after, "__wrapped__", None) is not before:
+            if not is_same(after, before) and getattr(after, "__wrapped__", None) is not before:
                 found[id(holder), key] = Change(Kind.PLAIN, name, holder, key, before, after)
         for kind, name, holder, copy in self._copies.values():
             if isinstance(holder, dict):
                 for key in [*copy, *(key for key in holder if key not in copy)]:
                     before, after = copy.get(key, MISSING), holder.get(key, MISSING)
-                    if before is not after:
+                    if not is_same(after, before):
                         label = f"{name}.{key}" if isinstance(key, str) else name
                         found.setdefault((id(holder), key), Change(kind, label, holder, key, before, after))
             elif len(holder) != len(copy) or any(a is not b for a, b in zip(holder, copy, strict=True)):
@@ -123,7 +130,7 @@ class Snapshot:
         """Put everything back."""
         for _, holder, key, before in self._links:
             if _look(holder, key) is not before:
-                _store(holder, key, before)
+                store(holder, key, before)
         for _, _, holder, copy in self._copies.values():
             if isinstance(holder, dict):
                 if len(holder) != len(copy) or any(
@@ -143,7 +150,8 @@ def _look(holder: Any, key: Any) -> Any:
         return MISSING
 
 
-def _store(holder: Any, key: Any, value: Any) -> None:
+def store(holder: Any, key: Any, value: Any) -> None:
+    """Put ``value`` into a dict, list or closure cell; ``MISSING`` removes the entry."""
     if value is MISSING:
         del holder[key]
         return
@@ -165,8 +173,12 @@ def record_module_reads(
     """
     reads: dict[tuple[int, str], tuple[nn.Module, str]] = {}
 
+    thread = threading.get_ident()
+
     def read(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
+        if threading.get_ident() != thread:
+            return value
         if name == "forward":
             on_forward(module)
         if isinstance(value, _SCALARS) and not name.startswith("__"):

@@ -8,13 +8,15 @@ state when it should not have.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
+
+from millstream.capture.torch_private import patched
 
 
 @contextlib.contextmanager
@@ -23,7 +25,6 @@ def steps_are_masked() -> Iterator[None]:
 
     Private: ``GradScaler._maybe_opt_step``. Tried on torch 2.11 and 2.13.
     """
-    original: Callable[..., Any] = GradScaler._maybe_opt_step
 
     def maybe_step(
         _: GradScaler, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -39,11 +40,8 @@ def steps_are_masked() -> Iterator[None]:
                 tensor.copy_(torch.where(is_skipped.to(tensor.device), value, tensor))
         return result
 
-    GradScaler._maybe_opt_step = maybe_step  # type: ignore[method-assign, assignment]
-    try:
+    with patched(GradScaler, "_maybe_opt_step", maybe_step):
         yield
-    finally:
-        GradScaler._maybe_opt_step = original  # type: ignore[method-assign]
 
 
 def _written_by(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -52,3 +50,8 @@ def _written_by(optimizer: Optimizer) -> Iterator[Tensor]:
             if parameter.grad is not None:
                 yield parameter
                 yield from (value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor))
+
+
+def is_idle(scaler: GradScaler) -> bool:
+    """Whether nothing was unscaled or stepped since the last ``update``."""
+    return all(state["stage"] is OptState.READY for state in scaler._per_optimizer_states.values())

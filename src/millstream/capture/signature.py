@@ -69,6 +69,11 @@ class Container:
 Structure: TypeAlias = Leaf | Value | Reference | Container
 
 
+def is_same(now: Any, value: Any) -> bool:
+    """Whether two plain values are equal; objects are the same by identity only."""
+    return now is value or (isinstance(value, (*SCALARS, tuple)) and type(now) is type(value) and bool(now == value))
+
+
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Everything about ``tensor`` that a captured graph depends on, apart from its values."""
     gradient = tensor.requires_grad and ("leaf" if tensor.is_leaf else "computed")

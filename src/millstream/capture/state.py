@@ -65,6 +65,8 @@ class _State:
         self.lifted: dict[int, Lifted] = {}
 
     def add(self, name: str, tensor: Tensor, holder: Mapping[Any, Any] | None = None, key: Any = None) -> None:
+        if not tensor.is_leaf:  # left over from an earlier call; if the step reads it, tracing says so
+            return
         entry = self.lifted.get(id(tensor))
         if entry is None:
             _check_liftable(name, tensor)
@@ -83,9 +85,12 @@ class _State:
                     self.add(f"{prefix}.{key}[{owner}]", value, entry, key)
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
-                for item in value if isinstance(value, tuple) else (value,):
-                    if isinstance(item, Tensor):
-                        self.add(f"{prefix}.{key}[{number}]", item, group, key)
+                if isinstance(value, Tensor):
+                    self.add(f"{prefix}.{key}[{number}]", value, group, key)
+                elif isinstance(value, tuple):
+                    for item in value:
+                        if isinstance(item, Tensor):
+                            self.add(f"{prefix}.{key}[{number}]", item)
 
 
 def _check_liftable(name: str, tensor: Tensor) -> None:
@@ -96,11 +101,6 @@ def _check_liftable(name: str, tensor: Tensor) -> None:
         )
     if tensor.layout is not torch.strided:
         raise CaptureError(f"{name} has the layout {tensor.layout}.", remedy="Only dense tensors can be captured.")
-    if not tensor.is_leaf:
-        raise CaptureError(
-            f"{name} was computed outside of the step with gradients.",
-            remedy="Compute it inside of the step, or detach it.",
-        )
 
 
 def find_mirrored(state: Sequence[Lifted]) -> dict[int, torch.device]:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from millstream.capture.guards import Guards
 from millstream.capture.optimizers import NumberPlace
+from millstream.capture.python_state import store
 from millstream.capture.scalars import Questions
 from millstream.capture.signature import LEAF, Structure, put_together
 from millstream.capture.trace import Output
@@ -91,7 +92,7 @@ class StepGraph:
         left: Tensors and the gradient each gets after a run, where that is another.
         structure: Of the result.
         outputs: Tensors of the result.
-        effects: Attributes to set after a run.
+        effects: Entries to set after a run: holder, key, and where the value comes from.
         written: Those of ``static`` that it writes.
         written_state: Memory of the user's state that it writes.
         writes_arguments: Whether it writes to an argument.
@@ -112,7 +113,7 @@ class StepGraph:
     left: list[tuple[Tensor, Tensor | None]]
     structure: Structure
     outputs: list[Output]
-    effects: list[tuple[dict[str, Any], str, Any]]
+    effects: list[tuple[Any, Any, Output]]
     written: list[Tensor]
     written_state: Memory
     writes_arguments: bool
@@ -161,19 +162,17 @@ class StepGraph:
         self.num_runs += 1
         for tensor, gradient in self.left:
             tensor.grad = gradient
-        for holder, key, value in self.effects:
-            holder[key] = value
-        if self.structure is LEAF and self.outputs[0].kind == "graph":
+        if self.structure is LEAF and self.outputs[0].kind == "graph" and not self.effects:
             return results[0]
-        outputs = iter(self.outputs)
 
-        def leaf() -> Any:
-            output = next(outputs)
+        def value_of(output: Output) -> Any:
             if output.kind == "graph":
                 return results[output.index]
             return arguments[output.index] if output.kind == "argument" else output.value
 
-        return put_together(self.structure, leaf)
+        for holder, key, output in self.effects:
+            store(holder, key, value_of(output))
+        return put_together(self.structure, map(value_of, self.outputs).__next__)
 
     def release(self) -> None:
         """Let the executable give back its memory, if it knows how to."""

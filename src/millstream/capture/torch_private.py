@@ -6,8 +6,11 @@ Tried on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -34,6 +37,23 @@ def swap_contents(left: Tensor, right: Tensor) -> None:
     torch._C._swap_tensor_impl(left, right)  # first, because it may refuse
     left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of a module or class, for calls from this thread; those from others go to the original."""
+    original = vars(owner)[name]
+    thread = threading.get_ident()
+
+    @functools.wraps(original)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    setattr(owner, name, choose)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -135,6 +155,7 @@ __all__ = [
     "has_tensor_hooks",
     "next_sequence_number",
     "no_compiled_modules",
+    "patched",
     "plain_recurrence",
     "pretend_compiling",
     "running_sequence_number",

@@ -16,13 +16,13 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -48,7 +48,7 @@ from millstream.capture.python_state import (
     selects_behaviour,
 )
 from millstream.capture.scalars import GraphScalar, Questions
-from millstream.capture.scaler import steps_are_masked
+from millstream.capture.scaler import is_idle, steps_are_masked
 from millstream.capture.signature import Structure, put_together, take_apart
 from millstream.capture.state import Lifted, become_fake
 from millstream.errors import CaptureError
@@ -140,7 +140,7 @@ class Traced:
         outputs: Its tensors.
         questions: What the program asked about the numbers.
         reads: Module attributes that the program read.
-        effects: Attributes to set after every call: dict, key, value.
+        effects: Entries to set after every call: holder, key, and where the value comes from.
         optimizers: Those that stepped.
         writes_arguments: Whether the graph writes to an argument.
     """
@@ -156,7 +156,7 @@ class Traced:
     outputs: list[Output]
     questions: Questions
     reads: list[tuple[dict[str, Any], str, Any]]
-    effects: list[tuple[dict[str, Any], str, Any]]
+    effects: list[tuple[Any, Any, Output]]
     optimizers: list[Optimizer]
     writes_arguments: bool
 
@@ -179,7 +179,7 @@ class _Tracer:
     questions: Questions = field(default_factory=Questions)
     stepped: list[Optimizer] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
-    effects: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    effects: list[tuple[Any, Any, Output]] = field(default_factory=list)
     left: list[bool] = field(default_factory=list)
     structure: Structure | None = None
     failure: Exception | None = None
@@ -210,6 +210,12 @@ class _Tracer:
         except (CaptureError, StateMissing, FoundLate):
             raise
         except ForeignTensor as foreign:
+            if not foreign.tensor.is_leaf:
+                raise CaptureError(
+                    "The step uses a tensor that was computed outside of it, with gradients.",
+                    where=foreign.where,
+                    remedy="Compute it inside of the step, or detach it.",
+                ) from None
             raise FoundLate("a tensor", foreign.tensor, foreign.where) from None
         except Exception as error:
             raise CaptureError(
@@ -247,9 +253,9 @@ class _Tracer:
                 result = run_step()
                 self._raise_failure()
                 with torch.no_grad():
-                    self._keep_replaced_state()
+                    stored = self._keep_changes()
                     self._keep_gradients()
-                    return self._take_outputs(result)
+                    return self._take_outputs(result, stored)
 
         try:
             with torch_private.pretend_compiling():
@@ -293,7 +299,11 @@ class _Tracer:
         """Note which optimizers step; stop at one that the request does not have."""
         known = {id(optimizer) for _, optimizer in self.request.found.optimizers}
 
+        thread = threading.get_ident()
+
         def on_step(optimizer: Optimizer, *_: Any) -> None:
+            if threading.get_ident() != thread:
+                return
             if id(optimizer) not in known:
                 self._report(FoundLate(type(optimizer).__name__, optimizer, ""))
             if optimizer not in self.stepped:
@@ -317,31 +327,51 @@ class _Tracer:
             for gradient in self.request.gradients
         ]
 
-    def _keep_replaced_state(self) -> None:
-        """Copy new tensors into the state whose place they took; refuse every other change of Python objects."""
-        lifted = {id(entry.tensor) for entry in self.request.state}
+    def _keep_changes(self) -> list[tuple[Any, Any, Tensor]]:
+        """Copy new tensors into the state whose place they took; refuse what a graph cannot do to Python objects.
+
+        Returns:
+            Other tensors that the function stored: holder, key and tensor.
+        """
+        copied = self._state_to_keep()
+        stored: list[tuple[Any, Any, Tensor]] = []
         for change in self.snapshot.changes():
-            if isinstance(change.before, Tensor) and id(change.before) in lifted and _fits(change.after, change.before):
-                change.before.copy_(change.after)
+            before, after = change.before, change.after
+            is_state = change.kind is Kind.STATE or id(before) in copied
+            if is_state and isinstance(before, Tensor) and _fits(after, before):
+                before.copy_(after)
             elif change.kind is Kind.STATE:
                 raise StateMissing(change.name)
             elif change.kind is Kind.GROUP:
                 raise CaptureError(
-                    f"The step changes {change.name} from {change.before} to {change.after}.",
-                    remedy="Call the scheduler outside of the step, after it.",
+                    f"The step changes {change.name} from {before} to {after}.",
+                    remedy="Change it outside of the step.",
                 )
             elif change.kind is Kind.MODULE and change.key == "training":
-                self.effects.append((change.holder, change.key, change.after))
+                self.effects.append((change.holder, change.key, Output("object", value=after)))
+            elif isinstance(after, torch_private.FakeTensor) and change.is_entry:
+                stored.append((change.holder, change.key, after))
             elif change.kind not in (Kind.OPTIMIZER, Kind.SCALER):
                 raise _side_effect(change)
         for name, scaler in self.request.found.scalers:
-            if any(state["stage"] is not OptState.READY for state in scaler._per_optimizer_states.values()):
-                raise CaptureError(
-                    f"The step ends without {name}.update().", remedy="Unscale, step, update in one step."
-                )
+            if not is_idle(scaler):
+                raise CaptureError(f"The step ends without {name}.update().", remedy="Call it in the same step.")
         for entry in self.request.state:
             if entry.tensor.requires_grad != entry.required_grad:
                 raise CaptureError(f"The step leaves {entry.name}.requires_grad changed.", remedy=SIDE_EFFECT_REMEDY)
+        return stored
+
+    def _state_to_keep(self) -> set[int]:
+        """Ids of state tensors whose object must stay: those with a registered place, and those that the step reads.
+
+        Any other tensor that the function replaces (``self.last = loss``) is a result rather than state.
+        """
+        placeholders = torch_private.graph_being_traced().find_nodes(op="placeholder")
+        return {
+            id(entry.tensor)
+            for entry, node in zip(self.request.state, placeholders, strict=False)
+            if entry.places or node.users
+        }
 
     def _keep_gradients(self) -> None:
         for gradient, home in zip(self.request.gradients, self.homes, strict=True):
@@ -361,7 +391,7 @@ class _Tracer:
                     remedy="Use torch.autograd.grad and return the gradient.",
                 )
 
-    def _take_outputs(self, result: Any) -> list[Tensor]:
+    def _take_outputs(self, result: Any, stored: list[tuple[Any, Any, Tensor]]) -> list[Tensor]:
         leaves: list[Tensor] = []
         self.structure = take_apart(result, leaves)
         arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
@@ -369,20 +399,23 @@ class _Tracer:
         taken = {torch_private.storage_id(tensor) for tensor in self._inputs()}
         results: list[Tensor] = []
         index_of: dict[int, int] = {}
-        for leaf in leaves:
+
+        def take(leaf: Tensor) -> Output:
             if id(leaf) in arguments:
-                self.outputs.append(Output("argument", arguments[id(leaf)]))
-            elif id(leaf) in objects or not isinstance(leaf, torch_private.FakeTensor):
-                self.outputs.append(Output("object", value=leaf))
-            else:
-                if id(leaf) not in index_of:
-                    plain = leaf.detach()
-                    if torch_private.storage_id(plain) in taken:
-                        plain = plain.clone()
-                    taken.add(torch_private.storage_id(plain))
-                    index_of[id(leaf)] = len(results)
-                    results.append(plain)
-                self.outputs.append(Output("graph", index_of[id(leaf)]))
+                return Output("argument", arguments[id(leaf)])
+            if id(leaf) in objects or not isinstance(leaf, torch_private.FakeTensor):
+                return Output("object", value=leaf)
+            if id(leaf) not in index_of:
+                plain = leaf.detach()
+                if torch_private.storage_id(plain) in taken:
+                    plain = plain.clone()
+                taken.add(torch_private.storage_id(plain))
+                index_of[id(leaf)] = len(results)
+                results.append(plain)
+            return Output("graph", index_of[id(leaf)])
+
+        self.outputs += map(take, leaves)
+        self.effects += ((holder, key, take(tensor)) for holder, key, tensor in stored)
         return results
 
     def _inputs(self) -> Iterator[Tensor]:
