@@ -26,7 +26,7 @@ import millstream as ms
 from millstream.cli.checkpoint import check_writable, load_checkpoint, restore, save_checkpoint
 from millstream.cli.job import Carry, Job
 
-WARM_UP_STEPS = 3  # the first initialises the optimizer, the second captures and compiles, the third replays
+WARM_UP_STEPS = 3  # eager, which makes the optimizer's state; captured and compiled; recorded as a CUDA graph
 TOLERANCE = 1e-3  # relative, of a loss: float32 rounding that the steps amplify stays far below, a wrong gradient above
 DEFAULT_SECONDS = 60.0  # a run that the user gives no length ends then, whatever the machine
 REFRESH_SECONDS = 0.5  # a loss is read from the device, which waits for it, no more often than this
