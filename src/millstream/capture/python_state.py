@@ -7,7 +7,6 @@ not stay, and what it would have changed in every call must be found, because a 
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
@@ -16,7 +15,6 @@ from enum import Enum
 from types import CellType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -197,31 +195,3 @@ def selects_behaviour(module: nn.Module, name: str) -> bool:
     if name not in vars(module):
         return False
     return not (type(module).__module__.startswith("torch.nn.modules") and name in _STRUCTURAL)
-
-
-class RandomState:
-    """The states of PyTorch's, Python's and NumPy's random generators, to compare with and to go back to."""
-
-    def __init__(self) -> None:
-        self._host = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-
-    def what_changed(self) -> str:
-        """Name the generator that was used since, or an empty string."""
-        if random.getstate() != self._python:
-            return "Python's random module"
-        if any(not np.array_equal(a, b) for a, b in zip(self._numpy, np.random.get_state(), strict=True)):
-            return "NumPy's random module"
-        if not torch.equal(torch.get_rng_state(), self._host):
-            return "torch.manual_seed or a generator outside of the graph"
-        return ""
-
-    def restore(self) -> None:
-        """Go back to the state at creation."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._host)
-        if self._devices:
-            torch.cuda.set_rng_state_all(self._devices)

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from millstream.capture.assemble import Call, Workshop, describe_arguments
 from millstream.capture.discover import Found, discover
 from millstream.capture.optimizers import CountsOnDevice, move_counts_to_host, number_places
-from millstream.capture.python_state import RandomState
+from millstream.capture.randomness import RandomState
 from millstream.capture.refuse import check_supported
 from millstream.capture.signature import meta_of, references_in, take_apart
 from millstream.capture.step_graph import Build, StepGraph

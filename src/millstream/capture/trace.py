@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,11 +43,11 @@ from millstream.capture.optimizers import NumberPlace, device_of, schedulers_are
 from millstream.capture.python_state import (
     Change,
     Kind,
-    RandomState,
     Snapshot,
     record_module_reads,
     selects_behaviour,
 )
+from millstream.capture.randomness import RandomState, other_generators_refused
 from millstream.capture.scalars import GraphScalar, Questions
 from millstream.capture.scaler import is_idle, steps_are_masked
 from millstream.capture.signature import Structure, put_together, take_apart
@@ -224,13 +225,12 @@ class _Tracer:
                 remedy="If the line also fails without ms.step, correct it; otherwise keep it out of the step.",
             ) from error
         finally:
-            random_state_change = random_state.what_changed()
-            random_state.restore()
+            used = random_state.what_changed()
+            if used or sys.exc_info()[0] is not None:
+                random_state.restore()
             torch.clear_autocast_cache()
-        if random_state_change:
-            raise CaptureError(
-                f"The step draws from {random_state_change}, which a graph cannot repeat.", remedy=SIDE_EFFECT_REMEDY
-            )
+        if used:
+            raise CaptureError(f"The step draws from {used}, which a graph cannot repeat.", remedy=SIDE_EFFECT_REMEDY)
         return self._finish(gm, reads)
 
     def _record(self, inputs: list[Tensor]) -> fx.GraphModule:
@@ -311,7 +311,7 @@ class _Tracer:
 
         handle = register_optimizer_step_pre_hook(on_step)
         try:
-            with schedulers_are_refused(self._note_failure):
+            with schedulers_are_refused(self._note_failure), other_generators_refused(self._note_failure):
                 yield
         finally:
             handle.remove()
