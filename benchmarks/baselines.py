@@ -73,38 +73,50 @@ class InferenceJudge:
         return self._judge.judge({"outputs": {"output": output.clone()}})
 
 
-def build_inference(problem: Inference, name: str, judge: InferenceJudge | None = None) -> Side:
-    """Build an inference baseline by its name; unjudged only where nothing but ``build_s`` matters."""
-    model: Any = problem.model
-    device = problem.device
-    call: Call
+def build_inference(
+    problem: Inference, name: str, judge: InferenceJudge | None = None, *, plan_memory: bool = True
+) -> Side:
+    """Build an inference baseline by its name.
+
+    Args:
+        problem: What to run.
+        name: Of the baseline.
+        judge: Left out only where nothing but ``build_s`` matters.
+        plan_memory: Build ``inductor graph`` again with Inductor's memory planning, for its memory.
+    """
+    model, inputs, device = problem.model, problem.first, problem.device
     replay: Run | None = None
-    build_s: float | None = None
-    meter = MemoryMeter(device)
-    with meter.measure():
-        match name:
-            case "eager":
-                call = model
-            case "compile" | "compile reduce-overhead":
-                mode = "reduce-overhead" if name.endswith("overhead") else "default"
-                call, build_s = compile_called(model, problem.first, device, mode=mode)
-            case "eager graph":
-                call, replay, build_s = capture_called(model, problem.first, device)
-            case "inductor graph":
-                compiled = torch.compile(model, fullgraph=True, dynamic=False)
-                call, replay, build_s = capture_called(compiled, problem.first, device)
-            case "max-autotune graph":
-                compiled = torch.compile(model, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
-                call, replay, build_s = capture_called(compiled, problem.first, device)
-            case "cudnn":
-                call, replay, build_s = capture_called(library_twin(model), problem.first, device)
-            case _:
-                raise ValueError(f"no inference baseline is called {name!r}")
-    peak = meter.peak_bytes if replay else None
-    if name == "inductor graph" and peak is not None:
-        peak = planned_peak(lambda: capture_planned(problem), peak)
+    build_s = peak = None
+    call: Call = model
+    match name:
+        case "eager":
+            pass
+        case "compile" | "compile reduce-overhead":
+            mode = "reduce-overhead" if name.endswith("overhead") else "default"
+            call, build_s = compile_called(model, inputs, device, mode=mode)
+        case "eager graph" | "inductor graph" | "max-autotune graph" | "cudnn":
+            captured = capture_called(captured_function(model, name), inputs, device)
+            call, replay, build_s, peak = captured.call, captured.replay, captured.build_s, captured.peak_bytes
+        case _:
+            raise ValueError(f"no inference baseline is called {name!r}")
+    if name == "inductor graph" and plan_memory:
+        planned = torch.compile(model, fullgraph=True, dynamic=False, options=MEMORY_PLANNING)
+        peak = smaller_peak(peak, lambda: capture_called(planned, inputs, device))
     verdict = judge.judge(call, replay) if judge else Verdict(True, 0.0)
     return Side(name, verdict, lambda: call(*problem.second), replay, build_s, peak)
+
+
+def captured_function(model: nn.Module, name: str) -> Call:
+    """Return what a captured inference baseline captures."""
+    match name:
+        case "inductor graph":
+            return torch.compile(model, fullgraph=True, dynamic=False)
+        case "max-autotune graph":
+            return torch.compile(model, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+        case "cudnn":
+            return library_twin(model)
+        case _:
+            return model
 
 
 def compile_called(model: nn.Module, inputs: Batch, device: torch.device, *, mode: str) -> tuple[Call, float]:
@@ -116,10 +128,22 @@ def compile_called(model: nn.Module, inputs: Batch, device: torch.device, *, mod
     return compiled, build_s
 
 
-def capture_called(run: Call, inputs: Batch, device: torch.device) -> tuple[Call, Run, float]:
-    """Capture a call on inputs of fixed memory; the new call copies its inputs there and replays."""
-    static = [x.clone() for x in inputs]
-    (replay, output), build_s = timed(lambda: capture(lambda: run(*static), device), device)
+@dataclass(frozen=True)
+class Captured:
+    """A call captured by hand: ``call`` copies its inputs to fixed memory and replays."""
+
+    call: Call
+    replay: Run
+    build_s: float
+    peak_bytes: int | None
+
+
+def capture_called(run: Call, inputs: Batch, device: torch.device) -> Captured:
+    """Capture a call, and meter the memory of its graph."""
+    meter = MemoryMeter(device)
+    with meter.measure():
+        static = [x.clone() for x in inputs]
+        (replay, output), build_s = timed(lambda: capture(lambda: run(*static), device), device)
 
     def call(*fresh: Tensor) -> Tensor:
         for slot, x in zip(static, fresh, strict=True):
@@ -127,26 +151,19 @@ def capture_called(run: Call, inputs: Batch, device: torch.device) -> tuple[Call
         replay()
         return output
 
-    return call, replay, build_s
+    return Captured(call, replay, build_s, meter.peak_bytes)
 
 
-def planned_peak(build: Callable[[], int | None], plain_peak: int) -> int:
+def smaller_peak(plain_peak: int | None, build_planned: Callable[[], Captured]) -> int | None:
     """Return the smaller of two peaks: the plain build's, and that with Inductor's memory planning where it works."""
+    if plain_peak is None:
+        return None
     try:
-        peak = build()
+        planned_peak = build_planned().peak_bytes
     except Exception as error:  # noqa: BLE001 - an experimental option of Inductor: without it the plain build stands
         print(f"           Inductor's memory planning failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
         return plain_peak
-    return plain_peak if peak is None else min(plain_peak, peak)
-
-
-def capture_planned(problem: Inference) -> int | None:
-    """Return the memory of an inference graph built with memory planning."""
-    meter = MemoryMeter(problem.device)
-    with meter.measure():
-        compiled = torch.compile(problem.model, fullgraph=True, dynamic=False, options=MEMORY_PLANNING)
-        capture_called(compiled, problem.first, problem.device)
-    return meter.peak_bytes
+    return plain_peak if planned_peak is None else min(plain_peak, planned_peak)
 
 
 def library_twin(model: Any) -> nn.Module:
@@ -237,10 +254,12 @@ def trainee(problem: Training, dtype: torch.dtype | None = None, **options: bool
     return Trainee(model, problem.make_optimizer(model, **options))
 
 
-def build_training(problem: Training, name: str, judge: TrainingJudge | None = None) -> Side:
-    """Build a training baseline by its name; unjudged only where nothing but ``build_s`` matters."""
+def build_training(
+    problem: Training, name: str, judge: TrainingJudge | None = None, *, plan_memory: bool = True
+) -> Side:
+    """Build a training baseline by its name; arguments as for ``build_inference``."""
     if name == "step graph":
-        return build_step_graph(problem, judge)
+        return build_step_graph(problem, judge, plan_memory=plan_memory)
     side = trainee(problem, fused=name == "compile loop fused")
     run: Any = side.model
     match name:
@@ -265,37 +284,28 @@ def build_training(problem: Training, name: str, judge: TrainingJudge | None = N
     return Side(name, verdict, lambda: step(*problem.batches[1]), None, build_s)
 
 
-def build_step_graph(problem: Training, judge: TrainingJudge | None = None) -> Side:
+def build_step_graph(problem: Training, judge: TrainingJudge | None, *, plan_memory: bool) -> Side:
     """Build the whole step, captured by hand: the strongest peer on one stream."""
-    step = capture_step(problem, {})
-    peak = step.peak_bytes
-    if peak is not None:
-        peak = planned_peak(lambda: capture_step(problem, MEMORY_PLANNING).peak_bytes, peak)
+    side, first_loss, captured = capture_step(problem, {})
+    peak = captured.peak_bytes
+    if plan_memory:
+        peak = smaller_peak(peak, lambda: capture_step(problem, MEMORY_PLANNING)[2])
     verdict = Verdict(True, 0.0)
     if judge:
-        verdict = judge.judge(judge.results(step.side, step.call, step.replay, (step.first_loss,)))
-    return Side("step graph", verdict, lambda: step.call(*problem.batches[1]), step.replay, step.build_s, peak)
+        verdict = judge.judge(judge.results(side, captured.call, captured.replay, (first_loss,)))
+    call = captured.call
+    return Side("step graph", verdict, lambda: call(*problem.batches[1]), captured.replay, captured.build_s, peak)
 
 
-@dataclass(frozen=True)
-class CapturedStep:
-    """A step captured by hand, its side having taken one step before."""
+def capture_step(problem: Training, options: dict[str, Any]) -> tuple[Trainee, Tensor, Captured]:
+    """Take one eager step, which makes the optimizer's state, then capture one, which leaves the state as it was.
 
-    side: Trainee
-    first_loss: Tensor
-    call: Call
-    replay: Run
-    build_s: float
-    peak_bytes: int | None
-
-
-def capture_step(problem: Training, options: dict[str, Any]) -> CapturedStep:
-    """Take one eager step, which makes the optimizer's state, then capture one; memory is metered from there on."""
+    Returns:
+        The side, the loss of its eager step, and the captured step.
+    """
     side = trainee(problem, fused=True, capturable=True)
     first_loss = problem.make_step(side.model, side.optimizer)(*problem.batches[0]).detach()
     compiled = torch.compile(side.model, fullgraph=True, dynamic=False, options=options)
-    step = problem.make_step(compiled, side.optimizer)
-    meter = MemoryMeter(problem.device)
-    with side.unchanged(), meter.measure():
-        call, replay, build_s = capture_called(step, problem.batches[1], problem.device)
-    return CapturedStep(side, first_loss, call, replay, build_s, meter.peak_bytes)
+    with side.unchanged():
+        captured = capture_called(problem.make_step(compiled, side.optimizer), problem.batches[1], problem.device)
+    return side, first_loss, captured

@@ -93,7 +93,7 @@ def build(case: InferenceCase | TrainingCase, side: str, device: torch.device, *
             warm_compiler(device)
             if side == "ours":
                 return ours.build_inference(problem).build_s
-            return baselines.build_inference(problem, side).build_s
+            return baselines.build_inference(problem, side, plan_memory=False).build_s
     training = case.make(device, tiny=tiny)
     eager = baselines.trainee(training)
     training.make_step(eager.model, eager.optimizer)(*training.batches[0])

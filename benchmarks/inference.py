@@ -28,7 +28,7 @@ def run_case(case: InferenceCase, settings: Settings, baselines: tuple[str, ...]
         for name in baselines + (LONG_BASELINES if settings.long else ())
         if settings.wants(name) and (name != "cudnn" or hasattr(problem.model, "library_twin"))
     ]
-    peers = build_each(asked, lambda name: build_inference(problem, name, judge))
+    peers = build_each(asked, lambda name: build_inference(problem, name, judge, plan_memory=settings.plan_memory))
     return compare(case.name, mine, peers, settings)
 
 

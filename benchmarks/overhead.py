@@ -51,7 +51,7 @@ def run_call(case: InferenceCase, settings: Settings) -> list[Row]:
     mine = ours.build_inference(problem, judge)
     peers = build_each(
         [name for name in (*CALL_PEERS, REPLAY_PEER) if settings.wants(name)],
-        lambda name: build_inference(problem, name, judge),
+        lambda name: build_inference(problem, name, judge, plan_memory=False),
     )
     return host_rows(case.name, mine, peers, settings)
 

@@ -42,6 +42,7 @@ class Settings:
         baselines: Names to which the baselines are limited; empty for the usual ones.
         long: Also the baselines that take long to build.
         channels_last: Convolutional inference in this layout.
+        plan_memory: Measure the peers' memory with Inductor's own memory planning, too.
     """
 
     device: torch.device
@@ -50,6 +51,7 @@ class Settings:
     baselines: frozenset[str] = frozenset()
     long: bool = False
     channels_last: bool = False
+    plan_memory: bool = True
 
     def wants(self, baseline: str) -> bool:
         return not self.baselines or baseline in self.baselines
@@ -73,6 +75,7 @@ def parse(suite: str, cases: Sequence[Case], device: str | None, argv: Sequence[
     parser.add_argument("--device", default=device, help="cuda or cpu; cpu runs tiny stand-ins of the GPU suites")
     parser.add_argument("--long", action="store_true", help="also baselines that take long to build")
     parser.add_argument("--channels-last", action="store_true", help="inference of convolutions in this layout")
+    parser.add_argument("--plain-memory", action="store_true", help="no second build for the peers' planned memory")
     parser.add_argument("--commit", help="what to write down where git cannot be asked")
     options = parser.parse_args(argv)
     unknown = [name for name in options.cases if name not in known]
@@ -110,7 +113,15 @@ def run_suite(
         chosen = torch.device("cuda", torch.cuda.current_device())
     tiny = chosen.type == "cpu" and device != "cpu"
     rounds = options.rounds or (5 if options.quick else 50)
-    settings = Settings(chosen, rounds, tiny, frozenset(options.baselines), options.long, options.channels_last)
+    settings = Settings(
+        chosen,
+        rounds,
+        tiny,
+        baselines=frozenset(options.baselines),
+        long=options.long,
+        channels_last=options.channels_last,
+        plan_memory=not options.plain_memory,
+    )
     prepare_torch()
     quick = options.quick or tiny or rounds < 30
     report = start_report(suite, chosen, quick=quick, commit=options.commit)

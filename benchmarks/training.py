@@ -26,7 +26,7 @@ def run_case(case: TrainingCase, settings: Settings, baselines: tuple[str, ...] 
         and (name != "cudnn" or hasattr(problem.model, "library_twin"))
         and (name != "compile loop fused" or problem.has_fused_optimizer)
     ]
-    peers = build_each(asked, lambda name: build_training(problem, name, judge))
+    peers = build_each(asked, lambda name: build_training(problem, name, judge, plan_memory=settings.plan_memory))
     return compare(case.name, mine, peers, settings)
 
 
