@@ -1,7 +1,8 @@
 """Every error and warning of the library.
 
-An error says what happened (names and values), what was expected, where (kernel, buffer, the user's source line) and what
-to do about it. It carries those as fields, so that a program can read them too. Bad arguments also subclass ``ValueError``.
+An error says what happened (names and values), what was expected, where (kernel, buffer, the user's source line) and
+what to do about it. It carries those as fields, so that a program can read them too. Bad arguments also subclass
+``ValueError``.
 """
 
 from __future__ import annotations

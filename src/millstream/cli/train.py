@@ -75,6 +75,7 @@ class Stretch:
     speed: float | None
 
 
+@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # three digits are too few to tell whether losses agree
 def train(
     make_job: Callable[[], Job],
     *,
