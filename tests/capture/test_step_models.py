@@ -457,3 +457,35 @@ def test_plain_lstm_module():
             return self.head(self.lstm(x)[0][:, -1])
 
     check(lambda: plain(Net()), batches(4, 6, 5, 4))
+
+
+def test_functional_transforms():
+    def make():
+        model = nn.Linear(4, 3)
+
+        def step(x, y):
+            parameters = dict(model.named_parameters())
+
+            def loss_of(parameters, x, y):
+                return F.cross_entropy(torch.func.functional_call(model, parameters, (x[None],)), y[None])
+
+            grads = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))(parameters, x, y)
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter -= 0.1 * grads[name].mean(0)
+            return {name: grad.norm() for name, grad in grads.items()}
+
+        return World(step, [model])
+
+    check(make, batches(4, 6, 4))
+
+
+def test_lazy_modules():
+    def make():
+        return plain(nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(3)))
+
+    torch.manual_seed(0)
+    step = Step(make().step, build=interpret, strict=True)
+    for batch in batches(4, 6, 4):
+        step(*batch)
+    assert step.graphs[0].num_runs == 3

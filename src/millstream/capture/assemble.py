@@ -12,10 +12,10 @@ from torch import Tensor
 from millstream.capture.discover import Found
 from millstream.capture.guards import make_guards
 from millstream.capture.optimizers import NumberPlace, device_of, number_places
+from millstream.capture.request import Gradient, Request, Traced
 from millstream.capture.signature import Structure, name_leaves
 from millstream.capture.state import Lifted, find_mirrored, lift
 from millstream.capture.step_graph import HostTensor, Memory, Slot, StepGraph, adopt
-from millstream.capture.trace import Gradient, Request, Traced
 from millstream.errors import CaptureError
 
 

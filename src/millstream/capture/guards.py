@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from millstream.capture import torch_private
 from millstream.capture.discover import MISSING, Link
+from millstream.capture.request import Request, Traced
 from millstream.capture.scaler import is_idle
 from millstream.capture.signature import SCALARS, is_same
-from millstream.capture.trace import Request, Traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func not in _LIFTS:
             for tensor in _tensors_in((*args, *kwargs.values())):
-                if not isinstance(tensor, torch_private.FakeTensor):
+                if torch_private.is_real(tensor):
                     self._fail(ForeignTensor(tensor, here()))
         last = next(iter(reversed(self._graph.nodes)))
         try:

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from millstream.capture.guards import Guards
 from millstream.capture.optimizers import NumberPlace
 from millstream.capture.python_state import store
+from millstream.capture.request import Output
 from millstream.capture.scalars import Questions
 from millstream.capture.signature import LEAF, Structure, put_together
-from millstream.capture.trace import Output
 
 
 class Build(Protocol):

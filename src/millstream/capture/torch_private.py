@@ -114,6 +114,11 @@ def graph_being_traced() -> fx.Graph:
     return mode.tracer.graph
 
 
+def is_real(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has values, rather than being fake or a wrapper of ``torch.func``. Tried on 2.11 and 2.13."""
+    return not isinstance(tensor, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def storage_id(tensor: Tensor) -> int:
     """A number that is equal exactly for tensors that share memory, fake or not. Tried on 2.11 and 2.13."""
     return int(tensor.untyped_storage()._cdata)
@@ -153,6 +158,7 @@ __all__ = [
     "graph_being_traced",
     "has_backward_hooks",
     "has_tensor_hooks",
+    "is_real",
     "next_sequence_number",
     "no_compiled_modules",
     "patched",

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +36,10 @@ from millstream.capture.clean import (
     move_constants,
     written_storages,
 )
-from millstream.capture.discover import MISSING, Found
+from millstream.capture.discover import MISSING
 from millstream.capture.lines import place_of
 from millstream.capture.modes import ForeignTensor, FunctionWatch, OperatorWatch
-from millstream.capture.optimizers import NumberPlace, device_of, schedulers_are_refused, traceable
+from millstream.capture.optimizers import device_of, schedulers_are_refused, traceable
 from millstream.capture.python_state import (
     Change,
     Kind,
@@ -48,10 +48,11 @@ from millstream.capture.python_state import (
     selects_behaviour,
 )
 from millstream.capture.randomness import RandomState, other_generators_refused
+from millstream.capture.request import Output, Request, Traced
 from millstream.capture.scalars import GraphScalar, Questions
 from millstream.capture.scaler import is_idle, steps_are_masked
 from millstream.capture.signature import Structure, put_together, take_apart
-from millstream.capture.state import Lifted, become_fake
+from millstream.capture.state import become_fake
 from millstream.errors import CaptureError
 
 SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
@@ -67,99 +68,6 @@ class FoundLate(Exception):  # noqa: N818 - a message to the step, which lifts t
     def __init__(self, name: str, value: Any, where: str) -> None:
         super().__init__(name)
         self.name, self.value, self.where = name, value, where
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """A tensor whose ``.grad`` the step may leave behind.
-
-    Attributes:
-        name: Of the tensor.
-        parameter: The user's tensor.
-        before: Its gradient when the step starts, or ``None``.
-    """
-
-    name: str
-    parameter: Tensor
-    before: Tensor | None
-
-
-@dataclass
-class Request:
-    """What to trace.
-
-    Attributes:
-        function: The user's function.
-        structure: Structure of ``(args, kwargs)``.
-        arguments: The tensors among the arguments.
-        found: What the function reaches.
-        state: All tensors in ``found``.
-        gradients: All tensors whose gradient may change.
-        numbers: Numbers to be read at run time.
-        mirrored: Positions in ``state`` of numbers on the host, and the device on which the graph reads them.
-    """
-
-    function: Callable[..., Any]
-    structure: Structure
-    arguments: list[Tensor]
-    found: Found
-    state: list[Lifted]
-    gradients: list[Gradient]
-    numbers: list[NumberPlace]
-    mirrored: dict[int, torch.device]
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Where a tensor of the result comes from: from the graph, or it is the very object of an argument or of state.
-
-    Attributes:
-        index: Number of the graph's result or of the argument; ``-1`` for an object.
-        kind: ``"graph"``, ``"argument"`` or ``"object"``.
-        value: The object.
-    """
-
-    kind: str
-    index: int = -1
-    value: Any = None
-
-
-@dataclass
-class Traced:
-    """The recorded step.
-
-    Attributes:
-        gm: The graph; its inputs are, in order, those in the four lists of positions that follow.
-        state: Positions in ``Request.state`` of the inputs that are state.
-        gradients: Positions in ``Request.gradients`` whose memory the graph reads or writes.
-        numbers: Positions in ``Request.numbers`` of the inputs that are numbers.
-        arguments: Positions in ``Request.arguments`` of the inputs that are arguments, and the device on which the
-            graph wants them if they are on another.
-        written: For each input, whether the graph writes it.
-        left: For every gradient of the request, whether the step leaves one behind.
-        structure: Structure of the result.
-        outputs: Its tensors.
-        questions: What the program asked about the numbers.
-        reads: Module attributes that the program read.
-        effects: Entries to set after every call: holder, key, and where the value comes from.
-        optimizers: Those that stepped.
-        writes_arguments: Whether the graph writes to an argument.
-    """
-
-    gm: fx.GraphModule
-    state: list[int]
-    gradients: list[int]
-    numbers: list[int]
-    arguments: list[tuple[int, torch.device | None]]
-    written: list[bool]
-    left: list[bool]
-    structure: Structure
-    outputs: list[Output]
-    questions: Questions
-    reads: list[tuple[dict[str, Any], str, Any]]
-    effects: list[tuple[Any, Any, Output]]
-    optimizers: list[Optimizer]
-    writes_arguments: bool
 
 
 def trace_step(request: Request) -> Traced:
@@ -291,7 +199,7 @@ class _Tracer:
     def _on_forward(self, module: nn.Module) -> None:
         """Stop at a module that the request does not have."""
         own = (*module._parameters.values(), *module._buffers.values())
-        if any(tensor is not None and not isinstance(tensor, torch_private.FakeTensor) for tensor in own):
+        if any(tensor is not None and torch_private.is_real(tensor) for tensor in own):
             self._report(FoundLate(type(module).__name__, module, ""))
 
     @contextlib.contextmanager

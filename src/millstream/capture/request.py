@@ -1,0 +1,110 @@
+"""What is asked of the tracer, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.optim import Optimizer
+
+from millstream.capture.discover import Found
+from millstream.capture.optimizers import NumberPlace
+from millstream.capture.scalars import Questions
+from millstream.capture.signature import Structure
+from millstream.capture.state import Lifted
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A tensor whose ``.grad`` the step may leave behind.
+
+    Attributes:
+        name: Of the tensor.
+        parameter: The user's tensor.
+        before: Its gradient when the step starts, or ``None``.
+    """
+
+    name: str
+    parameter: Tensor
+    before: Tensor | None
+
+
+@dataclass
+class Request:
+    """What to trace.
+
+    Attributes:
+        function: The user's function.
+        structure: Structure of ``(args, kwargs)``.
+        arguments: The tensors among the arguments.
+        found: What the function reaches.
+        state: All tensors in ``found``.
+        gradients: All tensors whose gradient may change.
+        numbers: Numbers to be read at run time.
+        mirrored: Positions in ``state`` of numbers on the host, and the device on which the graph reads them.
+    """
+
+    function: Callable[..., Any]
+    structure: Structure
+    arguments: list[Tensor]
+    found: Found
+    state: list[Lifted]
+    gradients: list[Gradient]
+    numbers: list[NumberPlace]
+    mirrored: dict[int, torch.device]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a tensor of the result comes from: from the graph, or it is the very object of an argument or of state.
+
+    Attributes:
+        index: Number of the graph's result or of the argument; ``-1`` for an object.
+        kind: ``"graph"``, ``"argument"`` or ``"object"``.
+        value: The object.
+    """
+
+    kind: str
+    index: int = -1
+    value: Any = None
+
+
+@dataclass
+class Traced:
+    """The recorded step.
+
+    Attributes:
+        gm: The graph; its inputs are, in order, those in the four lists of positions that follow.
+        state: Positions in ``Request.state`` of the inputs that are state.
+        gradients: Positions in ``Request.gradients`` whose memory the graph reads or writes.
+        numbers: Positions in ``Request.numbers`` of the inputs that are numbers.
+        arguments: Positions in ``Request.arguments`` of the inputs that are arguments, and the device on which the
+            graph wants them if they are on another.
+        written: For each input, whether the graph writes it.
+        left: For every gradient of the request, whether the step leaves one behind.
+        structure: Structure of the result.
+        outputs: Its tensors.
+        questions: What the program asked about the numbers.
+        reads: Module attributes that the program read.
+        effects: Entries to set after every call: holder, key, and where the value comes from.
+        optimizers: Those that stepped.
+        writes_arguments: Whether the graph writes to an argument.
+    """
+
+    gm: fx.GraphModule
+    state: list[int]
+    gradients: list[int]
+    numbers: list[int]
+    arguments: list[tuple[int, torch.device | None]]
+    written: list[bool]
+    left: list[bool]
+    structure: Structure
+    outputs: list[Output]
+    questions: Questions
+    reads: list[tuple[dict[str, Any], str, Any]]
+    effects: list[tuple[Any, Any, Output]]
+    optimizers: list[Optimizer]
+    writes_arguments: bool
