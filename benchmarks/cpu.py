@@ -25,15 +25,10 @@ def run_case(case: InferenceCase | TrainingCase, settings: Settings) -> list[Row
         rows = inference.run_case(case, settings, INFERENCE_PEERS)
     else:
         rows = training.run_case(case, settings, TRAINING_PEERS)
-    cold = compare_cold(case.name, settings)
-    return [
-        replace(
-            row,
-            compile_s=cold.compile_s,
-            compile_ratio=cold.compile_ratio if row.baseline == cold.baseline else None,
-        )
-        for row in rows
-    ]
+    cold = {row.baseline: row for row in compare_cold(case.name, settings)}
+    seconds = next(iter(cold.values())).compile_s
+    ratios = {baseline: row.compile_ratio for baseline, row in cold.items()}
+    return [replace(row, compile_s=seconds, compile_ratio=ratios.get(row.baseline)) for row in rows]
 
 
 if __name__ == "__main__":

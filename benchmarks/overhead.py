@@ -114,7 +114,7 @@ def run_plan(num_kernels: int, settings: Settings) -> list[Row]:
 
 def run_compile(name: str, settings: Settings) -> list[Row]:
     """Cold compile seconds of a case of another suite."""
-    return [replace(compare_cold(name, settings), case=f"compile {name}")]
+    return [replace(row, case=f"compile {name}") for row in compare_cold(name, settings)]
 
 
 def run_case(case: OverheadCase, settings: Settings) -> list[Row]:
