@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from millstream.capture.signature import LEAF, name_leaves, put_together, references_in, take_apart
+from millstream.capture.signature import LEAF, Leaf, Reference, meta_of, put_together, take_apart, walk, walk_arguments
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -64,7 +64,7 @@ def test_round_trip(value):
     assert take_apart(again, other) == structure
     assert [id(leaf) for leaf in other] == [id(leaf) for leaf in leaves]
     hash(structure)
-    assert len(name_leaves(structure, "v")) == len(leaves)
+    assert sum(isinstance(part, Leaf) for _, part in walk(structure, "v")) == len(leaves)
 
 
 def test_structures_differ_by_type_value_and_identity():
@@ -84,7 +84,7 @@ def test_parameters_are_references():
     leaves = []
     structure = take_apart([weight, T], leaves)
     assert leaves == [T]
-    assert references_in(structure) == [weight]
+    assert [part.target for _, part in walk(structure, "v") if isinstance(part, Reference)] == [weight]
 
 
 def test_dataclass_is_not_built_again():
@@ -94,10 +94,13 @@ def test_dataclass_is_not_built_again():
 
 
 def test_names():
-    structure = take_apart({"a": [T, Pair(T, T)], "p": Point(T)}, [])
-    assert name_leaves(structure, "batch") == [
-        "batch['a'][0]",
-        "batch['a'][1].left",
-        "batch['a'][1].right",
-        "batch['p'].x",
-    ]
+    structure = take_apart(((T, {"a": [T, Pair(T, 1)]}), {"p": Point(T, 3)}), [])
+    names = [name for name, part in walk_arguments(structure, ["x"])]
+    assert names == ["x", "args[1]['a'][0]", "args[1]['a'][1].left", "args[1]['a'][1].right", "p.x", "p.y", "p.built"]
+
+
+def test_metas_tell_what_a_graph_depends_on():
+    x = torch.ones(2, 3)
+    others = [x.double(), x.t(), x[:1], x.clone().requires_grad_(), x.clone().requires_grad_() * 1, x.to_sparse()]
+    assert meta_of(x) == meta_of(torch.zeros(2, 3))
+    assert len({meta_of(x), *map(meta_of, others)}) == 7

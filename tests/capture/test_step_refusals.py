@@ -504,3 +504,47 @@ def test_other_threads_are_not_disturbed_while_tracing():
     (result,) = results
     assert isinstance(result, tuple), result
     assert result[2] == 0.5
+
+
+def test_sparse_arguments_and_objects_with_tensors_inside():
+    with pytest.raises(CaptureError, match="sparse"):
+        Step(lambda x: x * 2, build=interpret, strict=True)(torch.eye(2).to_sparse())
+    with pytest.raises(CaptureError, match="Normal with tensors inside"):
+        Step(lambda x: torch.distributions.Normal(x, x.exp()), build=interpret, strict=True)(torch.ones(2))
+
+
+def test_many_signatures_give_one_warning():
+    calls = []
+
+    def step(x):
+        calls.append(None)
+        calls.clear()
+        return x.sum().item()
+
+    captured = Step(step, build=interpret, max_graphs=2)
+    with pytest.warns(FallbackWarning) as caught:
+        for size in range(1, 12):
+            assert captured(torch.ones(size)) == size
+    assert len(caught) == 1
+    assert len(captured.fallbacks) == 5  # then it stops trying
+
+
+def test_strict_raises_every_time():
+    captured = Step(lambda x: x.sum().item(), build=interpret, strict=True, max_graphs=1)
+    for size in (1, 1, 2, 3, 4, 5):
+        with pytest.raises(CaptureError):
+            captured(torch.ones(size))
+
+
+def test_the_users_exception_has_no_history_of_ours():
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x):
+        model(x).sum().backward()
+        opt.step()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as caught:
+        Step(step, build=interpret)(torch.ones(1, 2))
+    assert caught.value.__context__ is None

@@ -289,3 +289,55 @@ def test_a_stored_tensor_that_the_step_reads_is_state():
         assert_same(ours(x), expected)
         assert mean is before
     assert len(ours.graphs) == 1
+
+
+def test_a_learning_rate_in_the_result_is_a_number():
+    weight = nn.Parameter(torch.ones(2))
+    opt = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
+
+    def step(x):
+        (weight * x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        return opt.param_groups[0]["lr"]
+
+    ours = captured(step)
+    assert [ours(torch.ones(2)) for _ in range(3)] == [0.5] * 3
+    opt.param_groups[0]["lr"] = 0.25
+    assert ours(torch.ones(2)) == 0.25
+    assert type(ours(torch.ones(2))) is float
+
+
+def test_state_that_is_only_returned_is_watched():
+    class Holder:
+        def __init__(self):
+            self.table = torch.ones(2)
+
+    holder = Holder()
+    ours = captured(lambda x: (x * 2, holder.table))
+    for value in (1.0, 1.0, 2.0, 3.0):
+        holder.table = torch.full((2,), value)
+        assert ours(torch.ones(2))[1] is holder.table
+
+
+def test_modules_and_optimizers_as_arguments():
+    def step(model, opt, x, *, clip=None):
+        loss = model(x).square().mean()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    ours, theirs = make(), make()
+    captured_step = captured(step)
+    for _ in range(4):
+        assert_same(captured_step(*ours, torch.ones(1, 2), clip=0.5), step(*theirs, torch.ones(1, 2), clip=0.5))
+    assert captured_step.graphs[0].state_names[0] == "model.weight"
+    assert captured_step.graphs[0].state_names[2] == "opt.momentum_buffer[model.weight]"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from millstream.capture.discover import Found
 from millstream.capture.guards import make_guards
 from millstream.capture.optimizers import NumberPlace, device_of, number_places
 from millstream.capture.request import Gradient, Request, Traced
-from millstream.capture.signature import Structure, name_leaves
+from millstream.capture.signature import Leaf, Reference, Structure, walk_arguments
 from millstream.capture.state import Lifted, find_mirrored, lift
 from millstream.capture.step_graph import HostTensor, Memory, Slot, StepGraph, adopt
 from millstream.errors import CaptureError
@@ -29,7 +29,7 @@ class Call:
         arguments: Its tensors.
         args: Positional arguments as given.
         kwargs: Keyword arguments as given.
-        names: Names of the tensors.
+        parameters: Names of the function's parameters.
     """
 
     key: Any
@@ -37,26 +37,23 @@ class Call:
     arguments: list[Tensor]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    names: list[str]
+    parameters: Sequence[str]
 
     @property
     def signature(self) -> dict[str, str]:
         """The tensors by name, for people."""
+        parts = walk_arguments(self.structure, self.parameters)
+        names = [name for name, part in parts if isinstance(part, Leaf)]
         return {
             name: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            for name, tensor in zip(self.names, self.arguments, strict=True)
+            for name, tensor in zip(names, self.arguments, strict=True)
         }
 
-
-def describe_arguments(function_names: tuple[str, ...], structure: Structure) -> list[str]:
-    """Names of the tensors of ``(args, kwargs)``, given the names of the positional parameters."""
-    positional, keywords = structure.children  # type: ignore[union-attr] # a tuple of two, by construction
-    names: list[str] = []
-    for index, child in enumerate(positional.children):  # type: ignore[union-attr]
-        names += name_leaves(child, function_names[index] if index < len(function_names) else f"args[{index}]")
-    for key, child in zip(keywords.keys, keywords.children, strict=True):  # type: ignore[union-attr]
-        names += name_leaves(child, str(key))
-    return names
+    def objects(self) -> Iterator[tuple[str, Any]]:
+        """Names and objects among the arguments that are neither tensors nor plain values."""
+        for name, part in walk_arguments(self.structure, self.parameters):
+            if isinstance(part, Reference):
+                yield name, part.target
 
 
 @dataclass
@@ -89,6 +86,8 @@ class Workshop:
                 "An argument was computed with gradients, which would have to reach beyond the step.",
                 remedy="Compute it inside of the step, or detach it.",
             )
+        if any(argument.layout is not torch.strided for argument in call.arguments):
+            raise CaptureError("An argument is a sparse or nested tensor.", remedy="Pass dense tensors.")
         state = lift(found)
         for entry in state:
             if id(entry.tensor) in arguments:

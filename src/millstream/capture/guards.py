@@ -23,7 +23,7 @@ from millstream.capture import torch_private
 from millstream.capture.discover import MISSING, Link
 from millstream.capture.request import Request, Traced
 from millstream.capture.scaler import is_idle
-from millstream.capture.signature import SCALARS, is_same
+from millstream.capture.signature import SCALARS, Reference, is_same, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +237,13 @@ def make_guards(
     guards = Guards()
     for attributes, attribute, value in traced.reads:
         guards.add_value(attributes, attribute, value)
-    state = [request.state[index] for index in traced.state]
-    used = {id(entry.tensor): entry for entry in state}
+    returned = {id(output.value) for output in traced.outputs if output.kind == "object"}
+    returned |= {id(part.target) for _, part in walk(traced.structure, "") if isinstance(part, Reference)}
+    used = {
+        id(entry.tensor): entry
+        for index, entry in enumerate(request.state)
+        if index in traced.state or id(entry.tensor) in returned
+    }
     stored = {(id(holder), key) for holder, key, _ in traced.effects}
     for link in request.found.links:
         if (id(link.holder), link.key) not in stored:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -77,7 +77,10 @@ def is_same(now: Any, value: Any) -> bool:
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Everything about ``tensor`` that a captured graph depends on, apart from its values."""
     gradient = tensor.requires_grad and ("leaf" if tensor.is_leaf else "computed")
-    return (tensor.shape, tensor.dtype, tensor.device, tensor.stride(), gradient)
+    try:
+        return (tensor.shape, tensor.dtype, tensor.device, tensor.stride(), gradient)
+    except RuntimeError:  # sparse or nested: it has no strides, and will be refused
+        return (tensor.shape, tensor.dtype, tensor.device, (), gradient)
 
 
 def take_apart(value: Any, leaves: list[Tensor]) -> Structure:
@@ -147,24 +150,13 @@ def _build_dataclass(kind: type, names: list[str], items: list[Any]) -> Any:
     return made
 
 
-def references_in(structure: Structure) -> list[Any]:
-    """The objects of ``structure`` that are compared by identity."""
-    if isinstance(structure, Reference):
-        return [structure.target]
-    if isinstance(structure, Container):
-        return [target for child in structure.children for target in references_in(child)]
-    return []
-
-
-def name_leaves(structure: Structure, prefix: str) -> list[str]:
-    """Names of the tensors of ``structure`` as a user would write them, such as ``batch['x'][0]``."""
-    if isinstance(structure, Leaf):
-        return [prefix]
+def walk(structure: Structure, name: str) -> Iterator[tuple[str, Structure]]:
+    """All parts of ``structure`` but containers, depth first, named as a user would write them: ``batch['x'][0]``."""
     if not isinstance(structure, Container):
-        return []
+        yield name, structure
+        return
     is_mapping = issubclass(structure.type, dict) and not dataclasses.is_dataclass(structure.type)
     fields = structure.keys or getattr(structure.type, "_fields", ())
-    names: list[str] = []
     for position, child in enumerate(structure.children):
         if is_mapping:
             step = f"[{structure.keys[position]!r}]"
@@ -172,5 +164,16 @@ def name_leaves(structure: Structure, prefix: str) -> list[str]:
             step = f".{fields[position]}"
         else:
             step = f"[{position}]"
-        names += name_leaves(child, prefix + step)
-    return names
+        yield from walk(child, name + step)
+
+
+def walk_arguments(structure: Structure, parameters: Sequence[str]) -> Iterator[tuple[str, Structure]]:
+    """The same for the structure of ``(args, kwargs)`` of a function with these parameters."""
+    assert isinstance(structure, Container)
+    positional, keywords = structure.children
+    assert isinstance(positional, Container)
+    assert isinstance(keywords, Container)
+    for index, child in enumerate(positional.children):
+        yield from walk(child, parameters[index] if index < len(parameters) else f"args[{index}]")
+    for key, child in zip(keywords.keys, keywords.children, strict=True):
+        yield from walk(child, str(key))

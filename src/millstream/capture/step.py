@@ -24,12 +24,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from millstream.capture.assemble import Call, Workshop, describe_arguments
+from millstream.capture.assemble import Call, Workshop
 from millstream.capture.discover import Found, discover
 from millstream.capture.optimizers import CountsOnDevice, move_counts_to_host, number_places
 from millstream.capture.randomness import RandomState
 from millstream.capture.refuse import check_supported
-from millstream.capture.signature import meta_of, references_in, take_apart
+from millstream.capture.signature import meta_of, take_apart
 from millstream.capture.step_graph import Build, StepGraph
 from millstream.capture.trace import FoundLate, StateMissing, trace_step
 from millstream.errors import CaptureError, FallbackWarning, MillstreamError
@@ -57,6 +57,10 @@ class Fallback:
 class Step:
     """A training step that is captured whole, with its optimizers, and replayed.
 
+    A graph repeats what the function does to tensors. Changes of Python objects, random numbers of other libraries, values
+    that are read or printed: what of this can be noticed is refused. What cannot (a line in a log, the time of day) happens
+    when the step is traced and not again. While it is traced its tensors have no values: other threads must not use them.
+
     Args:
         function: Does forward, backward and optimizer step on objects that it finds in its closure, globals, bound
             object or arguments.
@@ -72,12 +76,13 @@ class Step:
     def __init__(
         self, function: Callable[..., Any], *, build: Build, strict: bool = False, max_graphs: int = 8
     ) -> None:
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())
         self.function = function
         self.strict = strict
         self.max_graphs = max_graphs
         self.refusals: list[Fallback] = []
         self._name = getattr(function, "__name__", type(function).__name__)
+        self._parameters = _parameters_of(function)
         self._build = build
         self._workshop = Workshop()
         self._lock = threading.RLock()
@@ -128,34 +133,31 @@ class Step:
         with self._lock:
             arguments = []
             structure = take_apart((args, kwargs), arguments)
-            names = describe_arguments(_positional_names(self.function), structure)
-            return self._call_slowly(Call(key, structure, arguments, args, kwargs, names))
+            return self._call_slowly(Call(key, structure, arguments, args, kwargs, self._parameters))
 
     def _call_slowly(self, call: Call) -> Any:
         if self._hopeless is not None or call.key in self._refused:
             return self.function(*call.args, **call.kwargs)
+        error: CaptureError | None = None
         try:
             found = discover(self._roots(call))
             check_supported(found)
-            if self._is_unready(found):
-                return self._run_watching(call)
-            self._look_back(call, found)
-            return self._capture(call, found)
+            if not self._is_unready(found):
+                self._look_back(call, found)
+                return self._capture(call, found)
         except StateMissing as missing:
-            if self._num_unready < MAX_UNREADY:
-                return self._run_watching(call)
-            error = CaptureError(
-                f"The step creates new optimizer state ({missing}) again and again.",
-                remedy="Give every parameter a gradient in the first call.",
-            )
+            if self._num_unready == MAX_UNREADY:
+                error = CaptureError(
+                    f"The step creates new optimizer state ({missing}) again and again.",
+                    remedy="Give every parameter a gradient in the first call.",
+                )
         except CaptureError as refusal:
             error = refusal
-        return self._fall_back(call, error)
+        return self._run_watching(call) if error is None else self._fall_back(call, error)
 
     def _roots(self, call: Call) -> Iterator[tuple[str, Any]]:
         yield self._name, self.function
-        for target in references_in(call.structure):
-            yield "argument", target
+        yield from call.objects()
 
     def _is_unready(self, found: Found) -> bool:
         """Whether an eager call must come first, to create what only an eager call can create."""
@@ -199,12 +201,14 @@ class Step:
                 self._drop(graph)
         last = next(reversed(self._graphs.values()), None)
         self._num_fruitless = self._num_fruitless + 1 if last is not None and last.num_runs < 3 else 0
-        if self._num_fruitless > 2 * self.max_graphs:
-            self._hopeless = CaptureError(
+        if self._is_fruitless():
+            raise CaptureError(
                 f"{self._num_fruitless} graphs in a row were captured that hardly served again. {self._why}",
                 remedy="Pass what changes as a tensor argument, keep shapes constant, or raise max_graphs.",
             )
-            raise self._hopeless
+
+    def _is_fruitless(self) -> bool:
+        return self._num_fruitless > 2 * self.max_graphs
 
     def _capture(self, call: Call, found: Found) -> Any:
         """Trace, build, run and keep a graph for ``call``; a failure leaves everything as it was."""
@@ -255,13 +259,15 @@ class Step:
                     graph.gm, graph.inputs(call.arguments), frozenset(range(len(graph.static)))
                 )
             result = graph.run(call.arguments)
-        except Exception as error:
+        except BaseException as error:
             with torch.no_grad():
                 for tensor, backup in zip(graph.written, backups, strict=True):
                     tensor.copy_(backup)
                 for tensor, backup in zip(call.arguments, argument_backups, strict=False):
                     tensor.copy_(backup)
             random_state.restore()
+            if not isinstance(error, Exception):  # the user stops the program
+                raise
             what = error if isinstance(error, MillstreamError) else f"{type(error).__name__}: {error}"
             raise CaptureError(
                 f"The captured step could not be built or run: {what}".splitlines()[0],
@@ -290,20 +296,23 @@ class Step:
     def _fall_back(self, call: Call, error: CaptureError) -> Any:
         if self.strict:
             raise error
+        is_known = any(str(error) == str(refusal.error) for refusal in self.refusals)
         self._refused[call.key] = error
         self.refusals.append(Fallback(call.signature, error))
-        warnings.warn(f"{self._name} runs as plain Python: {error}", FallbackWarning, stacklevel=4)
+        if len(self.refusals) > 2 * self.max_graphs or self._is_fruitless():
+            self._hopeless = error
+        if not is_known:
+            warnings.warn(f"{self._name} runs as plain Python: {error}", FallbackWarning, stacklevel=4)
         if not self._graphs:
             for _, optimizer in discover(self._roots(call)).optimizers:
                 move_counts_to_host(optimizer)
         return self.function(*call.args, **call.kwargs)
 
 
-@functools.lru_cache(maxsize=256)
-def _positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
+def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
     try:
         return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # built in
         return ()
 
 

@@ -19,8 +19,8 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -51,7 +51,7 @@ from millstream.capture.randomness import RandomState, other_generators_refused
 from millstream.capture.request import Output, Request, Traced
 from millstream.capture.scalars import GraphScalar, Questions
 from millstream.capture.scaler import is_idle, steps_are_masked
-from millstream.capture.signature import Structure, put_together, take_apart
+from millstream.capture.signature import Container, Reference, Structure, Value, put_together, take_apart, walk
 from millstream.capture.state import become_fake
 from millstream.errors import CaptureError
 
@@ -224,7 +224,7 @@ class _Tracer:
         finally:
             handle.remove()
 
-    def _report(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> NoReturn:
         self._note_failure(error)
         raise error
 
@@ -301,7 +301,8 @@ class _Tracer:
 
     def _take_outputs(self, result: Any, stored: list[tuple[Any, Any, Tensor]]) -> list[Tensor]:
         leaves: list[Tensor] = []
-        self.structure = take_apart(result, leaves)
+        self.structure = _bind_numbers(take_apart(result, leaves))
+        _check_returned(self.structure)
         arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
         objects = {id(entry.tensor) for entry in self.request.state}
         taken = {torch_private.storage_id(tensor) for tensor in self._inputs()}
@@ -311,8 +312,10 @@ class _Tracer:
         def take(leaf: Tensor) -> Output:
             if id(leaf) in arguments:
                 return Output("argument", arguments[id(leaf)])
-            if id(leaf) in objects or not isinstance(leaf, torch_private.FakeTensor):
+            if id(leaf) in objects:
                 return Output("object", value=leaf)
+            if not isinstance(leaf, torch_private.FakeTensor):
+                self._report(ForeignTensor(leaf, ""))
             if id(leaf) not in index_of:
                 plain = leaf.detach()
                 if torch_private.storage_id(plain) in taken:
@@ -386,6 +389,27 @@ class _Nth:
 
 def _fits(new: Any, old: Tensor) -> bool:
     return isinstance(new, Tensor) and new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
+
+
+def _bind_numbers(structure: Structure) -> Structure:
+    """Put plain numbers for graph scalars: the graph then belongs to these values."""
+    if isinstance(structure, Reference) and isinstance(structure.target, GraphScalar):
+        return Value(float, float(structure.target))
+    if isinstance(structure, Container):
+        return replace(structure, children=tuple(map(_bind_numbers, structure.children)))
+    return structure
+
+
+def _check_returned(structure: Structure) -> None:
+    """Refuse objects with tensors inside that nobody could put together again."""
+    for name, part in walk(structure, "the result"):
+        if not isinstance(part, Reference) or isinstance(part.target, nn.Module | Optimizer | Tensor):
+            continue
+        if any(isinstance(value, torch_private.FakeTensor) for value in getattr(part.target, "__dict__", {}).values()):
+            raise CaptureError(
+                f"{name} is a {type(part.target).__name__} with tensors inside.",
+                remedy="Return tensors in tuples, lists, dicts or dataclasses.",
+            )
 
 
 def _side_effect(change: Change) -> CaptureError:
