@@ -57,9 +57,10 @@ class Fallback:
 class Step:
     """A training step that is captured whole, with its optimizers, and replayed.
 
-    A graph repeats what the function does to tensors. Changes of Python objects, random numbers of other libraries, values
-    that are read or printed: what of this can be noticed is refused. What cannot (a line in a log, the time of day) happens
-    when the step is traced and not again. While it is traced its tensors have no values: other threads must not use them.
+    A graph repeats what the function does to tensors. Changes of Python objects, random numbers of other libraries,
+    values that are read or printed: what of this can be noticed is refused. What cannot (a line in a log, the time of
+    day) happens when the step is traced and not again. While it is traced its tensors have no values: other threads
+    must not use them.
 
     Args:
         function: Does forward, backward and optimizer step on objects that it finds in its closure, globals, bound
