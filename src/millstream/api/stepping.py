@@ -81,31 +81,24 @@ class StepProgram:
         self.notes: list[str] = []
         self._seen: tuple[list[Any], list[Any]] | None = None
         self._direct: Executable | None = None
-        self._mutated: tuple[int, ...] = ()
 
         def finish(lowered: Lowered) -> Callable[[list[Any]], list[Any]]:
             executable = build(lowered, engine=engine, copy_outputs=copy_outputs, warn=self.notes.append)
             self.executables.append(executable)
-            program = lowered.program
-            self._mutated = tuple(i for i, input_name in enumerate(program.inputs) if input_name in program.mutated)
             return self._watch
 
         self._run = compile_graph(gm, inputs, finish, _refuse, name=name, options=options, step_state=static)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        with torch.no_grad():
-            if self._direct is not None:
-                mutated = [inputs[i] for i in self._mutated]
-                outputs = self._direct(inputs)
-                torch.autograd.graph.increment_version(mutated)  # the kernels write behind autograd's back
-                return outputs
-            outputs = list(self._run(*inputs))
-            if self._seen is not None:
-                passed, returned = self._seen
-                if _same_objects(passed, inputs) and _same_objects(returned, outputs):
-                    self._direct = self.executables[0]
-                self._seen = None
-            return outputs
+        if self._direct is not None:
+            return self._direct(inputs)
+        outputs = list(self._run(*inputs))
+        if self._seen is not None:
+            passed, returned = self._seen
+            if _same_objects(passed, inputs) and _same_objects(returned, outputs):
+                self._direct = self.executables[0]
+            self._seen = None
+        return outputs
 
     def release(self) -> None:
         """Give back the memory held between calls."""

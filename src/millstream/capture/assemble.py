@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from millstream.capture.discover import Found
 from millstream.capture.guards import make_guards
@@ -174,6 +174,11 @@ class Workshop:
             outputs=traced.outputs,
             effects=traced.effects,
             written=[tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written],
+            parameters=[
+                request.state[index].tensor
+                for index, is_written in zip(traced.state, traced.written, strict=False)
+                if is_written and isinstance(request.state[index].tensor, nn.Parameter)
+            ],
             written_state=written_state,
             writes_arguments=traced.writes_arguments,
         )

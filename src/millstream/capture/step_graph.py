@@ -94,6 +94,7 @@ class StepGraph:
         outputs: Tensors of the result.
         effects: Entries to set after a run: holder, key, and where the value comes from.
         written: Those of ``static`` that it writes.
+        parameters: The user's parameters that it writes.
         written_state: Memory of the user's state that it writes.
         writes_arguments: Whether it writes to an argument.
     """
@@ -115,6 +116,7 @@ class StepGraph:
     outputs: list[Output]
     effects: list[tuple[Any, Any, Output]]
     written: list[Tensor]
+    parameters: list[Tensor]
     written_state: Memory
     writes_arguments: bool
     capture_seconds: float = 0.0
@@ -159,6 +161,8 @@ class StepGraph:
         """Run the graph and return the step's result."""
         with torch.no_grad():
             results = self.executable(self.inputs(arguments))
+        # Kernels write behind autograd's back; an older graph that still needs a parameter must notice.
+        torch.autograd.graph.increment_version(self.parameters)
         self.num_runs += 1
         for tensor, gradient in self.left:
             tensor.grad = gradient

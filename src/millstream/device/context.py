@@ -62,6 +62,7 @@ class DeviceContext:
         self._streams: dict[int, Stream] = {}
         self._copy_stream: Stream | None = None
         self._graph_pool: GraphPool | None = None
+        self._graph_stream_handle: int | None = None
         self._graph_stream: Stream | None = None  # on which a graph of this place ran last
         # The pools of events are deques without a lock: append and pop are atomic, so a finalizer can give events back
         # at any moment, even while this thread is inside ``acquire_event``.
@@ -234,6 +235,11 @@ class DeviceContext:
         """Hold it from ``enter_graphs`` until the graph is launched and its results are copied."""
         return self._graph_lock
 
+    @property
+    def graph_stream_handle(self) -> int | None:
+        """Raw handle of the stream on which a graph of this place ran last; where it is current, all is in order."""
+        return self._graph_stream_handle
+
     def enter_graphs(self) -> None:
         """Order the current stream behind whatever stream ran a graph of this place last: graphs share memory."""
         stream = self._driver.current_stream()
@@ -244,6 +250,7 @@ class DeviceContext:
                 stream.wait_event(event)
                 self.release_event(event)
             self._graph_stream = stream
+            self._graph_stream_handle = getattr(stream, "cuda_stream", None)
 
     # --- work --------------------------------------------------------------------------------------------------------
 
@@ -315,7 +322,7 @@ class DeviceContext:
                 pool.clear()
             self._lent_events.clear()
             self._arena.clear()
-            self._graph_pool = self._graph_stream = None
+            self._graph_pool = self._graph_stream = self._graph_stream_handle = None
             self._streams.clear()
             self._copy_stream = None
 

@@ -31,7 +31,7 @@ from millstream.errors import InternalError
 from millstream.graph import Plan, Role
 from millstream.lower import Lowered, Phase
 from millstream.lower.program import Value
-from millstream.lower.tensors import reinterpret, same_addresses, storage_view
+from millstream.lower.tensors import current_stream_handle, reinterpret, same_addresses, storage_view
 
 #: After so many captures because parameters moved, they are copied into slots like any other input.
 MAX_CAPTURES = 4
@@ -134,7 +134,8 @@ class CudaGraphEngine:
         return self._captured
 
     def _replay(self, captured: _Captured, inputs: list[Any]) -> list[Any]:
-        self._context.enter_graphs()
+        if current_stream_handle(self._index) != self._context.graph_stream_handle:
+            self._context.enter_graphs()
         if torch.cuda.current_device() == self._index:  # 0.1 µs, a guard 10
             outputs = captured.run(inputs)
         else:
@@ -175,7 +176,8 @@ class _Captured:
                 continue
             memory[position] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             slots.append((position, storage_view(memory[position])))
-        self._static = static
+        # A step holds the tensors it passes, so they cannot move; of everyone else's the addresses are checked.
+        self._static = [] if self._phase is Phase.STEP else static
         self._addresses: list[int | None] = [None] * len(inputs)
         for position in static:
             self._addresses[position] = inputs[position].data_ptr()

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan
 from millstream.lower.program import Call, Program, Value
-from millstream.lower.tensors import allocator, reinterpret
+from millstream.lower.tensors import allocator, current_stream_handle, reinterpret
 
 #: ``run(inputs) -> outputs``
 Run = Callable[[list[Any]], list[Any]]
@@ -174,7 +174,7 @@ class _Writer:
 def _raw_stream(program: Program) -> Callable[[], int]:
     """Return a function that gives the raw handle of the device's current stream."""
     device = torch.device(next(name for name in sorted(program.devices) if name != "cpu"))
-    return lambda: int(torch.cuda.current_stream(device).cuda_stream)
+    return lambda: current_stream_handle(device.index)
 
 
 def _readable(target: Callable[..., Any]) -> str:
