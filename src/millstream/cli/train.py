@@ -75,7 +75,8 @@ class Stretch:
     speed: float | None
 
 
-@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # three digits are too few to tell whether losses agree
+# TF32's three digits are too few to tell whether losses agree; a run that resumes exactly needs sums in one order.
+@torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
 def train(
     make_job: Callable[[], Job],
     *,
