@@ -188,7 +188,7 @@ class _Captured:
         self._copy_in(inputs)
         run = compile_plan(program, engine.plan)
         self.graph = torch.cuda.CUDAGraph()
-        # Graphs may share memory only if nothing in it outlives a call (see the decision record on graph memory).
+        # Graphs may share memory only if nothing in it outlives a call (docs/decisions/0004).
         pool = engine._context.graph_pool if shared else None
         with torch.cuda.graph(
             self.graph,
