@@ -196,10 +196,10 @@ def number(value: float | None, form: str) -> str:
 # --- where it ran ----------------------------------------------------------------------------------------------------
 
 
-def start_report(suite: str, device: torch.device, *, quick: bool, commit: str | None) -> Report:
-    """Return an empty report that says where and how it runs."""
+def start_report(suite: str, *, quick: bool, commit: str | None) -> Report:
+    """Return an empty report that says how it runs; on which device is still to be told."""
     command = f"python -m benchmarks.{suite} " + " ".join(f"'{arg}'" if " " in arg else arg for arg in sys.argv[1:])
-    return Report(suite, device_name(device), commit or current_commit(), command.strip(), libraries(), quick)
+    return Report(suite, "device not known", commit or current_commit(), command.strip(), libraries(), quick)
 
 
 def device_name(device: torch.device) -> str:

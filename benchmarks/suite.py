@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 
 from benchmarks.harness import forget_case, prepare_torch
-from benchmarks.results import Row, start_report
+from benchmarks.results import Row, device_name, start_report
+from benchmarks.worker import Event, Tell, not_run, run_apart
+
+HANG_FACTOR, HANG_S = 5.0, 300.0  # a case that takes so many times its estimate, and so much more, will not end
 
 
 class Case(Protocol):
@@ -77,6 +82,7 @@ def parse(suite: str, cases: Sequence[Case], device: str | None, argv: Sequence[
     parser.add_argument("--channels-last", action="store_true", help="inference of convolutions in this layout")
     parser.add_argument("--plain-memory", action="store_true", help="no second build for the peers' planned memory")
     parser.add_argument("--commit", help="what to write down where git cannot be asked")
+    parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)  # given to the process that runs the cases
     options = parser.parse_args(argv)
     unknown = [name for name in options.cases if name not in known]
     if unknown:
@@ -92,13 +98,10 @@ def run_suite(
     device: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Run the cases that were asked for and write the results after each.
-
-    An error ends its case, is printed and stands in its row. When the device itself has failed, the remaining cases are
-    recorded as not run.
+    """Run the cases that were asked for, in a process of their own, and write the results after each.
 
     Args:
-        suite: Name of the suite.
+        suite: Name of the suite, which is a module of this package.
         cases: All of its cases.
         run_case: Runs one and returns its rows.
         device: Kind of device the suite is for; ``None`` takes the GPU where there is one.
@@ -107,48 +110,91 @@ def run_suite(
     Returns:
         Exit status: 1 when a case failed.
     """
-    options = parse(suite, cases, device, argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = parse(suite, cases, device, arguments)
+    if options.log:
+        with options.log.open("a", buffering=1) as log:
+            run_cases(cases, run_case, options, device, lambda event: print(json.dumps(event), file=log))
+        return 0
+    began, failed = time.monotonic(), False
+    estimates = {case.name: case.estimate_s for case in cases}
+    report = start_report(suite, quick=options.quick, commit=options.commit)
+
+    def command(left: list[str], log: Path) -> list[str]:
+        budget = options.budget_seconds - (time.monotonic() - began)
+        own = ["--cases", ",".join(left), "--budget-seconds", str(budget), "--log", str(log)]
+        return [sys.executable, "-m", f"benchmarks.{suite}", *arguments, *own]
+
+    def tell(event: Event) -> None:
+        nonlocal failed
+        if "device" in event:
+            report.device, report.quick = event["device"], event["quick"]
+        elif "begin" in event:
+            print(f"[{time.monotonic() - began:6.1f} s] {event['begin']}", flush=True)
+        else:
+            rows = [Row(**row) for row in event["rows"]]
+            report.rows += rows
+            report.write(options.out)
+            failed |= event["failed"]
+            for row in rows:
+                print(f"           {describe(row)}", flush=True)
+
+    run_apart(options.cases, command, lambda name: HANG_FACTOR * estimates[name] + HANG_S, tell)
+    print(report.to_markdown())
+    return int(failed)
+
+
+def run_cases(
+    cases: Sequence[AnyCase],
+    run_case: Callable[[AnyCase, Settings], list[Row]],
+    options: argparse.Namespace,
+    device: str | None,
+    tell: Tell,
+) -> None:
+    """Run cases in this process, as far as the budget goes.
+
+    An error ends its case, is printed and stands in its row. After one that leaves the device unusable the rest is left
+    to a new process.
+    """
+    began = time.monotonic()
+    settings = settings_of(options, device)
+    prepare_torch()
+    quick = options.quick or settings.tiny or settings.rounds < 30
+    tell({"device": device_name(settings.device), "quick": quick})
+    by_name = {case.name: case for case in cases}
+    for name in options.cases:
+        case, left_s, usable = by_name[name], options.budget_seconds - (time.monotonic() - began), True
+        if case.estimate_s > left_s:
+            reason = f"it takes about {case.estimate_s:.0f} s, and {max(left_s, 0):.0f} s were left"
+            tell({**not_run(name, reason), "failed": False})
+            continue
+        tell({"begin": name})
+        try:
+            rows = run_case(case, settings)
+            forget_case(settings.device)
+            tell({"case": name, "rows": [asdict(row) for row in rows], "failed": False})
+        except Exception as error:  # noqa: BLE001 - whatever ends a case, the others still run
+            traceback.print_exc()
+            tell(not_run(name, brief(error)))
+            usable = not device_failed(settings.device)
+        if not usable:
+            return
+
+
+def settings_of(options: argparse.Namespace, device: str | None) -> Settings:
+    """Turn the command line into settings; a suite for GPUs runs tiny networks where there is none."""
     chosen = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
-    tiny = chosen.type == "cpu" and device != "cpu"
-    rounds = options.rounds or (5 if options.quick else 50)
-    settings = Settings(
+    return Settings(
         chosen,
-        rounds,
-        tiny,
+        options.rounds or (5 if options.quick else 50),
+        tiny=chosen.type == "cpu" and device != "cpu",
         baselines=frozenset(options.baselines),
         long=options.long,
         channels_last=options.channels_last,
         plan_memory=not options.plain_memory,
     )
-    prepare_torch()
-    quick = options.quick or tiny or rounds < 30
-    report = start_report(suite, chosen, quick=quick, commit=options.commit)
-    began, failed, broken = time.monotonic(), False, ""
-    by_name = {case.name: case for case in cases}
-    for name in options.cases:
-        case, spent = by_name[name], time.monotonic() - began
-        if broken:
-            rows = [Row(name, note=f"not run: the device failed in {broken}")]
-        elif spent + case.estimate_s > options.budget_seconds:
-            reason = f"{spent:.0f} of {options.budget_seconds:.0f} s were spent, it takes about {case.estimate_s:.0f}"
-            rows = [Row(name, note=f"not run: {reason}")]
-        else:
-            print(f"[{spent:6.1f} s] {name}", flush=True)
-            try:
-                rows = run_case(case, settings)
-                forget_case(chosen)
-            except Exception as error:  # noqa: BLE001 - whatever ends a case, the others still run
-                traceback.print_exc()
-                rows, failed = [Row(name, note=f"not run: {brief(error)}")], True
-                broken = name if device_failed(chosen) else ""
-        report.rows += rows
-        report.write(options.out)
-        for row in rows:
-            print(f"           {describe(row)}", flush=True)
-    print(report.to_markdown())
-    return int(failed)
 
 
 def device_failed(device: torch.device) -> bool:

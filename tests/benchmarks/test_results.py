@@ -1,12 +1,11 @@
-"""Results: files, tables, joined runs, and suites that survive their cases."""
+"""Results: files, tables, joined runs."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.results import Report, Row, join
-from benchmarks.suite import run_suite
 
 KEYS = {"suite", "date", "device", "torch", "commit", "rows"}
 ROW_KEYS = {
@@ -49,41 +48,3 @@ def test_joined_runs_keep_the_latest_measured_case():
     assert join([report(failed), report(GRAPH)]).rows == [GRAPH]
     with pytest.raises(ValueError, match="commit"):
         join([report(GRAPH), report(GRAPH, commit="def")])
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    estimate_s: float = 1.0
-
-
-def run(tmp_path, cases, *arguments, **work):
-    def run_case(case, settings):
-        return work[case.name]()
-
-    code = run_suite("cpu", cases, run_case, device="cpu", argv=["--out", str(tmp_path), *arguments])
-    return code, json.loads((tmp_path / "cpu.json").read_text())["rows"]
-
-
-def test_an_error_ends_its_case_only(tmp_path, capsys):
-    def fail():
-        raise RuntimeError("it broke\nbadly")
-
-    code, rows = run(tmp_path, [Case("a"), Case("b")], a=fail, b=lambda: [Row("b", ours_ms=1.0)])
-    assert code == 1
-    assert [(row["case"], row["note"]) for row in rows] == [("a", "not run: RuntimeError: it broke"), ("b", None)]
-    assert "badly" in capsys.readouterr().err
-
-
-def test_what_does_not_fit_the_budget_is_recorded(tmp_path, capsys):
-    cases = [Case("a", 1e6), Case("b", 0.0)]
-    code, rows = run(tmp_path, cases, "--budget-seconds", "1000", b=lambda: [Row("b", ours_ms=1.0)])
-    assert code == 0
-    assert rows[0]["note"].startswith("not run: 0 of 1000 s were spent")
-    assert rows[1]["ours_ms"] == 1.0
-
-
-def test_an_unknown_case_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run(tmp_path, [Case("a")], "--cases", "b")
-    assert "unknown cases: b" in capsys.readouterr().err
