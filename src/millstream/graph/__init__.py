@@ -1,5 +1,6 @@
 """The core's data: kernel graphs and plans, what follows from them, and how they read."""
 
+from millstream.graph.choice import CHOSEN, Candidate
 from millstream.graph.dependencies import (
     Dependency,
     DependencyKind,
@@ -17,9 +18,11 @@ from millstream.graph.validate import CALLER_ROLES, PLANNED_ROLES, validate_grap
 
 __all__ = [
     "CALLER_ROLES",
+    "CHOSEN",
     "PLANNED_ROLES",
     "Allocate",
     "Buffer",
+    "Candidate",
     "Copy",
     "Dependency",
     "DependencyKind",
