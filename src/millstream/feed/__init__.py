@@ -1,5 +1,6 @@
 """Batches cross to the device while it computes."""
 
+from millstream.feed.channel import Channel, ChannelClosed
 from millstream.feed.feeder import Feed, feed
 
-__all__ = ["Feed", "feed"]
+__all__ = ["Channel", "ChannelClosed", "Feed", "feed"]
