@@ -1,12 +1,28 @@
-"""What a compiled model or step consists of, as text for people and as plain data for programs."""
+"""What a compiled model or step consists of and where its time goes: text for people, plain data for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from millstream.graph import Kernel, KernelGraph, KernelKind, Plan, Role, Wait
+from millstream.cost import Costs
+from millstream.errors import ArgumentError
+from millstream.graph import Candidate, Kernel, KernelGraph, KernelKind, Plan, Role, Timeline, Wait
+from millstream.report.account import Account
+from millstream.report.html import to_html
+from millstream.report.perfetto import to_perfetto
+from millstream.report.picture import Picture, draw_timeline
+from millstream.report.svg import to_svg
+from millstream.report.terminal import sketch_streams
+from millstream.report.words import count, duration, operations, shorten, size, table
+from millstream.simulate import simulate
+
+_WIDTH = 118  # characters of a line
+_WRITERS: dict[str, Callable[[Sequence[Picture]], str]] = {".html": to_html, ".svg": to_svg, ".json": to_perfetto}
 
 
 @dataclass(frozen=True)
@@ -14,39 +30,97 @@ class ProgramReport:
     """One program: a forward pass, a backward pass, an inference graph or a whole step.
 
     Attributes:
-        graph: Its kernels and buffers.
+        plan: How it is issued.
         phase: Which part of a model it is.
         engine: What runs it.
-        streams: Streams of its plan.
-        waits: Waits between them.
         peak_bytes: Most memory that its temporaries and outputs take at once, by the plan.
         compile_seconds: What lowering it took.
         notes: Why it does not run as asked for.
+        costs: What its kernels cost, where that is known; needed for a prediction.
+        timeline: A run of it, traced on the device.
+        candidates: The plans that this one was chosen from.
     """
 
-    graph: KernelGraph
+    plan: Plan
     phase: str
     engine: str
-    streams: int
-    waits: int
     peak_bytes: int
     compile_seconds: float
     notes: tuple[str, ...] = ()
+    costs: Costs | None = None
+    timeline: Timeline | None = None
+    candidates: tuple[Candidate, ...] = ()
 
     @classmethod
-    def of(
-        cls, plan: Plan, *, phase: str, engine: str, peak_bytes: int, compile_seconds: float, notes: Iterable[str]
-    ) -> ProgramReport:
-        """Describe a plan and the engine that runs it."""
-        waits = sum(isinstance(step, Wait) for step in plan.steps)
-        return cls(plan.graph, phase, engine, plan.num_streams, waits, peak_bytes, compile_seconds, tuple(notes))
+    def of(cls, plan: Plan, *, notes: Iterable[str] = (), **facts: Any) -> ProgramReport:
+        """Describe a plan; ``facts`` are the other attributes, by name."""
+        return cls(plan, notes=tuple(notes), **facts)
+
+    @property
+    def graph(self) -> KernelGraph:
+        """Its kernels and buffers."""
+        return self.plan.graph
+
+    @property
+    def streams(self) -> int:
+        """Streams of its plan."""
+        return self.plan.num_streams
+
+    @property
+    def waits(self) -> int:
+        """Waits between them."""
+        return sum(isinstance(step, Wait) for step in self.plan.steps)
+
+    @cached_property
+    def accounts(self) -> dict[str, Account]:
+        """Where the time goes: ``measured`` when there is a trace, ``predicted`` when there are costs."""
+        accounts = {}
+        if self.timeline is not None:
+            accounts["measured"] = Account(self.graph, self.timeline, self.costs)
+        if self.costs is not None:
+            accounts["predicted"] = Account(self.graph, simulate(self.plan, self.costs), self.costs)
+        return accounts
+
+    @property
+    def predicted_ns(self) -> int | None:
+        """Time of one run by the simulator; ``None`` without costs."""
+        return self.accounts["predicted"].timeline.end_ns if self.costs is not None else None
+
+    @property
+    def measured_ns(self) -> int | None:
+        """Time of one run on the device: as the choice measured it, or else traced; ``None`` when neither was done."""
+        measured = [candidate.measured_ns for candidate in self.candidates if candidate.is_chosen]
+        traced = self.timeline.end_ns if self.timeline is not None else None
+        return next((time for time in measured if time is not None), traced)
+
+    def bound(self) -> str:
+        """Say in words what bounds its time; empty when nothing is known about that."""
+        bound = next((account.bound() for account in self.accounts.values()), "")
+        tried = [each for each in self.candidates if each.streams > 1 and each.measured_ns is not None]
+        if bound and self.streams == 1 and tried:
+            bound += f"; but of {count(len(tried), 'plan')} with more streams, none was quicker when measured"
+        return bound
+
+    def pictures(self) -> list[Picture]:
+        """Its runs as something to draw: the traced one first."""
+        on = f"policy {self.plan.policy} on {count(self.streams, 'stream')}"
+        return [
+            draw_timeline(
+                self.plan,
+                account.timeline,
+                critical=account.critical_path,
+                title=f"{self.graph.name}: {on}, {kind} {duration(account.timeline.end_ns)}",
+                caption=(f"{account.bound()}.", *self._times()[1:]),
+            )
+            for kind, account in self.accounts.items()
+        ]
 
     def by_kind(self) -> dict[KernelKind, tuple[int, int, int]]:
         """Number of kernels, bytes moved and operations of each kind that occurs, largest traffic first."""
         totals: dict[KernelKind, tuple[int, int, int]] = {}
         for kernel in self.graph.kernels:
-            count, moved, flops = totals.get(kernel.kind, (0, 0, 0))
-            totals[kernel.kind] = (count + 1, moved + kernel.num_bytes, flops + kernel.flops)
+            number, moved, flops = totals.get(kernel.kind, (0, 0, 0))
+            totals[kernel.kind] = (number + 1, moved + kernel.num_bytes, flops + kernel.flops)
         return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
 
     def memory(self) -> dict[str, int]:
@@ -62,49 +136,48 @@ class ProgramReport:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data, fit for JSON; all sizes in bytes."""
+        """Everything as plain data, fit for JSON; sizes in bytes, times in nanoseconds unless their names differ."""
+        account = next(iter(self.accounts.values()), None)
         return {
             "name": self.graph.name,
             "phase": self.phase,
             "engine": self.engine,
+            "policy": self.plan.policy,
             "streams": self.streams,
             "waits": self.waits,
             "compile_seconds": self.compile_seconds,
+            "bound": self.bound(),
+            "times_ns": None if account is None else self._times_ns(account),
+            "critical_path": [] if account is None else list(account.critical_path),
+            "candidates": [asdict(candidate) for candidate in self.candidates],
+            "timelines": {kind: _timeline_data(account.timeline) for kind, account in self.accounts.items()},
             "memory_bytes": self.memory(),
             "by_kind": {
-                str(kind): {"kernels": count, "bytes": moved, "flops": flops}
-                for kind, (count, moved, flops) in self.by_kind().items()
+                str(kind): {"kernels": number, "bytes": moved, "flops": flops}
+                for kind, (number, moved, flops) in self.by_kind().items()
             },
-            "kernels": [
-                {
-                    "id": kernel.id,
-                    "name": kernel.name,
-                    "kind": str(kernel.kind),
-                    "device": kernel.device,
-                    "bytes": kernel.num_bytes,
-                    "flops": kernel.flops,
-                    "ops": list(kernel.ops),
-                    "source": kernel.source,
-                    "reads": list(kernel.reads),
-                    "writes": list(kernel.writes),
-                }
-                for kernel in self.graph.kernels
-            ],
+            "kernels": [_kernel_data(kernel) for kernel in self.graph.kernels],
             "notes": list(self.notes),
         }
 
     def text(self, limit: int) -> list[str]:
         """Lines for a terminal; at most ``limit`` kernels, those that move most memory first."""
         devices = sorted({kernel.device for kernel in self.graph.kernels})
-        streams = f"{self.streams} stream{'s' if self.streams != 1 else ''}"
-        waits = f", {self.waits} waits" if self.streams > 1 else ""
+        waits = f", {count(self.waits, 'wait')}, policy {self.plan.policy}" if self.streams > 1 else ""
         lines = [
-            f"{self.graph.name}: {len(self.graph.kernels)} kernels on {', '.join(devices) or 'no device'}, "
-            f"engine {self.engine}, {streams}{waits}; compiled in {self.compile_seconds:.1f} s"
+            f"{self.graph.name}: {count(len(self.graph.kernels), 'kernel')} on {', '.join(devices) or 'no device'}, "
+            f"engine {self.engine}, {count(self.streams, 'stream')}{waits}; compiled in {self.compile_seconds:.1f} s",
         ]
+        for line in self._times():
+            lines += wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        for account in list(self.accounts.values())[:1]:
+            lines += [f"  {line}" for line in sketch_streams(account.timeline)] if self.streams > 1 else []
+        if len(self.candidates) > 1:
+            head = ("plan", "streams", "waits", "peak memory", "predicted", "measured", "verdict")
+            lines += table(head, [_candidate_row(candidate) for candidate in self.candidates], right={1, 2, 3, 4, 5})
         rows = [
-            (str(kind), str(count), size(moved), operations(flops))
-            for kind, (count, moved, flops) in self.by_kind().items()
+            (str(kind), str(number), size(moved), operations(flops))
+            for kind, (number, moved, flops) in self.by_kind().items()
         ]
         lines += table(("kind", "kernels", "memory moved", "operations"), rows, right={1, 2, 3})
         memory = self.memory()
@@ -121,6 +194,29 @@ class ProgramReport:
             lines.append(f"  … and {hidden} smaller kernels; .text(limit=None) shows them, .to_dict() has everything")
         lines += [f"  note: {note}" for note in self.notes]
         return lines
+
+    def _times(self) -> list[str]:
+        """What bounds a run, and how long it takes beside what it could."""
+        account = next(iter(self.accounts.values()), None)
+        if account is None:
+            return [f"time: measured {duration(self.measured_ns)}"] if self.measured_ns is not None else []
+        roofline = "" if account.roofline_ns is None else f", roofline {duration(account.roofline_ns)}"
+        return [
+            f"bound: {self.bound()}",
+            f"time: measured {duration(self.measured_ns)}, predicted {duration(self.predicted_ns)}; kernels one after "
+            f"another {duration(account.serial_ns)}, critical path {duration(account.critical_path_ns)}{roofline}",
+        ]
+
+    def _times_ns(self, account: Account) -> dict[str, Any]:
+        return {
+            "measured": self.measured_ns,
+            "predicted": self.predicted_ns,
+            "serial": account.serial_ns,
+            "critical_path": account.critical_path_ns,
+            "roofline": account.roofline_ns,
+            "idle": account.idle_ns,
+            "busy": list(account.busy_ns),
+        }
 
 
 @dataclass(frozen=True)
@@ -160,6 +256,28 @@ class Explanation:
     def __str__(self) -> str:
         return self.text()
 
+    def save(self, path: str | Path) -> None:
+        """Draw the kernels of every program on their streams, and write the picture to a file.
+
+        Args:
+            path: Its suffix chooses the form: ``.html`` (one file to look into, opens anywhere without network),
+                ``.svg`` (for pages and papers), or ``.json`` (a trace for ui.perfetto.dev).
+
+        Raises:
+            ArgumentError: The suffix is another one, or there is no run to draw: nothing is compiled, or neither costs
+                nor a trace of it are known.
+        """
+        path = Path(path)
+        write = _WRITERS.get(path.suffix.lower())
+        if write is None:
+            choice = ", ".join(_WRITERS)
+            raise ArgumentError(f"cannot draw into {str(path)!r}: choose a name that ends with one of {choice}")
+        pictures = [picture for program in self.programs for picture in program.pictures()]
+        if not pictures:
+            why = "its kernels' times are not known" if self.programs else "nothing of it is compiled: call it first"
+            raise ArgumentError(f"there is no timeline of {self.name} to draw: {why}")
+        path.write_text(write(pictures), encoding="utf-8")
+
 
 def kernel_row(kernel: Kernel) -> tuple[str, ...]:
     """Cells of one kernel in the table."""
@@ -174,38 +292,32 @@ def kernel_row(kernel: Kernel) -> tuple[str, ...]:
     )
 
 
-def size(num_bytes: int) -> str:
-    """Bytes in the unit that suits them."""
-    return _scaled(num_bytes, ("B", "kB", "MB", "GB", "TB"))
+def _kernel_data(kernel: Kernel) -> dict[str, Any]:
+    return {
+        "id": kernel.id,
+        "name": kernel.name,
+        "kind": str(kernel.kind),
+        "device": kernel.device,
+        "bytes": kernel.num_bytes,
+        "flops": kernel.flops,
+        "ops": list(kernel.ops),
+        "source": kernel.source,
+        "reads": list(kernel.reads),
+        "writes": list(kernel.writes),
+    }
 
 
-def operations(flops: int) -> str:
-    """Operations in the unit that suits them; a dash for none."""
-    return _scaled(flops, ("", "k", "M", "G", "T", "P")) if flops else "–"
+def _timeline_data(timeline: Timeline) -> dict[str, Any]:
+    return {"end_ns": timeline.end_ns, "streams": timeline.num_streams, "spans": [asdict(s) for s in timeline.spans]}
 
 
-def _scaled(value: float, units: Sequence[str]) -> str:
-    for unit in units:
-        if value < 1000 or unit == units[-1]:
-            break
-        value /= 1000
-    return f"{value:.3g} {unit}".rstrip()
-
-
-def shorten(text: str, width: int) -> str:
-    """Cut a text to ``width`` characters."""
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Lay out rows under a head; the columns in ``right`` are set flush right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    return [
-        (
-            "  "
-            + "  ".join(
-                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            )
-        ).rstrip()
-        for row in (head, *rows)
-    ]
+def _candidate_row(candidate: Candidate) -> tuple[str, ...]:
+    return (
+        candidate.policy,
+        str(candidate.streams),
+        str(candidate.waits),
+        size(candidate.peak_bytes),
+        duration(candidate.predicted_ns),
+        duration(candidate.measured_ns),
+        candidate.verdict,
+    )

@@ -1,0 +1,148 @@
+"""Explanations: text, data, and pictures in files."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from millstream.errors import ArgumentError
+from millstream.graph import CHOSEN, Candidate, Launch, Plan, Record, Span, Timeline, Wait
+from millstream.report import Explanation
+from millstream.schedule import plan_serial
+from millstream.testing import towers_graph
+from tests.report.samples import EMPTY, costs_of, report_of
+
+GRAPH = towers_graph(2, 2)
+COSTS = costs_of(5000, 6000, 7000, 8000, wait_ns=300, shares=(0.25, 0.5))
+PLAN = Plan(GRAPH, (Launch(0, 0), Launch(2, 1), Launch(1, 0), Launch(3, 1), Record(0, 1), Wait(0, 0)), 2, "list")
+TRACE = Timeline((Span("tower0_0", 0, 0, 5500, 0), Span("memset", 1, 100, 200)), 2, 20_000)
+CANDIDATES = (
+    Candidate("serial", 1, 0, 3000, 26_000, 27_000, "slower"),
+    Candidate("list", 2, 1, 4096, 15_300, 16_000, CHOSEN),
+    Candidate("list", 4, 3, 9_000_000, 15_000, None, "over the memory budget"),
+)
+
+
+def test_text():
+    text = Explanation("model", (report_of(PLAN, costs=COSTS, candidates=CANDIDATES),)).text(limit=1)
+    assert (
+        text
+        == """\
+2 towers of 2: 4 kernels on cuda:0, engine graph, 2 streams, 1 wait, policy list; compiled in 1.5 s
+  bound: 26 % of the time all other streams wait for one chain of 2 kernels, each in need of the one before, which
+    takes 15 µs (100 % fused); more streams gain nothing, a shorter chain would; its longest link takes 8 µs: kernel 3
+    'tower1_1' (shape.py:4 in forward)
+  time: measured 16 µs, predicted 15.3 µs; kernels one after another 26 µs, critical path 15 µs, roofline 13 µs
+  stream 0 ▕█████████████████████████████████████████████████████████▄                      ▏ 72 %
+  stream 1 ▕██████████████████████████████████████████████████████████████████████████████▃ ▏ 98 %
+  plan    streams  waits  peak memory  predicted  measured  verdict
+  serial        1      0         3 kB      26 µs     27 µs  slower
+  list          2      1       4.1 kB    15.3 µs     16 µs  chosen
+  list          4      3         9 MB      15 µs         –  over the memory budget
+  kind   kernels  memory moved  operations
+  fused        4       8.19 kB           –
+  memory: inputs 1.02 kB, state 0 B, constants 0 B; temporaries and outputs peak at 4.1 kB (4.1 kB without reuse)
+  kernel  kind   memory moved  operations  made of   from
+       0  fused       2.05 kB           –  tower0_0  shape.py:1 in forward
+  … and 3 smaller kernels; .text(limit=None) shows them, .to_dict() has everything
+
+nothing fell back: every operator is captured"""
+    )
+
+
+def test_text_without_times():
+    text = Explanation(
+        "model", (report_of(plan_serial(GRAPH), notes=("so it is",)), report_of(plan_serial(EMPTY)))
+    ).text()
+    assert "bound" not in text
+    assert "time" not in text
+    assert "note: so it is" in text
+    assert "nothing: 0 kernels on no device" in text
+
+
+def test_measured_time_comes_from_the_choice_or_else_from_the_trace():
+    assert report_of(PLAN).measured_ns is None
+    assert report_of(PLAN, timeline=TRACE).measured_ns == 20_000
+    assert report_of(PLAN, timeline=TRACE, candidates=CANDIDATES).measured_ns == 16_000
+    unmeasured = (Candidate("list", 2, 1, 4096, 15_300, None, CHOSEN),)
+    assert report_of(PLAN, timeline=TRACE, candidates=unmeasured).measured_ns == 20_000
+    assert "measured 16 µs" in "\n".join(report_of(PLAN, candidates=CANDIDATES).text(0))
+
+
+def test_streams_that_were_tried_are_not_promised():
+    assert report_of(plan_serial(GRAPH), costs=COSTS).bound().endswith("times as quick")
+    candidates = (Candidate("serial", 1, 0, 1, None, 10, CHOSEN), Candidate("list", 2, 3, 1, None, 11, "slower"))
+    bound = report_of(plan_serial(GRAPH), costs=COSTS, candidates=candidates).bound()
+    assert bound.endswith("; but of 1 plan with more streams, none was quicker when measured")
+
+
+def test_data():
+    explanation = Explanation("model", (report_of(PLAN, costs=COSTS, timeline=TRACE, candidates=CANDIDATES),))
+    data = json.loads(json.dumps(explanation.to_dict()))["programs"][0]
+    assert data["policy"] == "list"
+    assert data["times_ns"] == {
+        "measured": 16_000,
+        "predicted": 15_300,
+        "serial": 26_000,
+        "critical_path": 15_000,
+        "roofline": 13_000,
+        "idle": 14_500,
+        "busy": [5500, 100],
+    }
+    assert data["critical_path"] == [2, 3]
+    assert data["candidates"][1] == {
+        "policy": "list",
+        "streams": 2,
+        "waits": 1,
+        "peak_bytes": 4096,
+        "predicted_ns": 15_300,
+        "measured_ns": 16_000,
+        "verdict": "chosen",
+    }
+    assert data["timelines"]["measured"]["spans"][1] == {
+        "name": "memset",
+        "stream": 1,
+        "start_ns": 100,
+        "end_ns": 200,
+        "kernel": None,
+    }
+    assert data["timelines"]["predicted"]["end_ns"] == 15_300
+    bare = report_of(PLAN).to_dict()
+    assert (bare["times_ns"], bare["timelines"], bare["bound"]) == (None, {}, "")
+
+
+def test_save(tmp_path):
+    explanation = Explanation("model", (report_of(PLAN, costs=COSTS, timeline=TRACE), report_of(PLAN, costs=COSTS)))
+    explanation.save(tmp_path / "run.svg")
+    ElementTree.parse(tmp_path / "run.svg")
+    explanation.save(str(tmp_path / "run.HTML"))
+    page = (tmp_path / "run.HTML").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    explanation.save(tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == [
+        "2 towers of 2: policy list on 2 streams, measured 20 µs",
+        "2 towers of 2: policy list on 2 streams, predicted 15.3 µs",
+        "2 towers of 2: policy list on 2 streams, predicted 15.3 µs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("programs", "name", "message"),
+    [
+        (
+            (report_of(PLAN, costs=COSTS),),
+            "run.png",
+            r"'run.png': choose a name that ends with one of .html, .svg, .json",
+        ),
+        ((report_of(PLAN, costs=COSTS),), "run", "choose a name"),
+        ((report_of(PLAN),), "run.svg", "no timeline of model to draw: its kernels' times are not known"),
+        ((), "run.svg", "no timeline of model to draw: nothing of it is compiled"),
+    ],
+)
+def test_what_cannot_be_saved(programs, name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=message):
+        Explanation("model", programs).save(name)
+    assert list(tmp_path.iterdir()) == []
