@@ -197,14 +197,16 @@ class ProgramReport:
 
     def _times(self) -> list[str]:
         """What bounds a run, and how long it takes beside what it could."""
+        times = {"measured": self.measured_ns, "predicted": self.predicted_ns}
+        known = ", ".join(f"{kind} {duration(time_ns)}" for kind, time_ns in times.items() if time_ns is not None)
         account = next(iter(self.accounts.values()), None)
         if account is None:
-            return [f"time: measured {duration(self.measured_ns)}"] if self.measured_ns is not None else []
+            return [f"time: {known}"] if known else []
         roofline = "" if account.roofline_ns is None else f", roofline {duration(account.roofline_ns)}"
         return [
             f"bound: {self.bound()}",
-            f"time: measured {duration(self.measured_ns)}, predicted {duration(self.predicted_ns)}; kernels one after "
-            f"another {duration(account.serial_ns)}, critical path {duration(account.critical_path_ns)}{roofline}",
+            f"time: {known}; kernels one after another {duration(account.serial_ns)}, "
+            f"critical path {duration(account.critical_path_ns)}{roofline}",
         ]
 
     def _times_ns(self, account: Account) -> dict[str, Any]:
