@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
+from millstream.device import MAX_STREAMS, Event, Place, Stream, context, driver, guard
 from millstream.device.context import DeviceContext
 from millstream.device.driver import CpuDriver
 from millstream.errors import ArgumentError, DeviceError
@@ -366,3 +366,51 @@ def test_the_guard_of_an_absent_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(DeviceError, match="cuda:3"), guard("cuda:3"):
         pytest.fail("entered")
+
+
+# --- lending
+
+
+@pytest.mark.parametrize("device", ["cpu", "virtual", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_a_lent_tensor_tells_when_its_last_view_is_gone(device):
+    ctx = make_virtual_context()[0] if device == "virtual" else context(device)
+
+    class Token:
+        pass
+
+    token, memory = Token(), ctx.allocate(512)[256:]
+    gone = weakref.ref(token)
+    lent = ctx.lend(memory, token)
+    del token
+    assert lent.data_ptr() == memory.data_ptr()
+    assert (lent.numel(), lent.dtype, lent.device) == (256, torch.uint8, memory.device)
+    view = lent.view(torch.float32).as_strided((3,), (1,), 8).data
+    kept = view.untyped_storage()
+    del lent, memory
+    assert gone() is not None
+    del view
+    assert gone() is not None
+    del kept
+    assert gone() is None
+    ctx.close()
+
+
+def test_a_lent_tensor_keeps_its_memory():
+    ctx, _ = make_virtual_context()
+    memory = ctx.allocate(256)
+    lent = ctx.lend(memory, object())
+    address = memory.data_ptr()
+    del memory
+    assert ctx.allocate(256).data_ptr() != address
+    del lent
+    assert ctx.allocate(256).data_ptr() == address
+
+
+def test_a_thread_is_kept_near_the_device_for_a_while():
+    before = os.sched_getaffinity(0)
+    one = {min(before)}
+    with driver._run_on(one):
+        assert os.sched_getaffinity(0) == one
+    with driver._run_on({10_000}):  # not ours to use
+        assert os.sched_getaffinity(0) == before
+    assert os.sched_getaffinity(0) == before

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from millstream.device.context import DeviceContext
+from millstream.device.driver import lend_host
 from millstream.device.place import Place
 
 
@@ -48,6 +49,7 @@ class VirtualStream:
 
 class Ticket:
     reached = False
+    tick = 0
 
 
 class VirtualEvent:
@@ -60,7 +62,7 @@ class VirtualEvent:
         self.ticket = ticket
 
         def reach():
-            ticket.reached = True
+            ticket.reached, ticket.tick = True, self.device.tick
 
         (stream or self.device.current_stream()).enqueue(reach)
 
@@ -76,7 +78,9 @@ class VirtualEvent:
         self.device.run_until(lambda: ticket is None or ticket.reached)
 
     def elapsed_time(self, end_event):
-        raise NotImplementedError
+        assert self.ticket.reached
+        assert end_event.ticket.reached
+        return end_event.ticket.tick - self.ticket.tick
 
 
 class VirtualDevice:
@@ -94,6 +98,7 @@ class VirtualDevice:
         self.free = {}  # stream -> size -> raw memory that the host has freed
         self.raw_of = {}  # address -> raw memory: never freed, so that late operations can be watched doing harm
         self.num_pins = self.num_raw = self.num_queries = 0
+        self.tick = 0  # the device's clock, in milliseconds: one operation takes one
         self.on_query = lambda: None
         self.refuse_to_pin = False
         self.capturing = False
@@ -137,6 +142,9 @@ class VirtualDevice:
             token = raw[:]  # lives exactly as long as the storage of the tensor made from it
             weakref.finalize(token, free.append, raw)
             return torch.from_numpy(token)
+
+    def lend(self, memory, token):
+        return lend_host(memory, token)
 
     def copy(self, destination, source, stream):
         # A source on this device is not kept alive by the queue either: who frees it too early reads what came after.
@@ -197,6 +205,7 @@ class VirtualDevice:
             runnable = [s for s in self.streams if s.queue and s.queue[0][0]()]
             if not runnable:
                 return False
+            self.tick += 1
             self.random.choice(runnable).queue.pop(0)[1]()
             return True
 

@@ -264,6 +264,15 @@ class DeviceContext:
         self._check_open()
         return self._driver.allocate(num_bytes)
 
+    def lend(self, memory: Tensor, token: object) -> Tensor:
+        """See ``memory`` (uint8, one dimension, not empty) as a tensor that tells when nobody uses it any more.
+
+        The result and its views have a storage of their own over the same bytes. It keeps ``token`` alive, and
+        ``memory``; when the last of them is gone, both are dropped, in whatever thread that happens.
+        """
+        self._check_open()
+        return self._driver.lend(memory, token)
+
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         """Enqueue a copy on ``stream``. Neither tensor may be reused before the stream is past it (record an event)."""
         self._check_open()

@@ -1,0 +1,32 @@
+"""Capturing CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from millstream.device.context import DeviceContext
+from millstream.device.driver import GraphPool
+
+
+@contextmanager
+def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool | None = None) -> Iterator[None]:
+    """Capture what the body launches on stream 0 of a context, and on streams that join it, into a graph.
+
+    Like ``torch.cuda.graph``, but other threads' calls do no harm, the host does not wait for the device, and PyTorch's
+    caches are not emptied first, which takes longer than capturing a few kernels.
+
+    Args:
+        context: Of the device, which must be current.
+        graph: An empty one.
+        pool: Memory shared with other graphs; ``None`` gives the graph its own.
+    """
+    with context.capture_lock, context.on(context.stream(0)):
+        handles = () if pool is None else (pool,)
+        graph.capture_begin(*handles, capture_error_mode="thread_local")  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            graph.capture_end()

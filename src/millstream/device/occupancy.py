@@ -1,0 +1,93 @@
+"""How much of a GPU the kernels of a captured graph fill, asked of the CUDA driver.
+
+PyTorch shows the graph that it captured (``CUDAGraph.raw_cuda_graph``) but not what is in it; the driver's own calls
+do. They are made through ctypes, with the layout of ``cuda.h`` (CUDA 12 and 13). Where a call is not to be had, or
+refuses, nothing is known.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+_KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL of cuda.h
+
+
+class _KernelNodeParams(ctypes.Structure):
+    """``CUDA_KERNEL_NODE_PARAMS_v2`` of cuda.h."""
+
+    _fields_ = (
+        ("func", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("arguments", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+def filled_share(graph: torch.cuda.CUDAGraph, device: torch.device) -> float | None:
+    """Return the share of the device that the largest kernel of a captured graph fills, from 0 to 1.
+
+    That is the number of its blocks over the number that the device can hold at one time, which depends on the
+    kernel's registers, shared memory and block size. ``None`` where the driver does not tell.
+
+    Args:
+        graph: Captured with ``keep_graph=True``.
+        device: On which.
+    """
+    driver = _load_driver()
+    if driver is None:
+        return None
+    shares = [_share(driver, node, device) for node in _nodes(driver, graph)]
+    known = [share for share in shares if share is not None]
+    return max(known) if known else None
+
+
+def _nodes(driver: Any, graph: torch.cuda.CUDAGraph) -> list[int]:
+    raw = ctypes.c_void_p(graph.raw_cuda_graph())
+    count = ctypes.c_size_t(0)
+    if driver.cuGraphGetNodes(raw, None, ctypes.byref(count)) != 0 or count.value == 0:
+        return []
+    nodes = (ctypes.c_void_p * count.value)()
+    if driver.cuGraphGetNodes(raw, nodes, ctypes.byref(count)) != 0:
+        return []
+    return [node for node in nodes if node is not None]
+
+
+def _share(driver: Any, node: int, device: torch.device) -> float | None:
+    handle, kind = ctypes.c_void_p(node), ctypes.c_int(-1)
+    if driver.cuGraphNodeGetType(handle, ctypes.byref(kind)) != 0 or kind.value != _KERNEL_NODE:
+        return None
+    params = _KernelNodeParams()
+    if driver.cuGraphKernelNodeGetParams_v2(handle, ctypes.byref(params)) != 0:
+        return None
+    function = ctypes.c_void_p(params.func)
+    if not params.func and driver.cuKernelGetFunction(ctypes.byref(function), ctypes.c_void_p(params.kernel)) != 0:
+        return None
+    threads = params.block[0] * params.block[1] * params.block[2]
+    blocks = params.grid[0] * params.grid[1] * params.grid[2]
+    fitting = ctypes.c_int(0)
+    status = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        ctypes.byref(fitting), function, ctypes.c_int(threads), ctypes.c_size_t(params.shared_bytes)
+    )
+    if status != 0 or fitting.value == 0:
+        return None
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(1.0, blocks / (fitting.value * multiprocessors))
+
+
+@cache
+def _load_driver() -> Any:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        for name in ("cuGraphGetNodes", "cuGraphKernelNodeGetParams_v2", "cuKernelGetFunction"):
+            getattr(driver, name)
+    except (OSError, AttributeError):
+        return None
+    return driver
