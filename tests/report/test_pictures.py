@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import shutil
+import subprocess
 import time
 from collections import Counter
 from html.parser import HTMLParser
@@ -77,7 +79,7 @@ def test_everything_is_drawn_once_and_in_its_place(run):
     shown = json.loads(Page(to_html([picture])).data)["pictures"][0]
     assert [tuple(bar[:3]) for bar in shown["bars"]] == [(s.stream, s.start_ns, s.end_ns) for s in timeline.spans]
     trace = trace_of(picture)["X"]
-    assert [(e["tid"], e["ts"], e["dur"]) for e in trace] == [
+    assert [(e["tid"] - 1000, e["ts"], e["dur"]) for e in trace] == [
         (s.stream, s.start_ns / 1000, (s.end_ns - s.start_ns) / 1000) for s in timeline.spans
     ]
 
@@ -161,6 +163,65 @@ def test_the_page_needs_no_network():
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|<link", page)
 
 
+BROWSER = """
+const calls = [], frames = [], elements = {};
+const brush = new Proxy({}, {get: (kept, name) =>
+  name === "measureText" ? () => ({width: 50}) : kept[name] ?? ((...values) => calls.push([name, ...values]))});
+const make = () => ({style: {}, value: "", checked: true, clientWidth: 1126, listeners: {}, getContext: () => brush,
+  replaceChildren() {}, prepend() {}, setPointerCapture() {},
+  addEventListener(name, act) { this.listeners[name] = act; }});
+const window = {devicePixelRatio: 1, addEventListener() {}}, innerWidth = 1000, innerHeight = 1000;
+const get = name => elements[name] ??= make();
+const document = {title: "", documentElement: {}, getElementById: get, querySelector: get, createElement: make};
+const matchMedia = make, getComputedStyle = () => ({getPropertyValue: () => ""}), Path2D = class {
+  moveTo() {} lineTo() {} bezierCurveTo() { calls.push(["curve"]); }
+};
+const requestAnimationFrame = draw => frames.push(draw);
+function drawn() {  // what the next frame draws: bars (24 pixels high, lanes too), and curves
+  calls.length = 0;
+  frames.splice(0).forEach(draw => draw());
+  const count = is => calls.filter(is).length;
+  return [count(call => call[0] === "fillRect" && call[4] === 24), count(call => call[0] === "curve")];
+}
+const act = (name, event) => elements.canvas.listeners[name]({preventDefault() {}, ...event});
+"""
+USER = """
+const shown = [drawn()];
+act("wheel", {deltaX: 0, deltaY: -1000, offsetX: 111});
+for (let i = 0; i < 20; i++) act("wheel", {deltaX: 0, deltaY: -100, offsetX: 111});
+shown.push(drawn(), [from, to]);
+act("pointermove", {offsetX: 120, offsetY: 10, clientX: 0, clientY: 0});
+shown.push(elements.tip.textContent);
+act("dblclick", {});
+shown.push(drawn(), [from, to]);
+act("keydown", {key: "+"});
+elements.choice.selectedIndex = 1;
+elements.choice.listeners.change();
+shown.push(drawn());
+console.log(JSON.stringify(shown));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the viewer is JavaScript, and node is not installed")
+def test_viewer_in_a_pretended_browser():
+    graph = towers_graph(2, 10)
+    costs = costs_of(*[1000] * 20)
+    plan = plan_graph(graph, costs, 2)
+    pictures = [draw_timeline(plan, simulate(plan, costs)), draw_timeline(plan_serial(EMPTY), Timeline((), 1, 0))]
+    page = to_html(pictures)
+    script = page.rpartition("<script>")[2].partition("</script>")[0]
+    data = f"document.getElementById('data').textContent = {json.dumps(Page(page).data)};"
+    done = subprocess.run(["node", "-e", BROWSER + data + script + USER], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    everything, near, (start, end), tip, again, (first, last), nothing = json.loads(done.stdout)
+    assert everything == again == [2 + 20, len(pictures[0].arrows)]
+    assert near == [2 + 2, 0], "only what is in view is drawn"
+    assert 0 <= start < end < 200
+    assert tip.startswith("0  tower0_0")
+    assert (first, last) == (0, 10_000)
+    assert nothing == [1, 0]
+
+
 def test_several_pictures():
     plan = plan_serial(towers_graph(1, 3))
     pictures = [draw_timeline(plan, simulate(plan, costs_of(5, 6, 7)), title=title) for title in ("one", "two")]
@@ -168,7 +229,7 @@ def test_several_pictures():
     assert [each["title"] for each in json.loads(Page(to_html(pictures)).data)["pictures"]] == ["one", "two"]
     names = [e["args"]["name"] for e in trace_of(*pictures)["M"] if e["name"] == "process_name"]
     assert names == ["one", "two"]
-    assert {e["pid"] for e in trace_of(*pictures)["X"]} == {1, 2}
+    assert {(e["pid"], e["tid"]) for e in trace_of(*pictures)["X"]} == {(1, 1000), (2, 2000)}
 
 
 def test_details_can_be_read_off():

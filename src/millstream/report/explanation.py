@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -172,9 +173,7 @@ class ProgramReport:
             lines += wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="    ")
         for account in list(self.accounts.values())[:1]:
             lines += [f"  {line}" for line in sketch_streams(account.timeline)] if self.streams > 1 else []
-        if len(self.candidates) > 1:
-            head = ("plan", "streams", "waits", "peak memory", "predicted", "measured", "verdict")
-            lines += table(head, [_candidate_row(candidate) for candidate in self.candidates], right={1, 2, 3, 4, 5})
+        lines += _candidate_lines(self.candidates)
         rows = [
             (str(kind), str(number), size(moved), operations(flops))
             for kind, (number, moved, flops) in self.by_kind().items()
@@ -313,13 +312,26 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
     return {"end_ns": timeline.end_ns, "streams": timeline.num_streams, "spans": [asdict(s) for s in timeline.spans]}
 
 
-def _candidate_row(candidate: Candidate) -> tuple[str, ...]:
-    return (
-        candidate.policy,
-        str(candidate.streams),
-        str(candidate.waits),
-        size(candidate.peak_bytes),
-        duration(candidate.predicted_ns),
-        duration(candidate.measured_ns),
-        candidate.verdict,
-    )
+def _candidate_lines(candidates: Sequence[Candidate]) -> list[str]:
+    """The plans that were measured, and why the others were not; nothing where there was no choice."""
+    if len(candidates) < 2:
+        return []
+    rows = [
+        (
+            each.policy,
+            str(each.streams),
+            str(each.waits),
+            size(each.peak_bytes),
+            duration(each.predicted_ns),
+            duration(each.measured_ns),
+            each.verdict,
+        )
+        for each in candidates
+        if each.is_chosen or each.measured_ns is not None
+    ]
+    head = ("plan", "streams", "waits", "peak memory", "predicted", "measured", "verdict")
+    lines = table(head, rows, right={1, 2, 3, 4, 5})
+    dropped = Counter(each.verdict for each in candidates if not each.is_chosen and each.measured_ns is None)
+    if dropped:
+        lines.append("  not measured: " + ", ".join(f"{number} {verdict}" for verdict, number in dropped.items()))
+    return lines

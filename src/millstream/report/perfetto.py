@@ -19,15 +19,18 @@ def to_perfetto(pictures: Sequence[Picture]) -> str:
 
 
 def _events(picture: Picture, pid: int) -> Iterator[dict[str, Any]]:
+    # The viewer takes thread 0 for the idle one, and a thread of two processes for one that moved: each has its own.
+    thread_of = [1000 * pid + stream for stream in range(picture.num_streams)]
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": picture.title}}
     yield {"ph": "M", "pid": pid, "name": "process_labels", "args": {"labels": " ".join(picture.caption)}}
     for stream in range(picture.num_streams):
-        thread = {"ph": "M", "pid": pid, "tid": stream}
+        thread = {"ph": "M", "pid": pid, "tid": thread_of[stream]}
         yield {**thread, "name": "thread_name", "args": {"name": f"stream {stream}"}}
         yield {**thread, "name": "thread_sort_index", "args": {"sort_index": stream}}
     for bar in picture.bars:
-        place = {"pid": pid, "tid": bar.stream, "ts": bar.start_ns / 1000, "dur": (bar.end_ns - bar.start_ns) / 1000}
-        yield {"ph": "X", "name": bar.label, "cat": bar.kind, **place, "args": _arguments(bar)}
+        place = {"pid": pid, "tid": thread_of[bar.stream]}
+        times = {"ts": bar.start_ns / 1000, "dur": (bar.end_ns - bar.start_ns) / 1000}
+        yield {"ph": "X", "name": bar.label, "cat": bar.kind, **place, **times, "args": _arguments(bar)}
     for number, arrow in enumerate(picture.arrows):
         if arrow.target is None:
             continue  # an arrow needs work at both its ends
@@ -35,8 +38,8 @@ def _events(picture: Picture, pid: int) -> Iterator[dict[str, Any]]:
         flow = {"name": "wait", "cat": "wait", "id": f"{pid}.{number}", "pid": pid}
         # It belongs to the work that runs at its time, and at its very end that is the next one.
         inside_ns = max(source.start_ns, source.end_ns - 1)
-        yield {**flow, "ph": "s", "tid": source.stream, "ts": inside_ns / 1000}
-        yield {**flow, "ph": "f", "bp": "e", "tid": target.stream, "ts": target.start_ns / 1000}
+        yield {**flow, "ph": "s", "tid": thread_of[source.stream], "ts": inside_ns / 1000}
+        yield {**flow, "ph": "f", "bp": "e", "tid": thread_of[target.stream], "ts": target.start_ns / 1000}
 
 
 def _arguments(bar: Bar) -> dict[str, Any]:
