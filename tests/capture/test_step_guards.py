@@ -10,9 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from millstream.capture import Step
+from millstream.capture import Step, quick
 from millstream.errors import FallbackWarning
 from tests.capture.worlds import World, batches, check, interpret
+
+
+@pytest.fixture(autouse=True, params=["compiled", "python"])
+def _way(request, monkeypatch):
+    """Both ways to check notice the same: the compiled one, which steps on a device use, and the one in Python."""
+    if request.param == "compiled":
+        monkeypatch.setattr(quick, "DEVICES", frozenset({"cpu"}))
 
 
 class Net(nn.Module):
@@ -165,6 +172,26 @@ def test_parameter_data_replaced():
             parameter.data = parameter.data * 0.5
 
     run(at(4, replace))
+
+
+def test_gradient_data_replaced():
+    def make():
+        inner = world()
+        model, opt = inner.modules[0], inner.optimizers[0]
+
+        def step(x, y):  # gradients of two calls add up
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            opt.step()
+            return loss
+
+        return World(step, inner.modules, inner.optimizers)
+
+    def replace(world):
+        for parameter in world.modules[0].parameters():
+            parameter.grad.data = parameter.grad.data * 0.5
+
+    run(at(4, replace), make=make)
 
 
 def test_dtype_converted_and_back():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from millstream.capture import quick
 from millstream.capture.discover import Found
 from millstream.capture.guards import make_guards
 from millstream.capture.optimizers import NumberPlace, device_of, number_places
@@ -152,13 +153,21 @@ class Workshop:
         for index in traced.numbers:
             names.append(_name_number(request.found, request.numbers[index]))
             static.append(self._slot(request.numbers[index]).tensor)
+        parameters = [
+            request.state[index].tensor
+            for index, is_written in zip(traced.state, traced.written, strict=False)
+            if is_written and isinstance(request.state[index].tensor, nn.Parameter)
+        ]
+        guards = make_guards(request, traced, before, homes)
+        if any(tensor.device.type in quick.DEVICES for tensor in guards.watched):
+            guards.quicken(parameters)
         return StepGraph(
             signature=call.signature,
             state_names=names,
             gm=traced.gm,
             trace_seconds=seconds,
             key=call.key,
-            guards=make_guards(request, traced, before, homes),
+            guards=guards,
             static=static,
             arguments=traced.arguments,
             slots=[self._slot(place) for place in request.numbers],
@@ -174,11 +183,7 @@ class Workshop:
             outputs=traced.outputs,
             effects=traced.effects,
             written=[tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written],
-            parameters=[
-                request.state[index].tensor
-                for index, is_written in zip(traced.state, traced.written, strict=False)
-                if is_written and isinstance(request.state[index].tensor, nn.Parameter)
-            ],
+            parameters=parameters,
             written_state=written_state,
             writes_arguments=traced.writes_arguments,
         )

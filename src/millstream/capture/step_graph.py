@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from millstream.capture import torch_private
 from millstream.capture.guards import Guards
 from millstream.capture.optimizers import NumberPlace
 from millstream.capture.python_state import store
@@ -159,10 +160,12 @@ class StepGraph:
 
     def run(self, arguments: list[Tensor]) -> Any:
         """Run the graph and return the step's result."""
-        with torch.no_grad():
-            results = self.executable(self.inputs(arguments))
+        results = torch_private.call_without_grad(self.executable, self.inputs(arguments))
         # Kernels write behind autograd's back; an older graph that still needs a parameter must notice.
-        torch.autograd.graph.increment_version(self.parameters)
+        if self.guards.quick is None:
+            torch.autograd.graph.increment_version(self.parameters)
+        else:
+            self.guards.quick.bump_versions()
         self.num_runs += 1
         for tensor, gradient in self.left:
             tensor.grad = gradient

@@ -135,6 +135,16 @@ def running_sequence_number() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
+def call_without_grad(function: Callable[[Any], Any], argument: Any) -> Any:
+    """``function(argument)`` as under ``torch.no_grad()``, which costs a microsecond more. Tried on 2.11 and 2.13."""
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        return function(argument)
+    finally:
+        torch._C._set_grad_enabled(before)
+
+
 def count_hooks() -> int:
     """Number of hooks registered so far in this process, on tensors, modules and optimizers. Tried on 2.11 and 2.13."""
     return RemovableHandle.next_id
@@ -154,6 +164,7 @@ __all__ = [
     "VALUE_NEEDED",
     "FakeTensor",
     "FakeTensorMode",
+    "call_without_grad",
     "count_hooks",
     "graph_being_traced",
     "has_backward_hooks",

@@ -1,0 +1,120 @@
+"""Compiled checks for steps on a device, where the host's time counts: see ``quick_guards.cpp``.
+
+The few lines of C++ are compiled where they are first needed, in some two seconds, and kept in Inductor's cache folder.
+Where there is no compiler, Python checks alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+DEVICES = frozenset({"cuda"})
+"""Where tensors must be for their step to be checked in this way. On the host, kernels take longer than checks."""
+
+_SOURCE = Path(__file__).with_name("quick_guards.cpp")
+_ROOT = Path(torch.__file__).parent
+
+
+class QuickGuards:
+    """Conditions on entries, containers and tensors, in compiled code.
+
+    Args:
+        library: From ``load_library``.
+        entries: Dict, list or closure cell; key; and the value it must hold.
+        containers: Dicts and lists that must keep their length.
+        tensors: Must keep their memory and whether they require a gradient.
+        gradients: What each of them must have.
+        written: Tensors whose versions ``bump_versions`` counts up.
+
+    Raises:
+        ValueError: Something cannot be watched in this way.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.PyDLL,
+        entries: Sequence[tuple[Any, Any, Any]],
+        containers: Sequence[Any],
+        tensors: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        written: Sequence[Tensor],
+    ) -> None:
+        # The compiled code borrows; holding on to things is left to Python, whose collector can see through it.
+        self._kept = (list(entries), list(containers), list(tensors), list(gradients), list(written))
+        self._drop = library.millstream_drop
+        self._handle = handle = ctypes.c_void_p(library.millstream_make())
+        self.hold = functools.partial(library.millstream_hold, handle)
+        self.bump_versions = functools.partial(library.millstream_bump_versions, handle)
+        accepted = [library.millstream_add_entry(handle, *map(id, entry)) for entry in entries]
+        accepted += (library.millstream_add_length(handle, id(container)) for container in containers)
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            wanted = None if gradient is None else gradient._cdata
+            accepted.append(library.millstream_add_tensor(handle, id(tensor), tensor._cdata, wanted))
+        accepted += (library.millstream_add_written(handle, id(tensor), tensor._cdata) for tensor in written)
+        if not all(accepted):
+            raise ValueError("These conditions are beyond the compiled code.")
+
+    def __del__(self) -> None:
+        self._drop(self._handle)
+
+
+@functools.cache
+def load_library() -> ctypes.PyDLL | None:
+    """The compiled code, or ``None`` where it cannot be had."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None or sys.platform == "win32":
+        return None
+    target = _target(compiler)
+    try:
+        if not target.exists():
+            _compile(compiler, target)
+        library = ctypes.PyDLL(str(target))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    pointer = ctypes.c_void_p
+    signatures: dict[str, tuple[Any, Iterable[Any]]] = {
+        "make": (pointer, ()),
+        "drop": (None, (pointer,)),
+        "add_entry": (ctypes.c_int, (pointer,) * 4),
+        "add_length": (ctypes.c_int, (pointer,) * 2),
+        "add_tensor": (ctypes.c_int, (pointer,) * 4),
+        "add_written": (ctypes.c_int, (pointer,) * 3),
+        "hold": (ctypes.c_int, (pointer,)),
+        "bump_versions": (None, (pointer,)),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"millstream_{name}")
+        function.restype, function.argtypes = result, list(arguments)
+    return library
+
+
+def _target(compiler: str) -> Path:
+    facts = (compiler, torch.__version__, str(_ROOT), sys.version, _SOURCE.read_text())
+    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    return Path(cache_dir()) / "millstream" / f"quick_guards_{key}.so"
+
+
+def _compile(compiler: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", str(_SOURCE), "-o", str(made)]
+        command += [f"-I{_ROOT / 'include'}", f"-I{sysconfig.get_paths()['include']}", f"-L{_ROOT / 'lib'}", "-lc10"]
+        command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        made.replace(target)  # at once, also when several processes come here
