@@ -14,6 +14,8 @@ from benchmarks.equality import Verdict
 from benchmarks.harness import Run, Sample, alternate, device_clock, loop_clock, synchronize
 from benchmarks.results import Row, ratio
 from benchmarks.suite import Settings, brief
+from millstream.cost import H200
+from millstream.schedule import critical_path_ns
 
 WARM_CALLS = 3
 
@@ -103,6 +105,8 @@ def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Se
         waits=executable.num_waits,
         peak_bytes=ours.peak_bytes,
         compile_s=ours.build_s,
+        bound_ms=bound_ms(executable),
+        predicted_ms=predicted_ms(executable),
         equal=ours.verdict.equal,
     )
     if not ours.verdict.equal:
@@ -133,6 +137,24 @@ def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Se
                     )
                 )
     return rows
+
+
+def bound_ms(executable: Any) -> float | None:
+    """The least time that any number of streams could reach: the longest chain of kernels, or the roofline of all."""
+    graph, costs = executable.plan.graph, executable.costs
+    if costs is None:
+        return None
+    floor_ns = [
+        max(kernel.num_bytes * 1e9 / H200.bytes_per_s, kernel.flops * 1e9 / H200.matrix_flops_per_s)
+        for kernel in graph.kernels
+    ]
+    return max(critical_path_ns(graph, costs), sum(floor_ns)) / 1e6
+
+
+def predicted_ms(executable: Any) -> float | None:
+    """What the simulator says of the plan that was chosen."""
+    chosen = [candidate for candidate in executable.candidates if candidate.is_chosen]
+    return chosen[0].predicted_ns / 1e6 if chosen else None
 
 
 def measure(ours: Side, peers: list[Side], variant: str, settings: Settings) -> dict[str, Sample]:

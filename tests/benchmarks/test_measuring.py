@@ -8,6 +8,7 @@ from benchmarks.harness import Sample, alternate, loop_clock
 from benchmarks.overhead import host_rows
 from benchmarks.sides import Failure, Side, compare
 from benchmarks.suite import Settings
+from millstream.graph import KernelGraph, Plan
 
 CPU = torch.device("cpu")
 SETTINGS = Settings(CPU, rounds=3, tiny=True)
@@ -15,6 +16,7 @@ SETTINGS = Settings(CPU, rounds=3, tiny=True)
 
 class Executable:
     num_kernels, num_streams, num_waits = 7, 1, 0
+    plan, costs, candidates = Plan(KernelGraph("model", (), ()), ()), None, ()
 
 
 def side(name, *, equal=True, replay=None):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from millstream.capture.compile import Builder, Compiled, CompiledModule, Compiler
-from millstream.engine import ENGINES, Family, build
+from millstream.engine import ENGINES, Family, Scheduling, build
 from millstream.errors import ArgumentError
 
 
-def compile(
+def compile(  # noqa: PLR0913  all but the first by name, each with a default
     model: Callable[..., Any] | None = None,
     *,
     engine: str | None = None,
+    streams: int | Literal["auto"] = "auto",
+    policy: str | None = None,
+    memory: float | int = 1.25,
     freeze: bool = False,
     copy_outputs: bool = True,
     strict: bool = False,
@@ -31,8 +34,13 @@ def compile(
     Args:
         model: A module or a function. A compiled module stays a module in use: parameters, ``state_dict``, ``train()``
             and all attributes reach the original. Left out, a decorator is returned.
-        engine: ``"graph"`` (CUDA only), ``"serial"``, or ``None`` for the quickest that the device has. The environment
-            variable ``MILLSTREAM_ENGINE`` overrides it.
+        engine: ``"graph"`` or ``"streams"`` (CUDA only), ``"serial"``, or ``None`` for the quickest that the device
+            has. The environment variable ``MILLSTREAM_ENGINE`` overrides it.
+        streams: At most so many streams; ``"auto"`` times several plans on the device and keeps the fastest, one stream
+            included. The environment variable ``MILLSTREAM_NSTREAMS`` overrides it.
+        policy: How kernels are put on streams: ``"list"``, ``"slack"``, ``"chains"`` or ``"serial"``; ``None`` chooses.
+        memory: Budget: for temporaries and outputs in bytes as an ``int``, or as a ``float`` a factor of all that the
+            program holds when it runs on one stream, parameters and inputs included. Over it, plans take fewer streams.
         freeze: Fold the parameters into the graph as constants (inference under ``torch.no_grad`` only): their later
             changes are not seen.
         copy_outputs: Whether results are the caller's own. With ``False`` the next call overwrites them.
@@ -45,10 +53,14 @@ def compile(
         ArgumentError: An argument has no meaning; the message lists the choices.
     """
     check_arguments(engine, max_graphs)
+    scheduling = scheduling_of(streams, policy, memory)
     if model is None:
         return functools.partial(
             compile,
             engine=engine,
+            streams=streams,
+            policy=policy,
+            memory=memory,
             freeze=freeze,
             copy_outputs=copy_outputs,
             strict=strict,
@@ -58,7 +70,7 @@ def compile(
     if not callable(model):
         raise ArgumentError(f"compile() takes a module or a function, not {type(model).__name__}.")
     compiler = Compiler(
-        lambda warn: new_builder(engine, copy_outputs, warn),
+        lambda warn: new_builder(engine, scheduling, copy_outputs, warn),
         name=getattr(model, "__name__", type(model).__name__),
         strict=strict,
         max_graphs=max_graphs,
@@ -72,14 +84,27 @@ def compile(
 def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """The backend behind ``torch.compile(model, backend="millstream")``; ``options`` go to TorchInductor."""
     options = kwargs.get("options")
-    compiler = Compiler(lambda warn: new_builder(None, True, warn), name="millstream", options=options)
+    compiler = Compiler(lambda warn: new_builder(None, Scheduling(), True, warn), name="millstream", options=options)
     return compiler(gm, inputs)
 
 
-def new_builder(engine: str | None, copy_outputs: bool, warn: Callable[[str], None]) -> Builder:
+def new_builder(engine: str | None, scheduling: Scheduling, copy_outputs: bool, warn: Callable[[str], None]) -> Builder:
     """A builder for the programs of one graph, whose forward and backward know each other."""
     family = Family()
-    return lambda lowered: build(lowered, engine=engine, copy_outputs=copy_outputs, family=family, warn=warn)
+    return lambda lowered: build(
+        lowered, engine=engine, scheduling=scheduling, copy_outputs=copy_outputs, family=family, warn=warn
+    )
+
+
+def scheduling_of(streams: int | str, policy: str | None, memory: float | int) -> Scheduling:
+    """Turn the arguments into what the engines take; ``"auto"`` leaves the number of streams open.
+
+    Raises:
+        ArgumentError: One of them has no meaning.
+    """
+    if streams != "auto" and not isinstance(streams, int):
+        raise ArgumentError(f"streams={streams!r} is no number of streams; give 1 or more, or 'auto'.")
+    return Scheduling(None if streams == "auto" else streams, policy, memory)  # type: ignore[arg-type]
 
 
 def check_arguments(engine: str | None, max_graphs: int) -> None:

@@ -24,13 +24,15 @@ def explain(compiled: Any) -> Explanation:
     """
     fallbacks = compiled.fallbacks if isinstance(compiled, Step) else _compiled(compiled).compiler.fallbacks
     programs = tuple(
-        ProgramReport.of(
+        ProgramReport(
             executable.plan,
             phase=str(executable.lowered.phase),
             engine=executable.engine.name,
             peak_bytes=executable.peak_bytes,
             compile_seconds=executable.compile_seconds,
-            notes=executable.notes,
+            notes=tuple(executable.notes),
+            costs=executable.costs,
+            candidates=executable.candidates,
         )
         for executable in executables(compiled)
     )

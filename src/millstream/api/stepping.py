@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from millstream.api.compiling import check_arguments
+from millstream.api.compiling import check_arguments, scheduling_of
 from millstream.capture.step import Step
-from millstream.engine import Executable, build
+from millstream.engine import Executable
+from millstream.engine import build as build_executable
 from millstream.errors import CaptureError, MillstreamError
 from millstream.lower import Lowered, compile_graph
 
 
-def step(
+def step(  # noqa: PLR0913  all but the first by name, each with a default
     fn: Callable[..., Any] | None = None,
     *,
     engine: str | None = None,
+    streams: int | Literal["auto"] = "auto",
+    policy: str | None = None,
+    memory: float | int = 1.25,
     copy_outputs: bool = True,
     strict: bool = False,
     max_graphs: int = 8,
@@ -33,6 +37,9 @@ def step(
     Args:
         fn: The user's function; what it returns comes back detached. Left out, a decorator is returned.
         engine: As for ``ms.compile``.
+        streams: Likewise.
+        policy: Likewise.
+        memory: Likewise.
         copy_outputs: Whether results are the caller's own. With ``False`` the next call overwrites them.
         strict: Raise ``CaptureError`` where otherwise a warning is given and the function runs eagerly.
         max_graphs: At most so many graphs (input shapes, modes, hyperparameters) are kept; the oldest is dropped.
@@ -42,14 +49,24 @@ def step(
         ArgumentError: An argument has no meaning; the message lists the choices.
     """
     check_arguments(engine, max_graphs)
+    scheduling = scheduling_of(streams, policy, memory)
     if fn is None:
         return functools.partial(
-            step, engine=engine, copy_outputs=copy_outputs, strict=strict, max_graphs=max_graphs, options=options
+            step,
+            engine=engine,
+            streams=streams,
+            policy=policy,
+            memory=memory,
+            copy_outputs=copy_outputs,
+            strict=strict,
+            max_graphs=max_graphs,
+            options=options,
         )
     name = getattr(fn, "__name__", type(fn).__name__)
 
     def build_step(gm: torch.fx.GraphModule, inputs: list[Any], static: frozenset[int]) -> StepProgram:
-        return StepProgram(gm, inputs, static, name=name, engine=engine, copy_outputs=copy_outputs, options=options)
+        build = functools.partial(build_executable, engine=engine, scheduling=scheduling, copy_outputs=copy_outputs)
+        return StepProgram(gm, inputs, static, name=name, build=build, options=options)
 
     return Step(fn, build=build_step, strict=strict, max_graphs=max_graphs)
 
@@ -73,8 +90,7 @@ class StepProgram:
         static: frozenset[int],
         *,
         name: str,
-        engine: str | None,
-        copy_outputs: bool,
+        build: Callable[..., Executable],
         options: dict[str, Any] | None,
     ) -> None:
         self.executables: list[Executable] = []
@@ -83,7 +99,7 @@ class StepProgram:
         self._direct: Executable | None = None
 
         def finish(lowered: Lowered) -> Callable[[list[Any]], list[Any]]:
-            executable = build(lowered, engine=engine, copy_outputs=copy_outputs, warn=self.notes.append)
+            executable = build(lowered, warn=self.notes.append)
             self.executables.append(executable)
             return self._watch
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from millstream.check import check_plan
-from millstream.engine.cuda_graph import CudaGraphEngine, Family
+from millstream.cost import Costs, Roofline
+from millstream.device import context
+from millstream.engine.captured import Family
+from millstream.engine.choice import Scheduling
+from millstream.engine.cuda_graph import CudaGraphEngine
 from millstream.engine.serial import SerialEngine
+from millstream.engine.streams import StreamsEngine
 from millstream.errors import ArgumentError
-from millstream.graph import KernelKind, Plan, Wait
+from millstream.graph import Candidate, KernelKind, Plan, Wait
 from millstream.lower import Lowered
-from millstream.schedule import peak_bytes, plan_serial
+from millstream.schedule import peak_bytes, plan_graph, plan_serial
 
 #: Names that ``engine=`` and ``MILLSTREAM_ENGINE`` accept.
-ENGINES = ("serial", "graph")
+ENGINES = ("serial", "streams", "graph")
 
 
 class Engine(Protocol):
@@ -41,7 +47,6 @@ class Executable:
     def __init__(self, engine: Engine, notes: list[str]) -> None:
         self.engine = engine
         self.notes = notes
-        self.peak_bytes = peak_bytes(engine.plan)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         return self.engine(inputs)
@@ -71,6 +76,21 @@ class Executable:
         return sum(isinstance(step, Wait) for step in self.plan.steps)
 
     @property
+    def peak_bytes(self) -> int:
+        """Most memory that temporaries and outputs take at one time."""
+        return peak_bytes(self.plan, layout=getattr(self.engine, "layout", None))
+
+    @property
+    def costs(self) -> Costs | None:
+        """What its kernels were measured to cost; ``None`` where nothing was measured."""
+        return getattr(self.engine, "costs", None)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The plans among which this one was chosen; empty where there was no choice."""
+        return getattr(self.engine, "candidates", ())
+
+    @property
     def compile_seconds(self) -> float:
         return self.lowered.seconds
 
@@ -87,6 +107,7 @@ def build(
     lowered: Lowered,
     *,
     engine: str | None = None,
+    scheduling: Scheduling | None = None,
     copy_outputs: bool = True,
     family: Family | None = None,
     warn: Callable[[str], None] = lambda reason: None,
@@ -95,20 +116,23 @@ def build(
 
     Args:
         lowered: What to run.
-        engine: ``serial`` or ``graph``; ``None`` takes ``MILLSTREAM_ENGINE`` or else the quickest that the device has.
+        engine: One of ``ENGINES``; ``None`` takes ``MILLSTREAM_ENGINE`` or else the quickest that the device has.
+        scheduling: Streams, policy and memory; ``MILLSTREAM_NSTREAMS`` overrides the number of streams.
         copy_outputs: Whether callers own what they get.
         family: Shared by the programs of one model.
         warn: Told once when the program runs on another engine than asked for.
 
     Raises:
-        ArgumentError: ``engine`` has no such name.
+        ArgumentError: ``engine`` has no such name, or the memory budget is too small for one stream.
         PlanError: The plan would race; a bug, found before anything ran.
     """
     engine = os.environ.get("MILLSTREAM_ENGINE") or engine
     if engine is not None and engine not in ENGINES:
         raise ArgumentError(f"Unknown engine {engine!r}; choose one of {', '.join(ENGINES)}.")
+    scheduling = with_environment(scheduling or Scheduling())
     plan = plan_serial(lowered.program.graph)
     check_plan(plan)
+    scheduling.budget_bytes(plan)
     notes: list[str] = []
 
     def refuse(reason: str) -> None:
@@ -117,6 +141,8 @@ def build(
 
     if engine != "serial":
         obstacle = why_not_graph(lowered)
+        if not obstacle and engine == "streams":
+            return Executable(streams_engine(lowered, scheduling), notes)
         if not obstacle:
             family = family or Family()
             return Executable(
@@ -125,20 +151,45 @@ def build(
                     plan,
                     copy_outputs=copy_outputs,
                     family=family,
+                    scheduling=scheduling,
                     on_failure=lambda error: refuse(f"CUDA refused to capture {lowered.program.graph.name}: {error}"),
                 ),
                 notes,
             )
-        if engine == "graph" or lowered.program.devices != {"cpu"}:
+        if engine is not None or lowered.program.devices != {"cpu"}:
             refuse(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}")
     return Executable(SerialEngine(lowered, plan), notes)
+
+
+def streams_engine(lowered: Lowered, scheduling: Scheduling) -> StreamsEngine:
+    """Make the engine that issues every kernel anew, on four streams unless the user says otherwise."""
+    graph = lowered.program.graph
+    budget = scheduling.budget_bytes(plan_serial(graph))
+    policy = scheduling.policy or "list"
+    plan = plan_graph(graph, Roofline().estimate(graph), scheduling.streams or 4, policy, memory_bytes=budget)
+    check_plan(plan)
+    return StreamsEngine(lowered, plan, context(next(iter(lowered.program.devices))))
+
+
+def with_environment(scheduling: Scheduling) -> Scheduling:
+    """Let ``MILLSTREAM_NSTREAMS`` say how many streams.
+
+    Raises:
+        ArgumentError: It is neither a number nor ``auto``.
+    """
+    number = os.environ.get("MILLSTREAM_NSTREAMS")
+    if not number:
+        return scheduling
+    if number != "auto" and not number.isdecimal():
+        raise ArgumentError(f"MILLSTREAM_NSTREAMS={number!r} is no number of streams; give one, or 'auto'.")
+    return replace(scheduling, streams=None if number == "auto" else int(number))
 
 
 def why_not_graph(lowered: Lowered) -> str:
     """Say in a few words why a program cannot become one CUDA graph; empty when it can."""
     graph = lowered.program.graph
     if lowered.program.devices == {"cpu"} or not graph.kernels:
-        return "a CUDA graph needs kernels on a CUDA device."
+        return "there are no kernels on a CUDA device."
     if len(lowered.program.devices) > 1:
         return f"its kernels run on {', '.join(sorted(lowered.program.devices))}."
     for buffer in graph.buffers:

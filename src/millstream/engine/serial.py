@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from millstream.device import guard
+from millstream.engine.arena import bind_arena
 from millstream.engine.source import Run, compile_plan
 from millstream.graph import Plan
 from millstream.lower import Lowered
-from millstream.lower.program import Program
-from millstream.lower.tensors import reinterpret
 from millstream.schedule import assign_offsets
 
 
@@ -38,7 +37,7 @@ class SerialEngine:
             with guard(self._place):  # the wrapper allocates on the current device
                 return (self._run or self._prepare({}))(inputs)
         with self._lock:
-            return (self._run or self._prepare(bind_arena(self.lowered.program, self.plan)))(inputs)
+            return (self._run or self._prepare(bind_arena(self.lowered.program, assign_offsets(self.plan))))(inputs)
 
     def release(self) -> None:
         """Give the arena back; the next call takes it anew."""
@@ -48,15 +47,3 @@ class SerialEngine:
     def _prepare(self, bound: dict[str, torch.Tensor]) -> Run:
         self._run = compile_plan(self.lowered.program, self.plan, bound)
         return self._run
-
-
-def bind_arena(program: Program, plan: Plan) -> dict[str, torch.Tensor]:
-    """Allocate one arena for the temporaries of a plan and return them as tensors over it, by buffer id."""
-    layout = assign_offsets(plan)
-    arena = torch.empty(layout.arena_bytes, dtype=torch.uint8)
-    bound = {}
-    for name, offset in layout.offset_of.items():
-        spec = program.layouts[name]
-        memory = arena[offset : offset + program.graph.buffer_of[name].num_bytes].view(spec.dtype)
-        bound[name] = reinterpret(memory, spec.size, spec.stride, 0)
-    return bound

@@ -2,11 +2,13 @@
 
 Dispatching a kernel from generated straight-line code costs about 1 µs, through an interpreter about twice that, and
 all engines share one text: what differs between them is which values are *bound* before the first call (memory that
-stays where it is, views of it included) and which are made in every call.
+stays where it is, views of it included) and which are made in every call, and which streams there are.
 
 **Contract**
-- Steps run in the order of the plan; a value is made right before its first use and forgotten where the plan frees its
-buffer.
+- Steps are issued in the order of the plan; a value is made right before its first use and forgotten where the plan
+frees its buffer.
+- Stream 0 of the plan is the stream that is current at the call. The others wait for it at the start; what is allocated
+for a stream is allocated while that stream is current, so that PyTorch's allocator takes the memory for its own.
 - A bound value costs nothing per call.
 - The function takes the list of inputs, empties it, and returns the list of outputs; it holds no reference afterwards.
 """
@@ -16,59 +18,102 @@ from __future__ import annotations
 import linecache
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from millstream.device import DeviceContext, Event
 from millstream.errors import InternalError
-from millstream.graph import Allocate, Free, Launch, Plan
-from millstream.lower.program import Call, Program, Value
+from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
+from millstream.lower.program import Program, Value
 from millstream.lower.tensors import allocator, current_stream_handle, reinterpret
 
-#: ``run(inputs) -> outputs``
-Run = Callable[[list[Any]], list[Any]]
+#: ``observe(kernel, launch, updated) -> result``: launches a kernel in its own way; it updates these tensors in place.
+Observe = Callable[[int, Callable[[], Any], tuple[torch.Tensor, ...]], Any]
 
 
-def compile_plan(program: Program, plan: Plan, bound: Mapping[str, torch.Tensor] | None = None) -> Run:
-    """Compile a one-stream plan into a Python function.
+class Run(Protocol):
+    """A compiled plan.
+
+    Attributes:
+        source: Its text.
+        events: Lent by the context, to be given back when the function is not used any more.
+    """
+
+    source: str
+    events: list[Event]
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        """Take the inputs, empty the list, and return the outputs."""
+        ...
+
+
+def compile_plan(
+    program: Program,
+    plan: Plan,
+    bound: Mapping[str, torch.Tensor] | None = None,
+    *,
+    context: DeviceContext | None = None,
+    observe: Observe | None = None,
+) -> Run:
+    """Compile a plan into a Python function.
 
     Args:
         program: What the kernels call.
-        plan: In which order, and when memory is taken and given back.
+        plan: In which order, on which streams, and when memory is taken and given back.
         bound: Tensors by value name that stay valid and in place for as long as the function is used: constants need
             not be named, static inputs and preallocated temporaries may be.
+        context: Lends the streams from 1 on, and events; a plan on one stream needs none.
+        observe: Called for every kernel instead of it (one stream only).
 
     Returns:
-        The function; its source is in its attribute ``source``, and tracebacks through it show it.
+        The function; tracebacks through it show its source. With several streams it may leave another one current when
+        it raises.
     """
-    return _Writer(program, plan, {**program.constants, **(bound or {})}).compile()
+    return _Writer(program, plan, {**program.constants, **(bound or {})}, context, observe).compile()
 
 
 class _Writer:
-    def __init__(self, program: Program, plan: Plan, bound: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        bound: dict[str, torch.Tensor],
+        context: DeviceContext | None,
+        observe: Observe | None,
+    ) -> None:
         self.program, self.plan = program, plan
+        self.context, self.observe = context, observe
+        self.parallel = plan.num_streams > 1
+        self.current = 0  # the stream that is current at this point of the text
         self.scope: dict[str, Any] = {}
         self.globals: dict[int, str] = {}  # id of an object in scope -> its name there
-        self.counts: Counter[str] = Counter(["run", "inputs", "stream", "raw_stream", "results", "torch"])
+        self.counts: Counter[str] = Counter(["run", "inputs", "raw_stream", "results", "torch", "observe", "enter"])
         self.bound = bound
         self.lines: list[str] = []
+        self.events: list[Event] = []
         self.names: dict[str, str] = {}  # value name -> Python name
         self.live: dict[str, list[str]] = {}  # storage -> Python names of the locals that hold it
-        self.stream = any(call.stream_keyword for call in program.calls)
 
     def compile(self) -> Run:
         self._write_inputs()
+        self._write_streams()
         for step in self.plan.steps:
             match step:
-                case Launch(kernel, _):
-                    self._write_call(self.program.calls[kernel])
-                case Allocate(buffer, _):
-                    self._write_allocation(buffer)
+                case Launch(kernel, stream):
+                    self._write_call(kernel, stream)
+                case Allocate(buffer, stream):
+                    self._write_allocation(buffer, stream)
                 case Free(buffer, _):
                     self._write_free(buffer)
+                case Record(event, stream):
+                    self.lines.append(f"{self._event(event)}.record(stream_{stream})")
+                case Wait(event, stream):
+                    self.lines.append(f"stream_{stream}.wait_event({self._event(event)})")
                 case _:
-                    raise InternalError(f"{step} has no meaning on one stream.")
+                    raise InternalError(f"No engine knows how to run {step}.")
+        self._enter(0)
         results = ", ".join(self._expression(item) for item in self.program.outputs)
         self.lines.append(f"return [{results}]")
         source = "def run(inputs):\n" + "".join(f"    {line}\n" for line in self.lines)
@@ -76,7 +121,7 @@ class _Writer:
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.scope)  # noqa: S102  our own text, from a checked plan
         run: Any = self.scope["run"]
-        run.source = source
+        run.source, run.events = source, self.events
         return run  # type: ignore[no-any-return]
 
     def _write_inputs(self) -> None:
@@ -85,29 +130,65 @@ class _Writer:
             if name is not None and name in used and name not in self.bound:
                 self.lines.append(f"{self._local(name)} = inputs[{position}]")
         self.lines.append("inputs.clear()")
-        if self.stream:
+
+    def _write_streams(self) -> None:
+        """Find the current stream, and let the others begin behind it."""
+        if any(call.stream_keyword for call in self.program.calls):
             self.scope["raw_stream"] = _raw_stream(self.program)
-            self.lines.append("stream = raw_stream()")
+            self.lines.append("handle_0 = raw_stream()")
+        if not self.parallel:
+            return
+        if self.context is None:
+            raise InternalError(f"{self.program.graph.name} needs {self.plan.num_streams} streams and got no context.")
+        on_cuda = self.context.place.kind == "cuda"
+        self.scope["enter"] = torch.cuda.set_stream if on_cuda else lambda stream: None
+        self.scope["current_stream"] = self.context.current_stream
+        self.lines += ["stream_0 = current_stream()", f"{self._event(None)}.record(stream_0)"]
+        for index in range(1, self.plan.num_streams):
+            stream = self.context.stream(index)
+            self.scope[f"stream_{index}"] = stream
+            self.scope[f"handle_{index}"] = getattr(stream, "cuda_stream", 0)
+            self.lines.append(f"stream_{index}.wait_event({self._event(None)})")
+
+    def _event(self, event: int | None) -> str:
+        """Name of one of the plan's events, or of the one behind which the streams begin."""
+        name = "fork" if event is None else f"event_{event}"
+        if name not in self.scope:
+            assert self.context is not None, "only plans with several streams have events"
+            self.scope[name] = self.context.acquire_event()
+            self.events.append(self.scope[name])
+        return name
+
+    def _enter(self, stream: int) -> None:
+        if stream != self.current:
+            self.lines.append(f"enter(stream_{stream})")
+            self.current = stream
 
     def _all_values(self) -> list[Value]:
         trees = [(call.args, call.kwargs) for call in self.program.calls]
         return [leaf for leaf in tree_leaves((trees, self.program.outputs)) if isinstance(leaf, Value)]
 
-    def _write_allocation(self, buffer: str) -> None:
+    def _write_allocation(self, buffer: str, stream: int) -> None:
         if buffer in self.bound:
             return
+        self._enter(stream)
         layout = self.program.layouts[buffer]
         empty = self._global(f"empty_{layout.device.type}", allocator(layout.device))
         self.lines.append(f"{self._local(buffer)} = {empty}({layout.size}, {layout.stride}, {layout.dtype!r})")
         self.scope["torch"] = torch
 
-    def _write_call(self, call: Call) -> None:
+    def _write_call(self, kernel: int, stream: int) -> None:
+        call = self.program.calls[kernel]
         target = self._global(_readable(call.target), call.target)
         args = [self._expression(arg) for arg in call.args]
         args += [f"{key}={self._expression(value)}" for key, value in call.kwargs.items()]
         if call.stream_keyword:
-            args.append(f"{call.stream_keyword}=stream")
+            args.append(f"{call.stream_keyword}={'raw_stream()' if self.observe else f'handle_{stream}'}")
+        else:
+            self._enter(stream)
         text = f"{target}({', '.join(args)})"
+        if self.observe is not None:
+            text = self._observed(kernel, text)
         if not call.results:
             self.lines.append(text)
         elif call.results[0][0] is None:
@@ -116,6 +197,13 @@ class _Writer:
             self.lines.append(f"results = {text}")
             self.lines += [f"{self._local(name)} = results[{index}]" for index, name in call.results]
             self.lines.append("del results")
+
+    def _observed(self, kernel: int, text: str) -> str:
+        self.scope["observe"] = self.observe
+        entry = self.program.graph.kernels[kernel]
+        stored = {*self.program.inputs, *self.program.layouts, *self.program.constants, *self.names}
+        updated = [self._value(name) for name in entry.reads if name in entry.writes and name in stored]
+        return f"observe({kernel}, lambda: {text}, ({''.join(name + ', ' for name in updated)}))"
 
     def _write_free(self, buffer: str) -> None:
         names = self.live.pop(self.program.graph.storage(buffer), [])

@@ -92,6 +92,20 @@ class Program:
         view = self.views.get(name)
         return name if view is None else view.base
 
+    def code(self, kernel: int) -> str:
+        """Return what decides how long a kernel takes, beside the sizes of its buffers: its source and arguments."""
+        call = self.calls[kernel]
+        source = getattr(getattr(getattr(call.target, "__self__", None), "fn", None), "src", "")
+        return f"{source or self.graph.kernels[kernel].name}{self._shapes((call.args, call.kwargs))!r}"
+
+    def _shapes(self, tree: Any) -> Any:
+        if isinstance(tree, Value):
+            layout = self.views.get(tree.name) or self.layouts.get(tree.name)
+            return (layout.size, layout.stride) if layout else ()
+        if isinstance(tree, dict):
+            return {key: self._shapes(item) for key, item in tree.items()}
+        return [self._shapes(item) for item in tree] if isinstance(tree, (list, tuple)) else tree
+
     @property
     def devices(self) -> frozenset[str]:
         """Places that its kernels run on."""

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
+from millstream.lower.convolution import convolve, is_cudnn_convolution
 from millstream.lower.fx_wrapper import GeneratedKernel
 from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
 from millstream.lower.program import Call, Layout, Program, Value, View
@@ -70,7 +71,7 @@ class _Translator:
                 result = result if isinstance(result, (list, tuple)) else [result]
                 outputs = tuple(self._values(item) for item in result)
             elif node.target is torch.empty_strided:
-                self._add_allocation(node)
+                self._add_allocation(node, *node.args[:2])
             elif node.target is torch.as_strided:
                 self._add_view(node)
             elif node.target is operator.getitem:
@@ -104,8 +105,8 @@ class _Translator:
         self.bytes[name] = storage_bytes(value)
         self.device[name] = str(numbered(value.device))
 
-    def _add_allocation(self, node: torch.fx.Node) -> None:
-        size, stride = (tuple(int(n) for n in part) for part in node.args[:2])  # type: ignore[union-attr]
+    def _add_allocation(self, node: torch.fx.Node, size: Any, stride: Any) -> None:
+        size, stride = (tuple(int(n) for n in part) for part in (size, stride))
         value = node.meta["val"]
         self.layouts[node.name] = Layout(size, stride, value.dtype, numbered(value.device))
         self._add_storage(node.name, value)
@@ -158,7 +159,13 @@ class _Translator:
             raise LoweringError(
                 f"The wrapper contains {node.format_node()}, which is not a kernel.", construct=str(target)
             )
+        into = is_cudnn_convolution(node)
+        if into:
+            self._add_allocation(node, *layout_of(node.meta["val"]))
         reads, writes = self._accesses(node)
+        if into:
+            writes = (*writes, node.name)
+            self.filled.add(node.name)
         origins = node.meta.get("origins", ())
         value = node.meta.get("val")
         generated = isinstance(target, GeneratedKernel)
@@ -170,7 +177,7 @@ class _Translator:
                 device=self._device_of(node, reads + writes),
                 reads=reads,
                 writes=writes,
-                num_bytes=self._traffic(node, writes),
+                num_bytes=self._traffic(node, writes) + (self.bytes[node.name] if into else 0),
                 flops=count_elementwise(set(origins))
                 if generated
                 else count_flops(target, node.args, node.kwargs, value),
@@ -178,13 +185,16 @@ class _Translator:
                 source=next(filter(None, map(source_line, origins)), ""),
             )
         )
-        if generated and target.tuner is not None:
+        if into:
+            image, weight, _, stride, padding, dilation, _, _, groups = self._values(node.args)
+            call = Call(convolve, (image, weight, stride, padding, dilation, groups), {"out": Value(node.name)})
+        elif generated and target.tuner is not None:
             call = Call(target.function, self._values(node.args), {}, stream_keyword="stream")
         else:
             callee = target.function if generated else node.meta.get("callee") or target
             call = Call(callee, self._values(node.args), self._values(dict(node.kwargs)))
         self.calls.append(call)
-        if isinstance(value, torch.Tensor) and "out" not in node.kwargs and not generated:
+        if isinstance(value, torch.Tensor) and "out" not in node.kwargs and not generated and not into:
             self._bind_result(node, self.kernels[-1])
             self._extend(len(self.kernels) - 1, node)
             self.calls[-1] = replace(call, results=((None, node.name),))
@@ -309,6 +319,11 @@ def numbered(device: torch.device) -> torch.device:
     if device.index is not None or device.type == "cpu":
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def layout_of(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of a tensor."""
+    return tuple(value.shape), value.stride()
 
 
 def storage_bytes(value: torch.Tensor) -> int:

@@ -52,11 +52,6 @@ class ProgramReport:
     timeline: Timeline | None = None
     candidates: tuple[Candidate, ...] = ()
 
-    @classmethod
-    def of(cls, plan: Plan, *, notes: Iterable[str] = (), **facts: Any) -> ProgramReport:
-        """Describe a plan; ``facts`` are the other attributes, by name."""
-        return cls(plan, notes=tuple(notes), **facts)
-
     @property
     def graph(self) -> KernelGraph:
         """Its kernels and buffers."""

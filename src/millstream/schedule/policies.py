@@ -83,7 +83,7 @@ def plan_graph(
         policy: One of ``POLICIES``.
         memory_bytes: The most that temporaries and outputs may take, by ``peak_bytes``. Over it, kernels keep closer to
             the program's order, and then fewer streams are taken, down to the serial plan.
-        packed: Whether temporaries will be packed by ``assign_offsets``, which takes less memory than pools.
+        packed: Whether temporaries may be packed by ``assign_offsets``, which mostly takes less memory than pools.
 
     Raises:
         ArgumentError: There is no such policy, no stream, costs of another graph, or a budget that even the serial plan
@@ -111,4 +111,5 @@ def plan_graph(
 
 
 def _needed_bytes(plan: Plan, packed: bool) -> int:
-    return peak_bytes(plan, layout=assign_offsets(plan) if packed else None)
+    pools = peak_bytes(plan)
+    return min(pools, peak_bytes(plan, layout=assign_offsets(plan))) if packed else pools

@@ -1,0 +1,157 @@
+"""One capture of a program: the CUDA graph, its slots and its outputs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from millstream.device import DeviceContext
+from millstream.device.driver import GraphPool
+from millstream.device.graphs import capture
+from millstream.engine.arena import bind_arena
+from millstream.engine.source import compile_plan
+from millstream.graph import MemoryLayout, Plan, Role
+from millstream.lower import Lowered, Phase
+from millstream.lower.program import Value
+from millstream.lower.tensors import reinterpret, same_addresses, storage_view
+
+
+class Family:
+    """What the forward and the backward program of one model tell each other."""
+
+    def __init__(self) -> None:
+        self.addresses: set[int] = set()  # memory that stays in place between calls: saved activations, parameters
+        self.replayed = False  # whether the latest forward call was a replay
+        self.waiting: weakref.ref[torch.Tensor] | None = None  # alive while a replayed forward waits for its backward
+
+    @property
+    def occupied(self) -> bool:
+        """Whether the forward graph's memory still holds what a backward pass may need."""
+        return self.waiting is not None and self.waiting() is not None
+
+
+class Captured:
+    """A plan captured as a CUDA graph.
+
+    Args:
+        lowered: What to run.
+        placed: On which streams, and where its temporaries lie in one arena; without one, PyTorch's allocator places
+            them.
+        inputs: Of the call that captures; the graph uses the memory of those that stay in place.
+        context: Of the device, which is current.
+        family: Shared by the forward and backward program of one model.
+        copied: Positions of the outputs that callers get as their own copies.
+        fixed_state: Whether parameters stay where they are.
+        pool: Memory that the graph shares with others; ``None`` for its own.
+    """
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        placed: tuple[Plan, MemoryLayout | None],
+        inputs: Sequence[Any],
+        *,
+        context: DeviceContext,
+        family: Family,
+        copied: frozenset[int],
+        fixed_state: bool,
+        pool: GraphPool | None,
+    ) -> None:
+        program, (plan, layout) = lowered.program, placed
+        self._program, self._phase, self._family = program, lowered.phase, family
+        device = context.torch_device
+        memory: list[Any] = list(inputs)
+        slots: list[tuple[int, torch.Tensor]] = []
+        static: list[int] = []
+        for position, name in enumerate(program.inputs):
+            tensor = inputs[position]
+            if name is None or not isinstance(tensor, torch.Tensor):
+                continue
+            if fixed_state and self._is_static(name, tensor):
+                static.append(position)
+                continue
+            memory[position] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            slots.append((position, storage_view(memory[position])))
+        # A step holds the tensors it passes, so they cannot move; of everyone else's the addresses are checked.
+        self._static = [] if self._phase is Phase.STEP else static
+        self._addresses: list[int | None] = [None] * len(inputs)
+        for position in static:
+            self._addresses[position] = inputs[position].data_ptr()
+        self._slot_positions = tuple(position for position, _ in slots)
+        self._slots = [slot for _, slot in slots]
+        self._overlapping = any(0 in slot.stride() for slot in self._slots)
+        self._mutated = tuple(p for p in self._slot_positions if program.inputs[p] in program.mutated)
+        self.written = tuple(inputs[p] for p in static if program.inputs[p] in program.mutated)
+        self._copy_in(inputs)
+        self.graph = torch.cuda.CUDAGraph()
+        with capture(context, self.graph, pool):
+            run = compile_plan(program, plan, bind_arena(program, layout) if layout else None, context=context)
+            try:
+                outputs = run(list(memory))
+            finally:
+                for event in run.events:
+                    context.release_event(event)
+        self._memory = memory  # the graph reads slots for as long as it exists
+        self._outputs = [self._recipe(i, outputs[i], i in copied) for i in range(len(outputs))]
+        if self._phase is Phase.FORWARD:
+            saved = [t for i, t in enumerate(outputs) if i not in lowered.visible and isinstance(t, torch.Tensor)]
+            self.addresses = {tensor.data_ptr() for tensor in saved} | {a for a in self._addresses if a is not None}
+        self._saved = next((i for i in range(len(outputs)) if i not in copied and self._owns(i)), None)
+
+    def _is_static(self, name: str, tensor: torch.Tensor) -> bool:
+        if self._phase is Phase.BACKWARD:
+            return tensor.data_ptr() in self._family.addresses
+        return self._program.graph.buffer_of[name].role is Role.STATE
+
+    def fits(self, inputs: list[Any]) -> bool:
+        """Whether every static input still lies where the graph expects it."""
+        return same_addresses(inputs, self._addresses, self._static)
+
+    def run(self, inputs: list[Any]) -> list[Any]:
+        self._copy_in(inputs)
+        self.graph.replay()
+        for position in self._mutated:
+            storage_view(inputs[position]).copy_(storage_view(self._memory[position]))
+        outputs = [make(inputs) for make in self._outputs]
+        inputs.clear()
+        return outputs
+
+    def watch(self, outputs: Sequence[Any]) -> weakref.ref[torch.Tensor] | None:
+        """A reference that lives as long as autograd holds what this forward call saved."""
+        return None if self._saved is None else weakref.ref(outputs[self._saved])
+
+    def _owns(self, position: int) -> bool:
+        """Whether an output lies in the graph's memory, rather than in an input's."""
+        item = self._program.outputs[position]
+        return isinstance(item, Value) and self._program.base(item.name) not in self._program.inputs
+
+    def _copy_in(self, inputs: Sequence[Any]) -> None:
+        sources = [inputs[position] for position in self._slot_positions]
+        if self._overlapping:
+            sources = [storage_view(source) for source in sources]
+        if len(sources) > 1:
+            torch._foreach_copy_(self._slots, sources)
+        elif sources:
+            self._slots[0].copy_(sources[0])
+
+    def _recipe(self, position: int, output: Any, copy: bool) -> Callable[[Sequence[Any]], Any]:
+        """How to make one output for the caller from his inputs and the graph's memory."""
+        item = self._program.outputs[position]
+        if not isinstance(item, Value):
+            return lambda inputs: item
+        base = self._program.base(item.name)
+        if base in self._program.inputs:
+            return self._input_recipe(item.name, self._program.inputs.index(base))
+        if copy:
+            return lambda inputs: output.clone()
+        # A new tensor over the same memory in each call, so that its life tells how long it is needed.
+        return lambda inputs: output.detach()
+
+    def _input_recipe(self, name: str, position: int) -> Callable[[Sequence[Any]], Any]:
+        view = self._program.views.get(name)
+        if view is None:
+            return lambda inputs: inputs[position]
+        return lambda inputs: reinterpret(inputs[position], view.size, view.stride, view.offset)

@@ -1,0 +1,222 @@
+"""Which plan runs: candidates are made, simulated, and the promising ones timed on the device.
+
+**Contract**
+- The serial plan is always a candidate, and wins a tie: a plan with streams must be faster by ``MARGIN``.
+- A plan that needs more memory than the budget is no candidate.
+- What is chosen is noted on disk with the costs it was made from, so that another process plans the same at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Protocol
+
+from millstream.check import check_plan
+from millstream.cost import Costs
+from millstream.errors import ArgumentError
+from millstream.graph import CHOSEN, PLANNED_ROLES, Candidate, KernelGraph, MemoryLayout, Plan, Wait, format_graph
+from millstream.lower.program import Program
+from millstream.schedule import POLICIES, assign_offsets, critical_path_ns, peak_bytes, plan_graph, plan_serial
+from millstream.simulate import simulate
+
+STREAM_COUNTS = (8, 4, 2)
+TRIED_POLICIES = ("list", "slack", "chains")
+WAIT_FACTORS = (1.0, 0.4, 2.5)  # waits cost more in some graphs than in others: plans are made for several prices
+MARGIN = 0.01  # by so much several streams must be faster than one: below it the difference is noise
+HOPEFUL = 1.15  # candidates predicted within this factor of the best one are timed
+MOST_TRIALS = 8
+GRANULE_BYTES = 2 << 20  # PyTorch's allocator takes no less from the device: so much more never counts as too much
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """What a user asks of the schedule.
+
+    Attributes:
+        streams: How many streams at most; ``None`` chooses by measuring.
+        policy: Name of a policy; ``None`` chooses.
+        memory: Budget: for temporaries and outputs in bytes as an ``int``, or as a ``float`` a factor of all that the
+            program holds when it runs on one stream, parameters and inputs included.
+    """
+
+    streams: int | None = None
+    policy: str | None = None
+    memory: float | int = 1.25
+
+    def __post_init__(self) -> None:
+        if self.streams is not None and (isinstance(self.streams, bool) or self.streams < 1):
+            raise ArgumentError(f"streams={self.streams!r} leaves nowhere to run; give 1 or more, or 'auto'.")
+        if self.policy is not None and self.policy not in POLICIES:
+            raise ArgumentError(f"Unknown policy {self.policy!r}; choose one of {', '.join(map(repr, POLICIES))}.")
+        if isinstance(self.memory, float) and self.memory < 1:
+            raise ArgumentError(
+                f"memory={self.memory} is less than one stream needs; give a factor of 1.0 or more, or bytes as an int."
+            )
+
+    @property
+    def serial(self) -> bool:
+        """Whether only one stream is asked for."""
+        return self.streams == 1 or self.policy == "serial"
+
+    def budget_bytes(self, serial: Plan) -> int:
+        """Return the budget for temporaries and outputs in bytes.
+
+        Raises:
+            ArgumentError: One stream needs more.
+        """
+        needed = peak_bytes(serial)
+        if isinstance(self.memory, float):
+            owned = (buffer for buffer in serial.graph.buffers if buffer.alias_of is None)
+            held = needed + sum(buffer.num_bytes for buffer in owned if buffer.role not in PLANNED_ROLES)
+            return needed + max(int(held * (self.memory - 1)), GRANULE_BYTES)
+        budget = int(self.memory)
+        if budget < needed:
+            raise ArgumentError(
+                f"memory={self.memory} bytes is too little: {serial.graph.name} needs {needed} bytes for its "
+                "temporaries and outputs on one stream; give at least that."
+            )
+        return budget
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan with what is known of it before it runs.
+
+    Attributes:
+        plan: Checked.
+        layout: Where its temporaries lie in one arena; ``None`` when PyTorch's allocator places them.
+        peak_bytes: What temporaries and outputs take.
+        predicted_ns: Its time in the simulator.
+    """
+
+    plan: Plan
+    layout: MemoryLayout | None
+    peak_bytes: int
+    predicted_ns: int
+
+    def describe(self, verdict: str = "", measured_ns: int | None = None) -> Candidate:
+        """Return it as a candidate for a report."""
+        waits = sum(isinstance(step, Wait) for step in self.plan.steps)
+        plan = self.plan
+        return Candidate(plan.policy, plan.num_streams, waits, self.peak_bytes, self.predicted_ns, measured_ns, verdict)
+
+
+def calibrate(costs: Costs, serial_ns: int) -> Costs:
+    """Spread over all kernels by how much they take longer together, one after another, than when measured alone.
+
+    Repeating one kernel flatters it: its code and data stay in the caches that are closest.
+    """
+    count = len(costs.kernels)
+    extra_ns = (serial_ns - costs.total_ns) / max(count, 1)
+    kernels = (replace(cost, duration_ns=max(round(cost.duration_ns + extra_ns), 1)) for cost in costs.kernels)
+    return replace(costs, kernels=tuple(kernels))
+
+
+def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Proposal]:
+    """Make the candidates: the serial plan first, then all others, the fastest by prediction first.
+
+    Where the longest chain of kernels takes nearly all of the time, or only one stream is asked for, the serial plan is
+    the only one.
+
+    Raises:
+        ArgumentError: The memory budget is too small for one stream.
+    """
+    serial = plan_serial(graph)
+    budget = scheduling.budget_bytes(serial)
+    proposals = [_assess(serial, costs, packed=False)]
+    if scheduling.serial or critical_path_ns(graph, costs) > (1 - MARGIN) * costs.total_ns:
+        return proposals
+    seen = {serial.steps}
+    counts = STREAM_COUNTS if scheduling.streams is None else (scheduling.streams,)
+    policies = TRIED_POLICIES if scheduling.policy is None else (scheduling.policy,)
+    for wait_factor, num_streams, policy in product(WAIT_FACTORS, counts, policies):
+        if wait_factor != 1 and policy != TRIED_POLICIES[0]:
+            continue
+        priced = replace(costs, wait_ns=round(costs.wait_ns * wait_factor))
+        plan = plan_graph(graph, priced, num_streams, policy, memory_bytes=budget, packed=True)
+        if plan.num_streams > 1 and plan.steps not in seen:
+            seen.add(plan.steps)
+            proposals.append(_assess(plan, costs, packed=True))
+    return [proposals[0], *sorted(proposals[1:], key=lambda proposal: proposal.predicted_ns)]
+
+
+def _assess(plan: Plan, costs: Costs, packed: bool) -> Proposal:
+    layout = assign_offsets(plan) if packed else None
+    pools, arena = peak_bytes(plan), peak_bytes(plan, layout=layout)
+    if pools <= arena:
+        layout = None
+    check_plan(plan, layout)
+    return Proposal(plan, layout, min(pools, arena), simulate(plan, costs).end_ns)
+
+
+class Trial(Protocol):
+    """Runs plans on the device, to time them."""
+
+    def serial_ns(self) -> int | None:
+        """Time the plan on one stream; ``None`` when it cannot run."""
+        ...
+
+    def compare(self, proposal: Proposal) -> tuple[int, int] | None:
+        """Time a plan and the one on one stream in turn; ``None`` when it cannot run."""
+        ...
+
+
+def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple[Proposal, tuple[Candidate, ...]]:
+    """Time the promising proposals and return the fastest, with what became of all of them.
+
+    Args:
+        proposals: As ``propose`` makes them.
+        trial: Times one of them.
+        seconds: After so long no further trial begins.
+    """
+    serial, others = proposals[0], proposals[1:]
+    best, best_ratio = serial, 1 - MARGIN
+    serial_ns: int | None = None
+    deadline = time.monotonic() + seconds
+    told: dict[int, Candidate] = {}
+    for index, proposal in enumerate(others):
+        if proposal.predicted_ns > HOPEFUL * others[0].predicted_ns or proposal.predicted_ns > serial.predicted_ns:
+            told[index] = proposal.describe("predicted to be slower")
+        elif index >= MOST_TRIALS or time.monotonic() > deadline:
+            told[index] = proposal.describe("no time left to try it")
+        elif (times := trial.compare(proposal)) is None:
+            told[index] = proposal.describe("could not be captured, for want of memory")
+        else:
+            own_ns, base_ns = times
+            serial_ns = serial_ns or base_ns
+            told[index] = proposal.describe("slower", round(own_ns / base_ns * serial_ns))
+            if own_ns / base_ns < best_ratio:
+                best, best_ratio = proposal, own_ns / base_ns
+    candidates = [serial.describe("slower", serial_ns), *(told[index] for index in range(len(others)))]
+    chosen = next(index for index, proposal in enumerate(proposals) if proposal is best)
+    candidates[chosen] = replace(candidates[chosen], verdict=CHOSEN)
+    return best, tuple(candidates)
+
+
+def choice_key(program: Program, scheduling: Scheduling) -> str:
+    """What a choice on disk is found by: everything that it depends on beside device and versions."""
+    codes = [program.code(kernel.id) for kernel in program.graph.kernels]
+    text = f"{format_graph(program.graph)}{codes}{scheduling}{STREAM_COUNTS}{TRIED_POLICIES}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def note(candidates: Sequence[Candidate]) -> dict[str, object]:
+    """Turn candidates into plain data."""
+    return {"candidates": [asdict(candidate) for candidate in candidates]}
+
+
+def recall(noted: dict[str, object], proposals: Sequence[Proposal]) -> tuple[Proposal, tuple[Candidate, ...]] | None:
+    """Find the proposal that was chosen before; ``None`` if the note does not fit the proposals."""
+    try:
+        candidates = tuple(Candidate(**entry) for entry in noted["candidates"])  # type: ignore[attr-defined]
+    except (KeyError, TypeError):
+        return None
+    described = [proposal.describe() for proposal in proposals]
+    if [replace(candidate, measured_ns=None, verdict="") for candidate in candidates] != described:
+        return None
+    chosen = [index for index, candidate in enumerate(candidates) if candidate.is_chosen]
+    return (proposals[chosen[0]], candidates) if len(chosen) == 1 else None

@@ -1,0 +1,123 @@
+"""What each kernel costs alone on its device, measured while the program runs for its caller.
+
+The first call of a program is needed anyway, to warm it up. Here it also measures: behind each launch, the same launch
+is captured a few times in a row into a small CUDA graph, which is timed. So the kernel works on real values in real
+memory, and its time contains what separates it from the next kernel on a stream, as in the graph that is scheduled.
+What a kernel updates in place is put back afterwards. Kernels that are equal by their key are measured once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+from millstream.cost import CostModel, CostTable, KernelCost, kernel_key
+from millstream.device import DeviceContext
+from millstream.device.graphs import capture
+from millstream.device.occupancy import filled_share
+from millstream.graph import Kernel, KernelGraph
+from millstream.lower.program import Program
+
+TARGET_NS = 100_000  # length of a timed graph: short launches are repeated more often
+MOST_REPEATS, FEWEST_REPEATS = 24, 4
+SAMPLES = 5
+
+
+class CostMeter:
+    """Observes the launches of one run and measures the kernels that a table does not know.
+
+    Args:
+        program: What is run, on one CUDA device.
+        context: Of that device.
+        table: What is known; ``table`` afterwards holds the rest too.
+        guess: Tells about how long a kernel takes, so that long ones are repeated less often.
+
+    Attributes:
+        error: Why measuring had to stop, or ``None``: what was measured till then is in the table.
+    """
+
+    def __init__(self, program: Program, context: DeviceContext, table: CostTable, guess: CostModel) -> None:
+        self.table = table
+        self.error: Exception | None = None
+        self._program, self._context = program, context
+        self._guess_ns = [cost.duration_ns for cost in guess.estimate(program.graph).kernels]
+        self._device = context.torch_device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._latest: torch.cuda.CUDAGraph | None = None
+        self._empty_ns: float | None = None
+        self._costs: dict[str, KernelCost] = {}
+
+    def observe(self, kernel: int, launch: Callable[[], Any], updated: tuple[torch.Tensor, ...]) -> Any:
+        """Launch a kernel for the caller and measure it if need be."""
+        result = launch()
+        entry = self._program.graph.kernels[kernel]
+        key = key_of(self._program, entry)
+        if self.error is None and key not in self.table.costs and key not in self._costs and may_repeat(entry):
+            saved = [tensor.clone() for tensor in updated]
+            try:
+                self._costs[key] = self._measure(entry, launch)
+            except (RuntimeError, torch.AcceleratorError) as error:  # a library call that cannot be captured
+                self.error = error
+            for tensor, value in zip(updated, saved, strict=True):
+                tensor.copy_(value)
+        return result
+
+    def finish(self) -> CostTable:
+        """Return the table with what was measured."""
+        self.table = self.table.with_costs(self._costs)
+        return self.table
+
+    def _measure(self, kernel: Kernel, launch: Callable[[], Any]) -> KernelCost:
+        if self._empty_ns is None:
+            small = torch.empty(32, device=self._device)
+            self._empty_ns = self._fixed_ns(small.zero_)
+        repeats = min(max(TARGET_NS // self._guess_ns[kernel.id], FEWEST_REPEATS), MOST_REPEATS)
+        total_ns, share = self._time(launch, repeats)
+        duration_ns = max(round((total_ns - self._empty_ns) / repeats), 1)
+        limits = torch.cuda.get_device_properties(self._device)
+        bandwidth = 2 * limits.memory_clock_rate * 1e3 * limits.memory_bus_width / 8  # bytes/s, double data rate
+        memory_share = min(1.0, kernel.num_bytes * 1e9 / (duration_ns * bandwidth)) if bandwidth else 1.0
+        return KernelCost(duration_ns, 1.0 if share is None else share, memory_share)
+
+    def _fixed_ns(self, launch: Callable[[], Any]) -> float:
+        """What launching and timing a graph takes beyond its kernels: from graphs of few and of many tiny ones."""
+        few, many = self._time(launch, 4)[0], self._time(launch, 24)[0]
+        return max(few - 4 * (many - few) / 20, 0.0)
+
+    def _time(self, launch: Callable[[], Any], repeats: int) -> tuple[float, float | None]:
+        """Return ns of a graph of so many launches, and the share of the device that they fill."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with capture(self._context, graph, self._pool):
+            for _ in range(repeats):
+                launch()
+        self._latest = graph  # a pool lives as long as a graph in it
+        share = filled_share(graph, self._device)
+        graph.instantiate()
+        samples = []
+        for _ in range(SAMPLES + 1):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end) * 1e6)
+        return median(samples[1:]), share
+
+
+def key_of(program: Program, kernel: Kernel) -> str:
+    """The kernel's key in a table of costs."""
+    return kernel_key(program.graph, kernel, program.code(kernel.id))
+
+
+def may_repeat(kernel: Kernel) -> bool:
+    """Whether a kernel can be launched again without harm: not if it draws from a generator."""
+    return not any(name.startswith("rng:") for name in kernel.reads)
+
+
+def unmeasured(program: Program, table: CostTable) -> bool:
+    """Whether some kernel of a program is still to be measured."""
+    graph: KernelGraph = program.graph
+    return any(may_repeat(kernel) and key_of(program, kernel) not in table.costs for kernel in graph.kernels)

@@ -1,0 +1,108 @@
+"""From a program on a GPU to its plan: costs are measured, plans proposed, the best one chosen."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from millstream.cost import Costs, CostTable, MeasuredCosts, Roofline
+from millstream.device import DeviceContext, guard
+from millstream.engine.choice import (
+    Proposal,
+    Scheduling,
+    Trial,
+    calibrate,
+    choice_key,
+    choose,
+    note,
+    propose,
+    recall,
+)
+from millstream.engine.measure import CostMeter, unmeasured
+from millstream.engine.source import compile_plan
+from millstream.engine.store import Store
+from millstream.graph import CHOSEN, Candidate, Plan
+from millstream.lower import Lowered
+
+SHARE_OF_COMPILING, LEAST_S = 0.2, 1.0  # trials end after this part of the time that compiling took, or this many s
+
+_table_lock = threading.Lock()
+_tables: dict[str, CostTable] = {}  # by device: what this process has read and measured so far
+
+
+class Planner:
+    """Finds the plan for one program on one CUDA device.
+
+    Args:
+        lowered: The program.
+        serial: Its plan on one stream.
+        context: Of its device.
+        scheduling: What the user asked for.
+
+    Attributes:
+        costs: What was measured, or ``None`` before.
+        candidates: What the choice was made from; empty before, and where there was nothing to choose.
+        error: Why the kernels could not all be measured, or ``None``.
+    """
+
+    def __init__(self, lowered: Lowered, serial: Plan, context: DeviceContext, scheduling: Scheduling) -> None:
+        self.costs: Costs | None = None
+        self.candidates: tuple[Candidate, ...] = ()
+        self.error: Exception | None = None
+        self._lowered, self._serial, self._context, self._scheduling = lowered, serial, context, scheduling
+        self._store = Store(context.torch_device)
+
+    def measuring_run(self, inputs: list[Any]) -> list[Any] | None:
+        """Run the program for its caller and measure its kernels meanwhile; ``None`` when all of them are known."""
+        table = self._table()
+        if not unmeasured(self._lowered.program, table):
+            return None
+        meter = CostMeter(self._lowered.program, self._context, table, Roofline())
+        run = compile_plan(self._lowered.program, self._serial, observe=meter.observe)
+        with guard(self._context.place):
+            outputs = run(inputs)
+        self._keep(meter.finish())
+        self.error = meter.error
+        return outputs
+
+    def settle(self, trial: Trial) -> Proposal:
+        """Choose the plan: by trials, or by prediction where the user says how many streams."""
+        program = self._lowered.program
+        measured = MeasuredCosts(self._table(), Roofline(), lambda kernel: program.code(kernel.id))
+        self.costs = measured.estimate(program.graph)
+        if self._scheduling.streams is None:
+            best, self.candidates = self._choose(self.costs, trial)
+            return best
+        proposals = propose(program.graph, self.costs, self._scheduling)
+        best = proposals[min(1, len(proposals) - 1)]
+        self.candidates = tuple(p.describe(CHOSEN if p is best else "not asked for") for p in proposals)
+        return best
+
+    def _choose(self, costs: Costs, trial: Trial) -> tuple[Proposal, tuple[Candidate, ...]]:
+        """Choose as before, if this program was planned before; otherwise by trials."""
+        graph = self._lowered.program.graph
+        key = choice_key(self._lowered.program, self._scheduling)
+        noted = dict(self._store.load_choice(key) or {})
+        serial_ns = noted.get("serial_ns") or trial.serial_ns()
+        if not isinstance(serial_ns, int):
+            return propose(graph, costs, Scheduling(1))[0], ()
+        self.costs = calibrate(costs, serial_ns)
+        proposals = propose(graph, self.costs, self._scheduling)
+        found = recall(noted, proposals)
+        if found is None:
+            found = choose(proposals, trial, max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S))
+            self._store.save_choice(key, {"serial_ns": serial_ns, **note(found[1])})
+        return found
+
+    def _table(self) -> CostTable:
+        name = str(self._context.place)
+        with _table_lock:
+            if name not in _tables:
+                _tables[name] = self._store.load_costs()
+            return _tables[name]
+
+    def _keep(self, table: CostTable) -> None:
+        with _table_lock:
+            name = str(self._context.place)
+            _tables[name] = _tables[name].with_costs(table.costs)
+        self._store.save_costs(table)

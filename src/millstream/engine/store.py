@@ -1,0 +1,92 @@
+"""What was measured, kept on disk: costs of kernels, and which plan was fastest.
+
+Files lie in ``MILLSTREAM_CACHE_DIR``, or else in ``~/.cache/millstream``; they are JSON, hold for one device and one
+set of versions each, and may be deleted at any time. Where nothing can be written, everything is measured again in the
+next process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from millstream.cost import CostTable, format_table, parse_table
+from millstream.errors import ArgumentError
+
+
+class Store:
+    """The files for one device.
+
+    Args:
+        device: A CUDA device.
+        folder: Where; by default as the module says.
+    """
+
+    def __init__(self, device: torch.device, folder: Path | None = None) -> None:
+        self._name = torch.cuda.get_device_name(device)
+        self._versions = versions()
+        digest = hashlib.sha256(json.dumps([self._name, self._versions], sort_keys=True).encode()).hexdigest()[:16]
+        folder = folder or default_folder()
+        self._costs, self._choices = folder / f"costs-{digest}.json", folder / f"plans-{digest}.json"
+
+    def load_costs(self) -> CostTable:
+        """Read the costs known so far: an empty table where there are none."""
+        with contextlib.suppress(OSError, ArgumentError, UnicodeDecodeError):
+            table = parse_table(self._costs.read_text())
+            if table.fits(self._name, self._versions):
+                return table
+        return CostTable(self._name, self._versions)
+
+    def save_costs(self, table: CostTable) -> None:
+        """Add costs to those on disk."""
+        write(self._costs, format_table(self.load_costs().with_costs(table.costs)))
+
+    def load_choice(self, key: str) -> Mapping[str, Any] | None:
+        """Read what was noted under a key."""
+        choice = self._load_choices().get(key)
+        return choice if isinstance(choice, dict) else None
+
+    def save_choice(self, key: str, choice: Mapping[str, Any]) -> None:
+        """Note a choice, as plain data."""
+        write(self._choices, json.dumps({**self._load_choices(), key: dict(choice)}, indent=1, sort_keys=True) + "\n")
+
+    def _load_choices(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            choices = json.loads(self._choices.read_text())
+            if isinstance(choices, dict):
+                return choices
+        return {}
+
+
+def default_folder() -> Path:
+    """Where the files lie unless told otherwise."""
+    named = os.environ.get("MILLSTREAM_CACHE_DIR")
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return Path(named) if named else (Path(cache) if cache else Path.home() / ".cache") / "millstream"
+
+
+def versions() -> dict[str, str]:
+    """Everything that the time of a kernel depends on beside the device."""
+    libraries = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    with contextlib.suppress(ImportError):
+        import triton  # pyrefly: ignore[missing-import]
+
+        libraries["triton"] = triton.__version__
+    return libraries
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file at once, so that other processes read the old text or the new; where refused, do nothing."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        Path(file.name).replace(path)

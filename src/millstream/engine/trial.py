@@ -1,0 +1,111 @@
+"""Trying a captured plan on the device without leaving a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+
+from millstream.device import DeviceContext
+from millstream.engine.captured import Captured
+from millstream.engine.choice import STREAM_COUNTS, Proposal
+from millstream.graph import KernelKind, MemoryLayout, Plan
+from millstream.lower.program import Program
+
+WARM_UPS = 2
+LEAST_SAMPLES, MOST_SAMPLES = 7, 25
+SAMPLES_MS = 60.0  # that long a comparison may take, unless so few samples take longer
+
+
+class Trials:
+    """Times plans against the one on one stream, each captured in memory of its own that is given back.
+
+    Args:
+        capture: Captures a plan on the caller's inputs.
+        serial: The plan on one stream.
+        context: Of the device.
+        program: What is run.
+
+    Attributes:
+        ran: Whether anything was captured.
+        failed: Whether a capture failed, so that the context needs repair.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[tuple[Plan, MemoryLayout | None]], Captured],
+        serial: Plan,
+        context: DeviceContext,
+        program: Program,
+    ) -> None:
+        self.ran = self.failed = False
+        self._capture, self._serial, self._context, self._program = capture, serial, context, program
+        self._base: Captured | None = None
+
+    def serial_ns(self) -> int | None:
+        """Time the plan on one stream."""
+        times = self._time((self._serial, None))
+        return times[1] if times else None
+
+    def compare(self, proposal: Proposal) -> tuple[int, int] | None:
+        """Time a plan and the one on one stream in turn; ``None`` when it cannot be captured."""
+        return self._time((proposal.plan, proposal.layout))
+
+    def _time(self, placed: tuple[Plan, MemoryLayout | None]) -> tuple[int, int] | None:
+        if self.failed:
+            return None
+        self.ran = True
+        try:
+            self._base = self._base or self._capture((self._serial, None))
+            other = self._base if placed[0] is self._serial else self._capture(placed)
+            with unchanged(self._context, self._program, other.written):
+                return compare(other.graph, self._base.graph)
+        except (RuntimeError, torch.AcceleratorError):
+            self.failed = True
+            return None
+
+
+def compare(graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph) -> tuple[int, int]:
+    """Time two graphs in turn on the current stream; return the median ns of each."""
+    warm_ms = min(_replay_ms(graph) + _replay_ms(base) for _ in range(WARM_UPS))
+    samples = min(max(int(SAMPLES_MS / warm_ms), LEAST_SAMPLES), MOST_SAMPLES)
+    pairs = [(_replay_ms(graph), _replay_ms(base)) for _ in range(samples)]
+    own, other = (median(times) for times in zip(*pairs, strict=True))
+    return round(own * 1e6), round(other * 1e6)
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+@contextmanager
+def unchanged(context: DeviceContext, program: Program, written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put back, after the body, the tensors that it writes and the state of the device's random generator."""
+    saved = [tensor.clone() for tensor in written]
+    draws = any(buffer.id.startswith("rng:") for buffer in program.graph.buffers)
+    generator = torch.cuda.default_generators[context.place.index] if draws else None
+    state = generator.get_state() if generator is not None else None
+    try:
+        yield
+    finally:
+        if saved:
+            torch._foreach_copy_(list(written), saved)
+        if generator is not None and state is not None:
+            generator.set_state(state)
+
+
+def warm_streams(context: DeviceContext, program: Program) -> None:
+    """Let cuBLAS allocate its workspace for every stream, so that it does not do so inside a graph's own memory."""
+    if not any(kernel.kind is KernelKind.GEMM for kernel in program.graph.kernels):
+        return
+    for index in range(max(STREAM_COUNTS)):
+        with context.on(context.stream(index)):
+            small = torch.ones(16, 16, device=context.torch_device)
+            torch.mm(small, small)

@@ -1,0 +1,101 @@
+"""Plans on several streams: the text that runs them, the arguments that ask for them, and what is chosen."""
+
+import pytest
+import torch
+
+import millstream as ms
+from millstream.api import executables
+from millstream.check import check_plan
+from millstream.cost import Costs, KernelCost
+from millstream.device import context
+from millstream.engine.arena import bind_arena
+from millstream.engine.source import compile_plan
+from millstream.errors import ArgumentError
+from millstream.schedule import assign_offsets, plan_graph, plan_serial
+from tests import networks
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+def lowered(model, *inputs):
+    """The program of a model's inference, and its flat inputs as the engine gets them."""
+    seen = []
+    compiled = ms.compile(model, engine="serial", strict=True)
+    compiled(*inputs)
+    engine = executables(compiled)[0].engine
+    run = engine._run
+
+    def spy(values):
+        seen.append(list(values))
+        return run(values)
+
+    engine._run = spy
+    expected = compiled(*inputs)
+    return engine.lowered, seen[0], expected
+
+
+@pytest.mark.parametrize("policy", ["list", "slack", "chains"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_number_of_streams_gives_the_same(policy, packed):
+    program, inputs, expected = lowered(networks.Inception().eval(), networks.example(networks.Inception)[0])
+    graph = program.program.graph
+    costs = Costs(tuple(KernelCost(1000) for _ in graph.kernels), wait_ns=100)
+    for num_streams in (2, 4, 8):
+        plan = plan_graph(graph, costs, num_streams, policy)
+        assert plan.num_streams > 1
+        layout = assign_offsets(plan) if packed else None
+        check_plan(plan, layout)
+        bound = bind_arena(program.program, layout) if layout else None
+        run = compile_plan(program.program, plan, bound, context=context("cpu"))
+        assert torch.equal(run(list(inputs))[0], expected)
+        assert len(run.events) > 1
+        for event in run.events:
+            context("cpu").release_event(event)
+
+
+def test_observed_kernels_are_launched_by_the_observer():
+    program, inputs, expected = lowered(networks.Mlp().eval(), networks.example(networks.Mlp)[0])
+    launched = []
+
+    def observe(kernel, launch, updated):
+        launched.append(kernel)
+        assert all(isinstance(tensor, torch.Tensor) for tensor in updated)
+        return launch()
+
+    run = compile_plan(program.program, plan_serial(program.program.graph), observe=observe)
+    assert torch.equal(run(list(inputs))[0], expected)
+    assert launched == [kernel.id for kernel in program.program.graph.kernels]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"streams": 0}, "streams=0"),
+        ({"streams": "many"}, "'many'"),
+        ({"policy": "fastest"}, "'fastest'.*'list'"),
+        ({"memory": 0.5}, "memory=0.5"),
+        ({"engine": "turbo"}, "'turbo'"),
+    ],
+)
+def test_arguments_without_meaning_are_refused(arguments, message):
+    for entry in (ms.compile, ms.step):
+        with pytest.raises(ArgumentError, match=message):
+            entry(lambda x: x, **arguments)
+
+
+def test_a_budget_below_one_streams_need_is_refused():
+    compiled = ms.compile(networks.Mlp().eval(), memory=1, strict=True)
+    with pytest.raises(ArgumentError, match="memory=1 bytes is too little"):
+        compiled(networks.example(networks.Mlp)[0])
+
+
+def test_the_environment_says_how_many_streams(monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_NSTREAMS", "lots")
+    compiled = ms.compile(networks.Mlp().eval(), strict=True)
+    with pytest.raises(ArgumentError, match="MILLSTREAM_NSTREAMS='lots'"):
+        compiled(networks.example(networks.Mlp)[0])
