@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 from millstream.check.accesses import USES, Accesses
 from millstream.check.reports import Overlap
 from millstream.errors import PlanError
-from millstream.graph import HappensBefore, MemoryLayout, Plan
+from millstream.graph import HappensBefore, MemoryLayout, OwnedRanges, Plan
 
 
 def find_overlaps(plan: Plan, layout: MemoryLayout) -> list[Overlap]:
@@ -34,7 +32,7 @@ def find_overlaps(plan: Plan, layout: MemoryLayout) -> list[Overlap]:
         for buffer, touched in accesses.by_buffer.items()
         if buffer in layout.offset_of
     }
-    owners = _Ranges()
+    owners = OwnedRanges()
     overlaps = []
     for buffer in sorted((buffer for buffer in uses if uses[buffer]), key=lambda buffer: uses[buffer][0]):
         first_use = uses[buffer][0]
@@ -59,32 +57,3 @@ def _check_bounds(plan: Plan, layout: MemoryLayout) -> None:
                 f"the layout puts buffer {buffer_id!r} at {place}, outside its arena of {layout.arena_bytes} bytes"
             )
             raise PlanError(message, buffer=buffer_id)
-
-
-class _Ranges:
-    """Ranges of bytes and their present owners, sorted and apart."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._owners: list[str] = []
-
-    def take(self, start: int, end: int, owner: str) -> list[tuple[int, int, str]]:
-        """Make ``owner`` the owner of a range, and return the parts of it that others owned."""
-        if start >= end:
-            return []
-        low = bisect_right(self._ends, start)
-        high = low
-        taken, kept = [], [(start, end, owner)]
-        while high < len(self._starts) and self._starts[high] < end:
-            old_start, old_end, old_owner = self._starts[high], self._ends[high], self._owners[high]
-            taken.append((max(start, old_start), min(end, old_end), old_owner))
-            if old_start < start:
-                kept.insert(0, (old_start, start, old_owner))
-            if old_end > end:
-                kept.append((end, old_end, old_owner))
-            high += 1
-        self._starts[low:high] = [entry[0] for entry in kept]
-        self._ends[low:high] = [entry[1] for entry in kept]
-        self._owners[low:high] = [entry[2] for entry in kept]
-        return taken

@@ -17,7 +17,7 @@ def check_plan(plan: Plan, layout: MemoryLayout | None = None) -> None:
 
     Args:
         plan: What is to be run.
-        layout: Where its temporaries stand, if they share an arena.
+        layout: Where its temporaries stand, if they share an arena; by default as the plan itself says.
 
     Raises:
         GraphError: The plan's graph is not valid; see ``validate_graph``.
@@ -26,6 +26,7 @@ def check_plan(plan: Plan, layout: MemoryLayout | None = None) -> None:
     """
     validate_plan(plan)
     faults: list[Race | LifetimeError | Overlap] = [*find_races(plan), *find_lifetime_errors(plan)]
+    layout = layout or plan.layout
     if layout is not None:
         faults += find_overlaps(plan, layout)
     if not faults:

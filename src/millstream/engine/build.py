@@ -78,7 +78,7 @@ class Executable:
     @property
     def peak_bytes(self) -> int:
         """Most memory that temporaries and outputs take at one time."""
-        return peak_bytes(self.plan, layout=getattr(self.engine, "layout", None))
+        return peak_bytes(self.plan)
 
     @property
     def costs(self) -> Costs | None:

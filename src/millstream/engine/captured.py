@@ -13,7 +13,7 @@ from millstream.device.driver import GraphPool
 from millstream.device.graphs import capture
 from millstream.engine.arena import bind_arena
 from millstream.engine.source import compile_plan
-from millstream.graph import MemoryLayout, Plan, Role
+from millstream.graph import Plan, Role
 from millstream.lower import Lowered, Phase
 from millstream.lower.program import Value
 from millstream.lower.tensors import reinterpret, same_addresses, storage_view
@@ -38,8 +38,7 @@ class Captured:
 
     Args:
         lowered: What to run.
-        placed: On which streams, and where its temporaries lie in one arena; without one, PyTorch's allocator places
-            them.
+        plan: On which streams; where it has no layout, PyTorch's allocator places the temporaries.
         inputs: Of the call that captures; the graph uses the memory of those that stay in place.
         context: Of the device, which is current.
         family: Shared by the forward and backward program of one model.
@@ -51,7 +50,7 @@ class Captured:
     def __init__(
         self,
         lowered: Lowered,
-        placed: tuple[Plan, MemoryLayout | None],
+        plan: Plan,
         inputs: Sequence[Any],
         *,
         context: DeviceContext,
@@ -60,7 +59,7 @@ class Captured:
         fixed_state: bool,
         pool: GraphPool | None,
     ) -> None:
-        program, (plan, layout) = lowered.program, placed
+        program = lowered.program
         self._program, self._phase, self._family = program, lowered.phase, family
         device = context.torch_device
         memory: list[Any] = list(inputs)
@@ -88,7 +87,9 @@ class Captured:
         self._copy_in(inputs)
         self.graph = torch.cuda.CUDAGraph()
         with capture(context, self.graph, pool):
-            run = compile_plan(program, plan, bind_arena(program, layout) if layout else None, context=context)
+            run = compile_plan(
+                program, plan, bind_arena(program, plan.layout) if plan.layout else None, context=context
+            )
             try:
                 outputs = run(list(memory))
             finally:

@@ -18,14 +18,15 @@ from typing import Protocol
 from millstream.check import check_plan
 from millstream.cost import Costs
 from millstream.errors import ArgumentError
-from millstream.graph import CHOSEN, PLANNED_ROLES, Candidate, KernelGraph, MemoryLayout, Plan, Wait, format_graph
+from millstream.graph import CHOSEN, PLANNED_ROLES, Candidate, KernelGraph, Plan, Wait, format_graph
 from millstream.lower.program import Program
-from millstream.schedule import POLICIES, assign_offsets, critical_path_ns, peak_bytes, plan_graph, plan_serial
+from millstream.schedule import POLICIES, critical_path_ns, peak_bytes, plan_graph, plan_serial
 from millstream.simulate import simulate
 
 STREAM_COUNTS = (8, 4, 2)
 TRIED_POLICIES = ("list", "slack", "chains")
-WAIT_FACTORS = (1.0, 0.4, 2.5)  # waits cost more in some graphs than in others: plans are made for several prices
+#: What a wait is taken to cost, as a factor, and whether memory is packed: what is right differs from graph to graph.
+VARIANTS = ((1.0, True), (1.0, False), (0.4, True), (2.5, True))
 MARGIN = 0.01  # by so much several streams must be faster than one: below it the difference is noise
 HOPEFUL = 1.15  # candidates predicted within this factor of the best one are timed
 MOST_TRIALS = 8
@@ -88,13 +89,11 @@ class Proposal:
 
     Attributes:
         plan: Checked.
-        layout: Where its temporaries lie in one arena; ``None`` when PyTorch's allocator places them.
         peak_bytes: What temporaries and outputs take.
         predicted_ns: Its time in the simulator.
     """
 
     plan: Plan
-    layout: MemoryLayout | None
     peak_bytes: int
     predicted_ns: int
 
@@ -108,11 +107,16 @@ class Proposal:
 def calibrate(costs: Costs, serial_ns: int) -> Costs:
     """Spread over all kernels by how much they take longer together, one after another, than when measured alone.
 
-    Repeating one kernel flatters it: its code and data stay in the caches that are closest.
+    Repeating one kernel flatters it: its code and data stay in the caches that are closest. What even the shortest
+    kernel takes is launching; meanwhile a kernel fills nothing, so that its share of the device is less by as much.
     """
-    count = len(costs.kernels)
-    extra_ns = (serial_ns - costs.total_ns) / max(count, 1)
-    kernels = (replace(cost, duration_ns=max(round(cost.duration_ns + extra_ns), 1)) for cost in costs.kernels)
+    extra_ns = (serial_ns - costs.total_ns) / max(len(costs.kernels), 1)
+    durations = [max(round(cost.duration_ns + extra_ns), 1) for cost in costs.kernels]
+    launch_ns = min(durations, default=0)
+    kernels = (
+        replace(cost, duration_ns=duration, compute_share=cost.compute_share * (1 - launch_ns / duration))
+        for cost, duration in zip(costs.kernels, durations, strict=True)
+    )
     return replace(costs, kernels=tuple(kernels))
 
 
@@ -127,30 +131,27 @@ def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Pr
     """
     serial = plan_serial(graph)
     budget = scheduling.budget_bytes(serial)
-    proposals = [_assess(serial, costs, packed=False)]
+    proposals = [_assess(serial, costs)]
     if scheduling.serial or critical_path_ns(graph, costs) > (1 - MARGIN) * costs.total_ns:
         return proposals
     seen = {serial.steps}
     counts = STREAM_COUNTS if scheduling.streams is None else (scheduling.streams,)
     policies = TRIED_POLICIES if scheduling.policy is None else (scheduling.policy,)
-    for wait_factor, num_streams, policy in product(WAIT_FACTORS, counts, policies):
-        if wait_factor != 1 and policy != TRIED_POLICIES[0]:
+    for variant, num_streams, policy in product(VARIANTS, counts, policies):
+        if variant is not VARIANTS[0] and policy != policies[0]:
             continue
+        wait_factor, packed = variant
         priced = replace(costs, wait_ns=round(costs.wait_ns * wait_factor))
-        plan = plan_graph(graph, priced, num_streams, policy, memory_bytes=budget, packed=True)
+        plan = plan_graph(graph, priced, num_streams, policy, memory_bytes=budget, packed=packed)
         if plan.num_streams > 1 and plan.steps not in seen:
             seen.add(plan.steps)
-            proposals.append(_assess(plan, costs, packed=True))
+            proposals.append(_assess(plan, costs))
     return [proposals[0], *sorted(proposals[1:], key=lambda proposal: proposal.predicted_ns)]
 
 
-def _assess(plan: Plan, costs: Costs, packed: bool) -> Proposal:
-    layout = assign_offsets(plan) if packed else None
-    pools, arena = peak_bytes(plan), peak_bytes(plan, layout=layout)
-    if pools <= arena:
-        layout = None
-    check_plan(plan, layout)
-    return Proposal(plan, layout, min(pools, arena), simulate(plan, costs).end_ns)
+def _assess(plan: Plan, costs: Costs) -> Proposal:
+    check_plan(plan)
+    return Proposal(plan, peak_bytes(plan), simulate(plan, costs).end_ns)
 
 
 class Trial(Protocol):
@@ -200,7 +201,7 @@ def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple
 def choice_key(program: Program, scheduling: Scheduling) -> str:
     """What a choice on disk is found by: everything that it depends on beside device and versions."""
     codes = [program.code(kernel.id) for kernel in program.graph.kernels]
-    text = f"{format_graph(program.graph)}{codes}{scheduling}{STREAM_COUNTS}{TRIED_POLICIES}"
+    text = f"{format_graph(program.graph)}{codes}{scheduling}{STREAM_COUNTS}{TRIED_POLICIES}{VARIANTS}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -33,7 +33,7 @@ from millstream.engine.planner import Planner
 from millstream.engine.serial import SerialEngine
 from millstream.engine.trial import Trials, warm_streams
 from millstream.errors import InternalError
-from millstream.graph import Candidate, MemoryLayout, Plan
+from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase
 from millstream.lower.tensors import current_stream_handle
 
@@ -54,7 +54,6 @@ class CudaGraphEngine:
 
     Attributes:
         plan: What runs: the one-stream plan until another one has been chosen.
-        layout: Where its temporaries lie in one arena; ``None`` when PyTorch's allocator places them.
     """
 
     name = "graph"
@@ -70,7 +69,6 @@ class CudaGraphEngine:
         on_failure: Callable[[Exception], None],
     ) -> None:
         self.lowered, self.plan = lowered, plan
-        self.layout: MemoryLayout | None = None
         self._serial = SerialEngine(lowered, plan)
         self._context: DeviceContext = context(next(iter(lowered.program.devices)))
         self._index = self._context.place.index
@@ -146,7 +144,7 @@ class CudaGraphEngine:
                 self._settle(self._planner, inputs)
             self._captures += 1
             try:
-                self._captured = self._try((self.plan, self.layout), inputs, self._pool)
+                self._captured = self._try(self.plan, inputs, self._pool)
             except (RuntimeError, torch.AcceleratorError) as error:
                 self._captures = 2 * MAX_CAPTURES  # never again
                 self._repair()
@@ -160,10 +158,10 @@ class CudaGraphEngine:
         """Graphs may share memory only if nothing in it outlives a call (docs/decisions/0004)."""
         return self._context.graph_pool if len(self._copied) == len(self.lowered.program.outputs) else None
 
-    def _try(self, placed: tuple[Plan, MemoryLayout | None], inputs: Sequence[Any], pool: GraphPool | None) -> Captured:
+    def _try(self, plan: Plan, inputs: Sequence[Any], pool: GraphPool | None) -> Captured:
         return Captured(
             self.lowered,
-            placed,
+            plan,
             inputs,
             context=self._context,
             family=self._family,
@@ -177,10 +175,10 @@ class CudaGraphEngine:
         self._settled = True
         warm_streams(self._context, self.lowered.program)
         trials = Trials(
-            lambda placed: self._try(placed, inputs, None), self._serial.plan, self._context, self.lowered.program
+            lambda plan: self._try(plan, inputs, None), self._serial.plan, self._context, self.lowered.program
         )
         best = planner.settle(trials)
-        self.plan, self.layout = best.plan, best.layout
+        self.plan = best.plan
         if trials.failed:
             self._repair()
         if trials.ran:

@@ -11,7 +11,7 @@ import torch
 from millstream.device import DeviceContext
 from millstream.engine.captured import Captured
 from millstream.engine.choice import STREAM_COUNTS, Proposal
-from millstream.graph import KernelKind, MemoryLayout, Plan
+from millstream.graph import KernelKind, Plan
 from millstream.lower.program import Program
 
 WARM_UPS = 2
@@ -35,7 +35,7 @@ class Trials:
 
     def __init__(
         self,
-        capture: Callable[[tuple[Plan, MemoryLayout | None]], Captured],
+        capture: Callable[[Plan], Captured],
         serial: Plan,
         context: DeviceContext,
         program: Program,
@@ -46,20 +46,20 @@ class Trials:
 
     def serial_ns(self) -> int | None:
         """Time the plan on one stream."""
-        times = self._time((self._serial, None))
+        times = self._time(self._serial)
         return times[1] if times else None
 
     def compare(self, proposal: Proposal) -> tuple[int, int] | None:
         """Time a plan and the one on one stream in turn; ``None`` when it cannot be captured."""
-        return self._time((proposal.plan, proposal.layout))
+        return self._time(proposal.plan)
 
-    def _time(self, placed: tuple[Plan, MemoryLayout | None]) -> tuple[int, int] | None:
+    def _time(self, plan: Plan) -> tuple[int, int] | None:
         if self.failed:
             return None
         self.ran = True
         try:
-            self._base = self._base or self._capture((self._serial, None))
-            other = self._base if placed[0] is self._serial else self._capture(placed)
+            self._base = self._base or self._capture(self._serial)
+            other = self._base if plan is self._serial else self._capture(plan)
             with unchanged(self._context, self._program, other.written):
                 return compare(other.graph, self._base.graph)
         except (RuntimeError, torch.AcceleratorError):

@@ -12,6 +12,7 @@ from millstream.graph.kernel_graph import Buffer, Kernel, KernelGraph, KernelKin
 from millstream.graph.layout import MemoryLayout
 from millstream.graph.order import HappensBefore, Moment, StreamClocks
 from millstream.graph.plan import Allocate, Copy, Free, Launch, Plan, Record, Step, Wait
+from millstream.graph.ranges import OwnedRanges
 from millstream.graph.text import ParseError, format_graph, format_plan, format_step, parse_graph, parse_plan
 from millstream.graph.timeline import Span, Timeline
 from millstream.graph.validate import CALLER_ROLES, PLANNED_ROLES, validate_graph, validate_plan
@@ -34,6 +35,7 @@ __all__ = [
     "Launch",
     "MemoryLayout",
     "Moment",
+    "OwnedRanges",
     "ParseError",
     "Plan",
     "Record",

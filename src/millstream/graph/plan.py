@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millstream.graph.kernel_graph import KernelGraph
+from millstream.graph.layout import MemoryLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,11 @@ class Plan:
         steps: In the order the host issues them.
         num_streams: Streams are numbered from 0; stream 0 is where the caller's work comes from and goes on.
         policy: Name of the policy that made it.
+        layout: Where its temporaries lie in one arena; ``None`` leaves that to the allocator of whoever runs it.
     """
 
     graph: KernelGraph
     steps: tuple[Step, ...]
     num_streams: int = 1
     policy: str = "serial"
+    layout: MemoryLayout | None = None

@@ -25,8 +25,12 @@ A plan is its steps, each behind its stream, and then its graph::
       s1  wait      e0
       s0  copy      t -> y
       s0  free      t
+    arena 4096 cuda:0
+      t  0
     graph "two layers"
     ...
+
+The arena, with the offset of each buffer in it, is there only where a plan says where its temporaries lie.
 
 A name stands bare where it consists of letters, digits and ``_ . : /`` (with single ``-`` inside), and otherwise in
 double quotes with Python's escapes. Fields at their defaults are left out. Indented lines belong to the heading above
@@ -41,6 +45,7 @@ from typing import NoReturn
 
 from millstream.errors import GraphError
 from millstream.graph.kernel_graph import Buffer, Kernel, KernelGraph, KernelKind, Role
+from millstream.graph.layout import MemoryLayout
 from millstream.graph.plan import Allocate, Copy, Free, Launch, Plan, Record, Step, Wait
 
 _BARE = r"[\w.:/]+(?:-[\w.:/]+)*"
@@ -80,6 +85,9 @@ def format_plan(plan: Plan) -> str:
     streams = f"{plan.num_streams} stream{'' if plan.num_streams == 1 else 's'}"
     steps = [_step_columns(plan.graph, step) for step in plan.steps]
     lines = [f"plan {_quote(plan.policy)} on {streams}", "steps", *_align(steps)]
+    if plan.layout is not None:
+        offsets = [(_quote(buffer), str(offset)) for buffer, offset in plan.layout.offset_of.items()]
+        lines += [f"arena {plan.layout.arena_bytes} {_quote(plan.layout.device)}", *_align(offsets)]
     return "\n".join(lines) + "\n" + format_graph(plan.graph)
 
 
@@ -117,12 +125,13 @@ def parse_plan(text: str) -> Plan:
     # A launch names its kernel, which can be checked only once the graph below is known.
     launches: list[tuple[_Line, int, str]] = []
     steps = tuple(_parse_step(line, launches) for line in reader.entries())
+    layout = _parse_layout(reader) if reader.at("arena") else None
     graph = _parse_graph(reader)
     reader.finish()
     for line, kernel, name in launches:
         if 0 <= kernel < len(graph.kernels) and graph.kernels[kernel].name != name:
             line.fail(f"{_quote(graph.kernels[kernel].name)}, the name of kernel {kernel} in the graph below")
-    return Plan(graph, steps, num_streams, policy)
+    return Plan(graph, steps, num_streams, policy, layout)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -302,6 +311,10 @@ class _Reader:
         self._next += 1
         return line
 
+    def at(self, keyword: str) -> bool:
+        """Whether the next heading begins with a keyword."""
+        return self._next < len(self._lines) and self._lines[self._next].peek() == keyword
+
     def entries(self) -> Iterator[_Line]:
         while self._next < len(self._lines) and self._lines[self._next].indented:
             self._next += 1
@@ -356,6 +369,18 @@ def _parse_kernel(line: _Line) -> Kernel:
     source = line.name("the source line") if line.optional("from") else ""
     line.end("'allocates', 'bytes', 'flops', 'ops' or 'from', in this order, or the end of the line")
     return Kernel(number, name, kind, device, reads, writes, allocates, num_bytes, flops, ops, source)
+
+
+def _parse_layout(reader: _Reader) -> MemoryLayout:
+    head = reader.heading("arena")
+    arena_bytes, device = head.integer("the size of the arena"), head.name("the device")
+    head.end()
+    offset_of = {}
+    for line in reader.entries():
+        buffer = line.name("a buffer's name")
+        offset_of[buffer] = line.integer("its offset in the arena")
+        line.end()
+    return MemoryLayout(offset_of, arena_bytes, device)
 
 
 def _parse_step(line: _Line, launches: list[tuple[_Line, int, str]]) -> Step:

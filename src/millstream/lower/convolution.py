@@ -19,9 +19,9 @@ _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 
 def is_cudnn_convolution(node: torch.fx.Node) -> bool:
     """Whether a node is a convolution that PyTorch gives to cuDNN as it is: no bias, and nothing to be copied first."""
-    if node.target is not torch.ops.aten.convolution.default or len(node.args) != 9:
+    if node.target is not torch.ops.aten.convolution.default:
         return False
-    values: Any = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args]
+    values: Any = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in arguments_of(node)]
     image, weight, bias, stride, padding, dilation, transposed, output_padding, groups = values
     if bias is not None or transposed or not image.is_cuda or image.dim() not in _IMAGES or image.numel() == 0:
         return False
@@ -32,6 +32,12 @@ def is_cudnn_convolution(node: torch.fx.Node) -> bool:
             return False
         layout = torch._C._conv_determine_backend_memory_format(image, weight, backend)
     return bool(image.is_contiguous(memory_format=layout))
+
+
+def arguments_of(node: torch.fx.Node) -> list[Any]:
+    """The nine arguments of a convolution in order, however they were passed."""
+    names = [argument.name for argument in torch.ops.aten.convolution.default._schema.arguments]
+    return [*node.args, *(node.kwargs[name] for name in names[len(node.args) :])]
 
 
 def convolve(

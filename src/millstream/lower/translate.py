@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
-from millstream.lower.convolution import convolve, is_cudnn_convolution
+from millstream.lower.convolution import arguments_of, convolve, is_cudnn_convolution
 from millstream.lower.fx_wrapper import GeneratedKernel
 from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
 from millstream.lower.program import Call, Layout, Program, Value, View
@@ -186,7 +186,7 @@ class _Translator:
             )
         )
         if into:
-            image, weight, _, stride, padding, dilation, _, _, groups = self._values(node.args)
+            image, weight, _, stride, padding, dilation, _, _, groups = self._values(arguments_of(node))
             call = Call(convolve, (image, weight, stride, padding, dilation, groups), {"out": Value(node.name)})
         elif generated and target.tuner is not None:
             call = Call(target.function, self._values(node.args), {}, stream_keyword="stream")

@@ -77,8 +77,9 @@ def peak_bytes(plan: Plan, device: str | None = None, layout: MemoryLayout | Non
     Args:
         plan: What will be run.
         device: Count only what lives there; by default everything.
-        layout: The buffers in it take the bytes of its arena instead of their own.
+        layout: The buffers in it take the bytes of its arena instead of their own; by default the plan's own.
     """
+    layout = layout or plan.layout
     packed = layout.offset_of if layout else {}
     size_of = {
         buffer.id: buffer.num_bytes

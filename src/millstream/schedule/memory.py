@@ -49,7 +49,7 @@ def assign_offsets(plan: Plan, device: str | None = None) -> MemoryLayout:
         if len(devices) > 1:
             raise ArgumentError(f"temporaries of {plan.graph.name!r} live on {', '.join(devices)}: name one device")
         device = devices[0]
-    alignment = _CPU_ALIGNMENT if device.partition(":")[0] == "cpu" else _DEVICE_ALIGNMENT
+    alignment = alignment_of(device)
     sized = [
         (-(-temporaries[lifetime.buffer].num_bytes // alignment) * alignment, lifetime)
         for lifetime in derive_lifetimes(plan).values()
@@ -59,6 +59,11 @@ def assign_offsets(plan: Plan, device: str | None = None) -> MemoryLayout:
     arena = _Arena(len(sized), plan.num_streams)
     offset_of = {lifetime.buffer: arena.place(size, lifetime) for size, lifetime in sized}
     return MemoryLayout(offset_of, arena.num_bytes, device)
+
+
+def alignment_of(device: str) -> int:
+    """Bytes to which buffers on a device are aligned."""
+    return _CPU_ALIGNMENT if device.partition(":")[0] == "cpu" else _DEVICE_ALIGNMENT
 
 
 class _Arena:

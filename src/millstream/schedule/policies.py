@@ -13,8 +13,9 @@ from millstream.errors import ArgumentError
 from millstream.graph import KernelGraph, Plan, derive_dependencies
 from millstream.schedule.allocation import place_allocations
 from millstream.schedule.assignment import Assign, assign_chains, assign_list, assign_slack
+from millstream.schedule.delay import delay_kernels, sources
 from millstream.schedule.lifetimes import peak_bytes
-from millstream.schedule.memory import assign_offsets
+from millstream.schedule.reuse import share_memory
 from millstream.schedule.serial import plan_serial
 from millstream.schedule.waits import place_waits
 
@@ -22,8 +23,10 @@ from millstream.schedule.waits import place_waits
 class Policy(Protocol):
     """Makes a plan of a graph. The same arguments give the same plan, without races and lifetime errors."""
 
-    def __call__(self, graph: KernelGraph, costs: Costs, num_streams: int, lookahead: int | None = None) -> Plan:
-        """Plan a graph on at most ``num_streams`` streams; see ``assign_list`` for ``lookahead``."""
+    def __call__(
+        self, graph: KernelGraph, costs: Costs, num_streams: int, lookahead: int | None = None, packed: bool = False
+    ) -> Plan:
+        """Plan a graph on at most ``num_streams`` streams; see ``assign_list`` and ``share_memory``."""
         ...
 
 
@@ -34,13 +37,20 @@ class _Assigned:
     name: str
     assign: Assign
 
-    def __call__(self, graph: KernelGraph, costs: Costs, num_streams: int, lookahead: int | None = None) -> Plan:
+    def __call__(
+        self, graph: KernelGraph, costs: Costs, num_streams: int, lookahead: int | None = None, packed: bool = False
+    ) -> Plan:
         predecessors = [[found.kernel for found in each] for each in derive_dependencies(graph)]
         durations_ns = [cost.duration_ns for cost in costs.kernels]
         assignment = self.assign(predecessors, durations_ns, costs.wait_ns, num_streams, lookahead)
+        assignment = delay_kernels(assignment, predecessors, durations_ns, costs.wait_ns, sources(graph))
         num_used = max(assignment.stream_of, default=0) + 1
+        layout = None
+        if packed:
+            layout, more = share_memory(graph, assignment, durations_ns, costs.wait_ns)
+            predecessors = [[*each, *more.get(kernel, ())] for kernel, each in enumerate(predecessors)]
         steps = place_waits(assignment.launch_order(), assignment.stream_of, predecessors, num_used)
-        return place_allocations(Plan(graph, tuple(steps), num_used, self.name))
+        return place_allocations(Plan(graph, tuple(steps), num_used, self.name, layout))
 
 
 def _plan_serial(
@@ -48,6 +58,7 @@ def _plan_serial(
     costs: Costs,  # noqa: ARG001  # a Policy's signature
     num_streams: int,  # noqa: ARG001
     lookahead: int | None = None,  # noqa: ARG001
+    packed: bool = False,  # noqa: ARG001
 ) -> Plan:
     return plan_serial(graph)
 
@@ -83,7 +94,8 @@ def plan_graph(
         policy: One of ``POLICIES``.
         memory_bytes: The most that temporaries and outputs may take, by ``peak_bytes``. Over it, kernels keep closer to
             the program's order, and then fewer streams are taken, down to the serial plan.
-        packed: Whether temporaries may be packed by ``assign_offsets``, which mostly takes less memory than pools.
+        packed: Whether temporaries are packed into one arena, with waits that let memory be used again; see
+            ``share_memory``. The serial plan is never packed: an allocator does as well for it.
 
     Raises:
         ArgumentError: There is no such policy, no stream, costs of another graph, or a budget that even the serial plan
@@ -97,19 +109,14 @@ def plan_graph(
         sizes = f"{len(costs.kernels)} kernels, graph {graph.name!r} has {len(graph.kernels)}"
         raise ArgumentError(f"the costs are those of {sizes}: estimate them for this graph")
     if memory_bytes is None:
-        return POLICIES[policy](graph, costs, num_streams) if num_streams > 1 else plan_serial(graph)
+        return POLICIES[policy](graph, costs, num_streams, None, packed) if num_streams > 1 else plan_serial(graph)
     if policy != "serial":
         for streams, lookahead in product(range(num_streams, 1, -1), _LOOKAHEADS):
-            plan = POLICIES[policy](graph, costs, streams, lookahead)
-            if _needed_bytes(plan, packed) <= memory_bytes:
+            plan = POLICIES[policy](graph, costs, streams, lookahead, packed)
+            if peak_bytes(plan) <= memory_bytes:
                 return plan
     plan = plan_serial(graph)
-    if _needed_bytes(plan, packed) > memory_bytes:
-        least = f"graph {graph.name!r} needs {_needed_bytes(plan, packed)} bytes on one stream"
+    if peak_bytes(plan) > memory_bytes:
+        least = f"graph {graph.name!r} needs {peak_bytes(plan)} bytes on one stream"
         raise ArgumentError(f"a budget of {memory_bytes} bytes is too small: {least}, so give it at least that")
     return plan
-
-
-def _needed_bytes(plan: Plan, packed: bool) -> int:
-    pools = peak_bytes(plan)
-    return min(pools, peak_bytes(plan, layout=assign_offsets(plan))) if packed else pools
