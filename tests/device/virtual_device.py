@@ -78,8 +78,8 @@ class VirtualEvent:
         self.device.run_until(lambda: ticket is None or ticket.reached)
 
     def elapsed_time(self, end_event):
-        assert self.ticket.reached
-        assert end_event.ticket.reached
+        if not (self.ticket.reached and end_event.ticket.reached):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return end_event.ticket.tick - self.ticket.tick
 
 
@@ -192,8 +192,10 @@ class VirtualDevice:
 
     def scribble(self, num_bytes):
         """A kernel with a temporary: allocated, filled when the kernel runs, freed by the host at once."""
-        raw = self.raw(self.allocate(num_bytes))
+        temporary = self.allocate(num_bytes)
+        raw = self.raw(temporary)
         self.current_stream().enqueue(lambda: raw.fill(0xCC))
+        del temporary  # not before: another thread might get it
 
     def run_some(self):
         for _ in range(self.random.randint(1, 4)):

@@ -5,11 +5,12 @@ import pytest
 
 from millstream.device import Place
 from millstream.feed import Feed, feeder
+from millstream.feed.feeder import Options
 from tests.device.virtual_device import make_virtual_context
 
 
 def feed_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "millstream-feed"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("millstream-feed")]
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +23,12 @@ def _no_thread_is_left():
 
 @pytest.fixture
 def virtual_feed(monkeypatch):
-    """Make a feed to a virtual device, and that device: ``virtual_feed(loader, depth, mood, seed)``."""
+    """Make a feed to a virtual device, and that device: ``virtual_feed(loader, depth, mood, seed, **options)``."""
 
-    def make(loader, depth=2, mood="lazy", seed=0):
+    def make(loader, depth=2, mood="lazy", seed=0, **options):
         ctx, device = make_virtual_context(mood, seed)
         monkeypatch.setattr(feeder, "context", lambda place: ctx)
         device.context = ctx
-        return Feed(loader, Place("cuda", 0), depth), device
+        return Feed(loader, Place("cuda", 0), Options(depth, **options)), device
 
     return make

@@ -4,6 +4,7 @@ import random
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from millstream.errors import FallbackWarning, FeedError
 from millstream.feed.copy_lane import CopyLane
-from millstream.feed.layout import MANY_SMALL_LEAVES
+from millstream.feed.ring import Loan, Ring
 from tests.device.virtual_device import make_virtual_context
 from tests.feed.conftest import feed_threads
 
@@ -28,6 +29,10 @@ def settle(device):
     device.context.release_pinned(device.context.pinned(1))
 
 
+def sizes_of(device):
+    return sorted({raw.nbytes for raw in list(device.raw_of.values())})
+
+
 def train(fed, device, batches, rng, *, switch=False, keep=0.3, stop_after=None):
     """Read every batch by kernels that run late, drop most of them at once; the bytes that the kernels saw."""
     results, expected, kept = [], [], []
@@ -41,7 +46,7 @@ def train(fed, device, batches, rng, *, switch=False, keep=0.3, stop_after=None)
                 break
             got = next(passing)
             if rng.random() < 0.5:
-                device.scribble(rng.choice([leaf.numel() for leaf in got]))  # a temporary in freed memory
+                device.scribble(rng.choice(sizes_of(device)))  # a temporary in freed memory
             for leaf, sent in zip(got, batches[number], strict=True):
                 seen = []
                 device.read(leaf, seen)
@@ -51,12 +56,12 @@ def train(fed, device, batches, rng, *, switch=False, keep=0.3, stop_after=None)
                 kept.append((got, batches[number]))
             del got, leaf
             for _ in range(rng.randint(0, 3)):
-                device.scribble(rng.choice([leaf.numel() for leaf in rng.choice(batches)]))
+                device.scribble(rng.choice(sizes_of(device)))
             if rng.random() < 0.2:
                 device.run_some()
         del passing
     # What the user allocates after leaving must not be hit by copies that are still under way.
-    after = [(device.allocate(size), size) for size in {leaf.numel() for batch in batches for leaf in batch}]
+    after = [(device.allocate(size), size) for size in sizes_of(device) * 3]
     for tensor, _ in after:
         raw = device.raw(tensor)
         device.default.enqueue(lambda raw=raw: raw.fill(0xAB))
@@ -73,8 +78,8 @@ def train(fed, device, batches, rng, *, switch=False, keep=0.3, stop_after=None)
 
 def run_once(virtual_feed, seed, mood, plant=None, **options):
     rng = random.Random(seed)
-    sizes = rng.choice([[64], [64, 100], [1, 64, 300, 5000]])
-    leaves = rng.choice([[1], [2], [1, 3], [MANY_SMALL_LEAVES + 2]])
+    sizes = rng.choice([[64], [64, 100], [1, 64, 300, 5000], [70_000]])
+    leaves = rng.choice([[1], [2], [1, 3], [18]])
     batches = [make_batch(i, rng.choice(leaves), rng.choice(sizes)) for i in range(rng.randint(1, 12))]
     fed, device = virtual_feed(batches, rng.randint(1, 4), mood, seed)
     device.context.copy_stream  # noqa: B018 - made now, so that a fault can be planted in it
@@ -137,22 +142,45 @@ def test_a_missing_wait_is_caught(virtual_feed, plant):
     assert not all(outcomes)
 
 
+def test_a_missing_wait_for_the_drop_is_caught(virtual_feed, monkeypatch):
+    let_go = Ring._let_go
+
+    def let_go_unseen(ring, loan, memory, home):  # the slot is filled again under the user's kernels
+        let_go(ring, loan, memory, home)
+        loan.slot.was_lent = False
+
+    monkeypatch.setattr(Ring, "_let_go", let_go_unseen)
+    outcomes = [run_once(virtual_feed, seed, mood) for seed in range(20) for mood in MOODS]
+    assert not all(outcomes)
+
+
+def test_a_slot_that_is_filled_while_it_is_held_is_caught(virtual_feed, monkeypatch):
+    def forgo(loan):  # the ring takes back what the user has kept
+        loan.forgone = True
+        loan.ring._let_go(loan, None, None)
+        return 0
+
+    monkeypatch.setattr(Loan, "forgo", forgo)
+    outcomes = [run_once(virtual_feed, seed, mood, keep=0.8) for seed in range(20) for mood in MOODS]
+    assert not all(outcomes)
+
+
 def test_a_missing_wait_at_the_end_is_caught(virtual_feed, monkeypatch):
-    close = CopyLane.close
+    close = Ring.close
 
-    def close_without_waiting(lane, left):  # undelivered memory is freed under its copy
-        for load in left:
-            load.landing = None
-        close(lane, left)
+    def close_without_waiting(ring):  # undelivered memory is freed under its copy
+        for slot in ring.slots:
+            slot.written = slot.was_lent = False
+        close(ring)
 
-    monkeypatch.setattr(CopyLane, "close", close_without_waiting)
+    monkeypatch.setattr(Ring, "close", close_without_waiting)
     outcomes = [run_once(virtual_feed, seed, "lazy", stop_after=seed % 4) for seed in range(60)]
     assert not all(outcomes)
 
 
 def test_a_missing_wait_of_the_old_stream_is_caught(virtual_feed, monkeypatch):
-    monkeypatch.setattr(CopyLane, "_hold_back", lambda self, old, new: None)
-    outcomes = [run_once(virtual_feed, seed, "lazy", switch=True, keep=0) for seed in range(60)]
+    monkeypatch.setattr(Ring, "_order", lambda self, first, then: None)
+    outcomes = [run_once(virtual_feed, seed, "lazy", switch=True, keep=0.5) for seed in range(60)]
     assert not all(outcomes)
 
 
@@ -168,13 +196,48 @@ def test_a_feed_keeps_to_what_a_few_batches_need(virtual_feed):
         settle(device)
     assert device.num_pins == 1  # the whole ring at once, for all epochs
     assert len(device.streams) == 2  # the consumer's and the copy stream, for life
-    assert device.num_raw <= 3 * (2 + 3)  # three leaves; two batches on the way, one handed out, one being dropped
-    assert len(device.context._idle_events[False]) <= 3 + 4 + 2  # one per slot, one per landing
+    assert device.num_raw == 2  # depth times a batch on the device, in one parcel each
+    assert len(device.context._idle_events[False]) <= 3 + 2 * 2 + 2  # pinned slots, slots, and one in passing
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+def test_a_loop_that_keeps_nothing_allocates_nothing(virtual_feed, depth):
+    fed, device = virtual_feed([make_batch(i, 3, 90_000) for i in range(30)], depth, "random")
+    addresses = set()
+    for i, batch in enumerate(fed):
+        if i == depth + 3:
+            before = device.num_raw, device.num_pins, len(device.streams)
+        addresses.add(batch[0].data_ptr())
+        device.read(batch[0], [])
+        assert fed.slot in range(max(depth, 2))
+    assert (device.num_raw, device.num_pins, len(device.streams)) == before
+    assert device.num_raw == 3 * max(depth, 2)
+    assert len(addresses) == max(depth, 2)
+    assert fed.stats().num_kept == 0
+
+
+def test_who_keeps_one_leaf_keeps_nothing_else(virtual_feed):
+    batches = [[torch.full((100_000,), float(i)), torch.tensor([i])] for i in range(10)]
+    fed, device = virtual_feed(batches, 2, "random")
+    labels = [batch[1] for batch in fed]
+    device.synchronize()
+    assert [int(label) for label in labels] == list(range(10))
+    large = [raw for raw in device.raw_of.values() if raw.nbytes > 1000]
+    assert len(large) == 2
+    assert fed.stats().num_kept >= 8
+
+
+def test_a_batch_may_be_kept_by_what_was_made_from_it(virtual_feed):
+    fed, device = virtual_feed([torch.full((4,), float(i)) for i in range(20)], 2, "lazy")
+    views = [batch.view(2, 2)[1] for batch in fed]  # views of dropped tensors
+    device.synchronize()
+    assert [float(view[0]) for view in views] == list(range(20))
 
 
 def test_the_host_does_not_wait_for_the_device(virtual_feed):
     fed, device = virtual_feed([make_batch(i, 2, 50) for i in range(2)], 2, "lazy")
-    got = list(fed)
+    passing = iter(fed)
+    got = [next(passing)]
     assert device.num_queries == 0
     assert any(stream.queue for stream in device.streams)
     assert int(got[0][0][0]) != 1  # nothing has arrived yet, and nobody has waited for it
@@ -182,46 +245,36 @@ def test_the_host_does_not_wait_for_the_device(virtual_feed):
     assert int(got[0][0][0]) == 1
 
 
-def test_copies_of_like_batches_are_started_before_they_are_asked_for():
-    ctx, _ = make_virtual_context("eager")
+def test_a_copy_does_not_wait_for_the_step_that_it_should_run_beside():
+    """Batch k+2 lands where batch k was: behind step k, beside step k+1."""
+    ctx, device = make_virtual_context("lazy")
     lane, stopped = CopyLane(ctx, 2), threading.Event()
 
-    def stage(i):
-        load = lane.stage(make_batch(i, 1, 64), stopped)
-        lane.send(load)
+    def pass_on(i):
+        load = lane.describe(make_batch(i, 1, 64))
+        assert lane.stage(load, stopped)
+        assert lane.send(load, stopped)
         return load
 
-    first, second = stage(0), stage(1)
-    assert first.landing is second.landing is None  # nobody has asked for anything yet
-    lane.deliver([first, second])
-    third = stage(2)
-    assert third.landing is not None
-    lane.deliver([second, third])
-    fourth = stage(3)
-    assert fourth.landing is not None
-    assert lane._num_open == 2
-    lane.close([third, fourth])
-
-
-def test_a_prepared_landing_is_used_by_a_batch_that_missed_it():
-    ctx, device = make_virtual_context("eager")
-    lane, stopped = CopyLane(ctx, 2), threading.Event()
-    first, second, third = (lane.stage(make_batch(i, 1, 64), stopped) for i in range(3))
-    lane.deliver([first, second])
-    made = device.num_raw
-    lane.deliver([second, third])  # the worker did not send it: it had looked for a landing a moment too early
-    assert third.landing is not None
-    assert device.num_raw <= made + 1
-    assert lane._num_open == 2
-    lane.close([third])
-
-
-def test_no_memory_is_taken_ahead_for_batches_that_all_differ(virtual_feed):
-    fed, _ = virtual_feed([make_batch(i, 1, 64 + i) for i in range(8)], 3)
-    passing = iter(fed)
-    for _ in range(8):
-        next(passing)
-        assert not passing.session._lane._landings
+    loads = [pass_on(0), pass_on(1)]
+    done = []
+    batch = None
+    for i in range(2):
+        lane.reclaim()
+        batch = lane.deliver(loads[i])  # drops the batch before
+        device.default.enqueue(lambda i=i: done.append(i), ready=lambda i=i: i == 0 or len(done) == 1)
+    blocker = []
+    device.default.enqueue(lambda: None, ready=lambda: bool(blocker))  # step 1 takes for ever
+    third = pass_on(2)
+    while device.run_one():
+        pass
+    assert done == [0, 1]
+    assert third.ready.query()
+    blocker.append(True)
+    device.synchronize()
+    assert int(batch[0][0]) == 8
+    del batch
+    lane.close()
 
 
 def test_slots_grow_with_the_batches_and_reuse_what_they_leave(virtual_feed):
@@ -234,11 +287,11 @@ def test_slots_grow_with_the_batches_and_reuse_what_they_leave(virtual_feed):
 
 
 def test_a_batch_without_any_bytes(virtual_feed):
-    fed, device = virtual_feed([[torch.empty(0, 3), torch.empty(2, 0, dtype=torch.int64)], "nothing", ()])
+    fed, device = virtual_feed([[torch.empty(0, 3), torch.empty(2, 0, dtype=torch.int64)], "nothing", ()] * 4)
     got = list(fed)
     device.synchronize()
     assert [tuple(leaf.size()) for leaf in got[0]] == [(0, 3), (2, 0)]
-    assert got[1:] == ["nothing", ()]
+    assert got[1:3] == ["nothing", ()]
 
 
 # --- tensors of all sorts
@@ -270,23 +323,64 @@ def test_tensors_of_all_sorts_arrive_as_to_would_bring_them(virtual_feed, leaf):
         assert got.layout == leaf.layout
         assert got.requires_grad == leaf.requires_grad
         if leaf.layout is torch.strided:
-            expected = torch.empty_like(leaf)
+            expected = leaf if 0 in leaf.stride() else torch.empty_like(leaf)
             assert (got.dtype, got.size(), got.stride()) == (expected.dtype, expected.size(), expected.stride())
             assert torch.equal(got, leaf)
         else:
             assert torch.equal(got.to_dense(), leaf.to_dense())
 
 
+def test_aliases_and_expanded_tensors_arrive_as_such(virtual_feed):
+    x = torch.arange(6.0).view(2, 3)
+    fed, device = virtual_feed([{"x": x, "again": x, "turned": x.t(), "wide": x[:, :1].expand(2, 500)}] * 3)
+    for batch in fed:
+        device.synchronize()
+        assert torch.equal(batch["turned"], x.t())
+        assert torch.equal(batch["wide"], x[:, :1].expand(2, 500))
+        assert batch["wide"].stride()[1] == 0
+        batch["x"][1, 2] = -1
+        assert batch["again"][1, 2] == batch["turned"][2, 1] == -1
+    assert device.num_raw == 2
+
+
+def test_arrays_packed_sequences_and_jagged_tensors_arrive(virtual_feed):
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.zeros(2)])
+    jagged = torch.nested.nested_tensor([torch.ones(1), torch.zeros(4)], layout=torch.jagged)
+    batch = {"a": np.arange(5), "p": packed, "j": jagged, "words": np.array(["x"])}
+    fed, device = virtual_feed([batch] * 3, mood="eager")
+    for got in fed:
+        assert torch.equal(got["a"], torch.arange(5))
+        assert torch.equal(got["p"].data, packed.data)
+        assert [len(row) for row in got["j"].unbind()] == [1, 4]
+        assert got["words"] is batch["words"]
+    assert device.num_raw == 2
+
+
+class Mover:
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        return Mover(self.x.to(device) + 1)
+
+
+def test_objects_with_to_are_moved_by_it(virtual_feed):
+    fed, _ = virtual_feed([[Mover(torch.zeros(1)), torch.ones(1)]] * 3)
+    assert [float(got[0].x) for got in fed] == [1, 1, 1]
+
+
 @given(st.integers(0, 40), st.integers(1, 4))
 def test_many_small_leaves_travel_in_one_copy(num_leaves, depth):
     ctx, device = make_virtual_context("eager")
-    lane = CopyLane(ctx, depth)
+    lane, stopped = CopyLane(ctx, depth), threading.Event()
     copies = []
     device.copy = lambda destination, source, stream: copies.append(source.numel())
-    load = lane.stage([torch.ones(i + 1) for i in range(num_leaves)], threading.Event())
-    lane.deliver([load])
-    lane.close([])
-    assert len(copies) == (num_leaves if num_leaves < MANY_SMALL_LEAVES else 1)
+    load = lane.describe([torch.ones(i + 1) for i in range(num_leaves)])
+    lane.stage(load, stopped)
+    lane.send(load, stopped)
+    lane.deliver(load)
+    lane.close()
+    assert len(copies) == min(num_leaves, 1)
 
 
 def test_batches_made_under_inference_mode_can_be_trained_with(virtual_feed):
@@ -303,7 +397,7 @@ def test_batches_made_under_inference_mode_can_be_trained_with(virtual_feed):
 # --- when something fails
 
 
-def test_when_memory_is_short_nothing_is_taken_ahead(virtual_feed):
+def test_when_memory_is_short_the_consumer_learns_it_and_loses_nothing(virtual_feed):
     batches = [make_batch(i, 1, 64) for i in range(10)]
     fed, device = virtual_feed(batches, 3, "eager")
     passing = iter(fed)
@@ -312,6 +406,8 @@ def test_when_memory_is_short_nothing_is_taken_ahead(virtual_feed):
     with pytest.raises(torch.OutOfMemoryError):
         kept.extend(passing)
     at = len(kept)
+    with pytest.raises(torch.OutOfMemoryError):
+        next(passing)
     device.free_bytes = None
     kept += passing  # nothing was lost: the batch that had no room comes first
     assert at < 10
@@ -363,6 +459,18 @@ def test_nothing_unsafe_happens_while_another_thread_captures(virtual_feed):
     thread.join()
     assert len(got) == 40
     assert forbidden == []
+
+
+def test_a_batch_that_is_dropped_inside_a_capture_comes_back_later(virtual_feed):
+    fed, device = virtual_feed([make_batch(i, 1, 64) for i in range(6)], 2, "eager")
+    passing = iter(fed)
+    batch = next(passing)
+    device.capturing = True
+    recorded = len(device.default.queue)
+    del batch
+    assert len(device.default.queue) == recorded  # the event would have become a part of the graph
+    device.capturing = False
+    assert [int(batch[0][0]) for batch in passing] == [8, 15, 22, 29, 36]
 
 
 def test_when_pinning_is_refused_batches_still_arrive(virtual_feed):

@@ -7,90 +7,164 @@ from hypothesis import strategies as st
 
 from millstream.feed.layout import (
     ALIGNMENT_BYTES,
-    MANY_SMALL_LEAVES,
     SMALL_LEAF_BYTES,
-    LeafSpec,
-    describe_leaf,
+    describe_leaves,
+    narrow_repeats,
     plan_layout,
     view_leaf,
     view_leaves,
 )
+from millstream.feed.staging import CopyCrew, share_out
 
 DTYPES = [torch.float32, torch.int64, torch.bool, torch.uint8, torch.bfloat16, torch.complex128, torch.float8_e4m3fn]
 
-specs = st.builds(
-    lambda dtype, size: LeafSpec(dtype, tuple(size), torch.empty(size, device="meta").stride()),
+leaves = st.builds(
+    lambda dtype, size: torch.empty(size, dtype=dtype),
     st.sampled_from(DTYPES),
     st.lists(st.integers(0, 40), max_size=3),
 )
 
 
-@given(st.lists(specs, max_size=40))
-def test_leaves_lie_apart_and_aligned(leaves):
-    layout = plan_layout(leaves)
+def plan(*tensors):
+    return plan_layout(describe_leaves(tensors))
+
+
+@given(st.lists(leaves, max_size=30))
+def test_leaves_lie_apart_and_aligned(tensors):
+    layout = plan(*tensors)
     spans = []
-    for (parcel, start), spec in zip(layout.position, leaves, strict=True):
+    for (parcel, start), spec in zip(layout.position, layout.specs, strict=True):
         whole = layout.parcels[parcel]
         assert start % ALIGNMENT_BYTES == 0
         assert start + spec.num_bytes <= whole.num_bytes
         spans.append((whole.start + start, whole.start + start + spec.num_bytes))
     spans = sorted(span for span in spans if span[0] < span[1])
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    ends = [parcel.start + parcel.num_bytes for parcel in layout.parcels]
-    assert all(end <= layout.num_bytes for end in ends)
-    assert all(parcel.start % ALIGNMENT_BYTES == 0 for parcel in layout.parcels)
+    assert sum(parcel.num_bytes for parcel in layout.parcels) == layout.num_bytes
+    assert all(parcel.num_bytes >= ALIGNMENT_BYTES for parcel in layout.parcels)
+    assert all(each % ALIGNMENT_BYTES == 0 for parcel in layout.parcels for each in parcel)
 
 
-@given(st.lists(specs, max_size=30))
-def test_views_hold_what_is_written_to_them(leaves):
-    layout = plan_layout(leaves)
+@given(st.lists(leaves, max_size=20))
+def test_views_hold_what_is_written_to_them(tensors):
+    layout = plan(*tensors)
     memory = torch.zeros(layout.num_bytes + 512, dtype=torch.uint8)[256:]  # not at the start of its storage
-    parcels = [memory[p.start : p.start + p.num_bytes] for p in layout.parcels]
-    views = view_leaves(layout, parcels)
+    views = view_leaves(layout, [memory[p.start : p.start + p.num_bytes] for p in layout.parcels])
+    for i, (view, leaf) in enumerate(zip(views, tensors, strict=True)):
+        assert (view.dtype, view.size(), view.stride()) == (leaf.dtype, leaf.size(), leaf.stride())
+        view.reshape(-1).view(torch.uint8).fill_(i)
     for i, view in enumerate(views):
-        assert (view.dtype, tuple(view.size()), view.stride()) == (leaves[i].dtype, leaves[i].size, leaves[i].stride)
-        view.view(torch.uint8).fill_(i) if view.dim() else view.view(1).view(torch.uint8).fill_(i)
-    for i, view in enumerate(views):
-        raw = view.reshape(-1).view(torch.uint8)
-        assert bool((raw == i).all())
+        assert bool((view.reshape(-1).view(torch.uint8) == i).all())
 
 
-def test_a_few_leaves_have_an_allocation_each_and_many_small_ones_share():
-    small, large = LeafSpec(torch.uint8, (10,), (1,)), LeafSpec(torch.uint8, (SMALL_LEAF_BYTES,), (1,))
-    assert len(plan_layout([small] * 3 + [large]).parcels) == 4
-    layout = plan_layout([large] + [small] * MANY_SMALL_LEAVES + [large])
-    assert len(layout.parcels) == 3
-    assert plan_layout([small]).parcels[0].num_bytes == 10  # exactly, so that a storage is as long as its tensor
-    assert plan_layout([]).num_bytes == 0
+def test_small_leaves_share_a_parcel_and_a_large_one_has_its_own():
+    small, large = torch.empty(10), torch.empty(SMALL_LEAF_BYTES, dtype=torch.uint8)
+    assert len(plan(small, small.clone(), large).parcels) == 2
+    assert len(plan(large, *[small.clone() for _ in range(500)], large.clone()).parcels) == 3
+    assert plan().num_bytes == 0
+    assert plan().parcels == ()
 
 
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        torch.empty(2, 3, 4),
-        torch.empty(()),
-        torch.empty(0, 3),
-        torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.empty(3, 4).t(),
-        torch.empty(2, 3, 4).permute(2, 0, 1),
-        torch.empty(3, 1).expand(3, 5),
-        torch.empty(6, 8)[::2, 1::3],
-        torch.empty(4, 5, dtype=torch.complex64).conj(),
-    ],
-)
+DENSE = {
+    "contiguous": torch.empty(2, 3, 4),
+    "scalar": torch.empty(()),
+    "empty": torch.empty(0, 3),
+    "channels last": torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "transposed": torch.empty(3, 4).t(),
+    "permuted": torch.empty(2, 3, 4).permute(2, 0, 1),
+    "sliced": torch.empty(6, 8)[::2, 1::3],
+    "conjugate": torch.empty(4, 5, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.parametrize("leaf", DENSE.values(), ids=DENSE)
 def test_strides_are_those_that_to_would_give(leaf):
-    spec = describe_leaf(leaf)
+    (spec,) = describe_leaves([leaf])
     moved = leaf.to("meta")
     assert (spec.size, spec.stride, spec.dtype) == (tuple(moved.size()), moved.stride(), moved.dtype)
-    view = view_leaf(torch.zeros(spec.num_bytes, dtype=torch.uint8), 0, spec)
+    assert spec.num_bytes == leaf.numel() * leaf.element_size()
+    view = view_leaf(torch.zeros(max(spec.num_bytes, 16), dtype=torch.uint8), 0, spec)
     assert torch.equal(view.copy_(torch.ones_like(leaf)), torch.ones_like(leaf))
 
 
+def test_an_expanded_leaf_travels_without_its_repetitions():
+    leaf = torch.arange(4.0).view(4, 1).expand(4, 1000)
+    (spec,) = describe_leaves([leaf])
+    assert (spec.size, spec.stride, spec.num_bytes) == ((4, 1000), (1, 0), 16)
+    view = view_leaf(torch.zeros(16, dtype=torch.uint8), 0, spec)
+    narrow_repeats(view).copy_(narrow_repeats(leaf))
+    assert torch.equal(view, leaf)
+    (spec,) = describe_leaves([torch.arange(12.0).view(3, 4).t()[::2].unsqueeze(1).expand(2, 5, 3)])
+    assert (spec.stride[1], spec.num_bytes) == (0, 24)
+
+
+def aliases(*tensors):
+    return [spec.piece for spec in describe_leaves(tensors)]
+
+
+def test_leaves_that_share_memory_share_it_again():
+    base = torch.arange(12.0).view(3, 4)
+    assert aliases(base, base) == [0, 0]
+    assert aliases(base, base.t()) == [0, 0]
+    assert aliases(base[:2], base[1:]) == [0, 0]
+    assert aliases(base[:, :2], base[:, 2:]) == [0, 0]  # interleaved, and together all of it
+    assert aliases(base[:1], base[1:]) == [0, 1]  # side by side
+    assert aliases(base[::2, :1], base[1:2, :1]) == [0, 1]  # far less than what they cover
+    layout = plan(base[1:], base, base.t())
+    assert layout.num_bytes == ALIGNMENT_BYTES
+    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    part, whole, turned = view_leaves(layout, [memory])
+    whole.copy_(base)
+    assert torch.equal(part, base[1:])
+    assert torch.equal(turned, base.t())
+    ((first, num_bytes),) = layout.sources
+    assert (first, num_bytes) == (1, 48)
+
+
 def test_writing_into_one_leaf_does_not_touch_its_neighbours_version():
-    layout = plan_layout([LeafSpec(torch.float32, (4,), (1,))] * MANY_SMALL_LEAVES)
-    x, y, *_ = view_leaves(layout, [torch.zeros(layout.num_bytes, dtype=torch.uint8)])
+    layout = plan(*[torch.empty(4) for _ in range(3)])
+    x, y, _ = view_leaves(layout, [torch.zeros(layout.num_bytes, dtype=torch.uint8)])
     weight = torch.ones(4, requires_grad=True)
     loss = (weight * x).sum()  # saves x
     y.add_(1)
     loss.backward()
     assert weight.grad is not None
+
+
+# --- copying in threads
+
+
+@given(st.lists(st.integers(0, 5000), max_size=12), st.integers(1, 4000))
+def test_shares_cover_everything_once(lengths, share_bytes):
+    moves, at = [], 0
+    for length in lengths:
+        moves.append((at, 10 * at, length))
+        at += 10_000
+    shares = share_out(moves, share_bytes)
+    most = -(-share_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    sizes = [sum(num_bytes for _, _, num_bytes in share) for share in shares]
+    assert all(size == most for size in sizes[:-1])
+    assert sizes[-1] <= most
+    covered = sorted(move for share in shares for move in share)
+    joined = []
+    for to, _, num_bytes in covered:
+        if joined and joined[-1][1] == to:
+            joined[-1][1] += num_bytes
+        else:
+            joined.append([to, to + num_bytes])
+    assert joined == [[to, to + num_bytes] for to, _, num_bytes in moves if num_bytes]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_crew_copies_large_and_small(num_threads, monkeypatch):
+    from millstream.feed import staging
+
+    monkeypatch.setattr(staging, "PARALLEL_BYTES", 10_000)
+    crew = CopyCrew(num_threads)
+    for sizes in [(10, 20), (50_000,), (3, 70_000, 9_000, 1)] * 3:
+        sources = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
+        targets = [torch.zeros_like(source) for source in sources]
+        crew.copy([(b.data_ptr(), a.data_ptr(), a.numel()) for a, b in zip(sources, targets, strict=True)])
+        assert all(torch.equal(a, b) for a, b in zip(sources, targets, strict=True))
+    assert len(crew._helpers) == num_threads - 1
+    crew.close()

@@ -1,5 +1,6 @@
 import collections
 import dataclasses
+import enum
 import gc
 import weakref
 from typing import NamedTuple
@@ -11,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from millstream.feed.structure import name_leaf, split
+from millstream.errors import ArgumentError, FeedError
+from millstream.feed import register, structure
+from millstream.feed.structure import as_tensor, name_leaf, split
 
 
 class Pair(NamedTuple):
@@ -140,14 +143,97 @@ def test_types_with_a_life_of_their_own():
         assert split(batch)[0][0] is x, "the source's own container was changed"
 
 
-def test_what_holds_no_tensor_is_used_as_it_is():
-    opaque, array, empty = Opaque(torch.ones(1)), np.ones(3), {"a": [1, (2, "b")]}
-    batch = [torch.ones(1), opaque, array, empty, torch.Size([3]), Sample]
+class Suit(enum.Enum):
+    HEARTS = 1
+
+
+def test_what_holds_nothing_that_moves_is_used_as_it_is():
+    words, empty = np.array(["a", "b"]), {"a": [1, (2, "b")]}
+    batch = [torch.ones(1), words, empty, torch.Size([3]), Sample, Suit.HEARTS, {1, 2}, np.float32(3), range(3)]
     leaves, rebuild = split(batch)
     new = rebuild(leaves)
     assert len(leaves) == 1
-    assert all(new[i] is batch[i] for i in range(1, 6))
+    assert all(new[i] is batch[i] for i in range(1, len(batch)))
     assert split(empty)[1]([]) is empty
+
+
+def test_a_type_that_is_not_known_is_named_until_it_is_registered(monkeypatch):
+    monkeypatch.setattr(structure, "_registered", {})
+    monkeypatch.setattr(structure, "_sorts", {})
+    batch = {"x": [torch.ones(1), Sample(Opaque(torch.ones(2)))]}
+    with pytest.raises(FeedError, match=r"batch\['x'\]\[1\].image is a .*Opaque, which feeds do not know"):
+        split(batch)
+    register(Opaque)
+    assert len(split(batch)[0]) == 1
+    register(Opaque, lambda opaque: ([opaque.tensor], lambda parts: Opaque(*parts)))
+    leaves, rebuild = split(batch)
+    assert [leaf.numel() for leaf in leaves] == [1, 2]
+    assert name_leaf(batch, 1) == "batch['x'][1].image (part 0 of the Opaque)"
+    new = rebuild(["a", "b"])["x"][1].image
+    assert type(new) is Opaque
+    assert new.tensor == "b"
+    with pytest.raises(ArgumentError, match="takes a type"):
+        register("Opaque")
+
+
+class Mover:
+    def to(self, device):
+        return self
+
+
+def test_arrays_and_objects_with_to_are_leaves():
+    class ArrayLike:
+        def __array__(self, dtype=None, copy=None):
+            return np.ones(2)
+
+    leaves, rebuild = split([np.ones(3), Mover(), ArrayLike(), np.array([1], dtype="datetime64[s]")])
+    assert len(leaves) == 3
+    assert rebuild([1, 2, 3])[:3] == [1, 2, 3]
+    with pytest.raises(FeedError, match="MaskedArray"):
+        split(np.ma.array([1, 2], mask=[True, False]))
+
+
+ARRAYS = {
+    "plain": np.arange(6.0).reshape(2, 3),
+    "transposed": np.arange(6).reshape(2, 3).T,
+    "read-only": np.broadcast_to(np.arange(3.0), (2, 3)),
+    "backwards": np.arange(5)[::-1],
+    "big endian": np.arange(4, dtype=">i4"),
+    "half": np.arange(3, dtype=np.float16),
+    "no dimension": np.array(3.5),
+    "unsigned": np.arange(3, dtype=np.uint16),
+    "empty": np.empty((0, 3), dtype=np.int8),
+}
+
+
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+def test_arrays_become_tensors(array):
+    tensor = as_tensor(array)
+    assert np.array_equal(tensor.numpy(), array)
+    if array.flags.writeable and array.dtype.isnative and array.size and min(array.strides, default=0) >= 0:
+        assert tensor.data_ptr() == array.ctypes.data
+    mover = Mover()
+    assert as_tensor(mover) is mover
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_jagged_tensor_comes_apart_and_together(transposed):
+    rows = (
+        [torch.arange(6.0).view(2, 3), torch.arange(10.0).view(2, 5)] if transposed else [torch.ones(1), torch.ones(4)]
+    )
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    leaves, rebuild = split({"x": nested})
+    assert name_leaf({"x": nested}, 1) == "batch['x'].offsets()"
+    new = rebuild([leaf.clone() for leaf in leaves])["x"]
+    assert all(torch.equal(a, b) for a, b in zip(new.unbind(), rows, strict=True))
+
+
+def test_sets_and_deques_of_tensors():
+    x, y = torch.zeros(1), torch.ones(1)
+    leaves, rebuild = split([{x}, collections.deque([y], maxlen=3)])
+    new_set, new_deque = rebuild([1, 2])
+    assert (new_set, list(new_deque), new_deque.maxlen) == ({1}, [2], 3)
+    assert len(leaves) == 2
 
 
 def test_a_packed_sequence_keeps_its_batch_sizes():

@@ -2,5 +2,6 @@
 
 from millstream.feed.channel import Channel, ChannelClosed
 from millstream.feed.feeder import Feed, feed
+from millstream.feed.structure import register
 
-__all__ = ["Channel", "ChannelClosed", "Feed", "feed"]
+__all__ = ["Channel", "ChannelClosed", "Feed", "feed", "register"]

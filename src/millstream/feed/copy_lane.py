@@ -1,29 +1,19 @@
-"""The way of a batch to a GPU: staged in pinned memory, copied beside the computation, landed in fresh memory.
+"""The way of a batch to a GPU: staged in pinned memory, copied beside the computation, lent to the consumer.
 
-A batch is handed out in memory of its own, taken from PyTorch's allocator for the consumer's stream, and never in a
-slot that a later batch overwrites. So it may be kept for any time (``list(feed)``, a replay buffer, an autograd graph),
-and there is no rule that a user could break. Slots on the device would save an allocation from the cache per batch,
-about a microsecond, and would turn every kept tensor into silently wrong numbers.
+What makes that safe without ``record_stream`` and without the host waiting (S is the consumer's stream, C the copy
+stream):
 
-What makes that safe without ``record_stream`` (stream S is the consumer's, C the copy stream):
+1. *Refill of a pinned slot* (WAR): only when the copy out of it is over, which the worker asks the device about.
+2. *Refill of a device slot* (WAR): C waits for the event recorded on S when the user dropped the slot's last batch.
+3. *Hand-over* (RAW): S waits for the event recorded on C behind the copy, before the batch is handed out.
 
-1. *Allocation.* Memory that the host has just freed may still be in use by kernels queued on S. The consumer thread
-   allocates, records an event ("ready") on S right after, and C waits for it before it writes.
-2. *Hand-over.* C records an event ("copied") after the copy, and S waits for it before the batch is handed out. So
-   whatever S does with the batch, or with its memory after the user has dropped it, comes after the copy.
-3. *Slots.* A pinned slot is written again only after the "copied" event of its last batch was reached on the device.
-
-*When* the consumer allocates decides what can overlap. Were the memory of batch k+2 allocated once that batch exists,
-the event on S would stand behind all steps the host has queued by then, and the copy would wait for computation that it
-should run beside. So each ``next()`` prepares *landings*: memory for batches yet to come, made to the layout of the
-latest ones, with "ready" events in front of the step that is about to be queued. The worker fills them as soon as it
-has the bytes. A batch of another layout gets its landing when the consumer next calls.
+``ring`` says who owns a slot's memory when. A transform runs on C as well, behind the copy; what it allocates there is
+lent to the user in the same way, so that it goes back to C's memory only behind his work on S.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -34,51 +24,39 @@ from torch import Tensor
 
 from millstream.device import DeviceContext, Event, Stream
 from millstream.errors import FeedError
-from millstream.feed.lane import misplaced
-from millstream.feed.layout import Layout, describe_leaf, plan_layout, view_leaves
-from millstream.feed.structure import Rebuild, split
+from millstream.feed.checking import Checker
+from millstream.feed.lane import Transform, misplaced
+from millstream.feed.layout import Layout, describe_leaves, plan_layout, view_leaves
+from millstream.feed.ledger import Mark
+from millstream.feed.ring import DeviceSlot, Loan, Ring, whole_storage
+from millstream.feed.staging import PinnedRing, PinnedSlot
+from millstream.feed.structure import Rebuild, as_tensor, split
 
-FIRST_PAUSE_S = 50e-6
-"""How long the worker first sleeps when a slot's copy is not over: about the shortest sleep an operating system
-grants."""
-
-LONGEST_PAUSE_S = 500e-6
-"""How long at most: refilling a slot this late costs nothing while other batches wait, and 2,000 questions a second to
-the runtime take well under 1 % of the interpreter's time."""
+ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
-    """Pinned memory that one batch after another passes through."""
-
-    copied: Event
-    busy: bool = False  # its bytes are still to be read by a copy that has been enqueued
-    memory: Tensor | None = None
-    layout: Layout | None = None
-    views: list[Tensor] = field(default_factory=list)  # the leaves of ``layout`` in ``memory``
-
-
-@dataclass(slots=True, eq=False)
-class _Landing:
-    """Memory for one batch on the device, and the event on ``stream`` behind which it may be written."""
-
-    layout: Layout
-    parcels: list[Tensor]
-    stream: Stream
-    ready: Event
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
+class DeviceLoad:
     """A batch on its way."""
 
     rebuild: Rebuild
     layout: Layout
+    leaves: list[Any]  # on the host; emptied when they are staged
     staged: list[int]  # which leaves lie in the slot
-    others: dict[int, Tensor]  # the leaves that do not
-    slot: _Slot
-    made: tuple[Event, Stream] | None  # where the source's own device work for this batch ends
-    landing: _Landing | None = None
+    others: dict[int, Any]  # the leaves that do not
+    copy: tuple[Mark, Mark] | None = None
+    made: tuple[Mark, Stream] | None = None  # where the source's own device work for this batch ends
+    pinned: PinnedSlot | None = None
+    slot: DeviceSlot | None = None
+    loan: Loan | None = None
+    ready: Event | None = None  # what the consumer's stream waits for
+    tensors: dict[int, Tensor] = field(default_factory=dict)  # by leaf, those that the user gets
+    unused: Sequence[Tensor] = ()  # lent, but no part of what the user gets: dropped when he gets it
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in staging memory."""
+        return self.layout.num_bytes
 
 
 class CopyLane:
@@ -87,275 +65,271 @@ class CopyLane:
     Args:
         context: Of the device.
         depth: How many batches may be under way.
+        threads: How many threads stage a large batch.
+        transform: Applied to each batch on the copy stream, in the sender.
+        checker: Watches over slots, if the user has asked for it.
     """
 
-    def __init__(self, context: DeviceContext, depth: int) -> None:
+    sends = True
+
+    def __init__(
+        self,
+        context: DeviceContext,
+        depth: int,
+        *,
+        threads: int = 1,
+        transform: Transform | None = None,
+        checker: Checker | None = None,
+    ) -> None:
         self._context = context
         self._device = context.torch_device
-        self._depth = depth
-        # One slot more than batches that can wait: the worker fills it while ``depth`` batches lie on the conveyor.
-        self._slots = [_Slot(context.acquire_event()) for _ in range(depth + 1)]
-        self._turn = 0
-        self._layout = plan_layout(())  # of the batch staged last; the worker's
-        self._landings: deque[_Landing] = deque()  # prepared by the consumer, taken by the worker, under the lock
-        self._landings_lock = threading.Lock()
-        self._num_open = 0  # landings made and not yet handed out; the consumer's
-        self._handed_layout: Layout | None = None  # the consumer's
+        self._transform = transform
+        self._checker = checker
+        # One more than can be under way: the copy of the batch that was handed out last may still be going on.
+        self._pinned = PinnedRing(context, depth + 1, threads)
+        num_slots = max(depth, 2) + (checker is not None)
+        self.ring = Ring(context, num_slots, context.current_stream())
+        self._layout = plan_layout(())  # of the batch described last; the worker's
+        self.slot: int | None = None
+
+    @property
+    def num_kept(self) -> int:
+        """Parcels that the user has kept."""
+        return self.ring.num_kept
 
     def in_thread(self) -> AbstractContextManager[None]:
-        """Set the device, and keep the worker from killing captures of other threads."""
+        """Set the device, and keep the thread from killing captures of others."""
         return self._context.in_thread()
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
-    def stage(self, batch: Any, stopped: threading.Event) -> _Load | None:
-        """Copy the batch's host tensors into the next slot, so that the source may reuse them.
-
-        Always, even when they are pinned already: a source that yields the same memory again would otherwise overwrite
-        a batch whose copy is still in flight, and a pageable one would make the copy block.
+    def describe(self, batch: Any) -> DeviceLoad:
+        """Find the batch's leaves and give those on the host their places.
 
         Raises:
-            FeedError: A tensor lives on a third device.
+            FeedError: A tensor lives on a third device, or something is of a type that is not known.
         """
         leaves, rebuild = split(batch)
         staged: list[int] = []
-        others: dict[int, Tensor] = {}
+        others: dict[int, Any] = {}
         for i, leaf in enumerate(leaves):
+            leaf = leaves[i] = as_tensor(leaf)
             if _can_be_staged(leaf):
                 staged.append(i)
-            elif leaf.device.type == "cpu" or leaf.device == self._device:
+            elif not isinstance(leaf, Tensor) or leaf.device.type == "cpu" or leaf.device == self._device:
                 others[i] = leaf
             else:
                 raise misplaced(batch, i, leaf, self._context.place)
-        layout = self._find_layout([leaves[i] for i in staged])
-        slot = self._slots[self._turn % len(self._slots)]
-        # The slot's last batch was handed out before there was room for this one on the conveyor, so its copy has been
-        # enqueued. It need not be over: writing now would change bytes that the device is about to read (WAR).
-        if not self._wait_until_copied(slot, stopped):
-            return None
-        self._turn += 1
-        for view, i in zip(self._open_slot(slot, layout), staged, strict=True):
-            view.copy_(leaves[i])
-        made = self._mark_own_work(others)
-        return _Load(rebuild, layout, staged, others, slot, made)
-
-    def send(self, load: _Load) -> None:
-        """Start the copy if the consumer has prepared a landing of this layout; otherwise the consumer will do both."""
-        landing = self._take_landing(load.layout)
-        if landing is not None:
-            self._start_copy(load, landing)
-
-    def _find_layout(self, leaves: Sequence[Tensor]) -> Layout:
-        specs = tuple(map(describe_leaf, leaves))
+        host = [leaves[i] for i in staged]
+        specs = describe_leaves(host)
         if specs != self._layout.specs:
             self._layout = plan_layout(specs)
-        return self._layout
+        return DeviceLoad(rebuild, self._layout, host, staged, others, made=self._mark_own_work(others))
 
-    def _wait_until_copied(self, slot: _Slot, stopped: threading.Event) -> bool:
-        # Asked in pauses rather than by ``synchronize``: the question is put under the capture lock, which must not be
-        # held for long, and a feed that is closed need not wait for the device.
-        pause_s = FIRST_PAUSE_S
-        while slot.busy:
-            with self._context.capture_lock:
-                slot.busy = not slot.copied.query()
-            if slot.busy:
-                if stopped.wait(pause_s):
-                    return False
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        return not stopped.is_set()
+    def stage(self, load: DeviceLoad, stopped: threading.Event) -> bool:
+        """Copy the batch's host tensors into the next pinned slot, so that the source may reuse them.
 
-    def _open_slot(self, slot: _Slot, layout: Layout) -> list[Tensor]:
-        """The leaves of ``layout`` in the slot's memory, which is replaced if it is too small."""
-        if slot.layout is layout:
-            return slot.views
-        slot.views, slot.layout = [], None
-        if slot.memory is None or slot.memory.numel() < layout.num_bytes:
-            if slot.memory is not None:
-                self._context.release_pinned(slot.memory)  # its copy is over
-                slot.memory = None
-            reserve_bytes = len(self._slots) * layout.num_bytes
-            slot.memory = self._context.pinned(layout.num_bytes, reserve_bytes=reserve_bytes)
-        memory = slot.memory
-        slot.views = view_leaves(layout, [memory[p.start : p.start + p.num_bytes] for p in layout.parcels])
-        slot.layout = layout
-        return slot.views
+        Always, even when they are pinned already: a source that yields the same memory again would otherwise overwrite
+        a batch whose copy is still in flight, and a pageable one would make the copy block.
+        """
+        load.pinned = self._pinned.fill(load.layout, load.leaves, stopped)
+        load.leaves = []
+        return load.pinned is not None
 
-    def _mark_own_work(self, others: dict[int, Tensor]) -> tuple[Event, Stream] | None:
+    def _mark_own_work(self, others: dict[int, Any]) -> tuple[Mark, Stream] | None:
         # Tensors that the source made on the device itself: it enqueued the work on this thread's current stream.
-        if all(leaf.device.type == "cpu" for leaf in others.values()):
+        if not any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in others.values()):
             return None
-        event, stream = self._context.acquire_event(), self._context.current_stream()
-        event.record(stream)
-        return event, stream
+        stream = self._context.current_stream()
+        return Mark(self._context, stream, timing=False), stream
 
-    # --- either side -------------------------------------------------------------------------------------------------
+    # --- the sender's side -------------------------------------------------------------------------------------------
 
-    def _take_landing(self, layout: Layout) -> _Landing | None:
-        with self._landings_lock:
-            if self._landings and self._landings[0].layout is layout:
-                return self._landings.popleft()
-            return None
+    def send(self, load: DeviceLoad, stopped: threading.Event) -> bool:
+        """Wait for a slot and start the copy into it. When memory is short, it is left to the consumer to start it."""
+        load.slot = self._take_slot()
+        if load.slot is None:
+            return False
+        if self._checker is not None:
+            self._checker.verify(stopped, leave=ECHOES_LEFT)
+        with suppress(torch.OutOfMemoryError):
+            self._start(load)
+        return True
 
-    def _start_copy(self, load: _Load, landing: _Landing) -> None:
-        slot, copy_stream = load.slot, self._context.copy_stream
-        with self._context.capture_lock:  # from pageable memory, when pinning was refused, a copy synchronises
-            # Kernels queued on the consumer's stream may still use the landing's memory for what it was before (WAR,
-            # WAW).
-            copy_stream.wait_event(landing.ready)
-            for parcel, memory in zip(load.layout.parcels, landing.parcels, strict=True):
-                if parcel.num_bytes:
-                    assert slot.memory is not None
-                    source = slot.memory[parcel.start : parcel.start + parcel.num_bytes]
-                    self._context.copy(memory, source, copy_stream)
+    def end_sending(self, stopped: threading.Event) -> None:
+        """Compare the last of what is to be checked."""
+        if self._checker is not None:
+            self._checker.verify(stopped, leave=0)
+
+    def _take_slot(self) -> DeviceSlot | None:
+        while (slot := self.ring.take()) is not None and self._checker is not None:
+            if (checked := self._checker.rotate(slot)) is not None:
+                return checked
+        return slot
+
+    def _start(self, load: DeviceLoad) -> None:
+        context, slot, pinned = self._context, load.slot, load.pinned
+        assert slot is not None
+        assert pinned is not None
+        copy_stream, layout = context.copy_stream, load.layout
+        # Allocating ends captures of other threads, and so does a copy from pageable memory, when pinning was refused.
+        with context.capture_lock, torch.inference_mode(False):
+            memories = self.ring.open(slot, layout, copy_stream)
+            begin = Mark(context, copy_stream)
+            for parcel, memory in zip(layout.parcels, memories, strict=True):
+                assert pinned.memory is not None
+                source = pinned.memory[parcel.start : parcel.start + parcel.num_bytes]
+                context.copy(memory[: parcel.num_bytes], source, copy_stream)
+            load.copy = begin, Mark(context, copy_stream)
+            pinned.copied.record(copy_stream)
+            pinned.busy = True
             slot.copied.record(copy_stream)
-        slot.busy = True
-        load.landing = landing
-        self._context.release_event(landing.ready)  # the wait above holds the record; the event may serve again
+            slot.written = True
+            if self._checker is not None:
+                self._checker.follow(layout, pinned, memories, slot)
+            if self._transform is None:
+                self._lend(load, memories)
+            else:
+                self._apply(self._transform, load, memories)
+        load.ready = slot.copied
+
+    def _lend(self, load: DeviceLoad, memories: Sequence[Tensor]) -> None:
+        assert load.slot is not None
+        loan, lent = self.ring.lend(load.slot, len(memories))
+        if not memories:
+            self.ring.give_back(load.slot)  # nothing of it will ever be dropped
+        load.loan = loan
+        load.tensors = dict(zip(load.staged, view_leaves(load.layout, lent), strict=True))
+
+    def _apply(self, transform: Transform, load: DeviceLoad, memories: Sequence[Tensor]) -> None:
+        """Run the user's transform on the copy stream, and lend what comes out of it.
+
+        Leaves that are not staged reach it as the source made them.
+        """
+        context, slot, copy_stream = self._context, load.slot, self._context.copy_stream
+        assert slot is not None
+        raw = dict(zip(load.staged, view_leaves(load.layout, memories), strict=True))
+        own = {memory.untyped_storage().data_ptr(): i for i, memory in enumerate(memories)}
+        foreign = {leaf.untyped_storage().data_ptr() for leaf in load.others.values() if _is_plain(leaf)}
+        if load.made is not None:
+            copy_stream.wait_event(load.made[0].event)
+        with context.on(copy_stream):
+            batch = transform(load.rebuild([(raw | load.others)[i] for i in range(len(raw) + len(load.others))]))
+            slot.copied.record(copy_stream)
+        outputs, load.rebuild = split(batch)
+        load.others, load.tensors = {}, {}
+        storages: dict[int, Tensor] = {}
+        lands = [_is_plain(leaf) and leaf.device == self._device for leaf in outputs]
+        uses_slot = any(
+            on and leaf.untyped_storage().data_ptr() in own for on, leaf in zip(lands, outputs, strict=True)
+        )
+        loan, lent = self.ring.lend(slot, len(memories)) if uses_slot else (Loan(self.ring, slot, 0), [])
+        if not uses_slot:
+            self.ring.give_back(slot)
+        for i, leaf in enumerate(outputs):
+            pointer = leaf.untyped_storage().data_ptr() if lands[i] else 0
+            if not lands[i] or pointer in foreign or not leaf.untyped_storage().nbytes():
+                load.others[i] = leaf
+                continue
+            if pointer in own:
+                storages[pointer] = lent[own[pointer]]
+            elif pointer not in storages:
+                storages[pointer] = self.ring.lend_other(loan, whole_storage(leaf), copy_stream)
+            memory = storages[pointer].view(leaf.dtype)
+            load.tensors[i] = memory.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset()).data
+        load.loan, load.unused = loan, lent
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
-    def deliver(self, waiting: Sequence[_Load]) -> Any:
-        """Hand the first batch out on the current stream. The host does not wait for the device.
+    def reclaim(self) -> None:
+        """Leave to the user what he has kept, and take new memory in its place.
 
         Raises:
             FeedError: The current stream is being captured.
         """
-        context, load = self._context, waiting[0]
-        if context.is_capturing():
+        if self._context.is_capturing():
             raise FeedError(
-                f"A batch was asked for while the current stream of {context.place} is being captured into a CUDA "
-                "graph, which would hold this one batch for ever. Take the batch before the capture, and copy it into "
-                "the graph's input."
+                f"A batch was asked for while the current stream of {self._context.place} is being captured into a "
+                "CUDA graph, which would hold this one batch for ever. Take the batch before the capture, and copy it "
+                "into the graph's input."
             )
-        stream = context.current_stream()
-        # Fresh tensors made under ``inference_mode`` could never be used for training, nor filled by the worker.
-        with context.capture_lock, torch.inference_mode(False):
-            self._drop_landings(waiting[-1].layout, stream)
-            for each in waiting:
-                if each.landing is None:
-                    landing = self._take_landing(each.layout) or self._make_landing(each.layout, stream)
-                    self._start_copy(each, landing)
-            self._prepare_landings(waiting, stream)
-            tensors = self._take_over(load, stream)
+        self.ring.reclaim()
+
+    def mark(self) -> Mark | None:
+        """Note where the consumer's stream stands."""
+        return Mark(self._context, self._context.current_stream())
+
+    def deliver(self, load: DeviceLoad) -> Any:
+        """Hand the batch out on the current stream. The host does not wait for the device."""
+        stream = self._context.current_stream()
+        if load.ready is None:
+            self._start(load)  # memory was short; if it still is, the user learns it here, and may try again
+            assert load.ready is not None
+        stream.wait_event(load.ready)  # RAW: the consumer's kernels must see the copied bytes
+        tensors: dict[int, Any] = dict(load.tensors)
+        if load.made is not None:
+            tensors |= self._take_over(load, load.made, stream)
         for i, leaf in load.others.items():
             if i not in tensors:
-                tensors[i] = leaf.to(self._device)  # itself, when it is there
+                tensors[i] = _move(leaf, self._device)
         batch = load.rebuild([tensors[i] for i in range(len(tensors))])
         # Nothing fails from here on, so this part happens once even if an attempt above has to be repeated.
-        if load.made is not None:
-            context.release_event(load.made[0])
-            load.made = None
-        self._num_open -= 1
-        self._handed_layout = load.layout
+        if load.loan is not None:
+            self.ring.hand_out(load.loan, stream)
+            self.slot = load.loan.slot.number if load.loan.claims else None
+        load.unused, load.tensors = (), {}
         return batch
 
-    def _make_landing(self, layout: Layout, stream: Stream) -> _Landing:
-        parcels = [self._context.allocate(parcel.num_bytes) for parcel in layout.parcels]
-        ready = self._context.acquire_event()
-        ready.record(stream)  # after the allocation: behind every kernel that may still use this memory
-        self._num_open += 1
-        return _Landing(layout, parcels, stream, ready)
+    def _take_over(self, load: DeviceLoad, made: tuple[Mark, Stream], stream: Stream) -> dict[int, Tensor]:
+        """Make tensors that the source made on the device the property of the consumer's stream.
 
-    def _prepare_landings(self, waiting: Sequence[_Load], stream: Stream) -> None:
-        """Top the landings up to ``depth`` batches on the way, beside the one that is handed out now.
-
-        Only when the latest two batches look alike: for a source whose batches all differ, a guess would be wrong
-        nearly every time and would double the memory.
+        Handed out as they are, they would go back to the source's stream when the user drops them, and be overwritten
+        there under his kernels. So they are copied, on the device, into memory of his stream.
         """
-        layout = waiting[-1].layout
-        previous = waiting[-2].layout if len(waiting) > 1 else self._handed_layout
-        if layout is not previous:
-            return
-        while self._num_open - 1 < self._depth:
-            try:
-                landing = self._make_landing(layout, stream)
-            except torch.OutOfMemoryError:
-                return  # only an advance: the batch gets its memory when it is handed out, or the error belongs there
-            with self._landings_lock:
-                self._landings.append(landing)
-
-    def _drop_landings(self, layout: Layout, stream: Stream) -> None:
-        """Drop prepared landings that batches to come cannot use: of another layout, or made for another stream."""
-        with self._landings_lock:
-            if all(landing.layout is layout and landing.stream == stream for landing in self._landings):
-                return
-            dropped = list(self._landings)
-            self._landings.clear()
-        self._num_open -= len(dropped)
-        for landing in dropped:  # never written, so the memory may go back to its stream without further ado
-            self._context.release_event(landing.ready)
-
-    def _take_over(self, load: _Load, stream: Stream) -> dict[int, Tensor]:
-        """Make the tensors that are on the device the property of ``stream``.
-
-        The consumer may have changed streams since their memory was taken. Handed out as they are, they would go back
-        to the old stream's memory when the user drops them, and be overwritten there under the kernels of the new one.
-        So they are copied, on the device, into memory of the new stream. This is rare, and right.
-        """
-        landing = load.landing
-        assert landing is not None
-        stream.wait_event(load.slot.copied)  # RAW: the consumer's kernels must see the copied bytes
-        parcels = landing.parcels
-        if landing.stream != stream:
-            parcels = [self._context.allocate(parcel.numel()) for parcel in landing.parcels]
-            for new, old in zip(parcels, landing.parcels, strict=True):
-                self._context.copy(new, old, stream)
-            self._hold_back(landing.stream, stream)
-        tensors = dict(zip(load.staged, view_leaves(load.layout, parcels), strict=True))
-        if load.made is not None:
-            made, source_stream = load.made
-            stream.wait_event(made)  # RAW: what the source computed on the device
-            if source_stream != stream:
-                resident = {i: leaf for i, leaf in load.others.items() if leaf.device == self._device}
-                tensors.update({i: leaf.clone() for i, leaf in resident.items()})
-                self._hold_back(source_stream, stream)
-        return tensors
-
-    def _hold_back(self, old: Stream, new: Stream) -> None:
-        """Let ``old`` reuse memory that the host is about to free only when ``new`` has read it (WAR)."""
-        event = self._context.acquire_event()
-        event.record(new)
-        old.wait_event(event)
-        self._context.release_event(event)
+        mark, source_stream = made
+        stream.wait_event(mark.event)  # RAW: what the source computed on the device
+        if source_stream == stream:
+            return {}
+        resident = {
+            i: leaf.clone()
+            for i, leaf in load.others.items()
+            if isinstance(leaf, Tensor) and leaf.device == self._device
+        }
+        # WAR: the source's stream may use that memory again only when it was read.
+        source_stream.wait_event(Mark(self._context, stream, timing=False).event)
+        return resident
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def close(self, left: Sequence[_Load]) -> None:
-        """Give slots, events and undelivered batches back, without waiting for copies that are under way."""
-        for load in left:
-            # A device in an error state refuses even this. That error was raised where it happened.
-            with suppress(RuntimeError):
-                if load.landing is not None:
-                    # The memory is freed here, so its stream may use it again at once: not before the copy into it is
-                    # over.
-                    load.landing.stream.wait_event(load.slot.copied)
-            if load.made is not None:
-                self._context.release_event(load.made[0])
-        for landing in self._landings:
-            self._context.release_event(landing.ready)
-        self._landings.clear()
-        for slot in self._slots:
-            slot.views = []
-            if slot.memory is None:
-                self._context.release_event(slot.copied)
-            elif slot.busy:
-                self._context.release_pinned(slot.memory, after=slot.copied)
-            else:
-                self._context.release_pinned(slot.memory)
-                self._context.release_event(slot.copied)
-        self._slots.clear()
+    def stop(self) -> None:
+        """Wake the sender for good."""
+        self.ring.stop()
+
+    def close(self) -> None:
+        """Give slots and events back, without waiting for copies that are under way."""
+        if self._checker is not None:
+            self._checker.close()
+        self.ring.close()
+        self._pinned.close()
 
 
-def _can_be_staged(leaf: Tensor) -> bool:
-    """Whether the tensor is plain bytes on the host.
+def _can_be_staged(leaf: Any) -> bool:
+    """Whether the leaf is plain bytes on the host.
 
-    Others (subclasses, sparse, quantized or gradient-tracking tensors) are moved by their own ``to`` when they are
-    handed out: right, if not hidden.
+    Others (tensor subclasses, sparse, quantized or gradient-tracking tensors, objects with a ``to``) are moved by their
+    own ``to`` when they are handed out: right, if not hidden.
     """
-    return (
-        type(leaf) is Tensor
-        and leaf.device.type == "cpu"
-        and leaf.layout is torch.strided
-        and not leaf.requires_grad
-        and not leaf.is_quantized
-    )
+    return _is_plain(leaf) and leaf.device.type == "cpu" and not leaf.requires_grad
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_nested
+
+
+def _move(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.to(device)  # itself, when it is there
+    try:
+        return leaf.to(device, non_blocking=True)
+    except TypeError:
+        return leaf.to(device)

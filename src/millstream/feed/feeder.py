@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Any, cast
 
@@ -11,24 +13,83 @@ import torch
 
 from millstream.device import Place, context
 from millstream.errors import ArgumentError, FeedError
+from millstream.feed.checking import Checker
 from millstream.feed.copy_lane import CopyLane
-from millstream.feed.lane import HostLane, Lane
-from millstream.feed.session import Session
+from millstream.feed.lane import HostLane, Lane, Transform
+from millstream.feed.ledger import Ledger, Stats
+from millstream.feed.many_lane import ManyLane
+from millstream.feed.progress import Note, Progress
+from millstream.feed.session import Prepare, Session
+from millstream.feed.shaping import count_rows, deal, make_transform, pad_rows, share_rows
+from millstream.feed.staging import default_threads
+from millstream.graph import Timeline
+
+Device = str | torch.device | Place
 
 
-def feed(loader: Iterable[Any], device: str | torch.device | Place, depth: int = 2) -> Feed:
+@dataclass(frozen=True)
+class Options:
+    """How a feed works; see ``feed`` for what they mean."""
+
+    depth: int = 2
+    max_bytes: int | None = None
+    transform: Transform | None = None
+    drop_last: bool = False
+    pad_last: bool = False
+    deal: bool = False
+    threads: int | None = None
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least, meaning in (
+            ("depth", 1, "the number of batches that may be under way"),
+            ("max_bytes", 1, "the number of bytes that may be under way"),
+            ("threads", 1, "the number of threads that stage a large batch"),
+        ):
+            value = getattr(self, name)
+            if value is None and name != "depth":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}, {meaning}.")
+        if self.drop_last and self.pad_last:
+            raise ArgumentError("drop_last and pad_last exclude each other: a short batch is left out or padded.")
+        if self.transform is not None and not callable(self.transform):
+            raise ArgumentError(f"transform is {self.transform!r}; it must be a function of a batch.")
+
+
+def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
+    loader: Iterable[Any],
+    device: Device | Sequence[Device],
+    depth: int = 2,
+    *,
+    max_bytes: int | None = None,
+    cast: torch.dtype | None = None,
+    channels_last: bool = False,
+    transform: Transform | None = None,
+    drop_last: bool = False,
+    pad_last: bool = False,
+    deal: bool = False,
+    threads: int | None = None,
+    check: bool = False,
+) -> Feed:
     """Iterate over the batches of ``loader``, with their tensors on ``device``.
 
-    A worker thread pulls batches ahead, stages their tensors in pinned memory and copies them on a stream of their own,
-    so that the next batches cross while the device computes with the present one::
+    A thread pulls batches ahead and stages their tensors in pinned memory, another copies them on a stream of their
+    own, so that the next batches cross while the device computes with the present one::
 
         for x, y in ms.feed(loader, "cuda"):
             train_step(x, y)
 
-    **What arrives.** Batches in the loader's order. Tensors in tuples, lists, dicts, named tuples, dataclasses and
-    packed sequences are moved; everything else stays as it is. Each batch is the user's own and may be kept: no later
-    batch overwrites it. It belongs to the stream that is current when it is asked for, and may be used there without
-    synchronising; the host never waits for the device. On the CPU the loader's own objects arrive.
+    **What arrives.** Batches in the loader's order. Tensors and NumPy arrays arrive as tensors, wherever they are in
+    tuples, lists, dicts, sets, named tuples, dataclasses, packed sequences and jagged tensors; strides, dtypes and
+    shared memory are kept. Objects with a ``to`` are moved by it. Plain values stay as they are; anything else is an
+    error until ``millstream.feed.register`` has taught it. On the CPU the loader's own objects arrive.
+
+    **Whose a batch is.** Yours, for as long as you hold any tensor of it. Batches lie in slots; when you drop the last
+    tensor of one (as the loop does when it gets the next) its slot is filled again, behind all work that you had queued
+    by then. What you still hold when you ask for the next but one stays yours for good, and the feed takes new memory
+    in its place. A batch belongs to the stream that is current when it is asked for, and may be used there without
+    synchronising; where another stream uses it, that one must wait for the work there before you drop the batch.
 
     **The loader.** Anything that can be iterated, several times if it can. Its iterator is made in the thread that
     begins to iterate and then used in the worker thread only. At most ``depth + 1`` batches are pulled ahead, so a
@@ -38,29 +99,49 @@ def feed(loader: Iterable[Any], device: str | torch.device | Place, depth: int =
     uses, at times that vary: give it a generator of its own, or worker processes, where runs must repeat exactly.
 
     **Endings.** An error of the loader is raised where its batch would have come, with its traceback, after all batches
-    before it. Leaving the loop in any way (``break``, an exception, Ctrl-C) ends the worker; ``close`` and ``with`` do
+    before it. Leaving the loop in any way (``break``, an exception, Ctrl-C) ends the threads; ``close`` and ``with`` do
     so explicitly.
+
+    **Resuming.** ``state_dict()`` is that of the batch delivered last, not of those pulled ahead. A feed that has
+    loaded it goes on behind that batch: by the loader's own state where it has one (as torchdata's
+    ``StatefulDataLoader``), else by pulling and dropping what had been delivered.
 
     Args:
         loader: Yields batches.
-        device: Where they go.
-        depth: How many batches may be under way, at least 1. Device memory for up to ``depth`` batches is taken beyond
-            those in use.
+        device: Where they go. With several devices, each batch is split along its first dimension, and a tuple with one
+            part per device arrives.
+        depth: How many batches may be under way, at least 1. That many slots, but at least 2, are taken on the device,
+            the batch in use included, and one more in pinned memory.
+        max_bytes: How many bytes may be under way in all.
+        cast: What floating tensors become, on the device.
+        channels_last: Give tensors of four dimensions this layout, on the device.
+        transform: Called with each batch on the device after that, on the copy stream (on the CPU: in the worker);
+            what it returns is delivered. It must not keep what it gets, nor wait for the device.
+        drop_last: Leave out a batch that has fewer rows than the first.
+        pad_last: Lengthen such a batch by repeating its last row; ``num_valid`` of the feed says how many are data.
+        deal: With several devices: give them whole batches in turn.
+        threads: How many threads stage a batch of 4 MiB or more; by default half the processors, at most 8.
+        check: Verify every copy and poison every slot that was dropped, to find who reads or writes a batch when it is
+            not his any more. Slow.
 
     Raises:
-        ArgumentError: ``depth`` is not a positive integer, or ``loader`` cannot be iterated.
+        ArgumentError: An argument is not acceptable, or ``loader`` cannot be iterated.
         DeviceError: The device does not exist.
     """
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise ArgumentError(
-            f"depth is {depth!r}; it must be an integer of at least 1, the number of batches that may be under way."
-        )
+    options = Options(
+        depth, max_bytes, make_transform(cast, channels_last, transform), drop_last, pad_last, deal, threads, check
+    )
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise ArgumentError(
             f"The loader is a {type(loader).__name__}, which cannot be iterated; expected a DataLoader, "
             "a list, a generator or the like."
         )
-    return Feed(loader, Place.of(device), depth)
+    if isinstance(device, str | torch.device | Place):
+        return Feed(loader, Place.of(device), options)
+    places = tuple(Place.of(each) for each in device)
+    if not places:
+        raise ArgumentError("There is no device in the list of devices.")
+    return Feed(loader, places, options)
 
 
 class Feed:
@@ -71,16 +152,22 @@ class Feed:
 
     Attributes:
         loader: Where batches come from.
-        place: Where they go.
+        place: Where they go; the first of several.
+        places: Where the parts of a batch go, if a list of devices was given; else ``None``.
         depth: How many may be under way.
     """
 
-    def __init__(self, loader: Iterable[Any], place: Place, depth: int) -> None:
+    def __init__(self, loader: Iterable[Any], place: Place | tuple[Place, ...], options: Options) -> None:
         self.loader = loader
-        self.place = place
-        self.depth = depth
+        self.places = place if isinstance(place, tuple) else None
+        self.place = place[0] if isinstance(place, tuple) else place
+        self.depth = options.depth
+        self._options = options
         self._closed = False
-        # Weak: a loop that is left drops the pass, and with it must go the worker, although the feed lives on.
+        self._progress = Progress()
+        self._ledger: Ledger | None = None
+        self._lane: Lane[Any] | None = None
+        # Weak: a loop that is left drops the pass, and with it must go the threads, although the feed lives on.
         self._last: weakref.ref[Session] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -92,19 +179,126 @@ class Feed:
         if self._closed:
             raise FeedError("The feed is closed; make a new one with millstream.feed.")
         self._end_last("the feed has been iterated anew, and there is one pass at a time")
-        iterator = iter(self.loader)
-        device = context(self.place)
-        lane: Lane[Any] = HostLane() if self.place.kind == "cpu" else CopyLane(device, self.depth)
-        begun = _Pass(Session(iterator, lane, self.depth))
-        device.attach(begun.session)
-        self._last = weakref.ref(begun.session)
-        del iterator  # the worker's alone
-        begun.session.begin()
+        iterator, skip, stateful = self._progress.begin(self.loader)
+        if self.places is not None and self._options.deal:
+            iterator = deal(islice(iterator, skip, None) if skip else iterator, len(self.places))
+        lane, ledger = self._make_lane(), self._find_ledger()
+        ledger.begin_pass()
+        session = Session(
+            iterator,
+            lane,
+            self.depth,
+            max_bytes=self._options.max_bytes,
+            prepare=self._make_prepare(skip, stateful),
+            ledger=ledger,
+        )
+        begun = _Pass(session, self._progress, self.loader)
+        context(self.place).attach(session)
+        self._last = weakref.ref(session)
+        self._lane = lane
+        del iterator, stateful  # the worker's alone
+        session.begin()
         return begun
 
+    def _make_lane(self) -> Lane[Any]:
+        if self.places is None:
+            return self._make_one_lane(self.place)
+        parts = len(self.places)
+        lanes = [self._make_one_lane(place) for place in self.places]
+        return ManyLane(lanes, list if self._options.deal else lambda batch: share_rows(batch, parts))
+
+    def _make_one_lane(self, place: Place) -> Lane[Any]:
+        options = self._options
+        if place.kind == "cpu":
+            return HostLane(options.transform)
+        device = context(place)
+        return CopyLane(
+            device,
+            self.depth,
+            threads=options.threads or default_threads(),
+            transform=options.transform,
+            checker=Checker(device) if options.check else None,
+        )
+
+    def _find_ledger(self) -> Ledger:
+        device = None if self.place.kind == "cpu" else context(self.place)
+        if self._ledger is None or self._ledger.context is not device:  # the context may have been closed and made anew
+            self._ledger = Ledger(device)
+        return self._ledger
+
+    def _make_prepare(self, skip: int, stateful: Any) -> Prepare:
+        """What the worker does with a batch as the source has made it."""
+        options, progress = self._options, self._progress
+        dealt = options.deal and self.places is not None
+        start = progress.position
+        left = 0 if dealt else skip
+        count = 0
+
+        def prepare(batch: Any) -> tuple[Any, Note] | None:
+            nonlocal left, count
+            if left:
+                left -= 1
+                return None
+            count += len(batch) if dealt else 1
+            num_valid = None
+            if (options.drop_last or options.pad_last) and (rows := count_rows(batch)) is not None:
+                progress.rows = full = progress.rows or rows
+                num_valid = rows
+                if rows < full and options.drop_last:
+                    return None
+                if rows < full:
+                    batch = pad_rows(batch, rows, full)
+            return batch, Note(start + count, None if stateful is None else stateful.state_dict(), num_valid)
+
+        return prepare
+
+    # --- what became of it -------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Say where the time of the loop's steps went, over all passes so far; printing it shows a verdict."""
+        ledger = self._find_ledger()
+        ledger.num_kept = self._lane.num_kept if self._lane is not None else 0
+        return ledger.stats()
+
+    def timeline(self) -> Timeline:
+        """The last measured steps in four lanes: source, staging, copies, steps; ``draw_lanes`` draws it."""
+        return self._find_ledger().timeline()
+
+    @property
+    def num_valid(self) -> int | None:
+        """Rows of the batch delivered last that are data and not padding; only with ``pad_last`` or ``drop_last``."""
+        return self._progress.num_valid
+
+    @property
+    def slot(self) -> int | None:
+        """Number of the slot that the batch delivered last lies in; ``None`` where it lies in no slot.
+
+        The tensors of a slot keep their addresses for as long as batches look alike and none is kept, so that a graph
+        may be made for each slot and read its batch in place. Who does so must still compare addresses.
+        """
+        return self._lane.slot if self._lane is not None else None
+
+    # --- resuming ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the batch delivered last, and the loader's state there if it has one."""
+        return self._progress.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next pass begin where ``state`` was taken; a pass under way is ended.
+
+        Raises:
+            ArgumentError: This is not the state of a feed.
+        """
+        self._end_last("a state was loaded into the feed")
+        self._progress.load_state_dict(state)
+
+    # --- the rest ----------------------------------------------------------------------------------------------------
+
     def __len__(self) -> int:
-        """Number of batches, if the loader knows it."""
-        return len(cast("Sized", self.loader))
+        """Number of batches of a whole pass, if the loader knows it."""
+        length = len(cast("Sized", self.loader))
+        return -(-length // len(self.places)) if self.places is not None and self._options.deal else length
 
     def __enter__(self) -> Feed:
         return self
@@ -133,22 +327,32 @@ class Feed:
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
-        return f"<Feed of {type(self.loader).__name__} to {self.place}, depth {self.depth}{state}>"
+        places = ", ".join(map(str, self.places or [self.place]))
+        return f"<Feed of {type(self.loader).__name__} to {places}, depth {self.depth}{state}>"
 
 
 class _Pass(Iterator[Any]):
     """The iterator that a loop holds. When the loop drops it, the session ends."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, progress: Progress, loader: Any) -> None:
         self.session = session
-        # The session must not refer back to this object, or leaving a loop would not end the worker. Nor does the
-        # thread.
+        self._progress = progress
+        self._loader = loader
+        # The session must not refer back to this object, or leaving a loop would not end the threads. Nor do they.
         finalizer = weakref.finalize(self, session.close, "")
         # The end of the interpreter is the device context's to order.
         finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def __next__(self) -> Any:
+        session, progress = self.session, self._progress
+        had_finished = session.finished
         try:
-            return self.session.next_batch()
+            batch, note = session.next_batch()
+        except StopIteration:
+            if session.finished and not had_finished:
+                progress.finish(self._loader)
+            raise
         finally:
-            del self  # as in ``next_batch``: an error's traceback must not lead back to the error
+            del self, session  # as in ``next_batch``: an error's traceback must not lead back to the error
+        progress.deliver(note)
+        return batch

@@ -1,74 +1,170 @@
 """What a way to a device must do, and the way to the CPU.
 
-Two threads share a lane. The *worker* stages batches and, when it can, starts their copies. The *consumer* is the
-thread that asks for batches; its current stream is the one that will compute with them.
+Three threads share a lane. The *worker* pulls batches and stages them. The *sender* starts their copies. The *consumer*
+is the thread that asks for batches; its current stream is the one that will compute with them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from millstream.device import Place
 from millstream.errors import FeedError
-from millstream.feed.structure import name_leaf, split
+from millstream.feed.ledger import Mark
+from millstream.feed.structure import as_tensor, name_leaf, split
 
-L = TypeVar("L")
+L = TypeVar("L", bound="Load")
+
+Transform = Callable[[Any], Any]
+"""What a user does to each batch on the device before he gets it."""
+
+
+class Load(Protocol):
+    """A batch on its way; lanes add what they note about it.
+
+    Attributes:
+        num_bytes: What it takes in staging memory.
+        copy: Marks around its copy, for the ledger.
+    """
+
+    num_bytes: int
+    copy: tuple[Mark, Mark] | None
 
 
 class Lane(Protocol[L]):
     """A way to a device. ``L`` is the lane's own note about a batch on its way."""
 
+    sends: bool
+    """Whether there is anything for a sender to do."""
+
+    @property
+    def slot(self) -> int | None:
+        """Number of the slot of the batch handed out last, if it lies in one."""
+        ...
+
+    @property
+    def num_kept(self) -> int:
+        """Pieces of memory that the user has kept."""
+        ...
+
     def in_thread(self) -> AbstractContextManager[None]:
-        """Entered by the worker before anything else."""
+        """Entered by worker and sender before anything else."""
         ...
 
-    def stage(self, batch: Any, stopped: threading.Event) -> L | None:
-        """Worker: take the batch off the source's hands; ``None`` when stopped meanwhile."""
+    def describe(self, batch: Any) -> L:
+        """Worker: look at a batch."""
         ...
 
-    def send(self, load: L) -> None:
-        """Worker: start moving a staged batch, if that is possible yet."""
+    def stage(self, load: L, stopped: threading.Event) -> bool:
+        """Worker: take the batch off the source's hands; false when stopped meanwhile."""
         ...
 
-    def deliver(self, waiting: Sequence[L]) -> Any:
-        """Consumer: hand the first of the waiting batches out, start moving the others. If it raises, call it again."""
+    def send(self, load: L, stopped: threading.Event) -> bool:
+        """Sender: start moving a staged batch; false when stopped meanwhile."""
         ...
 
-    def close(self, left: Sequence[L]) -> None:
-        """Give everything back. Called once, when neither thread will call again; never blocks."""
+    def end_sending(self, stopped: threading.Event) -> None:
+        """Sender: everything was sent."""
         ...
+
+    def reclaim(self) -> None:
+        """Consumer: about to ask for the next batch."""
+        ...
+
+    def deliver(self, load: L) -> Any:
+        """Consumer: hand the batch out. If it raises, call it again."""
+        ...
+
+    def mark(self) -> Mark | None:
+        """Consumer: note where his stream and his clock stand, if the lane has a stream."""
+        ...
+
+    def stop(self) -> None:
+        """Any thread: wake the sender for good."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Called once, when no thread will call again; never blocks."""
+        ...
+
+
+@dataclass(slots=True)
+class HostLoad:
+    """A batch that is where it has to be."""
+
+    batch: Any
+    num_bytes: int
+    copy: tuple[Mark, Mark] | None = None
 
 
 class HostLane:
-    """The way to the CPU: a batch that the source has made is where it has to be."""
+    """The way to the CPU: a batch that the source has made is where it has to be.
 
-    def __init__(self) -> None:
+    Args:
+        transform: Applied to each batch, in the worker.
+    """
+
+    sends = False
+    slot = None
+    num_kept = 0
+
+    def __init__(self, transform: Transform | None = None) -> None:
         self._place = Place("cpu")
+        self._transform = transform
 
     def in_thread(self) -> AbstractContextManager[None]:
         """Nothing to prepare."""
         return nullcontext()
 
-    def stage(self, batch: Any, stopped: threading.Event) -> Any | None:  # noqa: ARG002
-        """Check that the batch is on the host."""
-        for i, leaf in enumerate(split(batch)[0]):
-            if leaf.device.type != "cpu":
-                raise misplaced(batch, i, leaf, self._place)
-        return (batch,)
+    def describe(self, batch: Any) -> HostLoad:
+        """Check that the batch is on the host, and make tensors of its arrays."""
+        leaves, rebuild = split(batch)
+        tensors = [as_tensor(leaf) for leaf in leaves]
+        num_bytes = 0
+        for i, leaf in enumerate(tensors):
+            if isinstance(leaf, Tensor):
+                if leaf.device.type != "cpu":
+                    raise misplaced(batch, i, leaf, self._place)
+                num_bytes += leaf.nbytes if leaf.layout is torch.strided and not leaf.is_nested else 0
+        if any(new is not old for new, old in zip(tensors, leaves, strict=True)):
+            batch = rebuild(tensors)
+        return HostLoad(batch, num_bytes)
 
-    def send(self, load: Any) -> None:
+    def stage(self, load: HostLoad, stopped: threading.Event) -> bool:  # noqa: ARG002
+        """Nothing to move."""
+        if self._transform is not None:
+            load.batch = self._transform(load.batch)
+        return True
+
+    def send(self, load: HostLoad, stopped: threading.Event) -> bool:  # noqa: ARG002
         """It is there."""
+        return True
 
-    def deliver(self, waiting: Sequence[Any]) -> Any:
-        """The very object that the source made."""
-        return waiting[0][0]
+    def end_sending(self, stopped: threading.Event) -> None:
+        """Nothing was sent."""
 
-    def close(self, left: Sequence[Any]) -> None:
+    def reclaim(self) -> None:
+        """Every batch is the user's own."""
+
+    def deliver(self, load: HostLoad) -> Any:
+        """The very object that the source made, if it holds no arrays."""
+        return load.batch
+
+    def mark(self) -> Mark | None:
+        """No stream, no mark."""
+        return None
+
+    def stop(self) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
         """Nothing to give back."""
 
 
@@ -77,5 +173,5 @@ def misplaced(batch: Any, index: int, leaf: Tensor, place: Place) -> FeedError:
     where = "on the host" if place.kind == "cpu" else f"on the host or on {place}"
     return FeedError(
         f"{name_leaf(batch, index)} ({leaf.dtype}, size {tuple(leaf.size())}) lives on {leaf.device}, but the feed "
-        f"goes to {place}. Let the loader yield it {where}."
+        f"goes to {place}. Let the source yield it {where}."
     )

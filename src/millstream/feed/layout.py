@@ -1,10 +1,18 @@
-"""Where each tensor of a batch lies in a staging slot, and what is copied together."""
+"""Where each tensor of a batch lies in a slot, and what is copied together.
+
+Leaves are packed into one stretch of pinned memory. Small ones share a *parcel*, which one copy carries into one
+allocation on the device; each larger leaf is a parcel of its own. The line between them serves the user who keeps the
+labels of every batch: he must not keep the images with them.
+
+Memory that leaves share is sent once: an expanded tensor without its repetitions, and tensors that overlap in one
+storage as the stretch that they cover. On the device they share it again.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,36 +21,31 @@ ALIGNMENT_BYTES = 256
 """Each leaf starts on this boundary: what CUDA allocations guarantee, and more than any dtype asks for."""
 
 SMALL_LEAF_BYTES = 64 << 10
-"""Below this a copy is mostly its fixed cost (64 KiB cross PCIe 5 at 14 GB/s, 1 MiB at 46), so small leaves may travel
-together."""
-
-MANY_SMALL_LEAVES = 16
-"""From this number of small leaves on they travel together. Fewer get an allocation each, as ``tensor.to(device)``
-would make: a user who keeps one of them then keeps nothing else, and no two inputs of a model share memory."""
+"""Below this a copy is mostly its fixed cost (64 KiB cross PCIe 5 at 14 GB/s, 1 MiB at 46), so that leaves share one;
+and ten leaves that one of them keeps alive cost the user less than a megabyte."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeafSpec:
-    """What a tensor looks like.
+class LeafSpec(NamedTuple):
+    """What a tensor looks like, and where in its piece it lies.
 
     Attributes:
         dtype: Its type.
         size: Its sizes.
-        stride: Its strides in elements; dense (no two elements share memory, no gaps).
+        stride: Its strides in elements; 0 where it repeats its memory.
+        piece: Number of the piece of memory that it lies in; leaves that share memory lie in the same one.
+        offset: First byte in the piece.
+        num_bytes: Bytes from its first element to the end of its last.
     """
 
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory the tensor takes."""
-        return math.prod(self.size) * self.dtype.itemsize
+    piece: int
+    offset: int
+    num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """A range of the slot that one copy carries into one allocation on the device.
 
     Attributes:
@@ -62,70 +65,145 @@ class Layout:
         specs: What each leaf looks like.
         parcels: What is copied together; parcels do not overlap.
         position: For each leaf its parcel and its first byte in it.
+        sources: For each piece the leaf that it starts with, and its length in bytes.
         num_bytes: Length of the slot.
     """
 
     specs: tuple[LeafSpec, ...]
     parcels: tuple[Parcel, ...]
     position: tuple[tuple[int, int], ...]
+    sources: tuple[tuple[int, int], ...]
     num_bytes: int
 
 
-def describe_leaf(leaf: Tensor) -> LeafSpec:
-    """Say how ``leaf`` will look on the device: as ``leaf.to(device)`` would make it.
-
-    The strides of a dense tensor (contiguous, channels last, transposed, ...) are kept; an expanded or sliced one
-    becomes dense in the same order of dimensions.
-    """
-    stride = leaf.stride() if leaf.is_contiguous() else torch.empty_like(leaf, device="meta").stride()
-    return LeafSpec(leaf.dtype, tuple(leaf.size()), stride)
+def describe_leaves(leaves: Sequence[Tensor]) -> tuple[LeafSpec, ...]:
+    """Say how plain host tensors will look on the device, and which of them share memory there."""
+    storages = [leaf.untyped_storage().data_ptr() for leaf in leaves]
+    if len(set(storages)) == len(storages):
+        return tuple(_describe(leaf, piece) for piece, leaf in enumerate(leaves))
+    return _describe_aliases(leaves, storages)
 
 
 def plan_layout(specs: Sequence[LeafSpec]) -> Layout:
-    """Give each leaf a place: many small ones share a parcel, every other has its own.
+    """Give each piece a place: small ones share a parcel, every other has its own.
 
     Args:
         specs: The leaves, in the order of the batch.
     """
-    small = [i for i, spec in enumerate(specs) if spec.num_bytes < SMALL_LEAF_BYTES]
-    groups = [small] if len(small) >= MANY_SMALL_LEAVES else [[i] for i in small]
-    groups += [[i] for i, spec in enumerate(specs) if spec.num_bytes >= SMALL_LEAF_BYTES]
+    size_of: dict[int, int] = {}
+    for spec in specs:
+        size_of[spec.piece] = max(size_of.get(spec.piece, 0), spec.offset + spec.num_bytes)
+    small = [piece for piece, num_bytes in size_of.items() if num_bytes < SMALL_LEAF_BYTES]
+    groups = [small] if small else []
+    groups += [[piece] for piece, num_bytes in size_of.items() if num_bytes >= SMALL_LEAF_BYTES]
     parcels: list[Parcel] = []
-    position: dict[int, tuple[int, int]] = {}
+    place: dict[int, tuple[int, int]] = {}
     start = 0
     for group in groups:
         end = start
-        for i in group:
-            begin = _align(end)
-            position[i] = (len(parcels), begin - start)
-            end = begin + specs[i].num_bytes
+        for piece in group:
+            place[piece] = (len(parcels), end - start)
+            end = _align(end + max(size_of[piece], 1))  # memory of no bytes has no address
         parcels.append(Parcel(start, end - start))
-        start = _align(end)
-    return Layout(tuple(specs), tuple(parcels), tuple(position[i] for i in range(len(specs))), start)
-
-
-def view_leaf(memory: Tensor, start: int, spec: LeafSpec) -> Tensor:
-    """See bytes of ``memory`` as a tensor.
-
-    The result is not a view in the sense of autograd: it has its own version counter, so that writing into one leaf
-    does not make autograd believe that its neighbours changed.
-
-    Args:
-        memory: A uint8 tensor of one dimension.
-        start: First byte in it; a multiple of the dtype's size.
-        spec: What to see there.
-    """
-    offset = (int(memory.storage_offset()) + start) // spec.dtype.itemsize
-    empty = torch.empty(0, dtype=spec.dtype, device=memory.device)
-    return empty.set_(memory.untyped_storage(), offset, spec.size, spec.stride)
+        start = end
+    position = tuple((place[spec.piece][0], place[spec.piece][1] + spec.offset) for spec in specs)
+    first = {spec.piece: i for i, spec in reversed(list(enumerate(specs))) if spec.offset == 0}
+    sources = tuple((first[piece], num_bytes) for piece, num_bytes in size_of.items())
+    return Layout(tuple(specs), tuple(parcels), position, sources, start)
 
 
 def view_leaves(layout: Layout, parcels: Sequence[Tensor]) -> list[Tensor]:
-    """See the memory of a layout's parcels as its leaves."""
-    return [
-        view_leaf(parcels[parcel], start, spec)
-        for (parcel, start), spec in zip(layout.position, layout.specs, strict=True)
-    ]
+    """See the memory of a layout's parcels as its leaves.
+
+    They are not views in the sense of autograd: each has its own version counter, so that writing into one leaf does
+    not make autograd believe that its neighbours changed.
+
+    Args:
+        layout: What to see there.
+        parcels: For each parcel a uint8 tensor of one dimension that starts with it, its length a multiple of
+            ``ALIGNMENT_BYTES``.
+    """
+    typed: dict[tuple[int, torch.dtype], Tensor] = {}
+    leaves = []
+    for (parcel, start), spec in zip(layout.position, layout.specs, strict=True):
+        key = parcel, spec.dtype
+        memory = typed.get(key)
+        if memory is None:
+            memory = typed[key] = parcels[parcel].view(spec.dtype)
+        leaves.append(_see(memory, start, spec))
+    return leaves
+
+
+def view_leaf(memory: Tensor, start: int, spec: LeafSpec) -> Tensor:
+    """See bytes of a uint8 tensor, from ``start`` on, as one leaf."""
+    return _see(memory.view(spec.dtype), start, spec)
+
+
+def _see(memory: Tensor, start: int, spec: LeafSpec) -> Tensor:
+    offset = int(memory.storage_offset()) + start // spec.dtype.itemsize
+    return memory.as_strided(spec.size, spec.stride, offset).data
+
+
+def narrow_repeats(tensor: Tensor) -> Tensor:
+    """A view of ``tensor`` without the repetitions of its expanded dimensions."""
+    if 0 not in tensor.stride():
+        return tensor
+    size = [1 if stride == 0 else size for size, stride in zip(tensor.size(), tensor.stride(), strict=True)]
+    return tensor.as_strided(size, tensor.stride())
+
+
+def _describe(leaf: Tensor, piece: int) -> LeafSpec:
+    """A leaf by itself: as ``leaf.to(device)`` would make it, but for its repetitions.
+
+    The strides of a dense tensor (contiguous, channels last, transposed, ...) are kept; a sliced one becomes dense in
+    the same order of dimensions.
+    """
+    size, stride = tuple(leaf.size()), leaf.stride()
+    if not leaf.is_contiguous():
+        dense = torch.empty_like(narrow_repeats(leaf), device="meta").stride()
+        repeats = [old == 0 and length > 1 for old, length in zip(stride, size, strict=True)]
+        stride = tuple(0 if repeat else new for repeat, new in zip(repeats, dense, strict=True))
+    return LeafSpec(leaf.dtype, size, stride, piece, 0, _extent_bytes(leaf.dtype, size, stride))
+
+
+def _describe_aliases(leaves: Sequence[Tensor], storages: Sequence[int]) -> tuple[LeafSpec, ...]:
+    """Leaves of which some have a storage in common.
+
+    Those that overlap travel as the stretch that they cover, if that is no longer than all of them.
+    """
+    spans = []
+    for i, leaf in enumerate(leaves):
+        start = int(leaf.storage_offset()) * leaf.element_size()
+        spans.append((storages[i], start, start + _extent_bytes(leaf.dtype, tuple(leaf.size()), leaf.stride()), i))
+    groups: list[list[int]] = []
+    ends = (-1, -1)
+    for storage, start, end, i in sorted(spans):
+        if groups and storage == ends[0] and start < ends[1]:
+            groups[-1].append(i)
+            ends = storage, max(ends[1], end)
+        else:
+            groups.append([i])
+            ends = storage, end
+    specs: dict[int, LeafSpec] = {}
+    for group in groups:
+        start, end = min(spans[i][1] for i in group), max(spans[i][2] for i in group)
+        alone = [_describe(leaves[i], i) for i in group]
+        exact = all(not (leaves[i].is_conj() or leaves[i].is_neg()) for i in group)
+        aligned = all((spans[i][1] - start) % leaves[i].element_size() == 0 for i in group)
+        if len(group) == 1 or end - start > sum(spec.num_bytes for spec in alone) or not (exact and aligned):
+            specs.update(zip(group, alone, strict=True))
+            continue
+        for i in group:
+            leaf, offset = leaves[i], spans[i][1] - start
+            length = spans[i][2] - spans[i][1]
+            specs[i] = LeafSpec(leaf.dtype, tuple(leaf.size()), leaf.stride(), group[0], offset, length)
+    return tuple(specs[i] for i in range(len(leaves)))
+
+
+def _extent_bytes(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    if 0 in size:
+        return 0
+    return (1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))) * dtype.itemsize
 
 
 def _align(num_bytes: int) -> int:

@@ -1,117 +1,212 @@
-"""One pass over a source: the worker thread, its life and its end.
+"""One pass over a source: its threads, their life and their end.
 
-| moment | the consumer's thread | the worker's thread |
-|---|---|---|
-| begin | makes the source's iterator, waits for the first pull | pulls the first batch |
-| running | looks, hands out, removes | pulls, stages, sends, puts |
-| the source ends or fails | gets what was put before, then the end or the error | leaves |
-| ``close`` at any time | stops the conveyor, waits for the worker, leaves | stops at the next step, leaves |
+| moment | the consumer's thread | the worker's thread | the sender's thread |
+|---|---|---|---|
+| begin | makes the source's iterator, waits for the first pull | pulls the first batch | waits |
+| running | asks, hands out | pulls, stages | waits for a free slot, starts the copy |
+| the source ends or fails | gets what came before, then the end or the error | leaves | sends the rest, leaves |
+| ``close`` at any time | wakes the others, waits for them, leaves | stops at the next step | stops at once |
 
-Whoever leaves second gives the lane back: nothing is taken away from a worker that is still inside the source, and
-nobody waits for ever for a source that does not return.
+On the CPU there is no sender. Whoever leaves last gives the lane back: nothing is taken away from a worker that is
+still inside the source, and nobody waits for ever for a source that does not return.
+
+How far the worker may run ahead is kept by the *budget*, a channel of which a batch takes a part from before it is
+staged until it is handed out.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from millstream.errors import FeedError
-from millstream.feed.conveyor import Conveyor
+from millstream.feed.channel import Channel, ChannelClosed
 from millstream.feed.lane import Lane
+from millstream.feed.ledger import Ledger, Times
 
 JOIN_S = 5.0
-"""How long ``close`` waits for the worker. It is nearly always there at once; only a source that is in the middle of
-making a batch keeps it, and then it leaves by itself when the source returns."""
+"""How long ``close`` waits for the threads. They are nearly always there at once; only a source that is in the middle
+of making a batch keeps the worker, and then it leaves by itself when the source returns."""
+
+Prepare = Callable[[Any], tuple[Any, Any] | None]
+"""Given a batch as the source made it: the batch to deliver and a note to travel with it; ``None`` to leave it out."""
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    """A batch between the threads."""
+
+    load: Any
+    times: Times
+    note: Any
 
 
 class Session:
-    """The worker thread of one pass, and what it shares with the consumer.
+    """The threads of one pass, and what they share with the consumer.
 
     Args:
         iterator: Yields the batches. It was made in the consumer's thread: a DataLoader that is set up elsewhere cannot
             report the death of its worker processes.
         lane: The way to the device.
-        depth: How many batches may wait.
+        depth: How many batches may be under way.
+        max_bytes: How many bytes they may have in all; ``None`` for any number.
+        prepare: Called in the worker with each batch, right after it was pulled.
+        ledger: Where times are noted.
     """
 
-    def __init__(self, iterator: Iterator[Any], lane: Lane[Any], depth: int) -> None:
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        lane: Lane[Any],
+        depth: int,
+        *,
+        max_bytes: int | None = None,
+        prepare: Prepare = lambda batch: (batch, None),
+        ledger: Ledger | None = None,
+    ) -> None:
         self._iterator: Iterator[Any] | None = iterator
         self._lane = lane
-        self._conveyor: Conveyor[Any] = Conveyor(depth)
-        self._error: BaseException | None = None  # with which the pass ended for the consumer
+        self._prepare = prepare
+        self._ledger = ledger or Ledger(None)
+        self._budget: Channel[None] = Channel(depth, max_bytes)
+        self._staged: Channel[_Item] = Channel(depth)
+        self._sent: Channel[_Item] = Channel(depth) if lane.sends else self._staged
+        self._next: _Item | None = None  # taken from the channel, not handed out yet; the consumer's
+        self._error: BaseException | None = None  # with which a thread ended
         self._traceback: TracebackType | None = None  # of that error, as it was when it arose
+        self._failure: BaseException | None = None  # the same, once the consumer has got all that came before
+        self.finished = False  # whether the consumer has got everything, and there was no error
+        self._stopped = threading.Event()
         self._pulled = threading.Event()
         self._pid = os.getpid()
         self._why_closed = ""
-        # Two flags that are set once: acquiring a lock without blocking is atomic, and safe in a finalizer.
+        # Acquiring a lock without blocking is atomic, and safe in a finalizer; so is popping from a deque.
         self._consumer_has_left = threading.Lock()
-        self._one_has_left = threading.Lock()
-        # A daemon: the interpreter waits for other threads *before* it runs the functions registered for its end, among
-        # them the one that closes this session, so a worker that is not a daemon and waits for room would hang the
-        # program.
-        self._thread = threading.Thread(target=self._work, name="millstream-feed", daemon=True)
+        works = {"millstream-feed": self._work} | ({"millstream-feed-sender": self._send} if lane.sends else {})
+        self._still_there = deque(range(1 + len(works)))
+        # Daemons: the interpreter waits for other threads *before* it runs the functions registered for its end, among
+        # them the one that closes this session, so a thread that is not a daemon and waits would hang the program.
+        self._threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in works.items()]
 
     def begin(self) -> None:
-        """Start the worker and wait until it has pulled the first batch (not until that is staged).
+        """Start the threads and wait until the first batch is pulled (not until it is staged).
 
         The consumer needs the first batch anyway. Waiting here keeps a run reproducible: samplers draw their seed from
         the global generator in the first pull, which must not race with what the consumer draws meanwhile.
         """
-        try:
-            self._thread.start()
-        except RuntimeError:
-            self._leave()  # on behalf of the worker that the system refused
-            raise
+        for i, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError:
+                for _ in self._threads[i:]:
+                    self._leave()  # on behalf of those that the system refused
+                self.close("")
+                raise
         self._pulled.wait()
 
-    # --- the worker's side -------------------------------------------------------------------------------------------
+    # --- the worker's and the sender's side --------------------------------------------------------------------------
 
     def _work(self) -> None:
-        error: BaseException | None = None
         try:
             with self._lane.in_thread():  # first of all: a new thread starts on device 0
                 self._pull_all()
-        except BaseException as caught:  # noqa: BLE001 - whatever it is, it belongs to the consumer
-            error = caught
-            self._traceback = _skip_own_frames(caught.__traceback__)
+        except ChannelClosed:
+            pass  # the consumer has left
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the consumer
+            self._fail(error)
         finally:
             self._pulled.set()
-            self._conveyor.finish(error)
+            self._staged.close()
             self._leave()
-            del error, self  # the frames of the error's traceback lead back to this one, see ``next_batch``
+            del self  # the frames of an error's traceback lead back to this one, see ``next_batch``
 
     def _pull_all(self) -> None:
-        iterator, lane, conveyor = self._iterator, self._lane, self._conveyor
+        iterator, lane, ledger = self._iterator, self._lane, self._ledger
         assert iterator is not None
+        index = 0
         try:
-            while not conveyor.stopped.is_set():
+            while not self._stopped.is_set():
+                times = Times(index)
+                began = time.perf_counter_ns()
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
                 finally:
                     self._pulled.set()
-                load = lane.stage(batch, conveyor.stopped)
+                prepared = self._prepare(batch)
                 del batch  # the host's copy of it: the next one is made before this variable would be overwritten
-                if load is None or not conveyor.wait_for_room():
+                if prepared is None:
+                    continue
+                load = lane.describe(prepared[0])
+                note = prepared[1]
+                del prepared
+                pulled = time.perf_counter_ns()
+                self._budget.send(None, load.num_bytes)
+                admitted = time.perf_counter_ns()
+                if not lane.stage(load, self._stopped):
                     return
-                lane.send(load)
-                conveyor.put(load)
-                del load
+                times.pull_ns, times.stage_ns = (began, pulled), (admitted, time.perf_counter_ns())
+                times.num_bytes = load.num_bytes
+                self._staged.send(_Item(load, times, note))
+                del load, note, times
+                index += 1
+                ledger.read()
         finally:
             # Dropped here and not with the session: a DataLoader ends its worker processes when its iterator dies, and
             # ``close`` shall not return before.
             self._iterator = None
-            del iterator, lane, conveyor, self
+            del iterator, lane, ledger, self
+
+    def _send(self) -> None:
+        try:
+            with self._lane.in_thread():
+                self._send_all()
+        except ChannelClosed:
+            pass
+        except BaseException as error:  # noqa: BLE001
+            self._fail(error)
+            self._stop_threads()
+        finally:
+            self._sent.close()
+            self._leave()
+            del self
+
+    def _send_all(self) -> None:
+        lane = self._lane
+        try:
+            for item in self._staged:
+                if not lane.send(item.load, self._stopped):
+                    return
+                item.times.copy = item.load.copy
+                self._sent.send(item)
+                del item
+            lane.end_sending(self._stopped)
+        finally:
+            del lane, self
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._traceback = _skip_own_frames(error.__traceback__)
+            self._error = error
+
+    def _stop_threads(self) -> None:
+        self._stopped.set()
+        self._budget.cancel()
+        self._staged.close()
+        self._lane.stop()
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
-    def next_batch(self) -> Any:
-        """Hand the next batch out.
+    def next_batch(self) -> tuple[Any, Any]:
+        """Hand the next batch out, with the note that travelled with it.
 
         Raises:
             StopIteration: The source has ended, or the consumer has closed the feed.
@@ -120,19 +215,27 @@ class Session:
         """
         if self._pid != os.getpid():
             raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
-        waiting = self._conveyor.look()
-        if waiting:
-            batch = self._lane.deliver(waiting)
-            # Not before: once it is removed, the worker may write its slot anew. Until the copy is enqueued (by
-            # ``deliver`` at the latest), no event would tell the worker to wait for it.
-            self._conveyor.remove()
-            return batch
-        if not self._conveyor.stopped.is_set():
-            self._error = self._conveyor.error
-            self.close("")
+        if not self._consumer_has_left.locked():
+            lane, ledger = self._lane, self._ledger
+            lane.reclaim()
+            if self._next is None:
+                ledger.ask(lane.mark)
+                with suppress(ChannelClosed):
+                    self._next = self._sent.receive()
+            if self._next is not None:
+                item = self._next
+                batch = lane.deliver(item.load)
+                self._next = None
+                ledger.get(item.times, lane.mark)
+                with suppress(ChannelClosed):
+                    self._budget.receive(timeout=0)  # room for the next
+                return batch, item.note
+            if not self._consumer_has_left.locked():  # or it was closed while this waited
+                self._failure, self.finished = self._error, self._error is None
+                self.close("")
         try:
-            if self._error is not None:
-                raise self._error.with_traceback(self._traceback)
+            if self._failure is not None:
+                raise self._failure.with_traceback(self._traceback)
             if self._why_closed:
                 raise FeedError(f"This pass over the feed has ended: {self._why_closed}.")
             raise StopIteration
@@ -145,16 +248,16 @@ class Session:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, why: str = "its device context was closed") -> None:
-        """End the pass: stop the worker, wait for it (a bounded time), give everything back. Repeated calls do nothing.
+        """End the pass: stop the threads, wait for them (a bounded time), give everything back. Once is enough.
 
         Args:
             why: What a consumer that asks for more is told; if empty, it sees the end of the iteration.
         """
         if self._pid != os.getpid() or not self._consumer_has_left.acquire(blocking=False):
-            return  # in a forked child there is no worker, and its locks may be held for ever
+            return  # in a forked child there are no threads, and locks may be held for ever
         self._why_closed = why
         try:
-            self._conveyor.stop()
+            self._stop_threads()
             self._join(JOIN_S)
         finally:
             self._leave()
@@ -165,19 +268,25 @@ class Session:
             self._join(None)
 
     def _join(self, timeout_s: float | None) -> None:
-        # A garbage collection in the worker may be what closes its session, and a thread cannot wait for itself; nor
-        # can anyone wait for a thread that the system refused to start.
-        if self._thread.ident is not None and threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
+        for thread in self._threads:
+            # A garbage collection in a thread may be what closes its session, and a thread cannot wait for itself; nor
+            # can anyone wait for a thread that the system refused to start.
+            if thread.ident is not None and threading.current_thread() is not thread:
+                thread.join(timeout_s)
 
     def _leave(self) -> None:
-        if self._one_has_left.acquire(blocking=False):
-            return  # the other side is still there, and will come by
-        self._lane.close(self._conveyor.drain())
+        if self._still_there.pop():
+            return  # others are still there, and will come by
+        self._ledger.close()
+        self._lane.close()
+        self._staged.cancel()
+        self._sent.cancel()
+        self._next = None
 
 
 def _skip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Drop the worker's own two frames from the front: they tell the user nothing, and they keep the session alive."""
-    while traceback is not None and traceback.tb_frame.f_code in (Session._work.__code__, Session._pull_all.__code__):
+    """Drop the threads' own frames from the front: they tell the user nothing, and they keep the session alive."""
+    own = {each.__code__ for each in (Session._work, Session._pull_all, Session._send, Session._send_all)}
+    while traceback is not None and traceback.tb_frame.f_code in own:
         traceback = traceback.tb_next
     return traceback

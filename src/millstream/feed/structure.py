@@ -1,72 +1,213 @@
-"""Take the tensors out of a batch, and put others in their places.
+"""Take the leaves out of a batch, and put others in their places.
 
-A batch is a tree: tuples, lists, dicts, named tuples, dataclasses and PyTorch's packed sequences are its branches,
-tensors the leaves that matter. Everything else (strings, numbers, NumPy arrays, objects of unknown type) belongs to the
-tree's shape and stays as it is; so does every branch without a tensor in it, down to its identity.
+A batch is a tree. Its *branches* are tuples, lists, dicts, sets, named tuples, dataclasses, PyTorch's packed sequences
+and jagged tensors. Its *leaves* are what moves to the device: tensors, NumPy arrays and the like, objects that have a
+``to``. Plain values (numbers, strings, ``None``, arrays of strings, ...) stay on the host, and a branch in which
+nothing moves is used as it is, down to its identity. What is none of this is an error: silently left behind, it would
+surface as somebody else's error, or not at all. ``register`` teaches a new type.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Iterable, Sequence
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import uuid
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-Rebuild = Callable[[Sequence[Tensor]], Any]
-"""Makes the batch again from one tensor per leaf, in the order of ``split``. To be called once."""
+from millstream.errors import ArgumentError, FeedError
+
+T = TypeVar("T")
+
+Rebuild = Callable[[Sequence[Any]], Any]
+"""Makes the batch again from one value per leaf, in the order of ``split``. To be called once."""
+
+TakeApart = Callable[[Any], tuple[Sequence[Any], Callable[[Sequence[Any]], Any]]]
+
+_PLAIN = (
+    *(
+        str,
+        bytes,
+        bytearray,
+        int,
+        float,
+        complex,
+        type(None),
+        type(Ellipsis),
+        type,
+        range,
+        slice,
+        enum.Enum,
+        np.generic,
+    ),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
+    *(uuid.UUID, pathlib.PurePath, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator),
+)
+
+_registered: dict[type, TakeApart | None] = {}
 
 
-def split(batch: Any) -> tuple[list[Tensor], Rebuild]:
-    """List the tensors of ``batch``, and how to make a batch of the same shape from others.
+def register(kind: type[T], take_apart: TakeApart | None = None) -> None:
+    """Teach feeds a type of your own, and its subclasses.
 
-    The result keeps no container of the batch and so none of its tensors alive. A tensor that occurs twice is listed
+    ::
+
+        register(Graph, lambda graph: ([graph.nodes, graph.edges], lambda parts: Graph(*parts)))
+        register(Metadata)  # stays on the host as it is
+
+    Args:
+        kind: The type.
+        take_apart: Given an object, returns its parts (leaves, or branches in turn) and a function that makes an object
+            from parts that have moved. The function must not refer to the object or its parts: it would keep them alive
+            until the batch is delivered. ``None``: objects of this type stay on the host.
+
+    Raises:
+        ArgumentError: ``kind`` is not a type.
+    """
+    if not isinstance(kind, type):
+        raise ArgumentError(f"register takes a type, not {kind!r} ({type(kind).__name__}).")
+    _registered[kind] = take_apart
+    _sorts.clear()
+
+
+def split(batch: Any) -> tuple[list[Any], Rebuild]:
+    """List the leaves of ``batch``, and how to make a batch of the same shape from others.
+
+    The result keeps no container of the batch and so none of its leaves alive. A leaf that occurs twice is listed
     twice.
 
     Args:
         batch: Any object.
 
     Returns:
-        The tensors, depth first in the order of iteration, and the function that rebuilds: each container gets its own
+        The leaves, depth first in the order of iteration, and the function that rebuilds: each container gets its own
         type back (named tuples, dict subclasses, dataclasses included, without running their ``__init__``).
+
+    Raises:
+        FeedError: Something in the batch is of a type that is not known; the message names it.
     """
-    leaves: list[Tensor] = []
-    rebuild = _split(batch, leaves)
+    leaves: list[Any] = []
+    try:
+        rebuild = _split(batch, leaves)
+    except _UnknownError as unknown:
+        node = unknown.node
+        name = next((name for each, name in _walk(batch, "batch") if each is node), "batch")
+        kind = type(node)
+        raise FeedError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, which feeds do not know. Let the source yield "
+            "tensors, arrays or plain values; or say what to do with it by millstream.feed.register "
+            f"(register({kind.__qualname__}) leaves it on the host)."
+        ) from None
     if rebuild is None:
         return leaves, lambda _: batch
     return leaves, rebuild
 
 
 def name_leaf(batch: Any, index: int) -> str:
-    """Say where the ``index``-th tensor of ``batch`` is, as an expression: ``batch['image'][0]``."""
-    for i, name in enumerate(_walk_names(batch, "batch")):
+    """Say where the ``index``-th leaf of ``batch`` is, as an expression: ``batch['image'][0]``."""
+    names = (name for node, name in _walk(batch, "batch") if _sort(node) is _LEAF)
+    for i, name in enumerate(names):
         if i == index:
             return name
     raise IndexError(index)
+
+
+def as_tensor(leaf: Any) -> Any:
+    """See an array as a tensor, over the same memory where that is possible; other leaves are returned as they are."""
+    if isinstance(leaf, Tensor) or not hasattr(leaf, "__array__"):
+        return leaf
+    array = np.asarray(leaf)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if not array.flags.writeable or min(array.strides, default=0) < 0:
+        array = array.copy()  # a tensor can always be written to, and never runs backwards
+    return torch.from_numpy(array)
+
+
+# --- what is what ----------------------------------------------------------------------------------------------------
+
+
+class _UnknownError(Exception):
+    def __init__(self, node: Any) -> None:
+        super().__init__()
+        self.node = node
+
+
+Opener = Callable[[Any], "_Branch"]
+
+_LEAF = "leaf"  # moves
+_STAY = "stay"  # does not
+
+_sorts: dict[type, Any] = {}  # of each type seen so far: _LEAF, _STAY, an Opener, or None for an unknown one
+
+
+def _sort(node: Any) -> Any:
+    """What ``node`` is to a feed: ``_LEAF``, ``_STAY``, an ``Opener`` for a branch, ``None`` for an unknown thing."""
+    kind = type(node)
+    if kind is Tensor:
+        return _LEAF
+    try:
+        sort = _sorts[kind]
+    except KeyError:
+        sort = _sorts[kind] = _sort_type(kind)
+    if sort is _open_nested and (node.layout is not torch.jagged or node.requires_grad):
+        return _LEAF  # has no parts that could be staged, or would lose its history
+    if sort is _LEAF and isinstance(node, np.ndarray) and node.dtype.kind not in "biufc":
+        return _STAY  # strings, times, objects, records
+    return sort
+
+
+def _sort_type(kind: type) -> Any:
+    registered = next((base for base in kind.__mro__ if base in _registered), None)
+    if registered is not None:
+        take_apart = _registered[registered]
+        return _STAY if take_apart is None else lambda node: _open_registered(node, take_apart)
+    if issubclass(kind, Tensor):
+        # The class of jagged tensors has no public name.
+        return _open_nested if kind.__name__ == "NestedTensor" else _LEAF
+    for base, sort in _SORTS:
+        if issubclass(kind, base):
+            return sort
+    if dataclasses.is_dataclass(kind):
+        return _open_dataclass
+    if callable(getattr(kind, "to", None)) or hasattr(kind, "__array__"):
+        return _LEAF
+    return None
+
+
+class _Branch(NamedTuple):
+    children: list[Any]
+    label_children: Callable[[], Iterable[str]]
+    prepare: Callable[[], Close]  # asked only of a branch that holds leaves; what it returns must not keep the branch
 
 
 Close = Callable[[list[Any]], Any]
 """Makes a container again from its new children."""
 
 
-class _Branch(NamedTuple):
-    children: list[Any]
-    label_children: Callable[[], Iterable[str]]
-    prepare: Callable[[], Close]  # asked only of a branch that holds tensors; what it returns must not keep the branch
-
-
-def _split(node: Any, leaves: list[Tensor]) -> Rebuild | None:
-    """``None`` when there is no tensor in ``node``: it is then used as it is."""
-    if isinstance(node, Tensor):
+def _split(node: Any, leaves: list[Any]) -> Rebuild | None:
+    """``None`` when nothing in ``node`` moves: it is then used as it is."""
+    sort = _sort(node)
+    if sort is _LEAF:
         leaves.append(node)
         return itemgetter(len(leaves) - 1)
-    branch = _open(node)
-    if branch is None:
+    if sort is _STAY:
         return None
+    if sort is None:
+        raise _UnknownError(node)
+    branch = sort(node)
     parts = [_split(child, leaves) for child in branch.children]
     if not any(parts):
         return None
@@ -77,48 +218,81 @@ def _split(node: Any, leaves: list[Tensor]) -> Rebuild | None:
     )
 
 
-def _walk_names(node: Any, name: str) -> Iterable[str]:
-    if isinstance(node, Tensor):
-        yield name
-    elif (branch := _open(node)) is not None:
-        for child, label in zip(branch.children, branch.label_children(), strict=True):
-            yield from _walk_names(child, name + label)
+def _walk(node: Any, name: str) -> Iterator[tuple[Any, str]]:
+    """Everything in the tree that is not a branch, and its name."""
+    sort = _sort(node)
+    if not callable(sort):
+        yield node, name
+        return
+    branch = sort(node)
+    for child, label in zip(branch.children, branch.label_children(), strict=True):
+        yield from _walk(child, name + label)
 
 
-def _open(node: Any) -> _Branch | None:
-    """See ``node`` as a branch; ``None`` when it is not one."""
-    if isinstance(node, (str, bytes, int, float)) or node is None:
-        return None
-    if isinstance(node, PackedSequence):
-        return _open_packed(node)
-    if isinstance(node, tuple):
-        kind: Any = type(node)
-        if hasattr(kind, "_make"):  # a named tuple: _make also serves subclasses with an __init__ of their own
-            return _Branch(list(node), lambda: [f".{field}" for field in kind._fields], lambda: kind._make)
-        return _Branch(list(node), lambda: _number(node), lambda: kind)
-    if isinstance(node, list):
-        return _Branch(list(node), lambda: _number(node), lambda: _prepare_list(node))
-    # Not any mutable mapping: the copy of one may write through to a file or a database.
-    if isinstance(node, (dict, UserDict)):
-        keys = list(node)
-        children = [node[key] for key in keys]
-        return _Branch(children, lambda: [f"[{key!r}]" for key in keys], lambda: _prepare_mapping(node, keys))
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        # Fields that are declared but not set are left alone.
-        names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-        children = [getattr(node, name) for name in names]
-        return _Branch(children, lambda: [f".{name}" for name in names], lambda: _prepare_dataclass(node, names))
-    return None
+# --- branches --------------------------------------------------------------------------------------------------------
+
+
+def _open_tuple(node: Any) -> _Branch:
+    kind: Any = type(node)
+    if hasattr(kind, "_make"):  # a named tuple: _make also serves subclasses with an __init__ of their own
+        return _Branch(list(node), lambda: [f".{field}" for field in kind._fields], lambda: kind._make)
+    return _Branch(list(node), lambda: _number(node), lambda: kind)
+
+
+def _open_list(node: Any) -> _Branch:
+    return _Branch(list(node), lambda: _number(node), lambda: _prepare_list(node))
+
+
+def _open_set(node: Any) -> _Branch:
+    kind: Any = type(node)
+    return _Branch(list(node), lambda: [" (an element)"] * len(node), lambda: kind)
+
+
+def _open_mapping(node: Any) -> _Branch:
+    keys = list(node)
+    children = [node[key] for key in keys]
+    return _Branch(children, lambda: [f"[{key!r}]" for key in keys], lambda: _prepare_mapping(node, keys))
+
+
+def _open_dataclass(node: Any) -> _Branch:
+    # Fields that are declared but not set are left alone.
+    names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    children = [getattr(node, name) for name in names]
+    return _Branch(children, lambda: [f".{name}" for name in names], lambda: _prepare_dataclass(node, names))
+
+
+def _open_registered(node: Any, take_apart: TakeApart) -> _Branch:
+    parts, make = take_apart(node)
+    kind = type(node).__name__
+    return _Branch(list(parts), lambda: [f" (part {i} of the {kind})" for i in range(len(parts))], lambda: make)
+
+
+def _open_nested(node: Any) -> _Branch:
+    """A jagged tensor: its values and offsets move, so that they cross with everything else."""
+    offsets, lengths = node.offsets(), node.lengths()
+    dim = next(i for i, size in enumerate(node.shape) if not isinstance(size, int))
+    rows = offsets.diff() if lengths is None else lengths
+    # Known here; asked for later, on the device, they would make the host wait.
+    shortest, longest = (int(rows.min()), int(rows.max())) if len(rows) and rows.device.type == "cpu" else (None, None)
+
+    def close(parts: list[Any]) -> Tensor:
+        values, offsets, *rest = parts
+        return torch.nested.nested_tensor_from_jagged(
+            values, offsets, *rest, jagged_dim=dim, min_seqlen=shortest, max_seqlen=longest
+        )
+
+    children = [node.values(), offsets, *([] if lengths is None else [lengths])]
+    return _Branch(children, lambda: [".values()", ".offsets()", ".lengths()"][: len(children)], lambda: close)
 
 
 def _number(children: Sequence[Any]) -> list[str]:
     return [f"[{i}]" for i in range(len(children))]
 
 
-def _prepare_list(node: list[Any]) -> Close:
+def _prepare_list(node: Any) -> Close:
     if type(node) is list:
         return lambda values: values
-    shell = copy.copy(node)  # keeps the attributes of a subclass
+    shell = copy.copy(node)  # keeps the attributes of a subclass, the length of a deque
     shell.clear()
 
     def close(values: list[Any]) -> Any:
@@ -166,3 +340,16 @@ def _open_packed(node: PackedSequence) -> _Branch:
 
     labels = [".data", ".sorted_indices", ".unsorted_indices"]
     return _Branch([node.data, node.sorted_indices, node.unsorted_indices], lambda: labels, lambda: close)
+
+
+_SORTS: tuple[tuple[Any, Any], ...] = (
+    (_PLAIN, _STAY),
+    (PackedSequence, _open_packed),
+    (tuple, _open_tuple),
+    ((list, deque), _open_list),
+    # Not any mutable mapping: the copy of one may write through to a file or a database.
+    ((dict, UserDict), _open_mapping),
+    ((set, frozenset), _open_set),
+    (np.ma.MaskedArray, None),  # it would lose its mask
+    (np.ndarray, _LEAF),
+)

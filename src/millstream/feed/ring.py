@@ -1,0 +1,269 @@
+"""The device's side of a feed: slots that one batch after another lands in, and who may use them when.
+
+A slot goes round: *free* → (the sender takes it, its copy is enqueued) → *under way* → (handed out) → *lent* → (the
+user drops the last tensor of it) → *free*. Between free and under way stands an event on the consumer's stream,
+recorded at the moment of the drop: the copy into the slot waits for all that the user had queued by then, and for
+nothing that he queues later. That is the rule by which PyTorch's allocator reuses memory, made to hold across streams.
+
+**Who keeps a batch, owns it.** In a loop the user's variables hold batch k until batch k+1 is there. A parcel of an
+older batch that is still held when he asks for batch k+1 leaves the ring: it is his own, as if it had been allocated
+for him, and the ring takes new memory in its place. So nothing that can be read is ever overwritten, a loop that keeps
+nothing allocates nothing, and nobody can make a feed wait for ever.
+
+What is said of host code may happen in any thread and at any moment, since tensors die where garbage is collected. So
+dropping takes no lock; each decision that two threads could take is a lock acquired without waiting, or an item popped
+from a deque, which only one of them gets.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from millstream.device import DeviceContext, Event, Stream
+from millstream.feed.layout import Layout
+
+
+@dataclass(slots=True)
+class Parcel:
+    """Memory of a slot, and the stream that it was allocated for."""
+
+    memory: Tensor
+    home: Stream
+
+
+@dataclass(slots=True, eq=False)
+class DeviceSlot:
+    """Memory on the device for one batch at a time.
+
+    Attributes:
+        number: Tells it from the others; the tensors of a slot keep their addresses from batch to batch, as long as the
+            batches look alike and are not kept.
+        copied: Where on the copy stream its present batch is complete.
+        released: Where on the consumer's stream its last batch was dropped.
+        parcels: Its memory; ``None`` where the user has kept it.
+        written: Whether ``copied`` has been recorded since the memory was taken.
+    """
+
+    number: int
+    copied: Event
+    released: Event
+    parcels: list[Parcel | None] = field(default_factory=list)
+    written: bool = False
+    was_lent: bool = False
+
+
+class Ring:
+    """The slots of one device. The sender takes them, the consumer hands them out, finalizers bring them back.
+
+    Args:
+        context: Of the device.
+        num_slots: How many batches may be on the device, the one in use included; at least 2.
+        stream: The consumer's.
+    """
+
+    def __init__(self, context: DeviceContext, num_slots: int, stream: Stream) -> None:
+        self._context = context
+        self.stream = stream  # for which memory is allocated
+        self.slots = [DeviceSlot(i, context.acquire_event(), context.acquire_event()) for i in range(num_slots)]
+        self._free: queue.SimpleQueue[DeviceSlot | None] = queue.SimpleQueue()  # its ``put`` may run in finalizers
+        for slot in self.slots:
+            self._free.put(slot)
+        self._loans: deque[Loan] = deque()  # handed out and perhaps still held; the consumer's
+        self._late: deque[tuple[Loan, Tensor | None, Stream | None]] = deque()
+        self.num_kept = 0  # parcels that users have kept
+        self.closed = False
+
+    # --- the sender's side -------------------------------------------------------------------------------------------
+
+    def take(self) -> DeviceSlot | None:
+        """Block until a slot is free; ``None`` when the ring was stopped."""
+        slot = self._free.get()
+        if slot is None:
+            self._free.put(None)  # whoever asks again shall not wait either
+        return slot
+
+    def open(self, slot: DeviceSlot, layout: Layout, copy_stream: Stream) -> list[Tensor]:
+        """Give the slot memory for a layout, and let ``copy_stream`` wait until it may be written.
+
+        The caller holds the capture lock.
+
+        Raises:
+            torch.OutOfMemoryError: There is none; what was there before still is.
+        """
+        if slot.was_lent:
+            copy_stream.wait_event(slot.released)  # WAR: kernels that read the last batch
+            slot.was_lent = False
+        slot.parcels += [None] * (len(layout.parcels) - len(slot.parcels))
+        for i, parcel in enumerate(layout.parcels):
+            present = slot.parcels[i]
+            if present is None or present.memory.numel() < parcel.num_bytes:
+                slot.parcels[i] = self._allocate(parcel.num_bytes, copy_stream)
+                if present is not None:
+                    self._order(copy_stream, present.home)  # all that was done with it happened before this point
+        memories = [parcel.memory for parcel in slot.parcels if parcel is not None]
+        return memories[: len(layout.parcels)]
+
+    def _allocate(self, num_bytes: int, copy_stream: Stream) -> Parcel:
+        home = self.stream
+        with self._context.on(home):
+            memory = self._context.allocate(num_bytes)
+        # The memory may have been freed a moment ago by the host, while kernels on its stream still use it (WAR, WAW).
+        self._order(home, copy_stream)
+        return Parcel(memory, home)
+
+    def lend(self, slot: DeviceSlot, count: int) -> tuple[Loan, list[Tensor]]:
+        """Tensors over the first ``count`` parcels of a slot; they bring it back when all of them are gone."""
+        parcels = [parcel for parcel in slot.parcels[:count] if parcel is not None]
+        loan = Loan(self, slot, len(parcels))
+        lent = [
+            self._context.lend(parcel.memory, Lease(loan, i, parcel.memory, parcel.home))
+            for i, parcel in enumerate(parcels)
+        ]
+        return loan, lent
+
+    def lend_other(self, loan: Loan, memory: Tensor, home: Stream) -> Tensor:
+        """A tensor over memory that is no slot's but shall go back to its stream in order all the same."""
+        return self._context.lend(memory, Lease(loan, None, memory, home))
+
+    def give_back(self, slot: DeviceSlot) -> None:
+        """Make a slot free that the user has never seen: what was done with it was done on the copy stream."""
+        self._free.put(slot)
+
+    # --- the consumer's side -----------------------------------------------------------------------------------------
+
+    def reclaim(self) -> None:
+        """The consumer asks for a batch: what he still holds of older ones than the last is his own from here on."""
+        for _ in range(len(self._late)):
+            self._let_go(*self._late.popleft())
+        while len(self._loans) > 1:
+            self.num_kept += self._loans.popleft().forgo()
+
+    def hand_out(self, loan: Loan, stream: Stream) -> None:
+        """Note that a batch now belongs to the consumer, who works with it on ``stream``."""
+        loan.stream = self.stream = stream
+        self._loans.append(loan)
+
+    # --- finalizers --------------------------------------------------------------------------------------------------
+
+    def _drop(self, lease: Lease) -> None:
+        """A parcel was dropped. Runs in any thread, at any moment; takes no lock and never waits."""
+        loan = lease.loan
+        if self.closed and not loan.forgone:
+            return  # never handed out; ``close`` has seen to its memory
+        if lease.index is None or not loan.claims[lease.index].acquire(blocking=False):
+            self._let_go(loan, lease.memory, lease.home)  # a parcel that has left the ring, or was none of it
+        elif loan.is_last():
+            self._let_go(loan, None, None)
+
+    def _let_go(self, loan: Loan, memory: Tensor | None, home: Stream | None) -> None:
+        """Record where the user's work with something ends: a slot (no memory given), or memory that goes home."""
+        stream = loan.stream
+        if stream is None:
+            return
+        with suppress(RuntimeError):  # a device in an error state refuses; that error was raised where it happened
+            if self._context.closed:
+                return
+            if self._context.is_capturing():  # the event would become a part of somebody's graph
+                self._late.append((loan, memory, home))
+            elif memory is None:
+                loan.slot.released.record(stream)
+                loan.slot.was_lent = True
+                self._free.put(loan.slot)
+            elif home is not None and home != stream:
+                self._order(stream, home)  # WAR: the allocator gives it out again on ``home`` at once
+
+    def _order(self, first: Stream, then: Stream) -> None:
+        event = self._context.acquire_event()
+        event.record(first)
+        then.wait_event(event)
+        self._context.release_event(event)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Wake the sender for good."""
+        self._free.put(None)
+
+    def close(self) -> None:
+        """Forget the slots, without waiting for the device. Nobody takes or hands out any more."""
+        for _ in range(len(self._late)):
+            self._let_go(*self._late.popleft())
+        for loan in self._loans:
+            loan.forgo()
+        self._loans.clear()
+        self.closed = True
+        with suppress(RuntimeError):
+            for slot in self.slots:
+                for parcel in slot.parcels:
+                    # The memory is freed here, so its stream may use it again at once: not before the copy into it is
+                    # over, nor before a consumer on another stream is done.
+                    if parcel is not None and slot.written:
+                        parcel.home.wait_event(slot.copied)
+                    if parcel is not None and slot.was_lent:
+                        parcel.home.wait_event(slot.released)
+        for slot in self.slots:
+            slot.parcels.clear()
+            self._context.release_event(slot.copied)
+            self._context.release_event(slot.released)
+        self.slots.clear()
+
+
+class Loan:
+    """One batch in the user's hands.
+
+    Attributes:
+        slot: Where it lies.
+        stream: The consumer's; ``None`` before it was handed out.
+        claims: One per parcel: who acquires it decides whether the parcel comes back or stays with the user.
+        forgone: Whether the ring has given up what had not come back.
+    """
+
+    def __init__(self, ring: Ring, slot: DeviceSlot, num_parcels: int) -> None:
+        self.ring = ring
+        self.slot = slot
+        self.stream: Stream | None = None
+        self.claims = [threading.Lock() for _ in range(num_parcels)]
+        self.forgone = False
+        self._tickets = deque(range(num_parcels))
+
+    def is_last(self) -> bool:
+        """Count one parcel as come back or given up; true for exactly one caller, the last."""
+        return self._tickets.pop() == 0
+
+    def forgo(self) -> int:
+        """Leave to the user what he still holds; how many parcels that is."""
+        self.forgone = True
+        kept = 0
+        for i, claim in enumerate(self.claims):
+            if claim.acquire(blocking=False):
+                self.slot.parcels[i] = None
+                kept += 1
+                if self.is_last():
+                    self.ring._let_go(self, None, None)
+        return kept
+
+
+class Lease:
+    """Held by a lent tensor's storage, and by nothing else: its end is the end of the last tensor over the memory."""
+
+    __slots__ = ("home", "index", "loan", "memory")
+
+    def __init__(self, loan: Loan, index: int | None, memory: Tensor, home: Stream) -> None:
+        self.loan, self.index, self.memory, self.home = loan, index, memory, home
+
+    def __del__(self) -> None:
+        self.loan.ring._drop(self)
+
+
+def whole_storage(tensor: Tensor) -> Tensor:
+    """The bytes of the storage under ``tensor``, as a uint8 tensor."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
