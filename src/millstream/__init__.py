@@ -24,6 +24,7 @@ from millstream.errors import (
     PlanError,
 )
 from millstream.feed import feed
+from millstream.feed import fetch as fetch
 from millstream.report import Explanation
 
 if TYPE_CHECKING:

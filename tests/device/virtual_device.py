@@ -148,9 +148,9 @@ class VirtualDevice:
 
     def copy(self, destination, source, stream):
         # A source on this device is not kept alive by the queue either: who frees it too early reads what came after.
-        to, come_from = self.raw(destination), self._find_raw(source)
-        if come_from is None:
-            come_from = source.numpy()
+        to, come_from = self._find_raw(destination), self._find_raw(source)
+        to = destination.numpy() if to is None else to
+        come_from = source.numpy() if come_from is None else come_from
         stream.enqueue(lambda: np.copyto(to, come_from))
 
     def pin(self, num_bytes):

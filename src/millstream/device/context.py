@@ -60,7 +60,7 @@ class DeviceContext:
         self._graph_lock = threading.RLock()
         self._lock = threading.RLock()  # re-entrant: a finalizer may run while its own thread holds it
         self._streams: dict[int, Stream] = {}
-        self._copy_stream: Stream | None = None
+        self._copy_streams: dict[str, Stream] = {}
         self._graph_pool: GraphPool | None = None
         self._graph_stream_handle: int | None = None
         self._graph_stream: Stream | None = None  # on which a graph of this place ran last
@@ -99,24 +99,38 @@ class DeviceContext:
         if stream is None:
             with self._lock:
                 if index not in self._streams:
-                    self._streams[index] = self._make_distinct_stream()
+                    self._streams[index] = self._make_distinct_stream(high_priority=False)
                 stream = self._streams[index]
         return stream
 
     @property
     def copy_stream(self) -> Stream:
-        """The one stream for copies between host and device; no kernel runs on it.
+        """The one stream for batches on their way to the device; of kernels, only users' transforms run on it.
 
         It is of high priority. That does not speed copies up, but it takes the stream from another of PyTorch's sets
         than the one that users, capture and ``stream(i)`` draw from: were a user to capture a graph on the stream that
         the feeder copies on, the copies would end up in the graph.
         """
+        return self._find_copy_stream("to the device")
+
+    @property
+    def fetch_stream(self) -> Stream:
+        """The one stream for results on their way to the host.
+
+        Another than the ``copy_stream``: what is to be fetched comes at the end of a step, and batches that were
+        enqueued behind it would wait for that.
+        """
+        return self._find_copy_stream("to the host")
+
+    def _find_copy_stream(self, way: str) -> Stream:
         self._check_open()
-        if self._copy_stream is None:
+        stream = self._copy_streams.get(way)
+        if stream is None:
             with self._lock:
-                if self._copy_stream is None:
-                    self._copy_stream = self._driver.make_stream(high_priority=True)
-        return self._copy_stream
+                if way not in self._copy_streams:
+                    self._copy_streams[way] = self._make_distinct_stream(high_priority=True)
+                stream = self._copy_streams[way]
+        return stream
 
     def current_stream(self) -> Stream:
         """The stream on which the calling thread's operators run on this place."""
@@ -333,7 +347,7 @@ class DeviceContext:
             self._arena.clear()
             self._graph_pool = self._graph_stream = self._graph_stream_handle = None
             self._streams.clear()
-            self._copy_stream = None
+            self._copy_streams.clear()
 
     def __repr__(self) -> str:
         return f"<DeviceContext of {self.place}{', ' + self._end if self._end else ''}>"
@@ -342,11 +356,11 @@ class DeviceContext:
         if self._end:
             raise DeviceError(f"The context of {self.place} {self._end}; ask millstream.device.context for a new one.")
 
-    def _make_distinct_stream(self) -> Stream:
+    def _make_distinct_stream(self, *, high_priority: bool) -> Stream:
         # PyTorch hands its 32 streams out in turn, and others draw from the same 32: a full turn shows each of them.
         for _ in range(2 * MAX_STREAMS):
-            stream = self._driver.make_stream(high_priority=False)
-            if all(stream != other for other in self._streams.values()):
+            stream = self._driver.make_stream(high_priority=high_priority)
+            if all(stream != other for other in (*self._streams.values(), *self._copy_streams.values())):
                 return stream
         raise DeviceError(f"PyTorch hands out no stream of {self.place} beyond the {len(self._streams)} in use.")
 

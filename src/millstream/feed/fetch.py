@@ -1,0 +1,415 @@
+"""``fetch``: results come back to the host without stopping the device.
+
+The caller's thread copies the result, on the device and on his own stream, into a stretch of a ring: whatever he does
+with the original next (a graph overwrites it, the allocator hands its memory out), comes after that. A thread of the
+fetcher's own then brings the stretch to the host on a stream of its own, into pinned memory laid out in the same way,
+and waits for it there. What was asked for while one copy was under way travels together in the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millstream.device import DeviceContext, Place, Stream, context
+from millstream.errors import ArgumentError, DeviceError, FeedError
+from millstream.feed.channel import Channel, ChannelClosed
+from millstream.feed.layout import LeafSpec, describe_leaves, narrow_repeats, plan_layout, view_leaf
+from millstream.feed.ledger import Mark
+from millstream.feed.staging import wait_until_reached
+from millstream.feed.structure import Rebuild, split
+
+RING_BYTES = 1 << 20
+"""Room for the results on their way: 4,096 losses."""
+
+LARGE_BYTES = RING_BYTES // 8
+"""A result from here on travels by itself, in memory of its own."""
+
+DEPTH = 256
+"""So many results may be on their way; who asks for more waits for the first of them."""
+
+JOIN_S = 5.0
+"""How long ``close`` waits for results that are still on their way."""
+
+
+class Fetched(Future[Any]):
+    """A result on its way: a ``concurrent.futures.Future`` that can also be awaited.
+
+    Attributes:
+        step: The step it belongs to.
+    """
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__()
+        self.step = step
+
+    def __await__(self) -> Any:
+        return asyncio.wrap_future(self).__await__()
+
+
+def fetch(value: Any, *, step: int | None = None, callback: Callable[[Any], object] | None = None) -> Fetched:
+    """Bring a result to the host; neither the host nor the device waits for it.
+
+    ::
+
+        loss = ms.fetch(train_step(x, y), step=i)
+        ...
+        print(loss.result())
+
+    Args:
+        value: A tensor, or any batch-like tree of tensors, as it will be when all that is queued on the current stream
+            is done. It may be overwritten afterwards.
+        step: The step it belongs to, for messages.
+        callback: Called with the result, in the fetcher's thread.
+
+    Returns:
+        A future. Its result is ``value`` with tensors on the host, and tensors without dimensions as Python numbers (as
+        ``item()`` makes them). Futures of one device are completed in the order of the calls. When many are on their
+        way (256), the call waits for the first of them. An error of the device is raised by ``result()``.
+
+    Raises:
+        FeedError: The current stream is being captured, or the tensors are of several devices.
+    """
+    places = {leaf.device for leaf in split(value)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
+    if len(places) > 1:
+        raise FeedError(f"A result with tensors on {', '.join(sorted(map(str, places)))} must be fetched in parts.")
+    fetcher = _find_fetcher(Place.of(places.pop() if places else "cpu"))
+    return fetcher.put(value, step=step, callback=callback)
+
+
+class fetch_each:  # noqa: N801 - used like a function
+    """Iterate over results on the host, in order, some steps behind the device: with ``for``, or ``async for``.
+
+    ::
+
+        for loss in fetch_each(train_step(x, y) for x, y in ms.feed(loader, "cuda")):
+            ...
+
+    Args:
+        values: Yields device results; it is asked for up to ``ahead`` more than have come back.
+        ahead: How many may be on their way, at least 1.
+    """
+
+    def __init__(self, values: Iterable[Any], ahead: int = 8) -> None:
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
+            raise ArgumentError(f"ahead is {ahead!r}; it must be an integer of at least 1.")
+        self._values = values
+        self._ahead = ahead
+
+    def __iter__(self) -> Iterator[Any]:
+        """Block for each result."""
+        for future in self._futures():
+            yield future.result()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        """Await each result."""
+        for future in self._futures():
+            yield await future
+
+    def _futures(self) -> Iterator[Fetched]:
+        waiting: deque[Fetched] = deque()
+        for step, value in enumerate(self._values):
+            waiting.append(fetch(value, step=step))
+            del value
+            if len(waiting) > self._ahead:
+                yield waiting.popleft()
+        yield from waiting
+
+
+_fetchers: dict[Place, Fetcher] = {}
+_fetchers_lock = threading.RLock()
+
+
+def _find_fetcher(place: Place) -> Fetcher:
+    device = context(place)
+    fetcher = _fetchers.get(place)
+    if fetcher is None or fetcher.context is not device or fetcher.closed:
+        with _fetchers_lock:
+            fetcher = _fetchers.get(place)
+            if fetcher is None or fetcher.context is not device or fetcher.closed:
+                fetcher = _fetchers[place] = Fetcher(device)
+                device.attach(fetcher)
+    return fetcher
+
+
+@dataclass(slots=True, eq=False)
+class _Result:
+    """A result on its way."""
+
+    future: Fetched
+    rebuild: Rebuild
+    others: dict[int, Any]  # the leaves that are on the host
+    staged: Sequence[int] = ()  # the leaves that are on their way
+    specs: Sequence[LeafSpec] = ()
+    offsets: Sequence[int] = ()  # of the leaves, from ``start``
+    start: int = 0  # in the ring
+    num_bytes: int = 0
+    own: Tensor | None = None  # device memory of a large one
+    ready: Mark | None = None  # behind the copy on the caller's stream
+    home: Stream | None = None
+    host: Tensor | None = None  # where it arrives: the whole pinned ring, or memory of its own
+
+
+@dataclass(slots=True)
+class _Space:
+    """The ring's bytes, given out and taken back in order."""
+
+    size: int
+    taken: deque[tuple[int, int]] = field(default_factory=deque)  # start and end
+
+    def take(self, num_bytes: int) -> int | None:
+        """A stretch behind the last one, or at the beginning; ``None`` when there is no room."""
+        if not self.taken:
+            start = 0
+        else:
+            first, end = self.taken[0][0], self.taken[-1][1]
+            wrapped = self.taken[-1][0] < first
+            limit = first if wrapped else self.size
+            start = end if end + num_bytes <= limit else 0
+            if start == 0 and (wrapped or num_bytes > first):
+                return None
+        self.taken.append((start, start + num_bytes))
+        return start
+
+
+class Fetcher:
+    """Brings results of one device to the host; see ``fetch``, which finds the one of a device.
+
+    Args:
+        device: The device's context.
+        depth: How many results may be on their way.
+    """
+
+    def __init__(self, device: DeviceContext, depth: int = DEPTH) -> None:
+        self.context = device
+        self.closed = False
+        self._room: Channel[None] = Channel(depth)
+        self._orders: queue.SimpleQueue[_Result | None] = queue.SimpleQueue()
+        self._space = _Space(RING_BYTES)
+        self._space_freed = threading.Condition()
+        self._ring: Tensor | None = None
+        self._host: Tensor | None = None
+        self._made: Mark | None = None  # behind the ring's allocation
+        self._stopped = threading.Event()
+        self._lock = threading.RLock()  # of the callers: results are enqueued in the order in which they get a place
+        self._thread: threading.Thread | None = None
+        self.num_copies = 0
+
+    # --- the callers' side -------------------------------------------------------------------------------------------
+
+    def put(self, value: Any, *, step: int | None = None, callback: Callable[[Any], object] | None = None) -> Fetched:
+        """Begin to fetch a value; see ``fetch``."""
+        future = Fetched(step)
+        if callback is not None:
+            future.add_done_callback(lambda done: None if done.exception() else callback(done.result()))
+        leaves, rebuild = split(value)
+        on_device = [i for i, leaf in enumerate(leaves) if self._can_be_staged(leaf)]
+        others = {i: _bring(leaf) for i, leaf in enumerate(leaves) if i not in set(on_device)}
+        result = _Result(future, rebuild, others)
+        if not on_device:
+            _complete(result, [])
+            return future
+        if self.context.is_capturing():
+            raise FeedError(
+                f"A result was fetched while the current stream of {self.context.place} is being captured into a CUDA "
+                "graph, in which it has no value yet. Fetch what the replay leaves behind."
+            )
+        self._send(result, on_device, [leaves[i].detach() for i in on_device])
+        return future
+
+    def _send(self, result: _Result, on_device: Sequence[int], leaves: Sequence[Tensor]) -> None:
+        specs = describe_leaves(leaves)
+        layout = plan_layout(specs)
+        starts = [layout.parcels[parcel].start + start for parcel, start in layout.position]
+        result.staged, result.specs, result.offsets = on_device, specs, starts
+        result.num_bytes = layout.num_bytes
+        try:
+            self._room.send(None)
+            with self._lock:
+                self._snapshot(result, [leaves[i] for i, _ in layout.sources], [i for i, _ in layout.sources])
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._work, name="millstream-fetch", daemon=True)
+                    self._thread.start()
+                self._orders.put(result)
+        except ChannelClosed:
+            raise DeviceError(f"The context of {self.context.place} is closed; nothing can be fetched.") from None
+        except RuntimeError as error:  # of the device, from an earlier step perhaps: it belongs to the result
+            _fail(result, error)
+            with suppress(ChannelClosed):
+                self._room.receive(timeout=0)
+
+    def _snapshot(self, result: _Result, sources: Sequence[Tensor], which: Sequence[int]) -> None:
+        """Copy what the caller's stream will have made, on that stream."""
+        device = self.context
+        stream = device.current_stream()
+        with torch.inference_mode(False), torch.no_grad():
+            if result.num_bytes >= LARGE_BYTES:
+                with device.capture_lock:
+                    memory = result.own = device.allocate(result.num_bytes)
+            else:
+                memory = self._take_space(result, stream)
+            views = [view_leaf(memory, result.offsets[i], result.specs[i]) for i in which]
+            pairs = [(narrow_repeats(a), narrow_repeats(b)) for a, b in zip(views, sources, strict=True)]
+            if len(pairs) == 1:
+                pairs[0][0].copy_(pairs[0][1])
+            else:
+                torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+        result.home = stream
+        result.ready = Mark(device, stream, timing=False)
+
+    def _take_space(self, result: _Result, stream: Stream) -> Tensor:
+        if self._ring is None:
+            with self.context.capture_lock:
+                self._ring = self.context.allocate(RING_BYTES)
+                self._host = self.context.pinned(RING_BYTES)
+            self._made = Mark(self.context, stream, timing=False)
+        assert self._made is not None
+        if self._made.stream != stream:
+            stream.wait_event(self._made.event)  # WAW: what the memory was before, on the stream that it was taken for
+        with self._space_freed:
+            while (start := self._space.take(result.num_bytes)) is None:
+                if self._stopped.is_set():
+                    raise ChannelClosed("The fetcher is closed.")
+                self._space_freed.wait()
+        result.start, result.host = start, self._host
+        return self._ring[start : start + result.num_bytes]
+
+    def _can_be_staged(self, leaf: Any) -> bool:
+        return (
+            isinstance(leaf, Tensor)
+            and leaf.device == self.context.torch_device
+            and self.context.place.kind != "cpu"
+            and leaf.layout is torch.strided
+            and not (leaf.is_quantized or leaf.is_nested)
+        )
+
+    # --- the fetcher's own thread ------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        with self.context.in_thread():
+            ended = False
+            while not ended:
+                results = [self._orders.get()]
+                with suppress(queue.Empty):
+                    while True:
+                        results.append(self._orders.get_nowait())
+                ended = None in results
+                batch = [result for result in results if result is not None]
+                del results
+                if batch:
+                    self._bring_all(batch)
+                del batch
+
+    def _bring_all(self, results: list[_Result]) -> None:
+        error: BaseException | None = None
+        try:
+            arrived = self._copy(results)
+            if not wait_until_reached(self.context, arrived.event, self._stopped):
+                error = DeviceError(f"The context of {self.context.place} was closed before the result had come.")
+        except Exception as caught:  # noqa: BLE001 - whatever the device says, it belongs to these results
+            error = caught
+        for result in results:
+            if error is not None:
+                _fail(result, error)
+            else:
+                assert result.host is not None
+                base = result.start
+                views = [
+                    view_leaf(result.host, base + offset, spec)
+                    for offset, spec in zip(result.offsets, result.specs, strict=True)
+                ]
+                _complete(result, views)
+            self._free(result)
+
+    def _copy(self, results: list[_Result]) -> Mark:
+        """Enqueue the copies: one for all that lie in the ring one behind the other, one for each large one."""
+        device, stream = self.context, self.context.fetch_stream
+        runs: list[list[int]] = []
+        for result in results:
+            assert result.ready is not None
+            stream.wait_event(result.ready.event)  # RAW
+            if result.own is not None:
+                result.host = device.pinned(result.num_bytes)
+                device.copy(result.host, result.own, stream)
+                self.num_copies += 1
+            elif runs and runs[-1][1] == result.start:
+                runs[-1][1] += result.num_bytes
+            else:
+                runs.append([result.start, result.start + result.num_bytes])
+        for start, end in runs:
+            assert self._ring is not None
+            assert self._host is not None
+            device.copy(self._host[start:end], self._ring[start:end], stream)
+            self.num_copies += 1
+        return Mark(device, stream, timing=False)
+
+    def _free(self, result: _Result) -> None:
+        if result.own is None:
+            with self._space_freed:
+                self._space.taken.popleft()
+                self._space_freed.notify_all()
+        elif result.host is not None:
+            # The copy is over, or the device is of no use any more; so the memory may go back to the caller's stream.
+            self.context.release_pinned(result.host)
+        result.own = result.host = result.ready = None
+        with suppress(ChannelClosed):
+            self._room.receive(timeout=0)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for what is on its way, a bounded time, and end the thread. Closing again does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        self._room.cancel()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._orders.put(None)
+            self._thread.join(JOIN_S)
+            self._stopped.set()
+            with self._space_freed:
+                self._space_freed.notify_all()
+            self._thread.join(JOIN_S)
+        if self._host is not None and not self.context.closed:
+            self.context.release_pinned(self._host)
+        self._ring = self._host = self._made = None
+
+
+def _bring(leaf: Any) -> Any:
+    """A leaf that is on the host, or that only its own method can bring there."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().to("cpu", copy=True)
+    return leaf.to("cpu") if hasattr(leaf, "to") else copy.copy(leaf)
+
+
+def _complete(result: _Result, views: Sequence[Tensor]) -> None:
+    values = dict(result.others)
+    for i, view in zip(result.staged, views, strict=True):
+        values[i] = view.item() if view.dim() == 0 else view.clone()
+    for i, value in result.others.items():
+        if isinstance(value, Tensor) and value.dim() == 0 and value.layout is torch.strided:
+            values[i] = value.item()
+    try:
+        whole = result.rebuild([values[i] for i in range(len(values))])
+    except Exception as error:  # noqa: BLE001 - of a type that the user has registered
+        _fail(result, error)
+        return
+    result.future.set_result(whole)
+
+
+def _fail(result: _Result, error: BaseException) -> None:
+    mine = copy.copy(error)  # each result gets its own note
+    if result.future.step is not None:
+        mine.add_note(f"Raised while the result of step {result.future.step} was fetched.")
+    result.future.set_exception(mine)

@@ -1,0 +1,199 @@
+"""Results on their way to the host, on the CPU and on a virtual device that runs everything at once."""
+
+import asyncio
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.device import Place
+from millstream.errors import ArgumentError, DeviceError, FeedError
+from millstream.feed import fetch, fetch_each
+from millstream.feed import fetch as fetch_function
+from millstream.feed.fetch import LARGE_BYTES, RING_BYTES, Fetcher, _Space
+from tests.device.virtual_device import make_virtual_context
+
+DEADLINE_S = 20
+
+
+class Pair(NamedTuple):
+    loss: object
+    scores: object
+
+
+@pytest.fixture
+def fetcher():
+    ctx, device = make_virtual_context("eager")
+    made = Fetcher(ctx)
+    ctx.attach(made)
+    made.device = device
+    yield made
+    ctx.close()
+    assert not any(thread.name == "millstream-fetch" for thread in threading.enumerate())
+
+
+def test_numbers_and_trees_on_the_cpu():
+    assert fetch(torch.tensor(2.5)).result() == 2.5
+    x = torch.ones(2, requires_grad=True)
+    got = fetch({"x": x * 2, "n": 3, "pair": Pair(torch.tensor(1), np.ones(1))}, step=4)
+    assert got.step == 4
+    value = got.result()
+    assert value["x"].tolist() == [2.0, 2.0]
+    assert not value["x"].requires_grad
+    assert (value["n"], value["pair"].loss) == (3, 1)
+    y = torch.zeros(2)
+    later = fetch(y)
+    y.add_(1)
+    assert later.result().tolist() == [0.0, 0.0]
+
+
+def test_a_result_is_as_it_was_when_it_was_asked_for(fetcher):
+    loss = torch.zeros(())
+    futures = []
+    for i in range(100):
+        loss.fill_(i)
+        futures.append(fetcher.put(loss, step=i))
+    assert [future.result(DEADLINE_S) for future in futures] == list(range(100))
+
+
+@given(st.lists(st.lists(st.integers(0, 50), max_size=4), max_size=20))
+def test_trees_of_all_sizes_come_back_in_order(sizes):
+    ctx, _ = make_virtual_context("eager")
+    fetcher, order = Fetcher(ctx), []
+    ctx.attach(fetcher)
+    values = [[torch.arange(float(size)) for size in each] for each in sizes]
+    futures = [fetcher.put(value, callback=lambda _, i=i: order.append(i)) for i, value in enumerate(values)]
+    for future, value in zip(futures, values, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(future.result(DEADLINE_S), value, strict=True))
+    ctx.close()
+    assert sorted(order) == list(range(len(values)))
+    on_device = [i for i, value in enumerate(values) if value]
+    assert [i for i in order if i in on_device] == on_device
+
+
+def test_large_results_and_a_full_ring_wait_their_turn(fetcher):
+    small = [torch.full((LARGE_BYTES // 8,), float(i)) for i in range(40)]  # half of what is large: the ring is passed
+    large = [torch.full((RING_BYTES,), float(i)) for i in range(3)]
+    futures = [fetcher.put([a]) for a in small[:20]] + [fetcher.put([a]) for a in large]
+    futures += [fetcher.put([a]) for a in small[20:]]
+    for future, tensor in zip(futures, small[:20] + large + small[20:], strict=True):
+        assert torch.equal(future.result(DEADLINE_S)[0], tensor)
+    assert fetcher._space.taken == type(fetcher._space.taken)()
+    assert fetcher.context._arena.num_lent == 1  # the ring's own
+
+
+def test_what_is_asked_for_while_a_copy_is_under_way_travels_together(fetcher):
+    gate = threading.Event()
+    fetcher.put(torch.zeros(1), callback=lambda _: gate.wait(DEADLINE_S)).add_done_callback(lambda _: None)
+    futures = [fetcher.put(torch.tensor(float(i))) for i in range(50)]
+    gate.set()
+    assert [future.result(DEADLINE_S) for future in futures] == list(range(50))
+    assert fetcher.num_copies <= 4
+
+
+def test_who_asks_for_too_much_waits():
+    ctx, _ = make_virtual_context("eager")
+    fetcher = Fetcher(ctx, depth=2)
+    ctx.attach(fetcher)
+    gate, put = threading.Event(), []
+    fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(DEADLINE_S))
+
+    def ask():
+        put.extend(fetcher.put(torch.tensor(i)) for i in range(5))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(0.1)
+    assert len(put) <= 2
+    gate.set()
+    thread.join(DEADLINE_S)
+    assert [future.result(DEADLINE_S) for future in put] == list(range(5))
+    ctx.close()
+
+
+def test_an_error_of_the_device_is_raised_with_its_step(fetcher):
+    good = fetcher.put(torch.tensor(1.0), step=0)
+    assert good.result(DEADLINE_S) == 1
+    copy = fetcher.device.copy
+
+    def fail(*args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    fetcher.device.copy = fail
+    futures = [fetcher.put(torch.tensor(1.0), step=i) for i in (7, 8)]
+    for future in futures:
+        with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+            future.result(DEADLINE_S)
+        assert caught.value.__notes__ == [f"Raised while the result of step {future.step} was fetched."]
+    fetcher.device.copy = copy
+    assert fetcher.put(torch.tensor(2.0)).result(DEADLINE_S) == 2
+
+
+def test_bad_requests(fetcher):
+    with pytest.raises(FeedError, match="do not know"):
+        fetch(object())
+    fetcher.device.capturing = True
+    with pytest.raises(FeedError, match="being captured"):
+        fetcher.put(torch.ones(1))
+    fetcher.device.capturing = False
+    fetcher.close()
+    fetcher.close()
+    with pytest.raises(DeviceError, match="closed"):
+        fetcher.put(torch.ones(1))
+    with pytest.raises(ArgumentError, match="ahead is 0"):
+        fetch_each([], ahead=0)
+
+
+@pytest.mark.parametrize("num_values", [0, 1, 3, 4, 20])
+def test_results_in_a_loop_come_some_steps_behind(num_values):
+    made = []
+
+    def steps():
+        for i in range(num_values):
+            made.append(i)
+            yield torch.tensor(i)
+
+    for i, value in enumerate(fetch_each(steps(), ahead=3)):
+        assert value == i
+        assert len(made) <= i + 4
+    assert len(made) == num_values
+
+
+def test_awaiting():
+    async def run():
+        got = [value async for value in fetch_each((torch.tensor(i) for i in range(5)), ahead=2)]
+        return [*got, await fetch(torch.tensor(9))]
+
+    assert asyncio.run(run()) == [0, 1, 2, 3, 4, 9]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
+def test_stretches_of_the_ring_never_overlap(moves):
+    space, model = _Space(32), []
+    for give_back, size in moves:
+        if give_back:
+            if model:
+                assert space.taken.popleft() == model.pop(0)
+            continue
+        start = space.take(size)
+        if start is None:
+            assert model  # an empty ring has room for anything that fits into it
+            continue
+        assert start >= 0
+        assert start + size <= 32
+        assert all(start + size <= a or b <= start for a, b in model)
+        model.append((start, start + size))
+
+
+def test_one_fetcher_per_device():
+    from millstream.feed.fetch import _find_fetcher
+
+    assert fetch_function(torch.tensor(1)).result() == 1
+    first = _find_fetcher(Place("cpu"))
+    assert _find_fetcher(Place("cpu")) is first
+    first.context.close()
+    assert _find_fetcher(Place("cpu")) is not first
