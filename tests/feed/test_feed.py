@@ -576,6 +576,58 @@ def test_a_forked_child_neither_hangs_nor_feeds_from_the_parents_pass():
     assert (done.stdout, done.stderr) == ("0.0\n7\n1.0\n", "")
 
 
+@pytest.mark.parametrize("stop", ["break", "error", "close"])
+def test_a_hundred_ends_leave_nothing_and_take_no_time(make_feed, stop):
+    def train(fed):
+        for batch in fed:
+            if batch.item() == 1:
+                if stop == "break":
+                    break
+                if stop == "error":
+                    raise LookupError
+                fed.close()
+
+    started = time.monotonic()
+    for _ in range(100):
+        with contextlib.suppress(LookupError):
+            train(make_feed(Endless()))
+        assert feed_threads() == []
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signals")
+def test_a_worker_process_that_is_killed_is_reported_and_leaves_nothing():
+    # In a process of its own: PyTorch's signal handler raises wherever the main thread happens to be.
+    done = run_python("""
+        import gc, multiprocessing, os, signal, threading, time, torch
+        from torch.utils.data import DataLoader, Dataset
+        from millstream.feed import feed
+        class Murderous(Dataset):
+            def __len__(self):
+                return 40
+            def __getitem__(self, i):
+                if i == 17:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return torch.tensor([float(i)])
+        fed, got = feed(DataLoader(Murderous(), num_workers=2), "cpu"), []
+        def train():
+            for batch in fed:
+                got.append(batch.item())
+                time.sleep(0.01)
+        try:
+            train()
+        except RuntimeError as error:
+            print("killed by signal" in str(error) or "exited unexpectedly" in str(error))
+        print(got == list(range(len(got))) and len(got) <= 17)
+        started = time.monotonic()
+        fed.close()
+        gc.collect()
+        print(time.monotonic() - started < 1, threading.active_count(), multiprocessing.active_children())
+    """)
+    assert done.stdout == "True\nTrue\nTrue 1 []\n", done.stderr
+    assert done.returncode == 0
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(torch.arange(6.0).split(1))

@@ -318,6 +318,136 @@ def test_errors_come_after_good_batches():
     assert [float(x[0]) for x in got] == [0.0, 1.0]
 
 
+# --- slots, once they are warm
+
+
+def test_after_warm_up_nothing_is_allocated_and_addresses_repeat():
+    batches = [(torch.randn(64, 1000), torch.arange(64)) for _ in range(60)]
+    fed = feed(batches, "cuda:0", 2)
+    addresses, before = set(), None
+    for i, (x, y) in enumerate(fed):
+        (x * 2).sum()
+        addresses.add((fed.slot, x.data_ptr(), y.data_ptr()))
+        if i == 20:
+            torch.cuda.synchronize()
+            before = (torch.cuda.memory_stats()["allocation.all.allocated"], context("cuda:0").pinned_bytes)
+            mine = 0
+        if i > 20:
+            mine += 2  # the product and the sum
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()["allocation.all.allocated"], context("cuda:0").pinned_bytes
+    assert (after[0] - mine, after[1]) == before
+    assert len(addresses) == 2
+    assert fed.stats().num_kept == 0
+
+
+def test_device_memory_is_depth_times_a_batch():
+    x = torch.zeros(4 << 20)  # 16 MiB
+    torch.cuda.synchronize()
+    before, most = torch.cuda.memory_allocated(), 0
+    for batch in feed([x] * 20, "cuda:0", 3):
+        most = max(most, torch.cuda.memory_allocated() - before)
+        del batch
+    assert most <= 3 * x.nbytes + (1 << 20)
+
+
+def test_a_copy_runs_beside_the_step_before():
+    """With a copy of half the step's length, steps follow each other without a gap."""
+    x = torch.zeros(32 << 20)  # 128 MiB: 2.4 ms on PCIe 5
+    fed = feed([x] * 40, "cuda:0", 2)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    alone_begin, alone_end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(LONG)
+    alone_begin.record()
+    torch.cuda._sleep(2 * LONG)
+    alone_end.record()
+    for i, batch in enumerate(fed):
+        if i == 10:
+            begin.record()
+        torch.cuda._sleep(2 * LONG)
+        if i == 39:
+            end.record()
+        del batch
+    torch.cuda.synchronize()
+    step, alone = begin.elapsed_time(end) / 30, alone_begin.elapsed_time(alone_end)
+    assert step <= 1.1 * alone
+    stats = fed.stats()
+    assert sum(stats.shares.values()) == pytest.approx(1)
+    assert stats.hidden > 0.9
+    assert stats.shares["compute"] > 0.9
+
+
+def test_dropping_a_batch_inside_a_capture():
+    passing = iter(feed([torch.full((100,), float(i)) for i in range(20)], "cuda:0", 2))
+    batch, x = next(passing), torch.ones(3, device="cuda:0")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        del batch
+    graph.replay()
+    assert bool((y == 2).all())
+    assert [float(batch[0]) for batch in passing] == list(range(1, 20))
+
+
+@pytest.mark.parametrize("steady", [True, False], ids=["steady", "shapes change"])
+def test_a_checked_feed_finds_nothing(steady):
+    fed = feed(random_batches(200, 3, steady=steady), "cuda:0", 2, check=True)
+    flags = [check_sums(batch) for batch in fed]
+    assert int(torch.stack(flags).sum()) == 0
+
+
+def test_transforms_run_beside_the_step_and_may_be_kept():
+    def transform(batch):
+        return {"x": [leaf * 2 for leaf in batch["x"]], "i": batch["i"] * 2, "n": batch["n"] * 2}
+
+    kept, flags = [], []
+    for i, batch in enumerate(feed(random_batches(200, 5, steady=True), "cuda:0", 2, transform=transform)):
+        torch.cuda._sleep(LONG // 50)
+        flags.append(check_sums(batch))
+        torch.empty(random.randint(1, 100_000), device="cuda:0").fill_(-1)
+        if i % 7 == 0:
+            kept.append(batch)
+    flags += [check_sums(batch) for batch in kept]
+    assert int(torch.stack(flags).sum()) == 0
+
+
+def test_casting_and_channels_last():
+    batch = {"image": torch.randn(8, 3, 16, 16), "label": torch.arange(8)}
+    for got in feed([batch] * 6, "cuda:0", cast=torch.bfloat16, channels_last=True):
+        assert got["image"].is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(got["image"].cpu(), batch["image"].bfloat16())
+        assert got["label"].dtype == torch.int64
+
+
+def test_large_pageable_batches_staged_by_several_threads():
+    rng = random.Random(0)
+    arrays = [torch.randint(0, 255, (rng.randint(5, 20) << 20,), dtype=torch.uint8).numpy() for _ in range(6)]
+    for got, array in zip(feed(arrays * 3, "cuda:0", 2, threads=4), arrays * 3, strict=True):
+        assert torch.equal(got.cpu(), torch.from_numpy(array))
+
+
+def test_arrays_packed_sequences_and_jagged_tensors():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.zeros(2)])
+    jagged = torch.nested.nested_tensor([torch.ones(1), torch.zeros(4)], layout=torch.jagged)
+    wide = torch.arange(4.0).view(4, 1).expand(4, 100)
+    for got in feed([{"p": packed, "j": jagged, "w": wide, "again": wide}] * 5, "cuda:0"):
+        assert got["p"].batch_sizes.device.type == "cpu"
+        assert torch.equal(got["p"].data.cpu(), packed.data)
+        assert [len(row) for row in got["j"].unbind()] == [1, 4]
+        assert got["w"].stride() == (1, 0)
+        assert got["w"].data_ptr() == got["again"].data_ptr()
+
+
+def test_several_devices():
+    places = [f"cuda:{i % torch.cuda.device_count()}" for i in range(2)]
+    fed = feed([torch.arange(5.0) + i for i in range(20)], places, 2)
+    for i, (a, b) in enumerate(fed):
+        assert [str(a.device), str(b.device)] == places
+        assert a.tolist() + b.tolist() == (torch.arange(5.0) + i).tolist()
+    for place in set(places):
+        context(place).close()
+
+
 ENDINGS = {
     "an open pass": ("", 0),
     "an exit in the loop": ("sys.exit(0)", 0),

@@ -339,18 +339,22 @@ class _Pass(Iterator[Any]):
         self._progress = progress
         self._loader = loader
         # The session must not refer back to this object, or leaving a loop would not end the threads. Nor do they.
-        finalizer = weakref.finalize(self, session.close, "")
+        self._finalizer = weakref.finalize(self, session.close, "")
         # The end of the interpreter is the device context's to order.
-        finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
+        self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def __next__(self) -> Any:
         session, progress = self.session, self._progress
         had_finished = session.finished
         try:
             batch, note = session.next_batch()
-        except StopIteration:
-            if session.finished and not had_finished:
+        except BaseException as error:
+            if isinstance(error, StopIteration) and session.finished and not had_finished:
                 progress.finish(self._loader)
+            if session.closed:
+                # The finalizer is reachable for ever. By way of the session it leads to the error, to the frames that
+                # the error has passed, and to all their variables.
+                self._finalizer.detach()
             raise
         finally:
             del self, session  # as in ``next_batch``: an error's traceback must not lead back to the error

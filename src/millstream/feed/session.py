@@ -215,7 +215,7 @@ class Session:
         """
         if self._pid != os.getpid():
             raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
-        if not self._consumer_has_left.locked():
+        if not self.closed:
             lane, ledger = self._lane, self._ledger
             lane.reclaim()
             if self._next is None:
@@ -230,7 +230,7 @@ class Session:
                 with suppress(ChannelClosed):
                     self._budget.receive(timeout=0)  # room for the next
                 return batch, item.note
-            if not self._consumer_has_left.locked():  # or it was closed while this waited
+            if not self.closed:  # or it was closed while this waited
                 self._failure, self.finished = self._error, self._error is None
                 self.close("")
         try:
@@ -244,6 +244,11 @@ class Session:
             # does not hold the error in turn, and the callers' variables die with the error and not with some later
             # collection.
             del self
+
+    @property
+    def closed(self) -> bool:
+        """Whether the consumer has left."""
+        return self._consumer_has_left.locked()
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

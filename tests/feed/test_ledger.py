@@ -1,0 +1,173 @@
+"""Where the time goes: on a made-up device clock, on the virtual device, and on the CPU."""
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.feed import draw_lanes, feed
+from millstream.feed.ledger import CAUSES, LANES, NUM_FIRST, Ledger, Mark, Times
+from tests.device.virtual_device import make_virtual_context
+
+MS = 1_000_000
+
+
+class Clock:
+    """A stream whose work takes as long as a test says, and a host whose clock it moves."""
+
+    def __init__(self, monkeypatch):
+        self.context, _ = make_virtual_context("eager")
+        self.host_ns = self.device_ns = 0
+        monkeypatch.setattr(time, "perf_counter_ns", lambda: self.host_ns)
+        self.ledger = Ledger(self.context)
+
+    def mark(self):
+        mark = Mark(self.context, self.context.current_stream())
+        self.device_ns = max(self.device_ns, self.host_ns)
+        mark.event = Moment(self.device_ns)
+        self.context._lent_events[id(mark.event)] = True
+        return mark
+
+    def step(self, index, *, wait_ms, run_ms, host_ms, pull_ms=0, stage_ms=0, copy_ms=0):
+        """A batch is asked for, comes when the device has waited, and is computed with."""
+        self.ledger.ask(self.mark)
+        times = Times(index, (0, pull_ms * MS), (0, stage_ms * MS), 1000)
+        asked = self.device_ns
+        end = asked + wait_ms * MS
+        first, last = self.mark(), self.mark()
+        first.event.at_ns, last.event.at_ns = end - copy_ms * MS, end
+        times.copy = (first, last) if copy_ms else None
+        self.device_ns = end
+        self.ledger.get(times, self.mark)
+        self.device_ns += run_ms * MS
+        self.host_ns += host_ms * MS
+
+
+class Moment:
+    def __init__(self, at_ns):
+        self.at_ns = at_ns
+
+    def record(self, stream):
+        """The clock says when."""
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return (other.at_ns - self.at_ns) / MS
+
+
+def run(monkeypatch, steps=12, **times):
+    clock = Clock(monkeypatch)
+    for i in range(steps):
+        clock.step(i, **times)
+    clock.ledger.ask(clock.mark)
+    return clock.ledger.stats()
+
+
+def test_a_wait_is_charged_backwards_along_the_way_of_the_batch(monkeypatch):
+    stats = run(monkeypatch, wait_ms=6, run_ms=4, host_ms=2, pull_ms=9, stage_ms=2, copy_ms=1)
+    assert stats.num_measured == 11  # the first waited for the warm-up
+    assert stats.shares == pytest.approx({"source": 0.3, "stage": 0.2, "copy": 0.1, "compute": 0.4, "host": 0.0})
+    assert stats.step_s == pytest.approx(0.010)
+    assert stats.hidden == 0
+    assert "30% of each step waits for your DataLoader" in stats.verdict
+    assert "9 ms" in stats.verdict
+
+
+def test_a_copy_beside_the_computation_is_hidden(monkeypatch):
+    stats = run(monkeypatch, wait_ms=0, run_ms=10, host_ms=1, copy_ms=8)
+    assert stats.shares["compute"] == 1
+    assert stats.hidden == 1
+    assert stats.copy_s == pytest.approx(0.008)
+    assert "keeps up" in stats.verdict
+    half = run(monkeypatch, wait_ms=4, run_ms=4, host_ms=1, copy_ms=8)
+    assert half.hidden == pytest.approx(0.5)
+    assert "50% of each step waits for the copy" in half.verdict
+
+
+def test_a_device_that_has_run_dry_is_told_from_one_that_has_work(monkeypatch):
+    dry = run(monkeypatch, wait_ms=0, run_ms=5, host_ms=5)
+    assert dry.shares["host"] == 1
+    assert "run dry" in dry.verdict
+    clock = Clock(monkeypatch)
+    clock.step(0, wait_ms=0, run_ms=50, host_ms=1)  # a long step: from here on the device is behind,
+    for i in range(1, 10):
+        clock.step(i, wait_ms=0, run_ms=5, host_ms=5)  # and stays so, although the host is as slow as the device
+    clock.ledger.ask(clock.mark)
+    assert clock.ledger.stats().shares["compute"] == 1
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 20)] * 6), min_size=2, max_size=12))
+def test_shares_always_sum_to_one(steps):
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock(patch)
+        for i, (wait, work, host, pull, stage, copy) in enumerate(steps):
+            clock.step(i, wait_ms=wait, run_ms=work + 1, host_ms=host, pull_ms=pull, stage_ms=stage, copy_ms=copy)
+        clock.ledger.ask(clock.mark)
+        stats = clock.ledger.stats()
+    assert sum(stats.shares.values()) == pytest.approx(1)
+    assert set(stats.shares) == set(CAUSES)
+    assert all(share >= 0 for share in stats.shares.values())
+
+
+def test_later_only_as_much_is_measured_as_costs_little(monkeypatch):
+    clock = Clock(monkeypatch)
+    for i in range(200):
+        clock.host_ns += 100_000
+        clock.step(i, wait_ms=0, run_ms=0, host_ms=0)
+    assert NUM_FIRST <= len(clock.ledger._unread) <= NUM_FIRST + 200 * 0.1 / 2 + 1
+    assert clock.ledger.num_batches == 200
+
+
+def test_events_come_back(monkeypatch):
+    context, _ = make_virtual_context("eager")
+    ledger = Ledger(context)
+    for i in range(5):
+        ledger.ask(lambda: Mark(context, context.current_stream()))
+        ledger.get(Times(i), lambda: Mark(context, context.current_stream()))
+    ledger.close()
+    assert context._lent_events == {}
+
+
+def test_on_a_device(virtual_feed):
+    fed, device = virtual_feed([torch.ones(100)] * 20, 2, "random")
+    for batch in fed:
+        device.read(batch, [])
+    stats = fed.stats()
+    assert stats.num_batches == 20
+    assert 10 <= stats.num_measured <= 19
+    assert stats.batch_bytes == 512
+    assert sum(stats.shares.values()) == pytest.approx(1)
+    assert stats.to_dict()["verdict"] == stats.verdict
+    assert str(stats).splitlines()[-1] == stats.verdict
+    timeline = fed.timeline()
+    assert {span.stream for span in timeline.spans} == set(range(len(LANES)))
+    picture = draw_lanes(timeline, 60).splitlines()
+    assert [line.split("|")[0].strip() for line in picture[:4]] == list(LANES)
+    assert all(len(line) == 69 for line in picture[:4])
+
+
+def test_on_the_cpu_a_slow_source_is_named():
+    def source():
+        for i in range(6):
+            time.sleep(0.01)  # what a slow source does
+            yield torch.tensor([i])
+
+    fed = feed(source(), "cpu")
+    for _ in fed:
+        pass
+    stats = fed.stats()
+    assert stats.shares["source"] > 0.8
+    assert "DataLoader" in stats.verdict
+    assert stats.hidden is None
+
+
+def test_nothing_measured_yet():
+    fed = feed([], "cpu")
+    assert list(fed) == []
+    assert fed.stats().shares == {}
+    assert "Too few" in str(fed.stats())
+    assert draw_lanes(fed.timeline()).count("\n") == 4

@@ -1,0 +1,332 @@
+"""What a feed can do beyond feeding: resume, shape batches, transform them, serve several devices, check itself."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from millstream.device import Place
+from millstream.errors import ArgumentError, FeedError
+from millstream.feed import Feed, feed
+from millstream.feed.feeder import Options
+from millstream.feed.shaping import make_transform
+from tests.feed.test_feed import Failing, numbers, values
+
+
+@pytest.fixture(params=["cpu", "virtual"])
+def make_feed(request, virtual_feed):
+    if request.param == "cpu":
+        return lambda loader, depth=2, **options: Feed(loader, Place("cpu"), Options(depth, **options))
+    return lambda loader, depth=2, **options: virtual_feed(loader, depth, "eager", **options)[0]
+
+
+# --- resuming
+
+
+class Stateful:
+    """As torchdata's StatefulDataLoader: its state is ahead of what was delivered, when a feed pulls from it."""
+
+    def __init__(self, n):
+        self.n, self.at, self.resume = n, 0, None
+
+    def __iter__(self):
+        self.at, self.resume = self.resume or 0, None
+        while self.at < self.n:
+            self.at += 1
+            yield torch.tensor([float(self.at - 1)])
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.resume = state["at"]
+
+
+@pytest.mark.parametrize("make_loader", [lambda: numbers(9), lambda: Stateful(9)], ids=["any", "stateful"])
+@pytest.mark.parametrize("after", [0, 1, 4, 8, 9])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_run_goes_on_behind_the_batch_delivered_last(make_feed, make_loader, after, depth):
+    fed = make_feed(make_loader(), depth)
+    passing = iter(fed)
+    got = [next(passing).item() for _ in range(after)]
+    state = fed.state_dict()
+    fed.close()
+    again = make_feed(make_loader(), depth)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    assert got + values(again) == list(range(9))
+    assert values(again) == list(range(9))  # the next pass is a whole one
+
+
+def test_the_state_behind_a_whole_pass_is_the_beginning_of_the_next(make_feed):
+    for loader in (numbers(3), Stateful(3)):
+        fed = make_feed(loader)
+        assert values(fed) == [0, 1, 2]
+        state = fed.state_dict()
+        assert state["position"] == 0
+        fed.load_state_dict(state)
+        assert values(fed) == [0, 1, 2]
+
+
+def test_resuming_behind_an_error_and_twice(make_feed):
+    fed, got = make_feed(DataLoader(Failing(3))), []
+    with pytest.raises(LookupError):
+        got.extend(batch.item() for batch in fed)
+    assert got == [0, 1, 2]
+    state = fed.state_dict()
+    assert state["position"] == 3
+    again = make_feed(numbers(8))
+    again.load_state_dict(state)
+    passing = iter(again)
+    assert [next(passing).item(), next(passing).item()] == [3, 4]
+    more = make_feed(numbers(8))
+    more.load_state_dict(again.state_dict())
+    assert values(more) == [5, 6, 7]
+
+
+def test_a_state_that_is_none(make_feed):
+    with pytest.raises(ArgumentError, match="not the state of a feed"):
+        make_feed([]).load_state_dict({"model": 1})
+
+
+# --- short batches
+
+
+def rows(*lengths):
+    return [{"x": torch.full((n, 3), float(n)), "y": np.arange(n), "n": n, "all": torch.zeros(7)} for n in lengths]
+
+
+def test_a_short_batch_is_padded_with_its_last_row(make_feed):
+    fed = make_feed(rows(4, 4, 2), pad_last=True)
+    valid = []
+    for _ in range(2):
+        for batch in fed:
+            valid.append(fed.num_valid)
+            assert batch["x"].shape == (4, 3)
+            assert batch["all"].shape == (7,)
+            assert batch["y"].tolist() == ([0, 1, 1, 1] if batch["n"] == 2 else [0, 1, 2, 3])
+    assert valid == [4, 4, 2] * 2
+
+
+def test_a_short_batch_is_left_out(make_feed):
+    fed = make_feed(rows(4, 4, 2), drop_last=True)
+    for _ in range(2):
+        assert [batch["n"] for batch in fed] == [4, 4]
+
+
+def test_a_resumed_run_knows_how_long_a_full_batch_is(make_feed):
+    fed = make_feed(rows(4, 4, 2), pad_last=True)
+    passing = iter(fed)
+    next(passing), next(passing)
+    again = make_feed(rows(4, 4, 2), pad_last=True)
+    again.load_state_dict(fed.state_dict())
+    assert [len(batch["x"]) for batch in again] == [4]
+
+
+# --- transforms
+
+
+def test_a_transform_sees_each_batch_and_its_result_is_delivered(make_feed):
+    batches = [{"x": torch.full((2, 2), float(i)), "y": torch.tensor([i]), "name": str(i)} for i in range(20)]
+
+    def transform(batch):
+        return {"scaled": batch["x"] * 2 + 1, "y": batch["y"], "turned": batch["x"].t(), "name": batch["name"]}
+
+    kept = []
+    for i, batch in enumerate(make_feed(batches, transform=transform)):
+        assert bool((batch["scaled"] == 2 * i + 1).all())
+        assert (int(batch["y"]), batch["name"]) == (i, str(i))
+        assert batch["turned"].stride() == (1, 2)
+        if i % 3 == 0:
+            kept.append((i, batch))
+    assert all(bool((batch["turned"] == i).all()) and bool((batch["scaled"] == 2 * i + 1).all()) for i, batch in kept)
+
+
+def test_a_transform_that_keeps_nothing_of_the_slot_gives_it_back_at_once(virtual_feed):
+    fed, device = virtual_feed(
+        [torch.full((100,), float(i)) for i in range(30)], mood="eager", transform=lambda x: x + 1
+    )
+    kept = list(fed)
+    assert [float(x[0]) for x in kept] == list(range(1, 31))
+    assert device.num_raw == 2
+
+
+def test_a_transform_that_fails_is_the_users_error(make_feed):
+    def transform(batch):
+        if batch.item() == 2:
+            raise ZeroDivisionError("in the transform")
+        return batch
+
+    passing = iter(make_feed(numbers(5), transform=transform))
+    assert [next(passing).item(), next(passing).item()] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="in the transform"):
+            next(passing)
+
+
+def test_casting_and_channels_last(make_feed):
+    batch = {"image": torch.randn(2, 3, 4, 4), "label": torch.arange(2), "scalar": torch.tensor(1.5)}
+    transform = make_transform(torch.bfloat16, True, lambda batch: batch | {"seen": batch["image"].dtype})
+    for got in make_feed([batch] * 4, transform=transform):
+        assert got["image"].dtype == got["scalar"].dtype == got["seen"] == torch.bfloat16
+        assert got["image"].is_contiguous(memory_format=torch.channels_last)
+        assert got["label"].dtype == torch.int64
+        assert torch.equal(got["image"], batch["image"].bfloat16())
+    assert make_transform(None, False, None) is None
+    (got,) = feed([batch], "cpu", cast=torch.float64)
+    assert got["image"].dtype == torch.float64
+
+
+# --- bytes
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_no_more_bytes_are_under_way_than_allowed(make_feed, depth):
+    pulled = []
+
+    def source():
+        for i in range(20):
+            pulled.append(i)
+            yield torch.full((64,), float(i))  # 256 bytes
+
+    passing = iter(make_feed(source(), depth, max_bytes=2 * 256))
+    for i in range(20):
+        assert float(next(passing)[0]) == i
+        assert len(pulled) - (i + 1) <= min(depth, 2) + 1
+    del passing
+
+
+def test_a_limit_below_one_batch_is_an_error_in_its_place(make_feed):
+    passing = iter(make_feed([torch.ones(16), torch.ones(4096)], max_bytes=1000))
+    assert len(next(passing)) == 16
+    with pytest.raises(ArgumentError, match=r"16,384 bytes does not fit .* max_bytes=1,000"):
+        next(passing)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_bytes": 0}, "max_bytes is 0"),
+        ({"threads": 1.5}, "threads is 1.5"),
+        ({"drop_last": True, "pad_last": True}, "exclude each other"),
+        ({"transform": 3}, "transform is 3"),
+    ],
+)
+def test_options_that_are_none(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        feed([], "cpu", **options)
+
+
+# --- several devices
+
+
+@pytest.fixture(params=["cpu", "virtual"])
+def make_many(request, virtual_feed):
+    def make(loader, number, **options):
+        if request.param == "cpu":
+            return Feed(loader, (Place("cpu"),) * number, Options(**options))
+        _, device = virtual_feed([], mood="eager")
+        assert device
+        return Feed(loader, (Place("cuda", 0),) * number, Options(**options))
+
+    return make
+
+
+def test_a_batch_is_split_over_devices_also_an_uneven_one(make_many):
+    data = TensorDataset(torch.arange(11.0), torch.arange(11))
+    fed = make_many(DataLoader(data, batch_size=4), 3)
+    for _ in range(2):
+        got = list(fed)
+        assert [[len(x) for x, _ in parts] for parts in got] == [[2, 1, 1], [2, 1, 1], [1, 1, 1]]
+        assert torch.equal(torch.cat([x for parts in got for x, _ in parts]), torch.arange(11.0))
+        assert torch.equal(torch.cat([y for parts in got for _, y in parts]), torch.arange(11))
+    assert len(fed) == 3
+
+
+def test_what_has_no_rows_goes_to_every_device(make_many):
+    ((a, b),) = make_many([{"x": torch.arange(3), "scale": torch.tensor(2.0), "name": "n"}], 2)
+    assert (a["x"].tolist(), b["x"].tolist()) == ([0, 1], [2])
+    assert (float(a["scale"]), float(b["scale"]), b["name"]) == (2, 2, "n")
+
+
+def test_whole_batches_are_dealt(make_many):
+    fed = make_many(numbers(5), 2, deal=True)
+    got = [[x.item() for x in parts] for parts in fed]
+    assert got == [[0, 1], [2, 3], [4]]
+    assert len(fed) == 3
+    passing = iter(fed)
+    next(passing)
+    state = fed.state_dict()
+    again = make_many(numbers(5), 2, deal=True)
+    again.load_state_dict(state)
+    assert [[x.item() for x in parts] for parts in again] == [[2, 3], [4]]
+
+
+def test_lists_of_devices():
+    assert repr(feed([1], ["cpu", "cpu"])) == "<Feed of list to cpu, cpu, depth 2>"
+    with pytest.raises(ArgumentError, match="no device"):
+        feed([], [])
+
+
+# --- check=True
+
+
+@pytest.mark.parametrize("mood", ["eager", "random", "lazy"])
+def test_a_checked_feed_finds_nothing_wrong_in_a_good_loop(virtual_feed, mood):
+    batches = [[torch.full((100,), float(i)), torch.full((20_000,), float(i))] for i in range(20)]
+    fed, device = virtual_feed(batches, 2, mood, check=True)
+    kept = []
+    for i, batch in enumerate(fed):
+        device.read(batch[0], [])
+        if i % 5 == 0:
+            kept.append((i, batch))
+    device.synchronize()
+    assert all(float(batch[1][-1]) == i for i, batch in kept)
+    device.context.release_pinned(device.context.pinned(1))
+    assert device.context._arena.num_lent == 0
+
+
+def test_who_writes_a_batch_that_he_has_dropped_is_found(virtual_feed):
+    fed, device = virtual_feed([torch.full((100,), float(i)) for i in range(30)], 2, "eager", check=True)
+
+    def train():
+        previous, pause = None, threading.Event()
+        for batch in fed:
+            for _ in range(100):  # until the sender has poisoned the slot that was dropped a moment ago
+                if previous is not None and previous[0] == 0xFF:
+                    previous[:4] = 7  # as a graph would do, or a stream, that the feed does not know of
+                    break
+                pause.wait(0.001)
+            previous = device.raw(batch)
+
+    with pytest.raises(FeedError, match="was written after the batch in it had been dropped"):
+        train()
+
+
+def test_who_reads_a_batch_that_he_has_dropped_gets_poison(virtual_feed):
+    fed, device = virtual_feed([torch.full((100,), float(i)) for i in range(12)], 2, "eager", check=True)
+    raws, seen = [], []
+    for batch in fed:
+        raws.append(device.raw(batch))
+        if len(raws) > 2:
+            seen.append(raws[-3][:4].view(np.float32)[0])
+    assert np.isnan(seen).any()
+
+
+def test_bytes_that_change_on_the_way_are_found(virtual_feed):
+    fed, device = virtual_feed([torch.full((100,), float(i)) for i in range(30)], 2, "eager", check=True)
+    copy, count = device.copy, [0]
+
+    def bad_copy(destination, source, stream):
+        copy(destination, source, stream)
+        count[0] += 1
+        if count[0] == 9:
+            device._find_raw(destination)
+            destination.view(torch.uint8)[0] ^= 1
+
+    device.copy = bad_copy
+    with pytest.raises(FeedError, match=r"did not arrive as it was staged|was written after"):
+        list(fed)

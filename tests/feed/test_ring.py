@@ -1,0 +1,134 @@
+"""The ring of slots against a model: whoever may read a slot's bytes, reads the right ones, whatever happens when."""
+
+import queue
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from millstream.feed.layout import describe_leaves, plan_layout, view_leaves
+from millstream.feed.ring import Ring
+from tests.device.virtual_device import make_virtual_context
+
+SIZES = [10, 300, 70_000]
+
+
+class RingModel(RuleBasedStateMachine):
+    """The sender fills slots, the consumer gets and drops batches, the device runs some of what is queued.
+
+    Each batch is a number, written by its copy into every byte. The model knows which batches the user holds.
+    """
+
+    @initialize(num_slots=st.integers(2, 4), mood=st.sampled_from(["lazy", "random", "eager"]), seed=st.integers(0, 9))
+    def begin(self, num_slots, mood, seed):
+        self.context, self.device = make_virtual_context(mood, seed)
+        self.streams = [self.device.default, self.context.stream(0)]
+        self.stream = self.streams[0]
+        self.ring = Ring(self.context, num_slots, self.stream)
+        self.copy_stream = self.context.copy_stream
+        self.number = 0
+        self.under_way, self.held, self.reads = [], [], []
+
+    def take(self):
+        try:
+            slot = self.ring._free.get_nowait()
+        except queue.Empty:
+            return None
+        return slot
+
+    @rule(sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3))
+    def send(self, sizes):
+        slot = self.take()
+        if slot is None:
+            return
+        self.number = self.number % 200 + 1
+        layout = plan_layout(describe_leaves([torch.empty(size, dtype=torch.uint8) for size in sizes]))
+        memories = self.ring.open(slot, layout, self.copy_stream)
+        for parcel, memory in zip(layout.parcels, memories, strict=True):
+            source = torch.full((parcel.num_bytes,), self.number, dtype=torch.uint8)
+            self.context.copy(memory[: parcel.num_bytes], source, self.copy_stream)
+        slot.copied.record(self.copy_stream)
+        slot.written = True
+        loan, lent = self.ring.lend(slot, len(memories))
+        self.under_way.append((loan, view_leaves(layout, lent), self.number, slot))
+
+    @rule(drop_last=st.booleans())
+    def ask(self, drop_last):
+        with self.device.on(self.stream):
+            self.ring.reclaim()
+            if not self.under_way:
+                return  # it waits
+            loan, leaves, number, slot = self.under_way.pop(0)
+            self.stream.wait_event(slot.copied)
+            self.ring.hand_out(loan, self.stream)
+            if drop_last and self.held:
+                self.held.pop()
+            self.held.append((leaves, number, self.stream))
+            self.read()
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def read(self):
+        """A kernel on the stream that a held batch belongs to, which looks at one of its leaves when it runs."""
+        leaves, number, stream = self.held[-1]
+        with self.device.on(stream):
+            seen = []
+            self.device.read(leaves[0], seen)
+            self.reads.append((seen, bytes([number]) * leaves[0].numel()))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 9), leaf=st.integers(0, 9))
+    def drop_a_leaf(self, which, leaf):
+        leaves, _, _ = self.held[which % len(self.held)]
+        if len(leaves) > 1:
+            leaves.pop(leaf % len(leaves))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 9))
+    def drop(self, which):
+        self.held.pop(which % len(self.held))
+
+    @rule(stream=st.integers(0, 1))
+    def scribble(self, stream):
+        """The user's own temporaries, in memory that was freed."""
+        for size in sorted({raw.nbytes for raw in self.device.raw_of.values()}):
+            with self.device.on(self.streams[stream]):
+                self.device.scribble(size)
+
+    @rule()
+    def change_streams(self):
+        # What is held belongs to the stream that it was got on, which must be told of other streams' use: drop it.
+        self.held.clear()
+        self.stream = self.streams[1 - self.streams.index(self.stream)]
+
+    @rule()
+    def run(self):
+        self.device.run_some()
+
+    @invariant()
+    def the_user_can_go_on(self):
+        if hasattr(self, "ring") and not self.under_way and len(self.ring._loans) <= 1:
+            assert self.ring._free.qsize() >= len(self.ring.slots) - 1
+
+    def teardown(self):
+        if not hasattr(self, "ring"):
+            return
+        self.ring.close()
+        self.under_way.clear()
+        after = []
+        for size in sorted({raw.nbytes for raw in self.device.raw_of.values()} - {0}):
+            for _ in range(3):
+                tensor = self.device.allocate(size)
+                raw = self.device.raw(tensor)
+                self.device.default.enqueue(lambda raw=raw: raw.fill(0xAB))
+                after.append((tensor, raw))
+        self.device.synchronize()
+        assert all(seen == [expected] for seen, expected in self.reads)
+        assert all(bool((leaf == number).all()) for leaves, number, _ in self.held for leaf in leaves)
+        assert all((raw == 0xAB).all() for _, raw in after)
+        assert self.context._lent_events == {}
+
+
+TestRingModel = RingModel.TestCase
+TestRingModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
