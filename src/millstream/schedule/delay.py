@@ -55,10 +55,14 @@ def delay_kernels(
         busy[stream_of[kernel]].remove(span)
         needed_ns = min(start_ns[successor] for successor in successors[kernel]) - wait_ns - headroom_ns
         near = {stream_of[successor] for successor in successors[kernel]}
+        over_ns = {
+            predecessor: start_ns[predecessor] + durations_ns[predecessor] for predecessor in predecessors[kernel]
+        }
         best = (span[0] + (near_ns if stream_of[kernel] in near else 0), span[0], -stream_of[kernel])
         for stream, spans in enumerate(busy):
             start = _latest_start(spans, needed_ns, duration)
-            if start > span[0]:
+            ready_ns = max((over_ns[p] + wait_ns * (stream_of[p] != stream) for p in predecessors[kernel]), default=0)
+            if start > span[0] and start >= ready_ns:
                 best = max(best, (start + (near_ns if stream in near else 0), start, -stream))
         _, start_ns[kernel], stream = best
         stream_of[kernel] = -stream

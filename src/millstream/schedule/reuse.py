@@ -86,7 +86,9 @@ def _find_stays(graph: KernelGraph, assignment: Assignment, durations_ns: Sequen
         last_on: dict[int, int] = {}
         for kernel in users[buffer]:
             last_on[assignment.stream_of[kernel]] = kernel
-        end_ns = max(assignment.start_ns[kernel] + durations_ns[kernel] for kernel in last_on.values())
+        # At least 1 ns, so that every last use starts, and so is launched, before what takes the memory: a kernel can
+        # wait only for what was launched before it.
+        end_ns = max(assignment.start_ns[kernel] + max(durations_ns[kernel], 1) for kernel in last_on.values())
         stream = next(iter(last_on)) if len(last_on) == 1 else _SEVERAL
         num_bytes = graph.buffer_of[buffer].num_bytes
         stays.append(
