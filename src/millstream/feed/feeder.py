@@ -83,7 +83,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     **What arrives.** Batches in the loader's order. Tensors and NumPy arrays arrive as tensors, wherever they are in
     tuples, lists, dicts, sets, named tuples, dataclasses, packed sequences and jagged tensors; strides, dtypes and
     shared memory are kept. Objects with a ``to`` are moved by it. Plain values stay as they are; anything else is an
-    error until ``millstream.feed.register`` has taught it. On the CPU the loader's own objects arrive.
+    error until ``register`` of ``millstream.feed`` has taught it. On the CPU the loader's own objects arrive.
 
     **Whose a batch is.** Yours, for as long as you hold any tensor of it. Batches lie in slots; when you drop the last
     tensor of one (as the loop does when it gets the next) its slot is filled again, behind all work that you had queued

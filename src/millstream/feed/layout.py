@@ -123,25 +123,22 @@ def view_leaves(layout: Layout, parcels: Sequence[Tensor]) -> list[Tensor]:
         parcels: For each parcel a uint8 tensor of one dimension that starts with it, its length a multiple of
             ``ALIGNMENT_BYTES``.
     """
-    typed: dict[tuple[int, torch.dtype], Tensor] = {}
+    typed: dict[tuple[int, torch.dtype], tuple[Tensor, int, int]] = {}
     leaves = []
-    for (parcel, start), spec in zip(layout.position, layout.specs, strict=True):
-        key = parcel, spec.dtype
-        memory = typed.get(key)
-        if memory is None:
-            memory = typed[key] = parcels[parcel].view(spec.dtype)
-        leaves.append(_see(memory, start, spec))
+    for (parcel, start), (dtype, size, stride, *_) in zip(layout.position, layout.specs, strict=True):
+        seen = typed.get((parcel, dtype))
+        if seen is None:
+            memory = parcels[parcel].view(dtype)
+            seen = typed[parcel, dtype] = memory, int(memory.storage_offset()), dtype.itemsize
+        memory, first, item_bytes = seen
+        leaves.append(memory.as_strided(size, stride, first + start // item_bytes).data)
     return leaves
 
 
 def view_leaf(memory: Tensor, start: int, spec: LeafSpec) -> Tensor:
     """See bytes of a uint8 tensor, from ``start`` on, as one leaf."""
-    return _see(memory.view(spec.dtype), start, spec)
-
-
-def _see(memory: Tensor, start: int, spec: LeafSpec) -> Tensor:
-    offset = int(memory.storage_offset()) + start // spec.dtype.itemsize
-    return memory.as_strided(spec.size, spec.stride, offset).data
+    typed = memory.view(spec.dtype)
+    return typed.as_strided(spec.size, spec.stride, int(typed.storage_offset()) + start // spec.dtype.itemsize).data
 
 
 def narrow_repeats(tensor: Tensor) -> Tensor:
@@ -158,11 +155,12 @@ def _describe(leaf: Tensor, piece: int) -> LeafSpec:
     The strides of a dense tensor (contiguous, channels last, transposed, ...) are kept; a sliced one becomes dense in
     the same order of dimensions.
     """
-    size, stride = tuple(leaf.size()), leaf.stride()
-    if not leaf.is_contiguous():
-        dense = torch.empty_like(narrow_repeats(leaf), device="meta").stride()
-        repeats = [old == 0 and length > 1 for old, length in zip(stride, size, strict=True)]
-        stride = tuple(0 if repeat else new for repeat, new in zip(repeats, dense, strict=True))
+    size, stride = leaf.size(), leaf.stride()
+    if leaf.is_contiguous():  # nearly always, and there may be hundreds
+        return LeafSpec(leaf.dtype, size, stride, piece, 0, leaf.nbytes)
+    dense = torch.empty_like(narrow_repeats(leaf), device="meta").stride()
+    repeats = [old == 0 and length > 1 for old, length in zip(stride, size, strict=True)]
+    stride = tuple(0 if repeat else new for repeat, new in zip(repeats, dense, strict=True))
     return LeafSpec(leaf.dtype, size, stride, piece, 0, _extent_bytes(leaf.dtype, size, stride))
 
 

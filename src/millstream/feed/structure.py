@@ -107,8 +107,8 @@ def split(batch: Any) -> tuple[list[Any], Rebuild]:
         kind = type(node)
         raise FeedError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, which feeds do not know. Let the source yield "
-            "tensors, arrays or plain values; or say what to do with it by millstream.feed.register "
-            f"(register({kind.__qualname__}) leaves it on the host)."
+            "tensors, arrays or plain values; or say what to do with it: `from millstream.feed import register`, then "
+            f"register({kind.__qualname__}) leaves it on the host."
         ) from None
     if rebuild is None:
         return leaves, lambda _: batch
