@@ -12,6 +12,7 @@ from millstream.graph import (
     KernelGraph,
     KernelKind,
     Launch,
+    MemoryLayout,
     ParseError,
     Plan,
     Record,
@@ -118,6 +119,31 @@ def test_spacing_comments_and_left_out_names_do_not_matter():
     loose = GRAPH_TEXT.replace("  ", "\t ").replace("kernels\n", "\n# what runs\nkernels \n  # first\n")
     assert parse_graph(loose) == GRAPH
     assert parse_plan(PLAN_TEXT.replace("launch    0 mm.out", "launch 0") + GRAPH_TEXT) == PLAN
+
+
+ARENA_TEXT = 'arena 8192 cuda:0\n  t      4096\n  "a b"  0\n'
+
+
+def test_an_arena_reads_back():
+    layout = MemoryLayout({"t": 4096, "a b": 0}, 8192, "cuda:0")
+    assert format_plan(replace(PLAN, layout=layout)) == PLAN_TEXT + ARENA_TEXT + GRAPH_TEXT
+    assert parse_plan(PLAN_TEXT + ARENA_TEXT + GRAPH_TEXT) == replace(PLAN, layout=layout)
+    empty = replace(PLAN, layout=MemoryLayout({}, 0, "cpu"))
+    assert parse_plan(format_plan(empty)) == empty
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("8192", "many", "line 10, column 7: expected the size of the arena, found many"),
+        (" cuda:0", "", "line 10, column 11: expected the device, found the end of the line"),
+        ("4096", "x", "line 11, column 10: expected its offset in the arena, found x"),
+        ("0\n", "0 1\n", "expected the end of the line, found 1"),
+    ],
+)
+def test_a_malformed_arena_is_told(old, new, message):
+    with pytest.raises(ParseError, match=message):
+        parse_plan(PLAN_TEXT + ARENA_TEXT.replace(old, new, 1) + GRAPH_TEXT)
 
 
 def test_one_very_long_name_does_not_push_the_others_away():

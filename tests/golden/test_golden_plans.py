@@ -24,6 +24,7 @@ PLANS = {
     "serial_towers": plan_serial(towers_graph(2, 3)),
     "serial_random": plan_serial(random_graph(random.Random(1), 12)),
     "list_block": plan_graph(BLOCK, Roofline().estimate(BLOCK), 4, "list"),
+    "packed_block": plan_graph(BLOCK, Roofline().estimate(BLOCK), 4, "list", packed=True),
     "chains_recurrent": plan_graph(RECURRENT, Roofline().estimate(RECURRENT), 3, "chains"),
     "spread_random": spread_plan(random_graph(random.Random(2), 8), 3, random.Random(2)),
 }
