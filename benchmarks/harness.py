@@ -188,16 +188,16 @@ class MemoryMeter:
 
         def capture_begin(graph: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
             gc.collect()
-            torch._C._cuda_clearCublasWorkspaces()
+            held = torch.cuda.memory_allocated(self._device)
+            small = torch.ones(16, 16, device=self._device)
+            torch.mm(small, small)  # lets cuBLAS take its workspace for this stream now
+            del small
+            self._before += torch.cuda.memory_allocated(self._device) - held
             torch.cuda.reset_peak_memory_stats(self._device)
             begin(graph, *args, **kwargs)
 
         def capture_end(graph: torch.cuda.CUDAGraph) -> None:
-            peak = torch.cuda.max_memory_allocated(self._device)
-            now = torch.cuda.memory_allocated(self._device)
-            torch._C._cuda_clearCublasWorkspaces()
-            workspaces = now - torch.cuda.memory_allocated(self._device)
-            self._peak = max(self._peak or 0, peak - workspaces)
+            self._peak = max(self._peak or 0, torch.cuda.max_memory_allocated(self._device))
             end(graph)
 
         self._before = settled_memory(self._device)
@@ -213,7 +213,6 @@ def settled_memory(device: torch.device) -> int:
     """Return the bytes allocated when all garbage is gone."""
     torch.cuda.synchronize(device)
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(device)
 

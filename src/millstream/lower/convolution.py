@@ -1,8 +1,11 @@
-"""Convolutions that write into memory of the plan's, instead of allocating their results themselves.
+"""What cuDNN can do for a convolution beyond what TorchInductor asks of it.
 
-PyTorch's ``convolution`` takes no output argument, but what it calls for cuDNN does. With it every temporary of a
-convolutional network can lie where the plan says, which matters on several streams: memory that an operator allocates
-can be reused only on the stream that it ran on.
+- *Write into memory of the plan's.* PyTorch's ``convolution`` takes no output argument, but what it calls does. With it
+  a temporary can lie where the plan says, which matters on several streams: memory that an operator allocates can be
+  reused only on the stream that it ran on.
+- *Add the bias and apply relu on the way*, which saves a kernel of about 2 µs. On an H200 it took no longer than the
+  convolution alone for 94 of 94 shapes of Inception-v3 in half precision (615 against 610 µs in all), but half as long
+  again where the number of channels is no multiple of 8 (HRNet's 18).
 
 Private PyTorch APIs, one function each; tried on torch 2.11 (CUDA).
 """
@@ -12,8 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 
+_ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 
 
@@ -26,7 +29,7 @@ def is_cudnn_convolution(node: torch.fx.Node) -> bool:
     if bias is not None or transposed or not image.is_cuda or image.dim() not in _IMAGES or image.numel() == 0:
         return False
     arguments: Any = (image, weight, None, stride, padding, dilation, transposed, output_padding, groups, None)
-    with in_kernel_invocation_manager(image.fake_mode), image.fake_mode:
+    with image.fake_mode:
         backend = torch._C._select_conv_backend(*arguments)
         if backend != torch._C._ConvBackend.Cudnn:  # pyrefly: ignore[missing-attribute]
             return False
@@ -38,6 +41,47 @@ def arguments_of(node: torch.fx.Node) -> list[Any]:
     """The nine arguments of a convolution in order, however they were passed."""
     names = [argument.name for argument in torch.ops.aten.convolution.default._schema.arguments]
     return [*node.args, *(node.kwargs[name] for name in names[len(node.args) :])]
+
+
+def find_epilogue(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node] | None:
+    """Tell whether a generated kernel does nothing but add a bias to a convolution's result and apply relu.
+
+    Returns:
+        The convolution, the bias and what the kernel writes, as nodes of the wrapper; or ``None``.
+    """
+    tensors = [arg for arg in node.args if isinstance(arg, torch.fx.Node)]
+    written: list[Any] = [arg for arg, use in zip(node.args, node.target.arguments, strict=True) if use.writes]  # type: ignore[union-attr]
+    convolutions = [arg for arg in tensors if arg.target is torch.ops.aten.convolution.default]
+    if len(convolutions) != 1 or len(written) != 1 or len(tensors) != len({*convolutions, *written}) + 1:
+        return None
+    convolution, output = convolutions[0], written[0]
+    bias = next(arg for arg in tensors if arg is not convolution and arg is not output)
+    if not is_cudnn_convolution(convolution) or not _only_bias_and_relu(node, convolution):
+        return None
+    image, weight = (arg.meta["val"] for arg in arguments_of(convolution)[:2])
+    values: Any = [each.meta["val"] for each in (convolution, bias, output)]
+    value, shift, result = values
+    aligned = weight.shape[0] % _ALIGNED_CHANNELS == 0 and weight.shape[1] % _ALIGNED_CHANNELS == 0
+    alike = result.shape == value.shape and result.stride() == value.stride() and result.dtype == value.dtype
+    half = image.dtype in (torch.float16, torch.bfloat16) and shift.dtype == image.dtype
+    whole = shift.shape == (weight.shape[0],) and shift.is_contiguous()
+    return (convolution, bias, output) if aligned and alike and half and whole else None
+
+
+def _only_bias_and_relu(node: torch.fx.Node, convolution: torch.fx.Node) -> bool:
+    """Whether a kernel computes relu of the convolution that it reads.
+
+    Origins name everything upstream too. What the kernel has and the convolution has not is its own work; the bias
+    belongs to the convolution's.
+    """
+    own = set(node.meta.get("origins", ())) - set(convolution.meta.get("origins", ()))
+    relu = own.pop() if len(own) == 1 else None
+    return (
+        relu is not None
+        and relu.target is torch.ops.aten.relu.default
+        and relu.args[0].target is torch.ops.aten.convolution.default
+        and relu.args[0] in convolution.meta["origins"]
+    )
 
 
 def convolve(
@@ -55,3 +99,30 @@ def convolve(
     deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     flags = (cudnn.benchmark, deterministic, cudnn.allow_tf32)
     torch.ops.aten.cudnn_convolution.out(image, weight, padding, stride, dilation, groups, *flags, out=out)
+
+
+_refused: set[tuple[Any, ...]] = set()  # convolutions for which cuDNN has no kernel that does all at once
+
+
+def convolve_relu(
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> torch.Tensor:
+    """``relu(convolution(image, weight, bias, ...))``, in one kernel where cuDNN has one."""
+    key = (image.shape, image.stride(), image.dtype, weight.shape, *stride, *padding, *dilation, groups)
+    if key not in _refused:
+        try:
+            return torch.ops.aten.cudnn_convolution_relu(image, weight, bias, stride, padding, dilation, groups)
+        except RuntimeError as error:
+            if torch.cuda.is_current_stream_capturing() or isinstance(error, torch.OutOfMemoryError):
+                raise
+            _refused.add(key)
+    result = torch.ops.aten.convolution(
+        image, weight, None, stride, padding, dilation, False, [0] * len(stride), groups
+    )
+    return result.add_(bias.view(-1, *[1] * len(stride))).relu_()

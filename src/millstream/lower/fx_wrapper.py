@@ -11,6 +11,7 @@ Tried on torch 2.11 (CUDA, CPU) and 2.13 (CPU).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
@@ -55,19 +56,40 @@ class KernelArgument:
     writes: bool
 
 
+class NativeKernel:
+    """A C++ kernel, which can be called in two ways.
+
+    Attributes:
+        binding: Takes tensors and numbers and holds the GIL: Inductor's own binding, 0.1 µs a call.
+        by_address: Takes the addresses of tensors, and numbers, and lets other threads run meanwhile: 0.5 µs a call.
+            ``None`` where the library cannot be had so, and for kernels that may raise an error: no exception passes
+            through a foreign call.
+    """
+
+    def __init__(self, name: str, binding: Callable[..., None], body: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.binding = binding
+        self.by_address = None if may_raise(body) else find_entry(binding, body)
+
+    def __call__(self, *args: Any) -> None:
+        self.binding(*args)
+
+
 class GeneratedKernel:
     """A Triton or C++ kernel: called with tensors and integers it runs on real tensors and does nothing on fake ones.
 
     Attributes:
         arguments: One entry per call argument, in order.
         tuner: The Triton tuner that launches it, or ``None`` for C++.
-        function: What a launch calls: ``tuner.run`` or the C++ function.
+        function: What a launch calls: ``tuner.run`` or a ``NativeKernel``.
     """
 
-    def __init__(self, name: str, compiled: Any, arguments: tuple[KernelArgument, ...]) -> None:
+    def __init__(self, name: str, compiled: Any, body: str, arguments: tuple[KernelArgument, ...]) -> None:
         self.__name__ = self.__qualname__ = name
         self.tuner = compiled if isinstance(compiled, CachingAutotuner) else None
-        self.function: Callable[..., Any] = compiled.run if self.tuner is not None else compiled
+        self.function: Callable[..., Any] = (
+            compiled.run if self.tuner is not None else NativeKernel(name, compiled, body)
+        )
         self.arguments = arguments
 
     def __call__(self, *args: Any) -> None:
@@ -122,7 +144,9 @@ class Converter(wrapper_fxir.FxConverter):
         if entry is None:
             raise LoweringError(f"Kernel {line.kernel_name} is called but not defined.", construct=line.kernel_name)
         compiled, body = entry
-        kernel = GeneratedKernel(line.kernel_name, compiled, describe_arguments(compiled, body, len(args)))
+        kernel = GeneratedKernel(
+            line.kernel_name, compiled, body, describe_arguments(compiled, body, len(args))
+        )
         node = self.gm.graph.call_function(kernel, args=args)
         node.meta["origins"] = getattr(line, "origins", ())
 
@@ -247,18 +271,66 @@ def import_kernels(prologue: str, lines: list[Any]) -> dict[str, tuple[Any, str]
     definitions = [line for line in lines if isinstance(line, KernelDefinitionLine)]
     if not definitions:
         return {}
+    bodies = [for_threads(line.kernel_body) for line in definitions]
     code = [
-        PythonWrapperCodegen._format_kernel_definition(line.kernel_name, line.kernel_body, metadata=line.metadata)
-        for line in definitions
+        PythonWrapperCodegen._format_kernel_definition(line.kernel_name, body, metadata=line.metadata)
+        for line, body in zip(definitions, bodies, strict=True)
     ]
     module = PyCodeCache.load("\n".join([prologue, *code]))
     kernels = {}
-    for line in definitions:
+    for line, body in zip(definitions, bodies, strict=True):
         compiled = getattr(module, line.kernel_name)
         while hasattr(compiled, "result"):  # still compiling
             compiled = compiled.result()
-        kernels[line.kernel_name] = (compiled, line.kernel_body)
+        kernels[line.kernel_name] = (compiled, body)
     return kernels
+
+
+def for_threads(body: str) -> str:
+    """Let a C++ kernel run beside others, in a thread with fewer OpenMP threads than it was generated for.
+
+    A loop shared among OpenMP threads is right for any number of them, so it takes no more than its thread has (matrix
+    templates divide the work themselves, and keep their number). And a kernel that never divides integers need not
+    enter itself in the one place of the process where PyTorch 2.13 notes divisions by zero.
+    """
+    body = re.sub(
+        r"(#pragma omp parallel )num_threads\((\d+)\)(?=\s*\{\s*int tid = omp_get_thread_num\(\);)",
+        r"\1num_threads(std::min(\2, omp_get_max_threads()))",
+        body,
+    )
+    return body if "_integral(" in body else re.sub(r".*inductor_cpu_integer_div_error.*\n", "", body)
+
+
+def may_raise(body: str) -> bool:
+    """Whether a C++ kernel can throw: it checks an index, asserts, or divides integers."""
+    return re.search(r"TORCH_CHECK|\bthrow\b|_integral\(|integer_div_error", body) is not None
+
+
+def find_entry(binding: Any, body: str) -> Callable[..., None] | None:
+    """Return the plain C function behind Inductor's binding of a C++ kernel; ``None`` where it cannot be had."""
+    path = getattr(getattr(binding, "__self__", None), "__file__", None)
+    kinds = [_kind_of(declaration) for declaration in declare_arguments(body)]
+    if path is None or not kinds or None in kinds:
+        return None
+    try:
+        entry = ctypes.CDLL(path).kernel
+    except (OSError, AttributeError):
+        return None
+    entry.argtypes, entry.restype = kinds, None
+    return entry  # type: ignore[no-any-return]
+
+
+def _kind_of(declaration: str) -> Any:
+    """The ctypes type of an argument declared so, ``None`` if unknown."""
+    if "*" in declaration:
+        return ctypes.c_void_p
+    return {"int64_t": ctypes.c_int64, "long": ctypes.c_long, "float": ctypes.c_float}.get(declaration.split()[-2])
+
+
+def declare_arguments(body: str) -> list[str]:
+    """Return how a C++ kernel declares its arguments: ``const float* in_ptr0``."""
+    match = re.search(r"\bvoid\s+kernel\s*\(([^)]*)\)", body)
+    return [part.strip() for part in match.group(1).split(",") if part.strip()] if match else []
 
 
 def describe_arguments(compiled: Any, body: str, num_args: int) -> tuple[KernelArgument, ...]:
@@ -274,8 +346,7 @@ def describe_arguments(compiled: Any, body: str, num_args: int) -> tuple[KernelA
             names = list(signature)
         mutated = set(compiled.mutated_arg_names or ())
     else:
-        match = re.search(r"\bvoid\s+kernel\s*\(([^)]*)\)", body)
-        names = [part.split()[-1].lstrip("*") for part in match.group(1).split(",") if part.strip()] if match else []
+        names = [declaration.split()[-1].lstrip("*") for declaration in declare_arguments(body)]
         mutated = set()
     names += [f"unknown{i}" for i in range(len(names), num_args)]
     return tuple(describe_argument(name, name in mutated) for name in names[:num_args])

@@ -22,7 +22,13 @@ from torch.utils._pytree import tree_map
 
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
-from millstream.lower.convolution import arguments_of, convolve, is_cudnn_convolution
+from millstream.lower.convolution import (
+    arguments_of,
+    convolve,
+    convolve_relu,
+    find_epilogue,
+    is_cudnn_convolution,
+)
 from millstream.lower.fx_wrapper import GeneratedKernel
 from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
 from millstream.lower.program import Call, Layout, Program, Value, View
@@ -159,6 +165,8 @@ class _Translator:
             raise LoweringError(
                 f"The wrapper contains {node.format_node()}, which is not a kernel.", construct=str(target)
             )
+        if isinstance(target, GeneratedKernel) and self._absorb(node):
+            return
         into = is_cudnn_convolution(node)
         if into:
             self._add_allocation(node, *layout_of(node.meta["val"]))
@@ -200,6 +208,37 @@ class _Translator:
             self.calls[-1] = replace(call, results=((None, node.name),))
         elif isinstance(value, (tuple, list)):
             self.tuples[node.name] = len(self.kernels) - 1
+
+    def _absorb(self, node: torch.fx.Node) -> bool:
+        """Let a convolution do what this kernel does, if that is adding its bias and relu; return whether it does."""
+        found = find_epilogue(node)
+        if found is None:
+            return False
+        convolution, bias, output = found
+        position = next(i for i, kernel in enumerate(self.kernels) if convolution.name in kernel.writes)
+        between = self.kernels[position + 1 :]
+        if any(name in (*k.reads, *k.writes) for k in between for name in (convolution.name, output.name)):
+            return False  # somebody wants the result as it was
+        if output is not convolution and set(convolution.users) != {node}:
+            return False
+        kernel = self.kernels[position]
+        image, weight, _, stride, padding, dilation, _, _, groups = self._values(arguments_of(convolution))
+        arguments = (image, weight, Value(bias.name), stride, padding, dilation, groups)
+        self.calls[position] = Call(convolve_relu, arguments, {}, results=((None, output.name),))
+        self.kernels[position] = replace(
+            kernel,
+            name=f"{kernel.name} with bias and relu",
+            reads=(*kernel.reads, self._base(bias)),
+            writes=(output.name,),
+            allocates=(output.name,),
+            ops=(*kernel.ops, "relu"),
+        )
+        del self.layouts[output.name]
+        if output is not convolution:
+            for table in (self.layouts, self.bytes, self.device, self.fake):
+                table.pop(convolution.name, None)
+        self.filled.add(output.name)
+        return True
 
     def _accesses(self, node: torch.fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the bases of the values that a node reads and writes, results not included."""
