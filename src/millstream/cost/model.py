@@ -30,10 +30,12 @@ class Costs:
     Attributes:
         kernels: By kernel id.
         wait_ns: How much later than on its own stream a kernel starts when it has to wait for another stream.
+        start_ns: Least time between the starts of two kernels, on whichever streams.
     """
 
     kernels: tuple[KernelCost, ...]
     wait_ns: int = 0
+    start_ns: int = 0
 
     @property
     def total_ns(self) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from millstream.cost.model import CostModel, Costs, KernelCost
 from millstream.errors import ArgumentError
@@ -117,4 +117,4 @@ class MeasuredCosts:
             self._table.costs.get(self.key(graph, kernel), cost)
             for kernel, cost in zip(graph.kernels, calculated.kernels, strict=True)
         )
-        return Costs(tuple(costs), calculated.wait_ns)
+        return replace(calculated, kernels=tuple(costs))

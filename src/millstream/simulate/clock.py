@@ -21,6 +21,7 @@ def simulate(plan: Plan, costs: Costs, *, shared: bool = True, issue_ns: int = 0
         - A kernel takes its ``duration_ns`` while the device has room. When the kernels that run together would need
           more than the whole of its arithmetic units or of its memory bandwidth, those that use that resource slow down
           in proportion, so that nothing is gained by overfilling the device.
+        - The device starts at most one kernel every ``start_ns``.
         - A stream that waits for another goes on ``wait_ns`` after the event, or at once if that is past.
         - Copies take no time: their cost is not known here.
         - The run is over when stream 0 and all kernels are through.
@@ -62,6 +63,7 @@ class _Clock:
         self.costs = costs
         self.shared = shared
         self.now = 0
+        self.next_start = 0  # when the device may start another kernel
         self.free_at = [0] * plan.num_streams  # when a stream may go on with its next step
         self.running: dict[int, _Running] = {}  # by stream
         self.recorded: dict[int, tuple[int, int]] = {}  # by event: when, and on which stream
@@ -112,8 +114,10 @@ class _Clock:
         elif isinstance(step, Record):
             self.recorded[step.event] = (time, stream)
         elif isinstance(step, Launch):
+            time = self.free_at[stream] = max(time, self.next_start)
             if time > self.now:
                 return False
+            self.next_start = time + self.costs.start_ns
             cost = self.costs.kernels[step.kernel]
             self.running[stream] = _Running(step.kernel, cost, time, float(cost.duration_ns))
         elif isinstance(step, Copy):
