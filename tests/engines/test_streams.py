@@ -8,7 +8,9 @@ from millstream.api import executables
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost
 from millstream.device import context
+from millstream.engine import Scheduling
 from millstream.engine.arena import bind_arena
+from millstream.engine.build import with_environment
 from millstream.engine.source import compile_plan
 from millstream.errors import ArgumentError
 from millstream.schedule import assign_offsets, plan_graph, plan_serial
@@ -40,15 +42,15 @@ def lowered(model, *inputs):
 
 
 @pytest.mark.parametrize("policy", ["list", "slack", "chains"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_every_number_of_streams_gives_the_same(policy, packed):
+@pytest.mark.parametrize("memory", ["pools", "arena", "packed"])
+def test_every_number_of_streams_gives_the_same(policy, memory):
     program, inputs, expected = lowered(networks.Inception().eval(), networks.example(networks.Inception)[0])
     graph = program.program.graph
     costs = Costs(tuple(KernelCost(1000) for _ in graph.kernels), wait_ns=100)
     for num_streams in (2, 4, 8):
-        plan = plan_graph(graph, costs, num_streams, policy)
+        plan = plan_graph(graph, costs, num_streams, policy, packed=memory == "packed")
         assert plan.num_streams > 1
-        layout = assign_offsets(plan) if packed else None
+        layout = assign_offsets(plan) if memory == "arena" else plan.layout
         check_plan(plan, layout)
         bound = bind_arena(program.program, layout) if layout else None
         run = compile_plan(program.program, plan, bound, context=context("cpu"))
@@ -88,14 +90,40 @@ def test_arguments_without_meaning_are_refused(arguments, message):
             entry(lambda x: x, **arguments)
 
 
-def test_a_budget_below_one_streams_need_is_refused():
-    compiled = ms.compile(networks.Mlp().eval(), memory=1, strict=True)
-    with pytest.raises(ArgumentError, match="memory=1 bytes is too little"):
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_budget_below_one_streams_need_is_refused(strict):
+    """Not worked around either: what a user asks for by mistake he should hear of."""
+    compiled = ms.compile(networks.Mlp().eval(), memory=1, strict=strict)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="memory=1 bytes is too little"):
+            compiled(networks.example(networks.Mlp)[0])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("number", ["lots", "0", "-1"])
+def test_the_environment_says_how_many_streams(monkeypatch, strict, number):
+    monkeypatch.setenv("MILLSTREAM_NSTREAMS", number)
+    compiled = ms.compile(networks.Mlp().eval(), strict=strict)
+    with pytest.raises(ArgumentError, match=f"streams='?{number}'?|NSTREAMS='{number}'"):
         compiled(networks.example(networks.Mlp)[0])
 
 
-def test_the_environment_says_how_many_streams(monkeypatch):
-    monkeypatch.setenv("MILLSTREAM_NSTREAMS", "lots")
-    compiled = ms.compile(networks.Mlp().eval(), strict=True)
-    with pytest.raises(ArgumentError, match="MILLSTREAM_NSTREAMS='lots'"):
-        compiled(networks.example(networks.Mlp)[0])
+@pytest.mark.parametrize("number", ["auto", "3", ""])
+def test_the_environment_wins_over_the_argument(monkeypatch, number):
+    monkeypatch.setenv("MILLSTREAM_NSTREAMS", number)
+    assert with_environment(Scheduling(2)) == Scheduling({"auto": None, "3": 3, "": 2}[number])
+
+
+def test_a_backward_pass_that_needs_more_than_the_budget_is_refused():
+    """The forward pass fits; the backward pass is compiled with it or when it is first needed."""
+    model = networks.Mlp()
+    x, _ = networks.example(networks.Mlp)
+    with torch.enable_grad():
+        probe = ms.compile(model, strict=True)
+        probe(x).sum().backward()
+        forward, backward = (executable.peak_bytes for executable in executables(probe))
+        assert backward > forward
+        torch._dynamo.reset()
+        compiled = ms.compile(model, memory=backward - 1)
+        with pytest.raises(ArgumentError, match=f"memory={backward - 1} bytes is too little: Mlp.backward"):
+            compiled(x).sum().backward()

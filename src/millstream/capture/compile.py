@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.exc import BackendCompilerFailed
 
-from millstream.errors import CaptureError, FallbackWarning, MillstreamError
+from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
 from millstream.lower import Lowered, compile_graph, frozen_parameters
 
 #: Dynamo gives up on a function after this many versions; a user of many input shapes meets its default of 8 too soon.
@@ -104,7 +105,7 @@ class Compiler:
             warnings.warn(FallbackWarning(f"{self._name}: {reason}"), stacklevel=4)
 
     def _refuse(self, error: Exception) -> None:
-        if self.strict:
+        if self.strict or isinstance(error, ArgumentError):  # a wrong argument is nothing to work around
             raise (
                 error if isinstance(error, MillstreamError) else CaptureError(f"{type(error).__name__}: {error}")
             ) from error
@@ -140,8 +141,13 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         breaks = len(dynamo_utils.graph_break_reasons)
-        with frozen_parameters() if self._freeze else _NOTHING:
-            result = self._call(*args, **kwargs)
+        try:
+            with frozen_parameters() if self._freeze else _NOTHING:
+                result = self._call(*args, **kwargs)
+        except BackendCompilerFailed as failure:  # Dynamo's wrapping of what our backend raised
+            if isinstance(failure.inner_exception, MillstreamError):
+                raise failure.inner_exception from None
+            raise
         if len(self.compiler.graphs) != self._reported:
             self._report(breaks)
         return result
