@@ -68,9 +68,14 @@ class Store:
 
 def default_folder() -> Path:
     """Where the files lie unless told otherwise."""
-    named = os.environ.get("MILLSTREAM_CACHE_DIR")
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return Path(named) if named else (Path(cache) if cache else Path.home() / ".cache") / "millstream"
+    if named := os.environ.get("MILLSTREAM_CACHE_DIR"):
+        return Path(named)
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache) / "millstream"
+    try:
+        return Path.home() / ".cache" / "millstream"
+    except RuntimeError:  # a container whose user has no home
+        return Path(tempfile.gettempdir()) / "millstream"
 
 
 def versions() -> dict[str, str]:
@@ -87,6 +92,7 @@ def write(path: Path, text: str) -> None:
     """Replace a file at once, so that other processes read the old text or the new; where refused, do nothing."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # gone in any case, also where the disk is full
+            file = Path(folder) / path.name
+            file.write_text(text)
+            file.replace(path)

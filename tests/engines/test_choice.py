@@ -1,0 +1,439 @@
+"""Which plan is chosen, with a pretended device; and what is kept on disk."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from millstream.check import check_plan
+from millstream.cost import Costs, CostTable, KernelCost, format_table
+from millstream.engine import choice, store
+from millstream.engine.choice import (
+    MARGIN,
+    MOST_TRIALS,
+    Proposal,
+    Scheduling,
+    calibrate,
+    choose,
+    note,
+    propose,
+    recall,
+)
+from millstream.engine.store import Store
+from millstream.errors import ArgumentError
+from millstream.graph import CHOSEN, Wait
+from millstream.schedule import peak_bytes, plan_serial
+from millstream.testing import blocks_graph, chain_graph, random_graph, towers_graph
+
+TOWERS = towers_graph(8, 6, num_bytes=8 << 20)
+GENEROUS = Scheduling(memory=100.0)
+
+
+def costs_of(graph, duration_ns=10_000, share=0.1):
+    return Costs(tuple(KernelCost(duration_ns, share, share) for _ in graph.kernels), wait_ns=1500)
+
+
+class Trial:
+    """A device on which a plan takes the time that ``speed`` says, as a factor of one stream's."""
+
+    def __init__(self, speed=lambda proposal: 0.5, serial_ns=1_000_000):
+        self.speed, self.base_ns = speed, serial_ns
+        self.tried = []
+
+    def serial_ns(self):
+        return self.base_ns
+
+    def compare(self, proposal):
+        self.tried.append(proposal)
+        factor = self.speed(proposal)
+        return None if factor is None else (round(factor * self.base_ns), self.base_ns)
+
+
+def promising():
+    """Proposals of which none is predicted to be slower than the others, but for the one on one stream."""
+    serial, *others = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    return [serial, *(replace(proposal, predicted_ns=others[0].predicted_ns) for proposal in others)]
+
+
+def chosen_of(candidates):
+    (candidate,) = [candidate for candidate in candidates if candidate.is_chosen]
+    return candidate
+
+
+# --- scheduling ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"streams": 0}, "streams=0"),
+        ({"streams": -2}, "streams=-2"),
+        ({"streams": True}, "streams=True"),
+        ({"policy": "best"}, "'best'; choose one of 'serial', 'chains', 'slack', 'list'"),
+        ({"memory": 0.99}, "memory=0.99 is less than one stream needs"),
+    ],
+)
+def test_scheduling_without_meaning_is_refused(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        Scheduling(**arguments)
+
+
+def test_the_budget_in_bytes_or_as_a_factor_of_all_that_is_held():
+    serial = plan_serial(TOWERS)
+    need, inputs = peak_bytes(serial), 8 << 20
+    assert Scheduling(memory=1.5).budget_bytes(serial) == need + (need + inputs) // 2
+    assert Scheduling(memory=1.0).budget_bytes(serial) == need + (2 << 20)  # what the allocator takes anyway
+    assert Scheduling(memory=need).budget_bytes(serial) == need
+    with pytest.raises(ArgumentError, match=f"memory={need - 1} bytes is too little: .* needs {need} bytes"):
+        Scheduling(memory=need - 1).budget_bytes(serial)
+
+
+# --- calibrate -------------------------------------------------------------------------------------------------------
+
+
+def test_calibrated_costs_add_up_to_what_one_stream_took():
+    costs = Costs((KernelCost(1000, 0.5, 0.2), KernelCost(3000, 1.0, 1.0)), wait_ns=700)
+    slower = calibrate(costs, 6000)
+    assert slower.kernels == (KernelCost(2000, 0.0, 0.2), KernelCost(4000, 0.5, 1.0))
+    assert slower.wait_ns == 700
+    assert calibrate(costs, 2000).total_ns == 2001  # 1000 - 1000 ns, but no kernel takes no time
+    assert calibrate(Costs(()), 100) == Costs(())
+
+
+def test_calibrating_keeps_within_the_rounding():
+    rng = random.Random(0)
+    costs = Costs(tuple(KernelCost(rng.randint(1000, 9000)) for _ in range(99)))
+    for factor in (0.9, 1.0, 1.7):
+        target = round(factor * costs.total_ns)
+        calibrated = calibrate(costs, target)
+        assert abs(calibrated.total_ns - target) <= 50
+        assert all(0 <= cost.compute_share <= 1 for cost in calibrated.kernels)
+
+
+# --- propose ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_serial_plan_is_first_and_the_others_follow_by_prediction():
+    serial, *others = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    assert serial.plan == plan_serial(TOWERS)
+    assert serial.predicted_ns == 48 * 10_000
+    assert others == sorted(others, key=lambda proposal: proposal.predicted_ns)
+    assert {proposal.plan.num_streams for proposal in others} == {2, 4, 8}
+    assert len({proposal.plan.steps for proposal in others}) == len(others)
+    assert others[0].predicted_ns < serial.predicted_ns / 4
+    for proposal in others:
+        check_plan(proposal.plan)
+        assert proposal.peak_bytes == peak_bytes(proposal.plan)
+
+
+@pytest.mark.parametrize(
+    ("graph", "scheduling"),
+    [
+        (TOWERS, Scheduling(1)),
+        (TOWERS, Scheduling(policy="serial")),
+        (TOWERS, Scheduling(8, "serial")),
+        (chain_graph(20), Scheduling()),
+        (chain_graph(20), Scheduling(4)),
+    ],
+)
+def test_where_there_is_nothing_to_gain_the_serial_plan_is_the_only_one(graph, scheduling):
+    (only,) = propose(graph, costs_of(graph), scheduling)
+    assert only.plan == plan_serial(graph)
+
+
+def test_streams_and_policy_asked_for_are_kept():
+    _, *others = propose(TOWERS, costs_of(TOWERS), replace(GENEROUS, streams=3, policy="chains"))
+    assert others
+    assert {(proposal.plan.policy, proposal.plan.num_streams) for proposal in others} == {("chains", 3)}
+
+
+@pytest.mark.parametrize("memory", [1.0, 1.25, 2.0, "least"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_plan_over_the_budget_is_proposed(seed, memory):
+    rng = random.Random(seed)
+    graph = random_graph(rng, 40, locality=0.3) if seed else blocks_graph(rng, 3, num_bytes=8 << 20)
+    serial = plan_serial(graph)
+    scheduling = Scheduling(memory=peak_bytes(serial) if memory == "least" else memory)
+    budget = scheduling.budget_bytes(serial)
+    proposals = propose(graph, costs_of(graph), scheduling)
+    assert proposals[0].plan == serial
+    for proposal in proposals:
+        assert proposal.peak_bytes <= budget
+        check_plan(proposal.plan)
+
+
+def test_a_budget_below_one_stream_is_refused():
+    with pytest.raises(ArgumentError, match="too little"):
+        propose(TOWERS, costs_of(TOWERS), Scheduling(memory=1))
+
+
+# --- choose ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_on_the_device_wins_whatever_was_predicted():
+    proposals = promising()
+    target = proposals[3]
+    best, candidates = choose(proposals, Trial(lambda proposal: 0.4 if proposal is target else 0.5), 60)
+    assert best is target
+    chosen = chosen_of(candidates)
+    assert candidates.index(chosen) == 3
+    assert chosen.measured_ns == 400_000
+    assert chosen.waits == sum(isinstance(step, Wait) for step in target.plan.steps)
+    assert candidates[0].measured_ns == 1_000_000
+    assert candidates[0].verdict == "slower"
+    assert len(candidates) == len(proposals)
+
+
+@pytest.mark.parametrize(("factor", "streams"), [(1.2, 1), (1.0, 1), (1 - MARGIN, 1), (1 - 1.1 * MARGIN, 8)])
+def test_one_stream_wins_ties(factor, streams):
+    proposals = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    best, candidates = choose(proposals, Trial(lambda proposal: factor), 60)
+    assert best.plan.num_streams == chosen_of(candidates).streams == streams
+
+
+def test_a_drifting_clock_does_not_decide():
+    """Each plan is compared with one stream timed beside it: what all trials take longer is no plan's fault."""
+    proposals = promising()
+    trial = Trial()
+    speeds = iter([(500, 1000), (900, 2000), (700, 1000)] + [(4000, 4000)] * 99)
+    trial.compare = lambda proposal: next(speeds)
+    best, candidates = choose(proposals, trial, 60)
+    assert best is proposals[2]
+    assert candidates[2].measured_ns == 450  # in the time of the first comparison
+    assert candidates[0].measured_ns == 1000
+
+
+def test_hopeless_plans_are_not_tried():
+    serial, *others = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    slow = replace(others[0], predicted_ns=serial.predicted_ns + 1)
+    behind = replace(others[0], predicted_ns=2 * others[0].predicted_ns)
+    trial = Trial()
+    _, candidates = choose([serial, others[0], behind, slow], trial, 60)
+    assert trial.tried == [others[0]]
+    assert [candidate.verdict for candidate in candidates[2:]] == ["predicted to be slower"] * 2
+    trial = Trial()
+    best, candidates = choose([serial, slow], trial, 60)
+    assert (trial.tried, best) == ([], serial)
+    assert chosen_of(candidates) is candidates[0]
+
+
+def test_trials_are_bounded_in_number_and_time():
+    proposals = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    many = [proposals[0], *[proposals[1]] * (MOST_TRIALS + 3)]
+    trial = Trial()
+    _, candidates = choose(many, trial, 60)
+    assert len(trial.tried) == MOST_TRIALS
+    assert [candidate.verdict for candidate in candidates[-3:]] == ["no time left to try it"] * 3
+    trial = Trial()
+    best, candidates = choose(many, trial, -1)
+    assert (trial.tried, best) == ([], proposals[0])
+    assert candidates[0].measured_ns is None
+
+
+def test_plans_that_cannot_be_captured_lose():
+    proposals = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    best, candidates = choose(proposals, Trial(lambda proposal: None), 60)
+    assert best is proposals[0]
+    assert "could not be captured" in candidates[1].verdict
+    first = []
+
+    def speed(proposal):
+        first.append(proposal)
+        return 0.5 if len(first) == 1 else None  # the memory is full from the second on
+
+    best, candidates = choose(proposals, Trial(speed), 60)
+    assert best is proposals[1]
+    assert chosen_of(candidates).measured_ns == 500_000
+
+
+def test_a_single_proposal_is_chosen_without_a_trial():
+    trial = Trial()
+    proposals = propose(chain_graph(9), costs_of(chain_graph(9)), Scheduling())
+    best, candidates = choose(proposals, trial, 60)
+    assert (best, trial.tried) == (proposals[0], [])
+    assert [candidate.verdict for candidate in candidates] == [CHOSEN]
+
+
+# --- notes -----------------------------------------------------------------------------------------------------------
+
+
+def test_notes_survive_json_and_are_recalled():
+    proposals = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    best, candidates = choose(proposals, Trial(), 60)
+    noted = json.loads(json.dumps(note(candidates)))
+    assert recall(noted, proposals) == (best, candidates)
+
+
+def test_notes_of_something_else_are_not_recalled():
+    proposals = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    noted = note(choose(proposals, Trial(), 60)[1])
+    entries = noted["candidates"]
+    strange = [
+        {},
+        {"candidates": None},
+        {"candidates": 7},
+        {"candidates": "text"},
+        {"candidates": [None]},
+        {"candidates": []},
+        {"candidates": [{**entries[0], "colour": "red"}, *entries[1:]]},
+        {"candidates": entries[:-1]},
+        {"candidates": entries[::-1]},
+        {"candidates": [{**entry, "verdict": "slower"} for entry in entries]},
+        {"candidates": [{**entry, "verdict": CHOSEN} for entry in entries]},
+        {"candidates": [{**entries[0], "peak_bytes": 1}, *entries[1:]]},
+    ]
+    assert all(recall(each, proposals) is None for each in strange)
+    slower = propose(TOWERS, costs_of(TOWERS, 11_000), GENEROUS)
+    assert recall(noted, slower) is None
+
+
+def test_what_is_planned_is_the_same_in_another_process():
+    """A note is worth something only if the same costs give the same candidates."""
+    graph = random_graph(random.Random(1), 50, locality=0.2)
+    first, second = (propose(graph, costs_of(graph), GENEROUS) for _ in range(2))
+    assert first == second
+    assert isinstance(first[0], Proposal)
+
+
+# --- on disk ---------------------------------------------------------------------------------------------------------
+
+COSTS = {"k1": KernelCost(1200, 0.5, 0.25), "k2": KernelCost(7)}
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pretended GPU")
+    return torch.device("cuda:0")
+
+
+@pytest.fixture
+def kept(device, tmp_path):
+    """A store, and its two files with something in them."""
+    found = Store(device, tmp_path / "new" / "folder")
+    found.save_costs(CostTable("Pretended GPU", store.versions(), COSTS))
+    found.save_choice("a", {"serial_ns": 5})
+    costs, choices = sorted((tmp_path / "new" / "folder").iterdir())
+    return found, costs, choices
+
+
+def test_costs_and_choices_add_up(kept, device):
+    found, costs, choices = kept
+    more = {"k2": KernelCost(8), "k3": KernelCost(9)}
+    found.save_costs(CostTable("Pretended GPU", store.versions(), more))
+    found.save_choice("b", {"candidates": []})
+    again = Store(device, costs.parent)
+    assert again.load_costs().costs == {**COSTS, **more}
+    assert (again.load_choice("a"), again.load_choice("b")) == ({"serial_ns": 5}, {"candidates": []})
+    assert again.load_choice("c") is None
+    assert {path.name for path in costs.parent.iterdir()} == {costs.name, choices.name}  # nothing half written
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"7",
+        b"\xff\xfe\x00",
+        b'{"format": 99, "device": "Pretended GPU", "versions": {}, "kernels": {}}',
+        b'{"format": 1, "device": "Pretended GPU", "versions": {}, "kernels": {"k": [1]}}',
+        b'{"format": 1, "device": "Pretended GPU", "versions": {}, "kernels": {"k": ["x", 1, 1]}}',
+        b'{"a": 5}',
+    ],
+)
+def test_spoiled_files_count_as_empty_and_are_replaced(kept, text):
+    found, costs, choices = kept
+    costs.write_bytes(text)
+    choices.write_bytes(text)
+    assert found.load_costs() == CostTable("Pretended GPU", store.versions())
+    assert found.load_choice("a") is None
+    found.save_costs(CostTable("Pretended GPU", store.versions(), COSTS))
+    found.save_choice("a", {"serial_ns": 6})
+    assert found.load_costs().costs == COSTS
+    assert found.load_choice("a") == {"serial_ns": 6}
+
+
+def test_where_nothing_can_be_written_nothing_is_kept_and_nothing_fails(device, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    found = Store(device, tmp_path / "file" / "cache")
+    found.save_costs(CostTable("Pretended GPU", store.versions(), COSTS))
+    found.save_choice("a", {})
+    assert found.load_costs().costs == {}
+    assert found.load_choice("a") is None
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_litter(kept, monkeypatch):
+    found, costs, choices = kept
+    before = costs.read_text()
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    found.save_costs(CostTable("Pretended GPU", store.versions(), {"k9": KernelCost(1)}))
+    assert costs.read_text() == before
+    assert {path.name for path in costs.parent.iterdir()} == {costs.name, choices.name}
+
+
+def test_another_device_or_version_starts_empty(kept, device, monkeypatch):
+    found, costs, _ = kept
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Another GPU")
+    other = Store(device, costs.parent)
+    assert other.load_costs() == CostTable("Another GPU", store.versions())
+    assert other.load_choice("a") is None
+    other.save_choice("a", {"serial_ns": 9})
+    assert found.load_choice("a") == {"serial_ns": 5}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pretended GPU")
+    monkeypatch.setattr(store, "versions", lambda: {"torch": "9.9"})
+    assert Store(device, costs.parent).load_costs().costs == {}
+    assert Store(device, costs.parent).load_choice("a") is None
+    # A file under the right name that was measured elsewhere: copied by hand, or a digest that collides.
+    costs.write_text(format_table(CostTable("Another GPU", found._versions, COSTS)))
+    assert found.load_costs().costs == {}
+
+
+def test_where_the_files_lie(monkeypatch, tmp_path):
+    for name in ("MILLSTREAM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert store.default_folder() == tmp_path / ".cache" / "millstream"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert store.default_folder() == Path("/xdg/millstream")
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", "/mine")
+    assert store.default_folder() == Path("/mine")
+
+
+def test_a_user_without_a_home_keeps_files_among_the_temporary_ones(monkeypatch, tmp_path):
+    for name in ("MILLSTREAM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(store.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert store.default_folder() == tmp_path / "millstream"
+
+
+def test_the_key_of_a_choice_depends_on_what_the_choice_depends_on():
+    class Program:
+        def __init__(self, graph, code="code"):
+            self.graph, self._code = graph, code
+
+        def code(self, kernel):
+            return self._code
+
+    keys = {
+        choice.choice_key(Program(TOWERS), Scheduling()),
+        choice.choice_key(Program(TOWERS), Scheduling(4)),
+        choice.choice_key(Program(TOWERS), Scheduling(memory=1.5)),
+        choice.choice_key(Program(TOWERS, "other"), Scheduling()),
+        choice.choice_key(Program(chain_graph(3)), Scheduling()),
+    }
+    assert len(keys) == 5
+    assert choice.choice_key(Program(TOWERS), Scheduling()) in keys
