@@ -26,6 +26,7 @@ NAMES = [
     "compile",
     "explain",
     "feed",
+    "fetch",
     "step",
 ]
 CORE = ["errors", "graph", "cost", "schedule", "check", "simulate", "report"]

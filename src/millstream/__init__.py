@@ -23,8 +23,7 @@ from millstream.errors import (
     MillstreamError,
     PlanError,
 )
-from millstream.feed import feed
-from millstream.feed import fetch as fetch
+from millstream.feed import feed, fetch
 from millstream.report import Explanation
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ __all__ = [
     "compile",
     "explain",
     "feed",
+    "fetch",
     "step",
 ]
 

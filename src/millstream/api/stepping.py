@@ -14,6 +14,7 @@ from millstream.engine import Executable
 from millstream.engine import build as build_executable
 from millstream.errors import CaptureError, MillstreamError
 from millstream.lower import Lowered, compile_graph
+from millstream.passes import split_gradients
 
 
 def step(  # noqa: PLR0913  all but the first by name, each with a default
@@ -103,6 +104,7 @@ class StepProgram:
             self.executables.append(executable)
             return self._watch
 
+        split_gradients(gm)
         self._run = compile_graph(gm, inputs, finish, _refuse, name=name, options=options, step_state=static)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:

@@ -50,18 +50,18 @@ class CostMeter:
         self._empty_ns: float | None = None
         self._costs: dict[str, KernelCost] = {}
 
-    def observe(self, kernel: int, launch: Callable[[], Any], updated: tuple[torch.Tensor, ...]) -> Any:
+    def observe(self, kernel: int, launch: Callable[[], Any], written: tuple[torch.Tensor, ...]) -> Any:
         """Launch a kernel for the caller and measure it if need be."""
         result = launch()
         entry = self._program.graph.kernels[kernel]
         key = key_of(self._program, entry)
         if self.error is None and key not in self.table.costs and key not in self._costs and may_repeat(entry):
-            saved = [tensor.clone() for tensor in updated]
+            saved = [tensor.clone() for tensor in written]
             try:
                 self._costs[key] = self._measure(entry, launch)
             except (RuntimeError, torch.AcceleratorError) as error:  # a library call that cannot be captured
                 self.error = error
-            for tensor, value in zip(updated, saved, strict=True):
+            for tensor, value in zip(written, saved, strict=True):
                 tensor.copy_(value)
         return result
 

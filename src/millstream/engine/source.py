@@ -29,7 +29,8 @@ from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
 from millstream.lower.program import Program, Value
 from millstream.lower.tensors import allocator, current_stream_handle, reinterpret
 
-#: ``observe(kernel, launch, updated) -> result``: launches a kernel in its own way; it updates these tensors in place.
+#: ``observe(kernel, launch, written) -> result``: launches a kernel in its own way. Launching it again would write
+#: other values to these tensors, because it updates some of them in place.
 Observe = Callable[[int, Callable[[], Any], tuple[torch.Tensor, ...]], Any]
 
 
@@ -71,10 +72,12 @@ def compile_plan(
         The function; tracebacks through it show its source. With several streams it may leave another one current when
         it raises.
     """
-    return _Writer(program, plan, {**program.constants, **(bound or {})}, context, observe).compile()
+    return Writer(program, plan, {**program.constants, **(bound or {})}, context, observe).compile()
 
 
-class _Writer:
+class Writer:
+    """Writes the text of ``compile_plan``; ``threads_source`` makes a writer of other texts from it."""
+
     def __init__(
         self,
         program: Program,
@@ -114,9 +117,15 @@ class _Writer:
                 case _:
                     raise InternalError(f"No engine knows how to run {step}.")
         self._enter(0)
+        self._write_outputs()
+        return self._finish(self.lines)
+
+    def _write_outputs(self) -> None:
         results = ", ".join(self._expression(item) for item in self.program.outputs)
         self.lines.append(f"return [{results}]")
-        source = "def run(inputs):\n" + "".join(f"    {line}\n" for line in self.lines)
+
+    def _finish(self, lines: list[str]) -> Run:
+        source = "def run(inputs):\n" + "".join(f"    {line}\n" for line in lines)
         filename = f"<millstream {self.program.graph.name} {id(self)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.scope)  # noqa: S102  our own text, from a checked plan
@@ -179,7 +188,7 @@ class _Writer:
 
     def _write_call(self, kernel: int, stream: int) -> None:
         call = self.program.calls[kernel]
-        target = self._global(_readable(call.target), call.target)
+        target = self._global(_readable(call.target), getattr(call.target, "binding", call.target))
         args = [self._expression(arg) for arg in call.args]
         args += [f"{key}={self._expression(value)}" for key, value in call.kwargs.items()]
         if call.stream_keyword:
@@ -199,11 +208,13 @@ class _Writer:
             self.lines.append("del results")
 
     def _observed(self, kernel: int, text: str) -> str:
+        """Let the observer launch a kernel; if launching it again would change what it wrote, name all of that."""
         self.scope["observe"] = self.observe
         entry = self.program.graph.kernels[kernel]
+        updates = set(entry.reads) & set(entry.writes)
         stored = {*self.program.inputs, *self.program.layouts, *self.program.constants, *self.names}
-        updated = [self._value(name) for name in entry.reads if name in entry.writes and name in stored]
-        return f"observe({kernel}, lambda: {text}, ({''.join(name + ', ' for name in updated)}))"
+        written = [self._value(name) for name in entry.writes if name in stored - {*entry.allocates}] if updates else []
+        return f"observe({kernel}, lambda: {text}, ({''.join(name + ', ' for name in written)}))"
 
     def _write_free(self, buffer: str) -> None:
         names = self.live.pop(self.program.graph.storage(buffer), [])
