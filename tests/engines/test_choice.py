@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,15 @@ class Trial:
         return None if factor is None else (round(factor * self.base_ns), self.base_ns)
 
 
+@cache
+def towers():
+    """The serial plan and others, of 2, 4 and 8 streams."""
+    return propose(TOWERS, costs_of(TOWERS), GENEROUS)
+
+
 def promising():
     """Proposals of which none is predicted to be slower than the others, but for the one on one stream."""
-    serial, *others = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    serial, *others = towers()
     return [serial, *(replace(proposal, predicted_ns=others[0].predicted_ns) for proposal in others)]
 
 
@@ -117,7 +124,7 @@ def test_calibrating_keeps_within_the_rounding():
 
 
 def test_the_serial_plan_is_first_and_the_others_follow_by_prediction():
-    serial, *others = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    serial, *others = towers()
     assert serial.plan == plan_serial(TOWERS)
     assert serial.predicted_ns == 48 * 10_000
     assert others == sorted(others, key=lambda proposal: proposal.predicted_ns)
@@ -189,7 +196,7 @@ def test_the_fastest_on_the_device_wins_whatever_was_predicted():
 
 @pytest.mark.parametrize(("factor", "streams"), [(1.2, 1), (1.0, 1), (1 - MARGIN, 1), (1 - 1.1 * MARGIN, 8)])
 def test_one_stream_wins_ties(factor, streams):
-    proposals = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    proposals = towers()
     best, candidates = choose(proposals, Trial(lambda proposal: factor), 60)
     assert best.plan.num_streams == chosen_of(candidates).streams == streams
 
@@ -207,7 +214,7 @@ def test_a_drifting_clock_does_not_decide():
 
 
 def test_hopeless_plans_are_not_tried():
-    serial, *others = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    serial, *others = towers()
     slow = replace(others[0], predicted_ns=serial.predicted_ns + 1)
     behind = replace(others[0], predicted_ns=2 * others[0].predicted_ns)
     trial = Trial()
@@ -221,7 +228,7 @@ def test_hopeless_plans_are_not_tried():
 
 
 def test_trials_are_bounded_in_number_and_time():
-    proposals = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    proposals = towers()
     many = [proposals[0], *[proposals[1]] * (MOST_TRIALS + 3)]
     trial = Trial()
     _, candidates = choose(many, trial, 60)
@@ -234,7 +241,7 @@ def test_trials_are_bounded_in_number_and_time():
 
 
 def test_plans_that_cannot_be_captured_lose():
-    proposals = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    proposals = towers()
     best, candidates = choose(proposals, Trial(lambda proposal: None), 60)
     assert best is proposals[0]
     assert "could not be captured" in candidates[1].verdict
@@ -261,14 +268,14 @@ def test_a_single_proposal_is_chosen_without_a_trial():
 
 
 def test_notes_survive_json_and_are_recalled():
-    proposals = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    proposals = towers()
     best, candidates = choose(proposals, Trial(), 60)
     noted = json.loads(json.dumps(note(candidates)))
     assert recall(noted, proposals) == (best, candidates)
 
 
 def test_notes_of_something_else_are_not_recalled():
-    proposals = propose(TOWERS, costs_of(TOWERS), GENEROUS)
+    proposals = towers()
     noted = note(choose(proposals, Trial(), 60)[1])
     entries = noted["candidates"]
     strange = [
