@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
+
 from millstream.check import check_plan
 from millstream.cost import Costs, Roofline
 from millstream.device import context
@@ -15,13 +17,14 @@ from millstream.engine.choice import Scheduling
 from millstream.engine.cuda_graph import CudaGraphEngine
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
+from millstream.engine.threads import ThreadsEngine
 from millstream.errors import ArgumentError
 from millstream.graph import Candidate, KernelKind, Plan, Wait
 from millstream.lower import Lowered
 from millstream.schedule import peak_bytes, plan_graph, plan_serial
 
 #: Names that ``engine=`` and ``MILLSTREAM_ENGINE`` accept.
-ENGINES = ("serial", "streams", "graph")
+ENGINES = ("serial", "streams", "graph", "threads")
 
 
 class Engine(Protocol):
@@ -139,7 +142,12 @@ def build(
         notes.append(reason)
         warn(reason)
 
-    if engine != "serial":
+    on_cpu = lowered.program.devices == {"cpu"}
+    if engine == "threads" and not on_cpu:
+        refuse(f"{lowered.program.graph.name} runs on the serial engine: it has kernels elsewhere than on the CPU.")
+    elif engine == "threads" or (engine is None and on_cpu and not scheduling.serial and torch.get_num_threads() > 1):
+        return Executable(ThreadsEngine(lowered, plan, scheduling, asked=engine is not None), notes)
+    elif engine != "serial":
         obstacle = why_not_graph(lowered)
         if not obstacle and engine == "streams":
             return Executable(streams_engine(lowered, scheduling), notes)
@@ -156,7 +164,7 @@ def build(
                 ),
                 notes,
             )
-        if engine is not None or lowered.program.devices != {"cpu"}:
+        if engine is not None or not on_cpu:
             refuse(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}")
     return Executable(SerialEngine(lowered, plan), notes)
 

@@ -144,9 +144,7 @@ class Converter(wrapper_fxir.FxConverter):
         if entry is None:
             raise LoweringError(f"Kernel {line.kernel_name} is called but not defined.", construct=line.kernel_name)
         compiled, body = entry
-        kernel = GeneratedKernel(
-            line.kernel_name, compiled, body, describe_arguments(compiled, body, len(args))
-        )
+        kernel = GeneratedKernel(line.kernel_name, compiled, body, describe_arguments(compiled, body, len(args)))
         node = self.gm.graph.call_function(kernel, args=args)
         node.meta["origins"] = getattr(line, "origins", ())
 

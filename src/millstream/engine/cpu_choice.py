@@ -1,0 +1,213 @@
+"""On a CPU: what kernels take, and whether several threads are quicker than the operators' own.
+
+**Contract**
+- Nothing is tried unless a simulated plan is faster by ``PROMISE``, first if kernels took no longer with their part of
+  the intra-op threads, then as they were measured with it. So chains and tiny kernels cost nothing but a look.
+- Trials work on the caller's inputs; afterwards memory and generator are what they were. They end after a bounded time.
+- Several threads must be faster by ``MARGIN``, and give the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from millstream.check import check_plan
+from millstream.cost import Costs, KernelCost, Roofline
+from millstream.engine.arena import bind_arena
+from millstream.engine.choice import Proposal, Scheduling
+from millstream.engine.source import Run, compile_plan
+from millstream.engine.team import intra_op_threads
+from millstream.graph import CHOSEN, Candidate, Plan
+from millstream.lower import Lowered
+from millstream.lower.program import Program
+from millstream.lower.tensors import storage_view
+from millstream.schedule import assign_offsets, peak_bytes, plan_graph
+from millstream.simulate import simulate
+
+MEASURED_CALLS = 2  # the first one warms up
+PROMISE = 0.10  # by so much a plan must be faster in the simulator to be tried
+MARGIN = 0.03  # by so much it must be faster in fact: the noise of a machine that does other things too
+MOST_SAMPLES, LEAST_SAMPLES = 15, 3  # pairs of timed runs
+SHARE_OF_COMPILING, LEAST_S = 0.1, 0.3  # trials end after this part of the time that compiling took, or this many s
+GRANULE_BYTES = 64 << 20  # of host memory: so much more never counts as too much, unless a budget is given in bytes
+
+Runner = Callable[[list[Any]], list[Any]]
+
+
+class Meter:
+    """Notes the least time that each kernel took, in ns, by kernel id."""
+
+    def __init__(self, num_kernels: int) -> None:
+        self.least_ns: list[int | None] = [None] * num_kernels
+
+    def observe(self, kernel: int, launch: Callable[[], Any], updated: tuple[torch.Tensor, ...]) -> Any:  # noqa: ARG002
+        """Launch a kernel for ``compile_plan``."""
+        start = time.perf_counter_ns()
+        result = launch()
+        taken_ns = max(time.perf_counter_ns() - start, 1)
+        before = self.least_ns[kernel]
+        self.least_ns[kernel] = taken_ns if before is None else min(before, taken_ns)
+        return result
+
+
+class CpuPlanner:
+    """Finds the plan for one program on the CPU.
+
+    Args:
+        lowered: The program.
+        serial: Its plan on one stream.
+        scheduling: What the user asked for.
+        num_streams: At most so many.
+
+    Attributes:
+        meter: Of serial runs with all intra-op threads.
+        costs: What the choice went by, or ``None`` before.
+        candidates: What it was made from, empty before.
+        num_threads: Intra-op threads for each stream of what was chosen.
+    """
+
+    def __init__(self, lowered: Lowered, serial: Plan, scheduling: Scheduling, num_streams: int) -> None:
+        self.meter = Meter(len(serial.graph.kernels))
+        self.costs: Costs | None = None
+        self.candidates: tuple[Candidate, ...] = ()
+        self.num_threads = torch.get_num_threads()
+        self._lowered, self._serial, self._scheduling, self._num_streams = lowered, serial, scheduling, num_streams
+
+    def predict(self) -> Plan:
+        """Return the plan for the streams asked for, by what was measured."""
+        serial, proposal = self._propose(self.meter)
+        self.candidates = (serial.describe("not asked for"), proposal.describe(CHOSEN))
+        return proposal.plan
+
+    def choose(self, inputs: Sequence[Any], serial: Runner, prepare: Callable[[Plan, int], Run]) -> Plan:
+        """Choose between the serial plan and one on several streams.
+
+        Args:
+            inputs: Of the present call.
+            serial: Runs the serial plan.
+            prepare: Compiles another one, to be run with so many intra-op threads a stream.
+        """
+        base, proposal = self._propose(self.meter)
+        verdict, own_ns, base_ns = "predicted to be slower", None, None
+        share = max(self.num_threads // self._num_streams, 1)
+        if self._is_promising(proposal):
+            program = self._lowered.program
+            with unchanged(program, inputs), intra_op_threads(share):
+                meter = self._measure(inputs)
+            _, proposal = self._propose(meter)
+            if self._is_promising(proposal):
+                try:
+                    verdict, own_ns, base_ns = self._try(inputs, serial, prepare(proposal.plan, share), share)
+                except Exception as error:  # noqa: BLE001  whatever a kernel raises, it is for the caller's own run
+                    verdict = f"failed: {error}"
+        is_chosen = verdict == CHOSEN
+        told = base.describe("slower" if is_chosen else CHOSEN, base_ns), proposal.describe(verdict, own_ns)
+        self.candidates = told if proposal.plan.num_streams > 1 else told[:1]
+        if not is_chosen:
+            return self._serial
+        self.num_threads = share
+        return proposal.plan
+
+    def _is_promising(self, proposal: Proposal) -> bool:
+        return proposal.plan.num_streams > 1 and proposal.predicted_ns <= (1 - PROMISE) * self._serial_ns
+
+    @property
+    def _serial_ns(self) -> int:
+        return sum(filter(None, self.meter.least_ns))
+
+    def _propose(self, meter: Meter) -> tuple[Proposal, Proposal]:
+        graph = self._serial.graph
+        estimate = Roofline().estimate(graph)
+        share = 1 / self._num_streams  # of the cores, and of what else they have in common
+        kernels = (
+            KernelCost(cost.duration_ns if measured is None else measured, share, share)
+            for measured, cost in zip(meter.least_ns, estimate.kernels, strict=True)
+        )
+        self.costs = replace(estimate, kernels=tuple(kernels))
+        budget = self._scheduling.budget_bytes(self._serial)
+        if isinstance(self._scheduling.memory, float):
+            budget = max(budget, peak_bytes(self._serial) + GRANULE_BYTES)
+        policy = self._scheduling.policy or "list"
+        plan = plan_graph(graph, self.costs, self._num_streams, policy, memory_bytes=budget, packed=True)
+        check_plan(plan)
+        base = Proposal(self._serial, peak_bytes(self._serial), self._serial_ns)
+        return base, Proposal(plan, peak_bytes(plan), simulate(plan, self.costs).end_ns)
+
+    def _measure(self, inputs: Sequence[Any]) -> Meter:
+        """Time the kernels one after another with the present number of intra-op threads."""
+        meter = Meter(len(self._serial.graph.kernels))
+        program = self._lowered.program
+        bound = bind_arena(program, assign_offsets(self._serial))
+        run = compile_plan(program, self._serial, bound, observe=meter.observe)
+        for _ in range(MEASURED_CALLS):
+            run(list(inputs))
+        return meter
+
+    def _try(
+        self, inputs: Sequence[Any], serial: Runner, threads: Runner, share: int
+    ) -> tuple[str, int | None, int | None]:
+        """Time both in turn; return the verdict on threads, their ns and those of the serial plan."""
+        program = self._lowered.program
+        deadline = time.monotonic() + max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S)
+
+        def run_serial() -> list[Any]:
+            return serial(list(inputs))
+
+        def run_threads() -> list[Any]:
+            with intra_op_threads(share):
+                return threads(list(inputs))
+
+        bits = []
+        for run in (run_serial, run_threads):
+            with unchanged(program, inputs):
+                bits.append([bits_of(value) for value in (*run(), *written(program, inputs))])
+        if not all(map(torch.equal, *bits)):
+            return "rounds otherwise", None, None
+        pairs: list[tuple[int, int]] = []
+        with unchanged(program, inputs):
+            while len(pairs) < LEAST_SAMPLES or (len(pairs) < MOST_SAMPLES and time.monotonic() < deadline):
+                pairs.append((taken_ns(run_threads), taken_ns(run_serial)))
+        own_ns, base_ns = (round(median(times)) for times in zip(*pairs, strict=True))
+        return CHOSEN if own_ns <= (1 - MARGIN) * base_ns else "slower", own_ns, base_ns
+
+
+def taken_ns(run: Callable[[], Any]) -> int:
+    """Time one call."""
+    start = time.perf_counter_ns()
+    run()
+    return time.perf_counter_ns() - start
+
+
+def bits_of(value: Any) -> torch.Tensor:
+    """A copy of a result as bytes, in which even NaNs are equal."""
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(float("nan") if value is None else value)
+    return value.detach().contiguous().clone().reshape(-1).view(torch.uint8)
+
+
+def written(program: Program, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The inputs that a program changes."""
+    return [tensor for name, tensor in zip(program.inputs, inputs, strict=True) if name in program.mutated]
+
+
+@contextmanager
+def unchanged(program: Program, inputs: Sequence[Any]) -> Iterator[None]:
+    """Put back, after the body, the inputs that a program changes and the state of the CPU's random generator."""
+    changed = [storage_view(tensor.detach()) for tensor in written(program, inputs)]
+    saved = [tensor.clone() for tensor in changed]
+    draws = any(buffer.id.startswith("rng:") for buffer in program.graph.buffers)
+    state = torch.get_rng_state() if draws else None
+    try:
+        yield
+    finally:
+        for tensor, value in zip(changed, saved, strict=True):
+            tensor.copy_(value)
+        if state is not None:
+            torch.set_rng_state(state)

@@ -1,0 +1,321 @@
+"""Plans on threads: the bits of the serial engine, errors, callers at the same time, and when threads are chosen."""
+
+import copy
+import dataclasses
+import os
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import millstream as ms
+from millstream.api import executables
+from millstream.check import check_plan
+from millstream.cost import Costs, KernelCost, roofline
+from millstream.engine import cpu_choice
+from millstream.engine.arena import bind_arena
+from millstream.engine.team import Team, intra_op_threads, team
+from millstream.engine.threads_source import compile_threads
+from millstream.errors import ArgumentError
+from millstream.graph import CHOSEN
+from millstream.schedule import assign_offsets, plan_graph
+from tests import networks
+from tests.engines.test_step import OPTIMIZERS, train
+from tests.engines.test_streams import lowered
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    """Waits cost nothing here, so that plans of tiny networks use what streams they may."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(roofline, "CPU", dataclasses.replace(roofline.CPU, wait_ns=0))
+    num_threads = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == num_threads
+    assert len([thread for thread in threading.enumerate() if thread.name.startswith("millstream-stream")]) <= 7
+    torch.set_num_threads(num_threads)
+
+
+def settled(compiled, *inputs):
+    """Call often enough that the engine has its plan; return the last result."""
+    for _ in range(4):
+        result = compiled(*inputs)
+    return result
+
+
+def is_the_same(ours, theirs):
+    ours, theirs = (torch.utils._pytree.tree_leaves(tree) for tree in (ours, theirs))
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("kind", networks.ALL)
+@torch.no_grad()
+def test_inference_gives_the_bits_of_the_serial_engine(kind):
+    model = kind().eval()
+    serial = ms.compile(model, engine="serial", strict=True)
+    batches = [networks.example(kind)[0] for _ in range(6)]
+    expected = [serial(x) for x in batches]
+    torch._dynamo.reset()
+    threads = ms.compile(model, engine="threads", streams=2, strict=True)
+    results = [threads(x) for x in batches]
+    assert is_the_same(results, expected)
+    (executable,) = executables(threads)
+    assert executable.engine.name == "threads"
+    if kind in (networks.Inception, networks.Lstm):
+        assert executable.num_streams == 2
+        assert executable.candidates[1].verdict == CHOSEN
+
+
+@pytest.mark.parametrize("kind", networks.ALL)
+def test_training_steps_give_the_bits_of_the_serial_engine(kind):
+    runs = []
+    for engine in ("serial", "threads"):
+        torch.manual_seed(5)
+        torch._dynamo.reset()
+        captured, ((model, optimizer, _), _), losses = train(kind, OPTIMIZERS["adam"], 6, engine=engine)
+        runs.append((losses[0], list(model.state_dict().values()), networks.optimizer_state(optimizer)))
+    (executable,) = executables(captured)
+    assert (executable.engine.name, executable.num_streams) == ("threads", 2)
+    assert is_the_same(*runs)
+
+
+def test_forward_and_backward_of_a_compiled_model():
+    model = networks.Inception()
+    gradients = []
+    for engine in ("serial", "threads"):
+        torch._dynamo.reset()
+        twin = copy.deepcopy(model)
+        compiled = ms.compile(twin, engine=engine, strict=True)
+        torch.manual_seed(1)
+        for _ in range(5):
+            x, y = networks.example(networks.Inception)
+            F.cross_entropy(compiled(x), y).backward()
+        gradients.append([parameter.grad for parameter in twin.parameters()])
+    assert is_the_same(*gradients)
+
+
+@pytest.mark.parametrize("policy", ["list", "slack", "chains"])
+@pytest.mark.parametrize("packed", [False, True])
+@torch.no_grad()
+def test_every_plan_gives_the_same(policy, packed):
+    program, inputs, expected = lowered(networks.Inception().eval(), networks.example(networks.Inception)[0])
+    for num_streams in (2, 4):
+        plan, run = threaded(program.program, num_streams, policy, packed)
+        assert plan.num_streams > 1
+        for _ in range(100):
+            assert torch.equal(run(list(inputs))[0], expected)
+
+
+def threaded(program, num_streams=2, policy="list", packed=True, bound=True):
+    """A plan with waits of no cost, and the function that runs it on threads."""
+    costs = Costs(tuple(KernelCost(1000) for _ in program.graph.kernels))
+    plan = plan_graph(program.graph, costs, num_streams, policy, packed=packed)
+    layout = plan.layout or assign_offsets(plan)
+    check_plan(plan, layout)
+    return plan, compile_threads(program, plan, bind_arena(program, layout) if bound else {}, team(), 1)
+
+
+@torch.no_grad()
+def test_values_that_are_not_bound():
+    program, inputs, expected = lowered(networks.Lstm().eval(), networks.example(networks.Lstm)[0])
+    _, run = threaded(program.program, bound=False)
+    for _ in range(20):
+        assert torch.equal(run(list(inputs))[0], expected)
+
+
+@torch.no_grad()
+def test_views_of_inputs_and_offsets():
+    def function(x, table):
+        rows = [x[i : i + 2].sum(0) * (i + 1) for i in range(4)]
+        table[1:].mul_(2)
+        return torch.stack(rows), x.t()[1:] + 1, table.sum()
+
+    serial = ms.compile(function, engine="serial", strict=True)
+    threads = ms.compile(function, engine="threads", strict=True)
+    for _ in range(5):
+        x, table = torch.randn(9, 8)[2:, 1:], torch.randn(5, 3)
+        ours, theirs = table.clone(), table.clone()
+        assert is_the_same(threads(x, ours), serial(x, theirs))
+        assert torch.equal(ours, theirs)
+
+
+@torch.no_grad()
+def test_an_error_in_a_kernel_reaches_the_caller_and_leaves_the_engine_usable():
+    model, (x, _) = networks.Inception().eval(), networks.example(networks.Inception)
+    compiled = ms.compile(model, engine="threads", strict=True)
+    expected = settled(compiled, x)
+    (executable,) = executables(compiled)
+    program, plan = executable.engine.lowered.program, executable.plan
+    assert plan.num_streams == 2
+    num_workers = threading.active_count()
+    for broken in range(len(program.calls)):
+        call = program.calls[broken]
+
+        def fail(*_, **__):
+            raise ValueError("the kernel is broken")
+
+        calls = tuple(dataclasses.replace(call, target=fail) if i == broken else c for i, c in enumerate(program.calls))
+        executable.engine.lowered = dataclasses.replace(
+            executable.engine.lowered, program=dataclasses.replace(program, calls=calls)
+        )
+        executable.engine.release()
+        with pytest.raises(ValueError, match="the kernel is broken") as caught:
+            compiled(x)
+        assert "stream_" in str(caught.traceback[-2].name)
+        executable.engine.lowered = dataclasses.replace(executable.engine.lowered, program=program)
+        assert torch.equal(compiled(x), expected)
+    assert threading.active_count() == num_workers
+
+
+@torch.no_grad()
+def test_a_kernel_that_checks_its_indices_raises():
+    table = torch.randn(5, 8)
+
+    def function(i, x):
+        return F.embedding(i, table).sum(0), x @ x
+
+    compiled = ms.compile(function, engine="threads", strict=True)
+    good, x = torch.tensor([1, 4]), torch.randn(4, 4)
+    expected = settled(compiled, good, x)
+    with pytest.raises(RuntimeError, match="index out of bounds"):
+        compiled(torch.tensor([1, 7]), x)
+    assert is_the_same(compiled(good, x), expected)
+
+
+@torch.no_grad()
+def test_several_callers_at_the_same_time():
+    cases = []
+    for kind in (networks.Inception, networks.Lstm):
+        x, _ = networks.example(kind)
+        compiled = ms.compile(kind().eval(), engine="threads", strict=True)
+        cases.append((compiled, x, settled(compiled, x)))
+    (engine,) = [executable.engine for executable in executables(cases[0][0])]
+    errors = []
+
+    def call(number):
+        with torch.no_grad():
+            for i in range(60):
+                compiled, x, expected = cases[(i + number) % 2]
+                if not torch.equal(compiled(x), expected):
+                    errors.append(number)
+
+    callers = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert not errors
+    with team().busy:  # as from inside of a kernel: nobody waits for anybody
+        assert torch.equal(cases[0][0](cases[0][1]), cases[0][2])
+    assert engine.plan.num_streams == 2
+
+
+@torch.no_grad()
+def test_hundreds_of_quick_calls_hold_nothing():
+    program, inputs, expected = lowered(networks.Lstm().eval(), networks.example(networks.Lstm)[0])
+    _, run = threaded(program.program, 4)
+    for _ in range(500):
+        result = run(list(inputs))[0]
+    assert torch.equal(result, expected)
+    held = sys.getrefcount(inputs[0])
+    run(list(inputs))
+    held_now = sys.getrefcount(inputs[0])
+    assert held_now == held
+
+
+@torch.no_grad()
+def test_inference_mode_and_no_gradients_on_every_thread():
+    model, (x, _) = networks.Inception().eval(), networks.example(networks.Inception)
+    compiled = ms.compile(model, engine="threads", strict=True)
+    expected = compiled(x)
+    for _ in range(4):
+        with torch.inference_mode():
+            assert torch.equal(compiled(x), expected)
+
+
+def test_intra_op_threads_are_divided():
+    seen = []
+    with intra_op_threads(3):
+        Team().run([lambda: seen.append(torch.get_num_threads())] * 2, 1)
+    assert sorted(seen) == [1, 3]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@torch.no_grad()
+def test_a_forked_child_has_workers_of_its_own():
+    program, inputs, expected = lowered(networks.Lstm().eval(), networks.example(networks.Lstm)[0])
+    threaded(program.program)[1](list(inputs))
+    parents = team()
+    child = os.fork()
+    if child == 0:
+        right = team() is not parents and torch.equal(threaded(program.program)[1](list(inputs))[0], expected)
+        os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_environment_asks_for_threads(monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_ENGINE", "threads")
+    compiled = ms.compile(networks.Mlp().eval(), strict=True)
+    compiled(networks.example(networks.Mlp)[0])
+    assert executables(compiled)[0].engine.name == "threads"
+    monkeypatch.setenv("MILLSTREAM_ENGINE", "thread")
+    torch._dynamo.reset()
+    with pytest.raises(ArgumentError, match=r"'thread'.*threads"):
+        ms.compile(networks.Mlp().eval(), strict=True)(networks.example(networks.Mlp)[0])
+
+
+class Draws(torch.nn.Module):
+    """Changes its input and a buffer, and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1)
+        x.mul_(2)
+        return torch.cat([F.dropout(x @ x.t(), 0.5), x @ x.t().relu()]) + self.count
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+@torch.no_grad()
+def test_auto_tries_without_a_trace_and_keeps_the_faster(monkeypatch, is_faster):
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.setattr(cpu_choice.CpuPlanner, "_is_promising", lambda _, proposal: proposal.plan.num_streams > 1)
+        monkeypatch.setattr(cpu_choice, "MARGIN", -1e9 if is_faster else 1.0)
+        for kind in (networks.Inception, Draws):
+            results = []
+            for engine in ("serial", None):
+                torch._dynamo.reset()
+                torch.manual_seed(3)
+                model = kind().eval()
+                compiled = ms.compile(model, engine=engine, strict=True)
+                inputs = [torch.randn(getattr(kind, "example", (6, 6))) for _ in range(6)]
+                results.append([[compiled(x) for x in inputs], inputs, list(model.buffers()), torch.rand(2)])
+            assert is_the_same(*results)
+            (executable,) = executables(compiled)
+            verdicts = [candidate.verdict for candidate in executable.candidates]
+            if verdicts[1] != "rounds otherwise":
+                assert verdicts == (["slower", CHOSEN] if is_faster else [CHOSEN, "slower"])
+                assert executable.engine.name == ("threads" if is_faster else "serial")
+    finally:
+        torch.set_num_threads(1)
+
+
+@torch.no_grad()
+def test_auto_leaves_chains_alone():
+    torch.set_num_threads(2)
+    try:
+        compiled = ms.compile(networks.Mlp().eval(), strict=True)
+        x, _ = networks.example(networks.Mlp)
+        for _ in range(4):
+            compiled(x)
+        (executable,) = executables(compiled)
+        assert executable.engine.name == "serial"
+        assert executable.engine._run is None
+    finally:
+        torch.set_num_threads(1)
