@@ -20,6 +20,7 @@ from millstream.engine.team import Team, intra_op_threads, team
 from millstream.engine.threads_source import compile_threads
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN
+from millstream.lower.fx_wrapper import NativeKernel, for_threads, may_raise
 from millstream.schedule import assign_offsets, plan_graph
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, train
@@ -319,3 +320,22 @@ def test_auto_leaves_chains_alone():
         assert executable.engine._run is None
     finally:
         torch.set_num_threads(1)
+
+
+def test_loops_take_the_threads_that_they_find():
+    loop = "#pragma omp parallel num_threads(4)\n    {\n        int tid = omp_get_thread_num();\n"
+    template = "#pragma omp parallel num_threads(4)\n{\n const int tid = omp_get_thread_num();"
+    noted = "    inductor_cpu_throw_if_integer_div_error(inductor_cpu_integer_div_error);\n"
+    assert "num_threads(std::min(4, omp_get_max_threads()))" in for_threads(loop)
+    assert for_threads(template) == template
+    assert for_threads(loop + noted) == for_threads(loop)
+    assert not may_raise(for_threads(loop + noted))
+    for raising in ("floor_divide_integral(a, b);\n", "TORCH_CHECK(i < 4);\n", "throw 1;\n"):
+        assert may_raise(for_threads(raising + noted))
+
+
+def test_kernels_of_this_pytorch_can_be_called_without_the_gil():
+    program, _, _ = lowered(networks.Inception().eval(), networks.example(networks.Inception)[0])
+    kernels = [call.target for call in program.program.calls if isinstance(call.target, NativeKernel)]
+    assert kernels
+    assert all(kernel.by_address for kernel in kernels)
