@@ -287,6 +287,8 @@ def test_auto_tries_without_a_trace_and_keeps_the_faster(monkeypatch, is_faster)
     torch.set_num_threads(2)
     try:
         monkeypatch.setattr(cpu_choice.CpuPlanner, "_is_promising", lambda _, proposal: proposal.plan.num_streams > 1)
+        monkeypatch.setattr(cpu_choice, "DISPATCH_NS", 0)
+        monkeypatch.setattr(cpu_choice, "PROMISE", -1.0)
         monkeypatch.setattr(cpu_choice, "MARGIN", -1e9 if is_faster else 1.0)
         for kind in (networks.Inception, Draws):
             results = []
@@ -300,7 +302,9 @@ def test_auto_tries_without_a_trace_and_keeps_the_faster(monkeypatch, is_faster)
             assert is_the_same(*results)
             (executable,) = executables(compiled)
             verdicts = [candidate.verdict for candidate in executable.candidates]
-            if verdicts[1] != "rounds otherwise":
+            tried = verdicts[1] != "rounds otherwise"
+            assert tried or kind is networks.Inception  # whose mean is summed in parts, one for each thread
+            if tried:
                 assert verdicts == (["slower", CHOSEN] if is_faster else [CHOSEN, "slower"])
                 assert executable.engine.name == ("threads" if is_faster else "serial")
     finally:
@@ -318,6 +322,7 @@ def test_auto_leaves_chains_alone():
         (executable,) = executables(compiled)
         assert executable.engine.name == "serial"
         assert executable.engine._run is None
+        assert not executable.candidates
     finally:
         torch.set_num_threads(1)
 

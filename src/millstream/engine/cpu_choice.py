@@ -1,8 +1,10 @@
 """On a CPU: what kernels take, and whether several threads are quicker than the operators' own.
 
 **Contract**
+- Nothing is planned where the longest chain, or dispatching alone, takes nearly all of the time: chains and tiny
+  kernels cost nothing but a look.
 - Nothing is tried unless a simulated plan is faster by ``PROMISE``, first if kernels took no longer with their part of
-  the intra-op threads, then as they were measured with it. So chains and tiny kernels cost nothing but a look.
+  the intra-op threads, then as they were measured with it.
 - Trials work on the caller's inputs; afterwards memory and generator are what they were. They end after a bounded time.
 - Several threads must be faster by ``MARGIN``, and give the same bits.
 """
@@ -28,10 +30,11 @@ from millstream.graph import CHOSEN, Candidate, Plan
 from millstream.lower import Lowered
 from millstream.lower.program import Program
 from millstream.lower.tensors import storage_view
-from millstream.schedule import assign_offsets, peak_bytes, plan_graph
+from millstream.schedule import assign_offsets, critical_path_ns, peak_bytes, plan_graph
 from millstream.simulate import simulate
 
 MEASURED_CALLS = 2  # the first one warms up
+DISPATCH_NS = 5000  # of each kernel's time so much passes in Python, which one thread at a time can do
 PROMISE = 0.10  # by so much a plan must be faster in the simulator to be tried
 MARGIN = 0.03  # by so much it must be faster in fact: the noise of a machine that does other things too
 MOST_SAMPLES, LEAST_SAMPLES = 15, 3  # pairs of timed runs
@@ -94,6 +97,11 @@ class CpuPlanner:
             serial: Runs the serial plan.
             prepare: Compiles another one, to be run with so many intra-op threads a stream.
         """
+        durations = [least or 0 for least in self.meter.least_ns]
+        costs = Costs(tuple(map(KernelCost, durations)))
+        in_python_ns = sum(min(duration, DISPATCH_NS) for duration in durations)
+        if max(in_python_ns, critical_path_ns(self._serial.graph, costs)) > (1 - PROMISE) * self._serial_ns:
+            return self._serial
         base, proposal = self._propose(self.meter)
         verdict, own_ns, base_ns = "predicted to be slower", None, None
         share = max(self.num_threads // self._num_streams, 1)

@@ -72,12 +72,11 @@ class ThreadsEngine:
         return self._planner.candidates
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        if self._settled and self.plan.num_streams == 1 and not self._asked:
-            return self._serial(inputs)
+        if self._settled and self.plan.num_streams == 1:
+            return self._run_serially(inputs)
         workers = team()
         if not workers.busy.acquire(blocking=False):
-            with intra_op_threads(self._num_threads):
-                return self._serial(inputs)
+            return self._run_serially(inputs)
         try:
             if self._team is not workers:
                 self._run, self._team = None, workers
@@ -110,11 +109,17 @@ class ThreadsEngine:
             self.plan = self._planner.choose(inputs, self._serial, self._prepare)
             self._num_threads = self._planner.num_threads
             self.name = "threads" if self.plan.num_streams > 1 else "serial"
+        if self.plan.num_streams == 1:
+            self._run = None
+            return self._run_serially(inputs)
         with intra_op_threads(self._num_threads):
-            if self.plan.num_streams == 1:
-                self._run = None
-                return self._serial(inputs)
             return (self._run or self._prepare(self.plan, self._num_threads))(inputs)
+
+    def _run_serially(self, inputs: list[Any]) -> list[Any]:
+        if self.name == "serial":
+            return self._serial(inputs)  # with what the caller has at the time
+        with intra_op_threads(self._num_threads):
+            return self._serial(inputs)
 
     def _prepare_measuring(self) -> Run:
         bound = bind_arena(self.lowered.program, assign_offsets(self.plan))
