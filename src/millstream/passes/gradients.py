@@ -8,6 +8,7 @@ the numbers too (MXNet's dual-stream backward, https://github.com/apache/mxnet/p
 
 from __future__ import annotations
 
+import copy
 import operator
 
 import torch
@@ -16,24 +17,24 @@ _BACKWARD = torch.ops.aten.convolution_backward.default
 _MASK = 10  # position of ``output_mask`` among the arguments
 
 
-def split_gradients(gm: torch.fx.GraphModule) -> int:
-    """Split every convolution's backward operator on a CUDA device in two, in place.
+def split_gradients(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Split every convolution's backward operator on a CUDA device in two.
 
     Args:
-        gm: Graph of aten operators; its nodes carry their values in ``meta["val"]``.
+        gm: Graph of aten operators; its nodes carry their values in ``meta["val"]``. It stays as it is.
 
     Returns:
-        How many were split.
+        The graph with split gradients; ``gm`` itself where there is nothing to split.
     """
-    count = 0
-    for node in list(gm.graph.nodes):
+    if not any(node.target is _BACKWARD and _worth_splitting(node) for node in gm.graph.nodes):
+        return gm
+    split = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    for node in list(split.graph.nodes):
         if node.target is _BACKWARD and _worth_splitting(node):
-            _split(gm.graph, node)
-            count += 1
-    if count:
-        gm.graph.lint()
-        gm.recompile()
-    return count
+            _split(split.graph, node)
+    split.graph.lint()
+    split.recompile()
+    return split
 
 
 def _worth_splitting(node: torch.fx.Node) -> bool:
