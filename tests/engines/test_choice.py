@@ -80,7 +80,7 @@ def chosen_of(candidates):
         ({"streams": -2}, "streams=-2"),
         ({"streams": True}, "streams=True"),
         ({"policy": "best"}, "'best'; choose one of 'serial', 'chains', 'slack', 'list'"),
-        ({"memory": 0.99}, "memory=0.99 is less than one stream needs"),
+        ({"memory": 0.99}, "memory=0.99 is no factor"),
     ],
 )
 def test_scheduling_without_meaning_is_refused(arguments, message):

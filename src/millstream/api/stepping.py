@@ -104,7 +104,8 @@ class StepProgram:
             self.executables.append(executable)
             return self._watch
 
-        self._run = compile_graph(split_gradients(gm), inputs, finish, _refuse, name=name, options=options, step_state=static)
+        gm = split_gradients(gm)
+        self._run = compile_graph(gm, inputs, finish, _refuse, name=name, options=options, step_state=static)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._direct is not None:

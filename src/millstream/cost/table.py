@@ -81,7 +81,7 @@ def parse_table(text: str) -> CostTable:
         version = content["format"]
         costs = {key: KernelCost(int(ns), float(c), float(m)) for key, (ns, c, m) in content["kernels"].items()}
         table = CostTable(str(content["device"]), {str(k): str(v) for k, v in content["versions"].items()}, costs)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ArgumentError(f"this is not a cost table ({error!r}): measure again") from error
     if version != _FORMAT:
         raise ArgumentError(f"the cost table has format {version!r}, expected {_FORMAT}: measure again")

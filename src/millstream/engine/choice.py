@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from math import inf
 from typing import Protocol
 
 from millstream.check import check_plan
@@ -49,13 +50,17 @@ class Scheduling:
     memory: float | int = 1.25
 
     def __post_init__(self) -> None:
-        if self.streams is not None and (isinstance(self.streams, bool) or self.streams < 1):
+        if self.streams is not None and (
+            not isinstance(self.streams, int) or isinstance(self.streams, bool) or self.streams < 1
+        ):
             raise ArgumentError(f"streams={self.streams!r} leaves nowhere to run; give 1 or more, or 'auto'.")
         if self.policy is not None and self.policy not in POLICIES:
             raise ArgumentError(f"Unknown policy {self.policy!r}; choose one of {', '.join(map(repr, POLICIES))}.")
-        if isinstance(self.memory, float) and self.memory < 1:
+        if isinstance(self.memory, bool) or not isinstance(self.memory, (int, float)):
+            raise ArgumentError(f"memory={self.memory!r} is no amount; give bytes as an int, or a factor as a float.")
+        if isinstance(self.memory, float) and not 1 <= self.memory < inf:
             raise ArgumentError(
-                f"memory={self.memory} is less than one stream needs; give a factor of 1.0 or more, or bytes as an int."
+                f"memory={self.memory} is no factor of what one stream needs; give 1.0 or more, or bytes as an int."
             )
 
     @property
@@ -155,7 +160,13 @@ def _assess(plan: Plan, costs: Costs) -> Proposal:
 
 
 class Trial(Protocol):
-    """Runs plans on the device, to time them."""
+    """Runs plans on the device, to time them.
+
+    Attributes:
+        failed: Whether one could not run, for want of memory perhaps: another time it may.
+    """
+
+    failed: bool
 
     def serial_ns(self) -> int | None:
         """Time the plan on one stream; ``None`` when it cannot run."""

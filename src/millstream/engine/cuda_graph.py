@@ -32,7 +32,7 @@ from millstream.engine.choice import Scheduling
 from millstream.engine.planner import Planner
 from millstream.engine.serial import SerialEngine
 from millstream.engine.trial import Trials, warm_streams
-from millstream.errors import InternalError
+from millstream.errors import InternalError, PlanError
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase
 from millstream.lower.tensors import current_stream_handle
@@ -146,8 +146,11 @@ class CudaGraphEngine:
             try:
                 self._captured = self._try(self.plan, inputs, self._pool)
             except (RuntimeError, torch.AcceleratorError) as error:
-                self._captures = 2 * MAX_CAPTURES  # never again
                 self._repair()
+                if self.plan is not self._serial.plan:  # one stream may still do
+                    self.plan = self._serial.plan
+                    return self._capture(inputs)
+                self._captures = 2 * MAX_CAPTURES  # never again
                 self._on_failure(error)
             if self._captured is not None and self.lowered.phase is Phase.FORWARD:
                 self._family.addresses = self._captured.addresses
@@ -177,8 +180,10 @@ class CudaGraphEngine:
         trials = Trials(
             lambda plan: self._try(plan, inputs, None), self._serial.plan, self._context, self.lowered.program
         )
-        best = planner.settle(trials)
-        self.plan = best.plan
+        try:
+            self.plan = planner.settle(trials).plan
+        except PlanError as error:  # a bug, found before anything ran
+            self._on_failure(error)
         if trials.failed:
             self._repair()
         if trials.ran:

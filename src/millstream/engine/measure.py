@@ -56,12 +56,13 @@ class CostMeter:
         entry = self._program.graph.kernels[kernel]
         key = key_of(self._program, entry)
         if self.error is None and key not in self.table.costs and key not in self._costs and may_repeat(entry):
-            saved = [tensor.clone() for tensor in written]
+            saved: list[torch.Tensor] = []
             try:
+                saved = [tensor.clone() for tensor in written]
                 self._costs[key] = self._measure(entry, launch)
-            except (RuntimeError, torch.AcceleratorError) as error:  # a library call that cannot be captured
+            except (RuntimeError, torch.AcceleratorError) as error:  # no memory, or a call that cannot be captured
                 self.error = error
-            for tensor, value in zip(written, saved, strict=True):
+            for tensor, value in zip(written, saved, strict=False):  # none where memory was short: nothing was changed
                 tensor.copy_(value)
         return result
 

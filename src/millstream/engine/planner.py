@@ -91,7 +91,8 @@ class Planner:
         found = recall(noted, proposals)
         if found is None:
             found = choose(proposals, trial, max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S))
-            self._store.save_choice(key, {"serial_ns": serial_ns, **note(found[1])})
+            if not trial.failed:
+                self._store.save_choice(key, {"serial_ns": serial_ns, **note(found[1])})
         return found
 
     def _table(self) -> CostTable:

@@ -219,6 +219,8 @@ class _Translator:
         between = self.kernels[position + 1 :]
         if any(name in (*k.reads, *k.writes) for k in between for name in (convolution.name, output.name)):
             return False  # somebody wants the result as it was
+        if any(self._base(bias) in k.writes for k in between):
+            return False  # the bias is not there yet
         if output is not convolution and set(convolution.users) != {node}:
             return False
         kernel = self.kernels[position]
