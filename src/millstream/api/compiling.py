@@ -34,8 +34,8 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     Args:
         model: A module or a function. A compiled module stays a module in use: parameters, ``state_dict``, ``train()``
             and all attributes reach the original. Left out, a decorator is returned.
-        engine: ``"graph"`` or ``"streams"`` (CUDA only), ``"serial"``, or ``None`` for the quickest that the device
-            has. The environment variable ``MILLSTREAM_ENGINE`` overrides it.
+        engine: ``"graph"`` or ``"streams"`` (CUDA only), ``"threads"`` (CPU only), ``"serial"``, or ``None`` for the
+            quickest that the device has. The environment variable ``MILLSTREAM_ENGINE`` overrides it.
         streams: At most so many streams; ``"auto"`` times several plans on the device and keeps the fastest, one stream
             included. The environment variable ``MILLSTREAM_NSTREAMS`` overrides it.
         policy: How kernels are put on streams: ``"list"``, ``"slack"``, ``"chains"`` or ``"serial"``; ``None`` chooses.

@@ -32,7 +32,7 @@ from millstream.capture.refuse import check_supported
 from millstream.capture.signature import meta_of, take_apart
 from millstream.capture.step_graph import Build, StepGraph
 from millstream.capture.trace import FoundLate, StateMissing, trace_step
-from millstream.errors import CaptureError, FallbackWarning, MillstreamError
+from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
 
 MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""
@@ -267,7 +267,7 @@ class Step:
                 for tensor, backup in zip(call.arguments, argument_backups, strict=False):
                     tensor.copy_(backup)
             random_state.restore()
-            if not isinstance(error, Exception):  # the user stops the program
+            if not isinstance(error, Exception) or isinstance(error, ArgumentError):  # it is the user who is asked
                 raise
             what = error if isinstance(error, MillstreamError) else f"{type(error).__name__}: {error}"
             raise CaptureError(

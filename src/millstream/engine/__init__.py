@@ -1,4 +1,4 @@
-"""Running a plan, always with the same results: ``serial``, ``graph`` as one CUDA graph, ``streams`` without one."""
+"""Running a plan, all with the same results: ``serial``, ``threads`` (CPU), ``graph`` (one CUDA graph), ``streams``."""
 
 from millstream.engine.build import ENGINES, Engine, Executable, build
 from millstream.engine.captured import Family

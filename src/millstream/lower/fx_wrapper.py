@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._pytree import tree_map_only
 
 from millstream.errors import LoweringError
+from millstream.lower.cpp_kernels import CppKernels
 from millstream.lower.operators import written_arguments
 
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so
@@ -117,8 +118,9 @@ class DeviceCopyLine(WrapperLine):
 class Converter(wrapper_fxir.FxConverter):
     """Wrapper lines → FX, for Triton and C++ kernels alike."""
 
+    generated: dict[str, tuple[Any, str]]
+
     def generate(self) -> torch.fx.GraphModule:
-        self.generated = import_kernels(self.prologue, self.lines)
         upstream = wrapper_fxir._node_metadata_hook
         wrapper_fxir._node_metadata_hook = note_value  # pyrefly: ignore[bad-assignment]
         try:
@@ -184,9 +186,11 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
 
     Attributes:
         collected: Where finished graphs go.
+        cpp_kernels: Compiles C++ kernels while others are still being written.
     """
 
     collected: ClassVar[list[torch.fx.GraphModule]]
+    cpp_kernels: ClassVar[CppKernels]
 
     def generate_kernel_call(self, kernel_name: str, call_args: Any, **kwargs: Any) -> None:
         super().generate_kernel_call(kernel_name, call_args, **kwargs)
@@ -196,19 +200,26 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
                 origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()
             )
 
+    def define_kernel(self, kernel_name: str, kernel_body: str, *args: Any, gpu: bool = True, **kwargs: Any) -> None:
+        if not gpu:
+            self.cpp_kernels.add(kernel_name, for_threads(kernel_body))
+        super().define_kernel(kernel_name, kernel_body, *args, gpu=gpu, **kwargs)
+
     def codegen_device_copy(self, src: Any, dst: Any, non_blocking: Any) -> None:
         self.writeline(DeviceCopyLine(str(src), str(dst), bool(non_blocking)))
 
     def _generate(self, is_inference: bool) -> tuple[common.FileBackedGraphModule, None]:
         self.run_wrapper_ir_passes(is_inference)
-        gm = Converter(
+        converter = Converter(
             lines=self.lines,
             prologue="\n".join([self.imports.getvalue(), self.header.getvalue()]),
             graph_inputs=self.get_fx_graph_inputs(),
             graph_outputs=self.get_graph_outputs(),
             subgms=self.subgms,
             is_subgraph=self.is_subgraph,
-        ).generate()
+        )
+        converter.generated = import_kernels(converter.prologue, self.lines, self.cpp_kernels)
+        gm = converter.generate()
         if self.is_subgraph:
             raise LoweringError(
                 "Control flow inside a graph (cond, while_loop) has no kernel graph.", construct="subgraph"
@@ -228,6 +239,7 @@ def collect_wrappers(options: dict[str, Any]) -> Iterator[list[torch.fx.GraphMod
 
     class Wrapper(Codegen):
         collected: ClassVar[list[torch.fx.GraphModule]] = []
+        cpp_kernels: ClassVar[CppKernels] = CppKernels()
 
     try:
         for device in ("cpu", "cuda"):
@@ -260,27 +272,30 @@ def note_value(node: torch.fx.Node, fake_mode: Any = None) -> None:
         node.meta["val"] = written[0].meta["val"] if written else None
 
 
-def import_kernels(prologue: str, lines: list[Any]) -> dict[str, tuple[Any, str]]:
-    """Import all kernels that ``lines`` define as one module, so that they compile in parallel.
+def import_kernels(prologue: str, lines: list[Any], cpp_kernels: CppKernels) -> dict[str, tuple[Any, str]]:
+    """Import all kernels that ``lines`` define; those not in ``cpp_kernels`` as one module, to compile in parallel.
 
     Returns:
         For each kernel name, the compiled object (a tuner or a C++ function) and its source.
     """
     definitions = [line for line in lines if isinstance(line, KernelDefinitionLine)]
+    bodies = {line.kernel_name: for_threads(line.kernel_body) for line in definitions}
+    kernels: dict[str, tuple[Any, str]] = {name: (k, bodies[name]) for name, k in cpp_kernels.collect().items()}
+    definitions = [line for line in definitions if line.kernel_name not in kernels]
     if not definitions:
-        return {}
-    bodies = [for_threads(line.kernel_body) for line in definitions]
+        return kernels
     code = [
-        PythonWrapperCodegen._format_kernel_definition(line.kernel_name, body, metadata=line.metadata)
-        for line, body in zip(definitions, bodies, strict=True)
+        PythonWrapperCodegen._format_kernel_definition(
+            line.kernel_name, bodies[line.kernel_name], metadata=line.metadata
+        )
+        for line in definitions
     ]
     module = PyCodeCache.load("\n".join([prologue, *code]))
-    kernels = {}
-    for line, body in zip(definitions, bodies, strict=True):
+    for line in definitions:
         compiled = getattr(module, line.kernel_name)
         while hasattr(compiled, "result"):  # still compiling
             compiled = compiled.result()
-        kernels[line.kernel_name] = (compiled, body)
+        kernels[line.kernel_name] = (compiled, bodies[line.kernel_name])
     return kernels
 
 
@@ -306,12 +321,13 @@ def may_raise(body: str) -> bool:
 
 def find_entry(binding: Any, body: str) -> Callable[..., None] | None:
     """Return the plain C function behind Inductor's binding of a C++ kernel; ``None`` where it cannot be had."""
-    path = getattr(getattr(binding, "__self__", None), "__file__", None)
+    library = getattr(binding, "__self__", None)
+    path = getattr(library, "__file__", None)
     kinds = [_kind_of(declaration) for declaration in declare_arguments(body)]
     if path is None or not kinds or None in kinds:
         return None
     try:
-        entry = ctypes.CDLL(path).kernel
+        entry = getattr(ctypes.CDLL(path), getattr(library, "symbol", "kernel"))
     except (OSError, AttributeError):
         return None
     entry.argtypes, entry.restype = kinds, None
