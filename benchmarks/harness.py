@@ -189,8 +189,8 @@ class MemoryMeter:
         def capture_begin(graph: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
             gc.collect()
             held = torch.cuda.memory_allocated(self._device)
-            small = torch.ones(16, 16, device=self._device)
-            torch.mm(small, small)  # lets cuBLAS take its workspace for this stream now
+            small = torch.ones(16, 16, device=self._device, dtype=torch.half)
+            torch.addmm(small[0], small, torch.mm(small, small))  # cuBLAS and cuBLASLt take their workspaces now
             del small
             self._before += torch.cuda.memory_allocated(self._device) - held
             torch.cuda.reset_peak_memory_stats(self._device)

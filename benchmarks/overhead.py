@@ -3,7 +3,7 @@
 - ``host call``: wall clock of one call that finds the device idle, without waiting for the result; small networks.
 - ``call minus replay``: a call less the bare replay of the same graph: what the library itself costs.
 - ``cold compile``: seconds from the uncompiled model to the first result, caches empty, each side in its own process.
-- ``plan_serial``: time to plan a random graph.
+- ``plan_serial``: time to plan a random graph; ``8 streams, packed, checked``: on streams, with its memory, and proven.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.models import HOST_INFERENCE, HOST_TRAINING, InferenceCase, Trai
 from benchmarks.results import Row, ratio
 from benchmarks.sides import Failure, Side, build_each
 from benchmarks.suite import Settings, run_suite
+from millstream.graph import KernelGraph
 
 SAMPLES = 4  # host times are short and noisy: so many times the usual number of samples
 CALL_PEERS = ("eager", "compile", "compile reduce-overhead")
@@ -102,17 +103,25 @@ def problem_of(peer: Side | Failure) -> str:
 
 def run_plan(num_kernels: int, settings: Settings) -> list[Row]:
     """Time to plan a random graph on one stream; each time a new copy, which has nothing cached."""
-    from millstream.schedule import plan_serial
+    from millstream.check import check_plan
+    from millstream.cost import Roofline
+    from millstream.schedule import peak_bytes, plan_graph, plan_serial
     from millstream.testing import random_graph
 
     graph = random_graph(random.Random(num_kernels), num_kernels)
-    times = []
-    for _ in range(settings.rounds):
-        fresh = replace(graph)
-        times.append(wall_ms(partial(plan_serial, fresh), torch.device("cpu")))
-    sample = Sample.of(times)
-    row = Row(f"plan {num_kernels} kernels", "plan_serial", kernels=num_kernels)
-    return [replace(row, ours_ms=sample.median, p20=sample.p20, p80=sample.p80)]
+    costs = Roofline().estimate(graph)
+    budget = 10 * peak_bytes(plan_serial(graph))
+
+    def plan_streams(fresh: KernelGraph) -> None:
+        check_plan(plan_graph(fresh, costs, 8, memory_bytes=budget, packed=True))
+
+    rows = []
+    for variant, plan in (("plan_serial", plan_serial), ("8 streams, packed, checked", plan_streams)):
+        times = [wall_ms(partial(plan, replace(graph)), torch.device("cpu")) for _ in range(min(settings.rounds, 10))]
+        sample = Sample.of(times)
+        row = Row(f"plan {num_kernels} kernels", variant, kernels=num_kernels)
+        rows.append(replace(row, ours_ms=sample.median, p20=sample.p20, p80=sample.p80))
+    return rows
 
 
 def run_compile(name: str, settings: Settings) -> list[Row]:

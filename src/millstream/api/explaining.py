@@ -6,6 +6,7 @@ from typing import Any
 
 from millstream.capture.compile import Compiled, CompiledModule
 from millstream.capture.step import Step
+from millstream.cost import Roofline
 from millstream.engine import Executable
 from millstream.errors import ArgumentError
 from millstream.report import Explanation, ProgramReport
@@ -14,7 +15,8 @@ from millstream.report import Explanation, ProgramReport
 def explain(compiled: Any) -> Explanation:
     """Tell what a compiled model or step consists of.
 
-    Kernels and what was fused into them, memory, and why anything fell back.
+    What bounds it, its streams and waits, why its plan was chosen, kernels and what was fused into them, memory, and
+    why anything fell back. ``.save("run.html")`` draws it.
 
     Args:
         compiled: A result of ``ms.compile`` or ``ms.step`` that has been called (a step twice).
@@ -23,20 +25,25 @@ def explain(compiled: Any) -> Explanation:
         ArgumentError: It is something else.
     """
     fallbacks = compiled.fallbacks if isinstance(compiled, Step) else _compiled(compiled).compiler.fallbacks
-    programs = tuple(
-        ProgramReport(
-            executable.plan,
-            phase=str(executable.lowered.phase),
-            engine=executable.engine.name,
-            peak_bytes=executable.peak_bytes,
-            compile_seconds=executable.compile_seconds,
-            notes=tuple(executable.notes),
-            costs=executable.costs,
-            candidates=executable.candidates,
-        )
-        for executable in executables(compiled)
-    )
+    programs = tuple(_report(executable) for executable in executables(compiled))
     return Explanation(getattr(compiled, "__name__", type(compiled).__name__), programs, tuple(fallbacks))
+
+
+def _report(executable: Executable) -> ProgramReport:
+    costs, notes = executable.costs, tuple(executable.notes)
+    if costs is None:
+        costs = Roofline().estimate(executable.plan.graph)
+        notes = (*notes, "times are calculated from bytes and operations: no kernel was measured")
+    return ProgramReport(
+        executable.plan,
+        phase=str(executable.lowered.phase),
+        engine=executable.engine.name,
+        peak_bytes=executable.peak_bytes,
+        compile_seconds=executable.compile_seconds,
+        notes=notes,
+        costs=costs,
+        candidates=executable.candidates,
+    )
 
 
 def executables(compiled: Any) -> list[Executable]:

@@ -102,10 +102,10 @@ def unchanged(context: DeviceContext, program: Program, written: Sequence[torch.
 
 
 def warm_streams(context: DeviceContext, program: Program) -> None:
-    """Let cuBLAS allocate its workspace for every stream, so that it does not do so inside a graph's own memory."""
+    """Let cuBLAS and cuBLASLt take their workspaces for every stream now, and not inside a graph's own memory."""
     if not any(kernel.kind is KernelKind.GEMM for kernel in program.graph.kernels):
         return
     for index in range(max(STREAM_COUNTS)):
         with context.on(context.stream(index)):
-            small = torch.ones(16, 16, device=context.torch_device)
-            torch.mm(small, small)
+            small = torch.ones(16, 16, device=context.torch_device, dtype=torch.half)
+            torch.addmm(small[0], small, torch.mm(small, small))
