@@ -26,15 +26,27 @@ def is_cudnn_convolution(node: torch.fx.Node) -> bool:
         return False
     values: Any = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in arguments_of(node)]
     image, weight, bias, stride, padding, dilation, transposed, output_padding, groups = values
-    if bias is not None or transposed or not image.is_cuda or image.dim() not in _IMAGES or image.numel() == 0:
+    if bias is not None or transposed or not _on_device(image) or image.dim() not in _IMAGES or image.numel() == 0:
         return False
-    arguments: Any = (image, weight, None, stride, padding, dilation, transposed, output_padding, groups, None)
-    with image.fake_mode:
-        backend = torch._C._select_conv_backend(*arguments)
-        if backend != torch._C._ConvBackend.Cudnn:  # pyrefly: ignore[missing-attribute]
-            return False
-        layout = torch._C._conv_determine_backend_memory_format(image, weight, backend)
-    return bool(image.is_contiguous(memory_format=layout))
+    arguments = (image, weight, None, stride, padding, dilation, transposed, output_padding, groups, None)
+    layout = _cudnn_layout(*arguments)
+    return layout is not None and bool(image.is_contiguous(memory_format=layout))
+
+
+def _on_device(image: torch.Tensor) -> bool:
+    return image.is_cuda
+
+
+def _cudnn_layout(image: Any, weight: Any, *arguments: Any) -> torch.memory_format | None:
+    """The memory format in which PyTorch hands a convolution to cuDNN; ``None`` where it does not, or does not tell."""
+    try:
+        with image.fake_mode:
+            backend = torch._C._select_conv_backend(image, weight, *arguments)
+            if backend != torch._C._ConvBackend.Cudnn:  # pyrefly: ignore[missing-attribute]
+                return None
+            return torch._C._conv_determine_backend_memory_format(image, weight, backend)
+    except (AttributeError, RuntimeError, TypeError):  # a version of PyTorch that does it in another way
+        return None
 
 
 def arguments_of(node: torch.fx.Node) -> list[Any]:
@@ -119,7 +131,7 @@ def convolve_relu(
         try:
             return torch.ops.aten.cudnn_convolution_relu(image, weight, bias, stride, padding, dilation, groups)
         except RuntimeError as error:
-            if torch.cuda.is_current_stream_capturing() or isinstance(error, torch.OutOfMemoryError):
+            if (image.is_cuda and torch.cuda.is_current_stream_capturing()) or isinstance(error, torch.OutOfMemoryError):
                 raise
             _refused.add(key)
     result = torch.ops.aten.convolution(
