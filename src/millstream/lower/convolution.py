@@ -131,7 +131,8 @@ def convolve_relu(
         try:
             return torch.ops.aten.cudnn_convolution_relu(image, weight, bias, stride, padding, dilation, groups)
         except RuntimeError as error:
-            if (image.is_cuda and torch.cuda.is_current_stream_capturing()) or isinstance(error, torch.OutOfMemoryError):
+            capturing = image.is_cuda and torch.cuda.is_current_stream_capturing()
+            if capturing or isinstance(error, torch.OutOfMemoryError):
                 raise
             _refused.add(key)
     result = torch.ops.aten.convolution(
