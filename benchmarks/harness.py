@@ -189,9 +189,7 @@ class MemoryMeter:
         def capture_begin(graph: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
             gc.collect()
             held = torch.cuda.memory_allocated(self._device)
-            small = torch.ones(16, 16, device=self._device, dtype=torch.half)
-            torch.addmm(small[0], small, torch.mm(small, small))  # cuBLAS and cuBLASLt take their workspaces now
-            del small
+            take_workspaces(self._device)
             self._before += torch.cuda.memory_allocated(self._device) - held
             torch.cuda.reset_peak_memory_stats(self._device)
             begin(graph, *args, **kwargs)
@@ -207,6 +205,12 @@ class MemoryMeter:
             yield self
         finally:
             graph_class.capture_begin, graph_class.capture_end = begin, end
+
+
+def take_workspaces(device: torch.device) -> None:
+    """Let cuBLAS and cuBLASLt take their workspaces for the current stream."""
+    small = torch.ones(16, 16, device=device, dtype=torch.half)
+    torch.addmm(small[0], small, torch.mm(small, small))
 
 
 def settled_memory(device: torch.device) -> int:

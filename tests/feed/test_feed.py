@@ -530,12 +530,13 @@ def test_the_interpreter_ends_while_passes_are_open():
 
 def test_ctrl_c_while_waiting_for_a_batch():
     done = run_python("""
-        import os, signal, threading, torch
+        import os, signal, threading, time, torch
         from millstream.feed import feed
         release = threading.Event()
         def source():
             yield torch.tensor([0.0])
-            os.kill(os.getpid(), signal.SIGINT)  # as if the user pressed it while the consumer waits
+            time.sleep(0.5)  # till the consumer waits: Python drops an interrupt that comes inside of a finalizer
+            os.kill(os.getpid(), signal.SIGINT)
             release.wait()
         try:
             for batch in feed(source(), "cpu"):
