@@ -12,8 +12,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -26,10 +25,10 @@ from millstream.engine.arena import bind_arena
 from millstream.engine.choice import Proposal, Scheduling
 from millstream.engine.source import Run, compile_plan
 from millstream.engine.team import intra_op_threads
+from millstream.engine.unchanged import unchanged
 from millstream.graph import CHOSEN, Candidate, Plan
 from millstream.lower import Lowered
 from millstream.lower.program import Program
-from millstream.lower.tensors import storage_view
 from millstream.schedule import assign_offsets, critical_path_ns, peak_bytes, plan_graph
 from millstream.simulate import simulate
 
@@ -107,7 +106,7 @@ class CpuPlanner:
         share = max(self.num_threads // self._num_streams, 1)
         if self._is_promising(proposal):
             program = self._lowered.program
-            with unchanged(program, inputs), intra_op_threads(share):
+            with unchanged(program, written(program, inputs), torch.default_generator), intra_op_threads(share):
                 meter = self._measure(inputs)
             _, proposal = self._propose(meter)
             if self._is_promising(proposal):
@@ -174,12 +173,12 @@ class CpuPlanner:
 
         bits = []
         for run in (run_serial, run_threads):
-            with unchanged(program, inputs):
+            with unchanged(program, written(program, inputs), torch.default_generator):
                 bits.append([bits_of(value) for value in (*run(), *written(program, inputs))])
         if not all(map(torch.equal, *bits)):
             return "rounds otherwise", None, None
         pairs: list[tuple[int, int]] = []
-        with unchanged(program, inputs):
+        with unchanged(program, written(program, inputs), torch.default_generator):
             while len(pairs) < LEAST_SAMPLES or (len(pairs) < MOST_SAMPLES and time.monotonic() < deadline):
                 pairs.append((taken_ns(run_threads), taken_ns(run_serial)))
         own_ns, base_ns = (round(median(times)) for times in zip(*pairs, strict=True))
@@ -203,19 +202,3 @@ def bits_of(value: Any) -> torch.Tensor:
 def written(program: Program, inputs: Sequence[Any]) -> list[torch.Tensor]:
     """The inputs that a program changes."""
     return [tensor for name, tensor in zip(program.inputs, inputs, strict=True) if name in program.mutated]
-
-
-@contextmanager
-def unchanged(program: Program, inputs: Sequence[Any]) -> Iterator[None]:
-    """Put back, after the body, the inputs that a program changes and the state of the CPU's random generator."""
-    changed = [storage_view(tensor.detach()) for tensor in written(program, inputs)]
-    saved = [tensor.clone() for tensor in changed]
-    draws = any(buffer.id.startswith("rng:") for buffer in program.graph.buffers)
-    state = torch.get_rng_state() if draws else None
-    try:
-        yield
-    finally:
-        for tensor, value in zip(changed, saved, strict=True):
-            tensor.copy_(value)
-        if state is not None:
-            torch.set_rng_state(state)

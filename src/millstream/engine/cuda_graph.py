@@ -162,6 +162,8 @@ class CudaGraphEngine:
         return self._context.graph_pool if len(self._copied) == len(self.lowered.program.outputs) else None
 
     def _try(self, plan: Plan, inputs: Sequence[Any], pool: GraphPool | None) -> Captured:
+        if plan.num_streams > 1:  # each takes a workspace of 32 MiB or so: only those that are used shall
+            warm_streams(self._context, self.lowered.program, plan.num_streams)
         return Captured(
             self.lowered,
             plan,
@@ -176,7 +178,6 @@ class CudaGraphEngine:
     def _settle(self, planner: Planner, inputs: Sequence[Any]) -> None:
         """Choose the plan, by trials on the caller's inputs; afterwards all memory holds what it held before."""
         self._settled = True
-        warm_streams(self._context, self.lowered.program)
         trials = Trials(
             lambda plan: self._try(plan, inputs, None), self._serial.plan, self._context, self.lowered.program
         )

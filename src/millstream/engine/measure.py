@@ -3,7 +3,8 @@
 The first call of a program is needed anyway, to warm it up. Here it also measures: behind each launch, the same launch
 is captured a few times in a row into a small CUDA graph, which is timed. So the kernel works on real values in real
 memory, and its time contains what separates it from the next kernel on a stream, as in the graph that is scheduled.
-What a kernel updates in place is put back afterwards. Kernels that are equal by their key are measured once.
+What a kernel that updates something in place wrote is put back afterwards. Kernels that are equal by their key are
+measured once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from millstream.cost import CostModel, CostTable, KernelCost, kernel_key
+from millstream.cost import KernelCost, MeasuredCosts
 from millstream.device import DeviceContext
 from millstream.device.graphs import capture
 from millstream.device.occupancy import filled_share
@@ -32,44 +33,39 @@ class CostMeter:
     Args:
         program: What is run, on one CUDA device.
         context: Of that device.
-        table: What is known; ``table`` afterwards holds the rest too.
-        guess: Tells about how long a kernel takes, so that long ones are repeated less often.
+        known: What is known; its estimates of the rest tell which launches need few repetitions.
 
     Attributes:
-        error: Why measuring had to stop, or ``None``: what was measured till then is in the table.
+        costs: What was measured, by kernel key.
+        error: Why measuring had to stop, or ``None``.
     """
 
-    def __init__(self, program: Program, context: DeviceContext, table: CostTable, guess: CostModel) -> None:
-        self.table = table
+    def __init__(self, program: Program, context: DeviceContext, known: MeasuredCosts) -> None:
+        self.costs: dict[str, KernelCost] = {}
         self.error: Exception | None = None
         self._program, self._context = program, context
-        self._guess_ns = [cost.duration_ns for cost in guess.estimate(program.graph).kernels]
+        graph = program.graph
+        self._wanted = {kernel.id: known.key(graph, kernel) for kernel in to_measure(known, graph)}
+        self._guess_ns = [cost.duration_ns for cost in known.estimate(graph).kernels]
         self._device = context.torch_device
         self._pool = torch.cuda.graph_pool_handle()
         self._latest: torch.cuda.CUDAGraph | None = None
         self._empty_ns: float | None = None
-        self._costs: dict[str, KernelCost] = {}
 
     def observe(self, kernel: int, launch: Callable[[], Any], written: tuple[torch.Tensor, ...]) -> Any:
         """Launch a kernel for the caller and measure it if need be."""
         result = launch()
-        entry = self._program.graph.kernels[kernel]
-        key = key_of(self._program, entry)
-        if self.error is None and key not in self.table.costs and key not in self._costs and may_repeat(entry):
+        key = self._wanted.get(kernel)
+        if key is not None and key not in self.costs and self.error is None:
             saved: list[torch.Tensor] = []
             try:
                 saved = [tensor.clone() for tensor in written]
-                self._costs[key] = self._measure(entry, launch)
+                self.costs[key] = self._measure(self._program.graph.kernels[kernel], launch)
             except (RuntimeError, torch.AcceleratorError) as error:  # no memory, or a call that cannot be captured
                 self.error = error
             for tensor, value in zip(written, saved, strict=False):  # none where memory was short: nothing was changed
                 tensor.copy_(value)
         return result
-
-    def finish(self) -> CostTable:
-        """Return the table with what was measured."""
-        self.table = self.table.with_costs(self._costs)
-        return self.table
 
     def _measure(self, kernel: Kernel, launch: Callable[[], Any]) -> KernelCost:
         if self._empty_ns is None:
@@ -108,17 +104,7 @@ class CostMeter:
         return median(samples[1:]), share
 
 
-def key_of(program: Program, kernel: Kernel) -> str:
-    """The kernel's key in a table of costs."""
-    return kernel_key(program.graph, kernel, program.code(kernel.id))
-
-
-def may_repeat(kernel: Kernel) -> bool:
-    """Whether a kernel can be launched again without harm: not if it draws from a generator."""
-    return not any(name.startswith("rng:") for name in kernel.reads)
-
-
-def unmeasured(program: Program, table: CostTable) -> bool:
-    """Whether some kernel of a program is still to be measured."""
-    graph: KernelGraph = program.graph
-    return any(may_repeat(kernel) and key_of(program, kernel) not in table.costs for kernel in graph.kernels)
+def to_measure(known: MeasuredCosts, graph: KernelGraph) -> list[Kernel]:
+    """The kernels of unknown cost, but for those that draw from a generator: launched again, they would move it."""
+    missing = known.missing(graph)
+    return [kernel for kernel in missing if not any(name.startswith("rng:") for name in kernel.reads)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
-from millstream.cost import Costs, CostTable, MeasuredCosts, Roofline
+from millstream.cost import Costs, CostTable, KernelCost, MeasuredCosts, Roofline
 from millstream.device import DeviceContext, guard
 from millstream.engine.choice import (
     Proposal,
@@ -18,7 +19,7 @@ from millstream.engine.choice import (
     propose,
     recall,
 )
-from millstream.engine.measure import CostMeter, unmeasured
+from millstream.engine.measure import CostMeter, to_measure
 from millstream.engine.source import compile_plan
 from millstream.engine.store import Store
 from millstream.graph import CHOSEN, Candidate, Plan
@@ -54,26 +55,25 @@ class Planner:
 
     def measuring_run(self, inputs: list[Any]) -> list[Any] | None:
         """Run the program for its caller and measure its kernels meanwhile; ``None`` when all of them are known."""
-        table = self._table()
-        if not unmeasured(self._lowered.program, table):
+        program, known = self._lowered.program, self._known()
+        if not to_measure(known, program.graph):
             return None
-        meter = CostMeter(self._lowered.program, self._context, table, Roofline())
-        run = compile_plan(self._lowered.program, self._serial, observe=meter.observe)
+        meter = CostMeter(program, self._context, known)
+        run = compile_plan(program, self._serial, observe=meter.observe)
         with guard(self._context.place):
             outputs = run(inputs)
-        self._keep(meter.finish())
+        self._keep(meter.costs)
         self.error = meter.error
         return outputs
 
     def settle(self, trial: Trial) -> Proposal:
         """Choose the plan: by trials, or by prediction where the user says how many streams."""
-        program = self._lowered.program
-        measured = MeasuredCosts(self._table(), Roofline(), lambda kernel: program.code(kernel.id))
-        self.costs = measured.estimate(program.graph)
+        graph = self._lowered.program.graph
+        self.costs = self._known().estimate(graph)
         if self._scheduling.streams is None:
             best, self.candidates = self._choose(self.costs, trial)
             return best
-        proposals = propose(program.graph, self.costs, self._scheduling)
+        proposals = propose(graph, self.costs, self._scheduling)
         best = proposals[min(1, len(proposals) - 1)]
         self.candidates = tuple(p.describe(CHOSEN if p is best else "not asked for") for p in proposals)
         return best
@@ -95,15 +95,16 @@ class Planner:
                 self._store.save_choice(key, {"serial_ns": serial_ns, **note(found[1])})
         return found
 
-    def _table(self) -> CostTable:
-        name = str(self._context.place)
+    def _known(self) -> MeasuredCosts:
+        """What this process knows, by measurements where there are any."""
+        name, program = str(self._context.place), self._lowered.program
         with _table_lock:
             if name not in _tables:
                 _tables[name] = self._store.load_costs()
-            return _tables[name]
+            return MeasuredCosts(_tables[name], Roofline(), lambda kernel: program.code(kernel.id))
 
-    def _keep(self, table: CostTable) -> None:
+    def _keep(self, costs: Mapping[str, KernelCost]) -> None:
         with _table_lock:
             name = str(self._context.place)
-            _tables[name] = _tables[name].with_costs(table.costs)
+            table = _tables[name] = _tables[name].with_costs(costs)
         self._store.save_costs(table)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from statistics import median
 
 import torch
 
 from millstream.device import DeviceContext
 from millstream.engine.captured import Captured
-from millstream.engine.choice import STREAM_COUNTS, Proposal
+from millstream.engine.choice import Proposal
+from millstream.engine.unchanged import unchanged
 from millstream.graph import KernelKind, Plan
 from millstream.lower.program import Program
 
@@ -60,7 +60,8 @@ class Trials:
         try:
             self._base = self._base or self._capture(self._serial)
             other = self._base if plan is self._serial else self._capture(plan)
-            with unchanged(self._context, self._program, other.written):
+            generator = torch.cuda.default_generators[self._context.place.index]
+            with unchanged(self._program, other.written, generator):
                 return compare(other.graph, self._base.graph)
         except (RuntimeError, torch.AcceleratorError):
             self.failed = True
@@ -85,27 +86,11 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(end)
 
 
-@contextmanager
-def unchanged(context: DeviceContext, program: Program, written: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Put back, after the body, the tensors that it writes and the state of the device's random generator."""
-    saved = [tensor.clone() for tensor in written]
-    draws = any(buffer.id.startswith("rng:") for buffer in program.graph.buffers)
-    generator = torch.cuda.default_generators[context.place.index] if draws else None
-    state = generator.get_state() if generator is not None else None
-    try:
-        yield
-    finally:
-        if saved:
-            torch._foreach_copy_(list(written), saved)
-        if generator is not None and state is not None:
-            generator.set_state(state)
-
-
-def warm_streams(context: DeviceContext, program: Program) -> None:
-    """Let cuBLAS and cuBLASLt take their workspaces for every stream now, and not inside a graph's own memory."""
+def warm_streams(context: DeviceContext, program: Program, num_streams: int) -> None:
+    """Let cuBLAS and cuBLASLt take their workspaces for so many streams now, and not inside a graph's own memory."""
     if not any(kernel.kind is KernelKind.GEMM for kernel in program.graph.kernels):
         return
-    for index in range(max(STREAM_COUNTS)):
+    for index in range(num_streams):
         with context.on(context.stream(index)):
             small = torch.ones(16, 16, device=context.torch_device, dtype=torch.half)
             torch.addmm(small[0], small, torch.mm(small, small))

@@ -56,7 +56,7 @@ def execute_plan(plan: Plan, rng: random.Random, layout: MemoryLayout | None = N
     Args:
         plan: A valid plan; see ``validate_plan``.
         rng: Source of all chance: the same state gives the same order.
-        layout: Where temporaries lie in an arena; by default each stream has a pool.
+        layout: Where temporaries lie in an arena; by default as the plan itself says, else each stream has a pool.
 
     Returns:
         What inputs, states and outputs hold at the end, by buffer: for a safe plan, in every order, the same as
@@ -65,7 +65,7 @@ def execute_plan(plan: Plan, rng: random.Random, layout: MemoryLayout | None = N
     Raises:
         PlanError: A ``Wait`` on stream 0 can never end.
     """
-    memory = _Memory(plan.graph, _place_in_cells(plan, layout))
+    memory = _Memory(plan.graph, _place_in_cells(plan, layout or plan.layout))
     queues: list[list[Step]] = [[] for _ in range(plan.num_streams)]
     for step in reversed(plan.steps):
         queues[step.stream].append(step)
