@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from millstream.errors import LoweringError
 from millstream.lower.cpp_kernels import CppKernels
+from millstream.lower.dependent_launch import with_dependent_launch
 from millstream.lower.operators import written_arguments
 
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so
@@ -45,6 +46,7 @@ OPTIONS: dict[str, Any] = {
     "alignment_asserts": False,
     "nan_asserts": False,
     "graph_partition": False,
+    "triton.enable_pdl": False,  # waits for what Inductor's own order asks for, not for ours: see ``dependent_launch``
 }
 
 
@@ -245,8 +247,9 @@ def collect_wrappers(options: dict[str, Any]) -> Iterator[list[torch.fx.GraphMod
         for device in ("cpu", "cuda"):
             entry = saved.get(device)
             if entry is not None:
+                scheduling = with_dependent_launch(entry.scheduling) if device == "cuda" else entry.scheduling
                 common.register_backend_for_device(
-                    device, entry.scheduling, entry.wrapper_codegen, entry.cpp_wrapper_codegen, Wrapper
+                    device, scheduling, entry.wrapper_codegen, entry.cpp_wrapper_codegen, Wrapper
                 )
         with config.patch({**options, **OPTIONS}):
             yield Wrapper.collected
