@@ -58,6 +58,13 @@ def test_text_without_times():
     assert "time" not in text
     assert "note: so it is" in text
     assert "nothing: 0 kernels on no device" in text
+    assert "inputs are read" not in text
+
+
+def test_graphs_that_read_inputs_in_place_are_counted():
+    explanation = Explanation("model", (report_of(PLAN, num_in_place=2),))
+    assert "inputs are read where they lie, by 2 more graphs" in explanation.text()
+    assert explanation.to_dict()["programs"][0]["graphs_in_place"] == 2
 
 
 def test_measured_time_comes_from_the_choice_or_else_from_the_trace():

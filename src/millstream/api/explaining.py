@@ -43,6 +43,7 @@ def _report(executable: Executable) -> ProgramReport:
         notes=notes,
         costs=costs,
         candidates=executable.candidates,
+        num_in_place=executable.num_in_place,
     )
 
 

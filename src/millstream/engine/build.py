@@ -44,7 +44,7 @@ class Executable:
 
     Attributes:
         engine: What runs it.
-        notes: Why it does not run on the engine asked for; empty when it does.
+        notes: Why it does not run on the engine asked for, or not as well as it might; empty when it does.
     """
 
     def __init__(self, engine: Engine, notes: list[str]) -> None:
@@ -92,6 +92,11 @@ class Executable:
     def candidates(self) -> tuple[Candidate, ...]:
         """The plans among which this one was chosen; empty where there was no choice."""
         return getattr(self.engine, "candidates", ())
+
+    @property
+    def num_in_place(self) -> int:
+        """How many graphs read inputs where callers have them, beside the one that copies them."""
+        return getattr(self.engine, "num_in_place", 0)
 
     @property
     def compile_seconds(self) -> float:
@@ -161,6 +166,7 @@ def build(
                     family=family,
                     scheduling=scheduling,
                     on_failure=lambda error: refuse(f"CUDA refused to capture {lowered.program.graph.name}: {error}"),
+                    on_copying=lambda error: notes.append(f"inputs are copied; reading them in place failed: {error}"),
                 ),
                 notes,
             )

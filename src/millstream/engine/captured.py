@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,6 +46,11 @@ class Captured:
         copied: Positions of the outputs that callers get as their own copies.
         fixed_state: Whether parameters stay where they are.
         pool: Memory that the graph shares with others; ``None`` for its own.
+
+    Attributes:
+        graph: The CUDA graph.
+        slot_positions: Inputs that are copied into slots.
+        written: Static inputs that the graph writes.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class Captured:
     ) -> None:
         program = lowered.program
         self._program, self._phase, self._family = program, lowered.phase, family
+        self._plan, self._context, self._copied = plan, context, copied
         device = context.torch_device
         memory: list[Any] = list(inputs)
         slots: list[tuple[int, torch.Tensor]] = []
@@ -79,28 +86,48 @@ class Captured:
         self._addresses: list[int | None] = [None] * len(inputs)
         for position in static:
             self._addresses[position] = inputs[position].data_ptr()
-        self._slot_positions = tuple(position for position, _ in slots)
+        self.slot_positions = tuple(position for position, _ in slots)
         self._slots = [slot for _, slot in slots]
         self._overlapping = any(0 in slot.stride() for slot in self._slots)
-        self._mutated = tuple(p for p in self._slot_positions if program.inputs[p] in program.mutated)
+        self._mutated = tuple(p for p in self.slot_positions if program.inputs[p] in program.mutated)
         self.written = tuple(inputs[p] for p in static if program.inputs[p] in program.mutated)
-        self._copy_in(inputs)
+        self.copy_in(inputs)
+        self._memory = memory  # the graph reads slots for as long as it exists
+        outputs = self._capture(list(memory), pool)
+        if self._phase is Phase.FORWARD:
+            saved = [t for i, t in enumerate(outputs) if i not in lowered.visible and isinstance(t, torch.Tensor)]
+            self.addresses = {tensor.data_ptr() for tensor in saved} | {a for a in self._addresses if a is not None}
+        self._saved = next((i for i in range(len(outputs)) if i not in copied and self._owns(i)), None)
+
+    def read_in_place(self, inputs: Sequence[Any], positions: frozenset[int]) -> Captured:
+        """Capture the plan once more so that it reads some inputs, of those with slots, where they are in this call.
+
+        The result shares the other slots, and the memory of temporaries: the two never run at the same time. It does
+        not keep the inputs alive. It may be run only in calls that this capture fits and whose inputs at ``positions``
+        are where they are now, and only while this capture exists.
+        """
+        other = copy.copy(self)
+        slots = [pair for pair in zip(self.slot_positions, self._slots, strict=True) if pair[0] not in positions]
+        other.slot_positions, other._slots = tuple(position for position, _ in slots), [slot for _, slot in slots]
+        memory = [inputs[i] if i in positions else item for i, item in enumerate(self._memory)]
+        other._capture(memory, self.graph.pool())
+        return other
+
+    def _capture(self, memory: list[Any], pool: GraphPool | None) -> list[Any]:
+        """Capture the plan on these inputs; the list is emptied, and the outputs returned as the graph has them."""
+        program, plan, context = self._program, self._plan, self._context
         self.graph = torch.cuda.CUDAGraph()
         with capture(context, self.graph, pool):
             run = compile_plan(
                 program, plan, bind_arena(program, plan.layout) if plan.layout else None, context=context
             )
             try:
-                outputs = run(list(memory))
+                outputs = run(memory)
             finally:
                 for event in run.events:
                     context.release_event(event)
-        self._memory = memory  # the graph reads slots for as long as it exists
-        self._outputs = [self._recipe(i, outputs[i], i in copied) for i in range(len(outputs))]
-        if self._phase is Phase.FORWARD:
-            saved = [t for i, t in enumerate(outputs) if i not in lowered.visible and isinstance(t, torch.Tensor)]
-            self.addresses = {tensor.data_ptr() for tensor in saved} | {a for a in self._addresses if a is not None}
-        self._saved = next((i for i in range(len(outputs)) if i not in copied and self._owns(i)), None)
+        self._outputs = [self._recipe(i, output, i in self._copied) for i, output in enumerate(outputs)]
+        return outputs
 
     def _is_static(self, name: str, tensor: torch.Tensor) -> bool:
         if self._phase is Phase.BACKWARD:
@@ -112,8 +139,17 @@ class Captured:
         return same_addresses(inputs, self._addresses, self._static)
 
     def run(self, inputs: list[Any]) -> list[Any]:
-        self._copy_in(inputs)
+        """Run a call: the list of inputs is emptied, the list of outputs returned."""
+        self.copy_in(inputs)
+        self.replay()
+        return self.finish(inputs)
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream."""
         self.graph.replay()
+
+    def finish(self, inputs: list[Any]) -> list[Any]:
+        """Copy back what a replay wrote to inputs, empty their list, and return the outputs."""
         for position in self._mutated:
             storage_view(inputs[position]).copy_(storage_view(self._memory[position]))
         outputs = [make(inputs) for make in self._outputs]
@@ -129,8 +165,9 @@ class Captured:
         item = self._program.outputs[position]
         return isinstance(item, Value) and self._program.base(item.name) not in self._program.inputs
 
-    def _copy_in(self, inputs: Sequence[Any]) -> None:
-        sources = [inputs[position] for position in self._slot_positions]
+    def copy_in(self, inputs: Sequence[Any]) -> None:
+        """Copy inputs into their slots."""
+        sources = [inputs[position] for position in self.slot_positions]
         if self._overlapping:
             sources = [storage_view(source) for source in sources]
         if len(sources) > 1:

@@ -10,6 +10,9 @@ caller's is copied. Outputs lie in the graph's memory and are cloned for the cal
 measured. The next call chooses the plan: the candidates are captured and timed on the caller's data, what they wrote is
 put back, and the fastest is captured for good. Capturing launches nothing, so a failed one changes nothing.
 
+**In place.** Inputs that lie at a few addresses in turn, as batches from a feeder do, are not copied for long: for each
+of these addresses the plan is captured once more, to read them there (``replayer.py``).
+
 **Forward and backward.** What a forward pass saves for its backward pass is not cloned: it stays in the graph's memory
 until the backward pass has used it. A forward call that comes while an earlier one still waits for its backward pass
 must not overwrite it; it runs on the serial engine in fresh memory, and so does its backward pass. ``Family`` keeps the
@@ -30,6 +33,7 @@ from millstream.device.driver import GraphPool
 from millstream.engine.captured import Captured, Family
 from millstream.engine.choice import Scheduling
 from millstream.engine.planner import Planner
+from millstream.engine.replayer import Replayer, bytes_in_place
 from millstream.engine.serial import SerialEngine
 from millstream.engine.trial import Trials, warm_streams
 from millstream.errors import InternalError, PlanError
@@ -51,6 +55,7 @@ class CudaGraphEngine:
         family: Shared by the forward and backward program of one model.
         scheduling: Which other plans to consider.
         on_failure: Called once with the reason when capture fails; the serial engine goes on.
+        on_copying: Called once with the reason when a capture that reads inputs in place fails; copies go on.
 
     Attributes:
         plan: What runs: the one-stream plan until another one has been chosen.
@@ -67,23 +72,31 @@ class CudaGraphEngine:
         family: Family,
         scheduling: Scheduling,
         on_failure: Callable[[Exception], None],
+        on_copying: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.lowered, self.plan = lowered, plan
         self._serial = SerialEngine(lowered, plan)
         self._context: DeviceContext = context(next(iter(lowered.program.devices)))
         self._index = self._context.place.index
         self._copied = lowered.visible if copy_outputs else frozenset[int]()
-        self._family, self._on_failure = family, on_failure
+        self._family, self._on_failure, self._on_copying = family, on_failure, on_copying
         self._planner = None if scheduling.serial else Planner(lowered, plan, self._context, scheduling)
         self._settled = scheduling.serial
         self._lock = self._context.graph_lock  # slots and the memory that graphs share serve one call at a time
         self._calls = self._captures = 0
         self._captured: Captured | None = None
+        self._replayer: Replayer | None = None  # of the present capture, where inputs may be read in place
+        self._may_read_in_place = True
 
     @property
     def captured(self) -> bool:
         """Whether calls are replays by now."""
         return self._captured is not None
+
+    @property
+    def num_in_place(self) -> int:
+        """How many further graphs read inputs where callers have them."""
+        return self._replayer.num_graphs if self._replayer else 0
 
     @property
     def costs(self) -> Costs | None:
@@ -102,7 +115,8 @@ class CudaGraphEngine:
             if captured is not None and captured.fits(inputs) and not self._must_not_overwrite():
                 return self._replay(captured, inputs)
             if self._may_capture():
-                self._captured = captured = None  # gives its memory back before taking more
+                captured = None
+                self._drop()  # gives its memory back before taking more
                 captured = self._capture(inputs)
                 if captured is not None:
                     return self._replay(captured, inputs)
@@ -119,7 +133,12 @@ class CudaGraphEngine:
     def release(self) -> None:
         """Give the graph's memory back; a later call captures anew."""
         with self._lock:
-            self._captured = None
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._replayer is not None:
+            self._replayer.stop()
+        self._captured = self._replayer = None
 
     def _run_serially(self, inputs: list[Any]) -> list[Any]:
         if self._planner is None or self._settled:
@@ -154,7 +173,18 @@ class CudaGraphEngine:
                 self._on_failure(error)
             if self._captured is not None and self.lowered.phase is Phase.FORWARD:
                 self._family.addresses = self._captured.addresses
+            if self._captured is not None and self._may_read_in_place:
+                self._replayer = self._make_replayer(self._captured, inputs)
         return self._captured
+
+    def _make_replayer(self, captured: Captured, inputs: Sequence[Any]) -> Replayer | None:
+        num_bytes = bytes_in_place(self.lowered, captured.slot_positions, inputs)
+        return Replayer(captured, num_bytes, self._context, self._stop_reading_in_place) if num_bytes else None
+
+    def _stop_reading_in_place(self, error: Exception) -> None:
+        self._may_read_in_place = False
+        self._repair()
+        self._on_copying(error)
 
     @property
     def _pool(self) -> GraphPool | None:
@@ -198,11 +228,12 @@ class CudaGraphEngine:
     def _replay(self, captured: Captured, inputs: list[Any]) -> list[Any]:
         if current_stream_handle(self._index) != self._context.graph_stream_handle:
             self._context.enter_graphs()
+        run = captured.run if self._replayer is None else self._replayer.run
         if torch.cuda.current_device() == self._index:  # 0.1 µs, a guard 10
-            outputs = captured.run(inputs)
+            outputs = run(inputs)
         else:
             with guard(self._context.place):
-                outputs = captured.run(inputs)
+                outputs = run(inputs)
         if self.lowered.phase is Phase.FORWARD:
             self._family.replayed = True
             self._family.waiting = captured.watch(outputs)

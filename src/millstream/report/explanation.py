@@ -40,6 +40,7 @@ class ProgramReport:
         costs: What its kernels cost, where that is known; needed for a prediction.
         timeline: A run of it, traced on the device.
         candidates: The plans that this one was chosen from.
+        num_in_place: Graphs that read inputs where callers have them, beside the one that copies them.
     """
 
     plan: Plan
@@ -51,6 +52,7 @@ class ProgramReport:
     costs: Costs | None = None
     timeline: Timeline | None = None
     candidates: tuple[Candidate, ...] = ()
+    num_in_place: int = 0
 
     @property
     def graph(self) -> KernelGraph:
@@ -141,6 +143,7 @@ class ProgramReport:
             "policy": self.plan.policy,
             "streams": self.streams,
             "waits": self.waits,
+            "graphs_in_place": self.num_in_place,
             "compile_seconds": self.compile_seconds,
             "bound": self.bound(),
             "times_ns": None if account is None else self._times_ns(account),
@@ -180,6 +183,8 @@ class ProgramReport:
             f"constants {size(memory['constants'])}; temporaries and outputs peak at {size(memory['peak'])} "
             f"({size(memory['without_reuse'])} without reuse)"
         )
+        if self.num_in_place:
+            lines.append(f"  inputs are read where they lie, by {count(self.num_in_place, 'more graph')}")
         largest = sorted(self.graph.kernels, key=lambda kernel: (-kernel.num_bytes, kernel.id))[:limit]
         rows = [kernel_row(kernel) for kernel in largest]
         lines += table(("kernel", "kind", "memory moved", "operations", "made of", "from"), rows, right={0, 2, 3})

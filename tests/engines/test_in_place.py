@@ -1,0 +1,547 @@
+"""Which inputs are read where they lie: the decisions alone, and with captured programs on a pretended device."""
+
+import ctypes
+import math
+import threading
+import types
+import weakref
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import millstream as ms
+from millstream.api import executables
+from millstream.device import context
+from millstream.engine import captured, cuda_graph, in_place
+from millstream.engine.captured import Family
+from millstream.engine.choice import Scheduling
+from millstream.engine.in_place import (
+    LARGE_BYTES,
+    LEAST_BYTES,
+    LEAST_RETURNS,
+    LEAST_SHARE,
+    MOST_GRAPHS,
+    PATIENCE,
+    SAMPLES,
+    Comparison,
+    Landings,
+)
+from millstream.engine.replayer import Replayer, are_apart, bytes_in_place
+from millstream.lower import Phase
+from millstream.lower.tensors import storage_view
+from millstream.schedule import plan_serial
+from tests import networks
+
+MIB = 1 << 20
+
+
+def call(landings, addresses):
+    """Make a call as ``Replayer`` does; a graph is named for its addresses."""
+    graph = landings.find(addresses)
+    if graph is None and landings.miss(addresses):
+        graph = f"graph at {addresses}"
+        landings.keep(addresses, graph)
+    return graph
+
+
+def slot(number):
+    return (number << 20,)
+
+
+# --- landings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, MOST_GRAPHS])
+def test_a_ring_gets_a_graph_per_slot_once_it_has_come_round_twice(depth):
+    landings = Landings({0: MIB})
+    graphs = [call(landings, slot(1 + turn % depth)) for turn in range(5 * depth)]
+    assert graphs[: LEAST_RETURNS * depth] == [None] * LEAST_RETURNS * depth
+    assert graphs[LEAST_RETURNS * depth :] == [f"graph at {slot(1 + i)}" for i in range(depth)] * (5 - LEAST_RETURNS)
+    assert len(landings) == depth
+
+
+def test_addresses_that_never_come_back_get_no_graph():
+    landings = Landings({0: MIB})
+    assert all(call(landings, slot(number)) is None for number in range(1, 200))
+    assert len(landings) == 0
+
+
+def test_of_more_addresses_than_graphs_some_are_copied_for_good():
+    """Were a graph taken from one that serves for one that would, each call would capture."""
+    landings = Landings({0: MIB})
+    depth = MOST_GRAPHS + 4
+    first = [call(landings, slot(1 + turn % depth)) for turn in range(10 * depth)]
+    assert [graph is not None for graph in first[-depth:]] == [True] * MOST_GRAPHS + [False] * 4
+
+
+def test_another_ring_takes_the_place_of_one_that_serves_no_more():
+    landings = Landings({0: MIB})
+    for turn in range(10 * MOST_GRAPHS):
+        call(landings, slot(1 + turn % MOST_GRAPHS))
+    late = [call(landings, slot(100 + turn % 2)) for turn in range(3 * PATIENCE)]
+    assert late[-2:] == [f"graph at {slot(100)}", f"graph at {slot(101)}"]
+    assert len(landings) == MOST_GRAPHS
+
+
+def test_each_graph_that_had_to_go_makes_the_next_one_harder_to_get():
+    """Rings that come and go: the captures become few against the calls."""
+    landings = Landings({0: MIB})
+    captures = []
+    for generation in range(40):
+        for turn in range(4 * PATIENCE):
+            addresses = slot(1 + 10 * generation + turn % 2)
+            captures.append(landings.find(addresses) is None and landings.miss(addresses))
+            if captures[-1]:
+                landings.keep(addresses, "graph")
+    assert sum(captures[: len(captures) // 2]) > 1.2 * sum(captures[len(captures) // 2 :])
+    assert sum(captures) < len(captures) / 50
+
+
+def test_unaligned_inputs_are_copied():
+    landings = Landings({0: MIB, 1: MIB})
+    assert all(call(landings, (MIB, MIB + 128)) is None for _ in range(20))
+    assert call(landings, (MIB, 2 * MIB)) is None
+    assert [call(landings, (MIB, 2 * MIB)) is None for _ in range(2)] == [True, False]
+
+
+def test_where_small_inputs_wander_the_large_ones_get_their_graphs():
+    landings = Landings({3: MIB, 5: LARGE_BYTES - 1, 7: LARGE_BYTES})
+    assert landings.positions == (3, 5, 7)
+    for turn in range(PATIENCE + 1):
+        call(landings, (MIB << turn % 2, 256 * turn, 8 * MIB))
+    assert landings.positions == (3, 7)
+    graphs = [call(landings, (MIB << turn % 2, 8 * MIB)) for turn in range(8)]
+    assert all(graphs[-2:])
+
+
+@pytest.mark.parametrize("sizes", [{0: MIB, 1: LARGE_BYTES}, {0: LARGE_BYTES - 1, 1: 8}])
+def test_where_all_inputs_are_alike_in_size_all_are_watched(sizes):
+    landings = Landings(sizes)
+    for turn in range(3 * PATIENCE):
+        call(landings, (256 * turn, MIB))
+    assert landings.positions == (0, 1)
+
+
+def test_refused_addresses_are_not_asked_about_again():
+    landings = Landings({0: MIB})
+    asked = 0
+    for _ in range(50):
+        if landings.find(slot(1)) is None and landings.miss(slot(1)):
+            asked += 1
+            landings.refuse(slot(1))
+    assert asked == 1
+
+
+@given(st.lists(st.integers(0, 20), max_size=400))
+def test_whatever_comes_a_graph_serves_its_own_addresses_only_and_there_are_few(numbers):
+    landings = Landings({0: MIB})
+    captures = 0
+    for number in numbers:
+        before = landings.find(slot(number))
+        graph = before
+        if before is None and landings.miss(slot(number)):
+            captures += 1
+            graph = f"graph at {slot(number)}"
+            landings.keep(slot(number), graph)
+        assert graph in (None, f"graph at {slot(number)}")
+        assert len(landings) <= MOST_GRAPHS
+    assert captures <= len(numbers) / (LEAST_RETURNS + 1)
+
+
+# --- comparison ------------------------------------------------------------------------------------------------------
+
+
+def test_the_share_of_copies_says_whether_a_capture_is_worth_it():
+    for share in (0.5 * LEAST_SHARE, 2 * LEAST_SHARE):
+        comparison = Comparison()
+        for index in range(SAMPLES):
+            assert comparison.promising is None
+            noise = 30.0 if index % 3 == 0 else 0.0  # a slow call now and then decides nothing
+            comparison.add(share, 1 - share + noise, in_place=False)
+        assert comparison.promising is (share > LEAST_SHARE)
+
+
+@pytest.mark.parametrize(("gain", "faster"), [(0.02, True), (0.0, False), (-0.02, False)])
+def test_calls_in_turn_say_whether_it_was(gain, faster):
+    comparison = Comparison()
+    for _ in range(SAMPLES):
+        comparison.add(0.1, 0.9, in_place=False)
+    for turn in range(2 * SAMPLES):
+        assert comparison.faster is None
+        in_place_now = comparison.take_turn()
+        drift = 1.0 + 0.001 * turn  # a device that gets slower
+        comparison.add(0.0 if in_place_now else 0.1, drift * (1 - gain if in_place_now else 0.9), in_place=in_place_now)
+    assert comparison.faster is faster
+
+
+# --- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_over_the_same_bytes_are_found():
+    memory = torch.zeros(1000)
+    rows = memory[:900].view(30, 30)
+    assert are_apart([memory[:10], memory[10:20], None, 3, torch.zeros(5)], [0, 1, 4])
+    assert not are_apart([memory[:11], memory[10:20]], [0])
+    assert not are_apart([memory[:11], memory[10:20]], [1])
+    assert not are_apart([memory, memory[3:4], memory[500:501]], [2])
+    assert are_apart([memory, memory[3:4], torch.zeros(3)], [2])  # what others share is their own affair
+    assert not are_apart([rows[:, :2], rows[:, 2:4]], [0])  # careful: they interleave, which is not looked into
+    assert are_apart([memory[5:5], memory[:10]], [1])
+    assert not are_apart([memory[:1].expand(50), memory[0]], [0])
+
+
+# --- captured programs -----------------------------------------------------------------------------------------------
+
+
+class PretendedGraph:
+    """A CUDA graph on the CPU: its launches are repeated on the memory they were captured on, by address."""
+
+    latest = None
+
+    def __init__(self):
+        PretendedGraph.latest = self
+        self.launch = None
+        self.num_replays = 0
+
+    def replay(self):
+        self.num_replays += 1
+        self.launch()
+
+    def pool(self):
+        return (0, 7)
+
+
+def at_address(value):
+    """The same memory, without keeping it alive."""
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return value
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    memory = (ctypes.c_uint8 * ((last + 1) * value.element_size())).from_address(value.data_ptr())
+    return torch.frombuffer(memory, dtype=value.dtype).as_strided(value.shape, value.stride())
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A CPU on which programs can be captured. Returns the pools that were captured into, and what to fail with."""
+    compile_plan = captured.compile_plan
+    seen = types.SimpleNamespace(pools=[], error=None)
+
+    @contextmanager
+    def capture(context, graph, pool):
+        seen.pools.append(pool)
+        if seen.error is not None:
+            raise seen.error
+        yield
+
+    def compile_recorded(program, plan, bound, *, context):
+        run, graph = compile_plan(program, plan, bound), PretendedGraph.latest
+
+        def record(inputs):
+            held = [at_address(item) for item in inputs]
+            before = [item.clone() if isinstance(item, torch.Tensor) else None for item in held]
+            outputs = run(inputs)
+            for item, value in zip(held, before, strict=True):  # a capture runs nothing
+                if value is not None:
+                    storage_view(item).copy_(storage_view(value))
+
+            def launch():
+                for output, value in zip(outputs, run(list(held)), strict=True):
+                    if isinstance(output, torch.Tensor) and output.data_ptr() != value.data_ptr():
+                        output.copy_(value)
+
+            graph.launch = launch
+            return outputs
+
+        record.events = []
+        return record
+
+    def same_addresses(tensors, addresses, positions):
+        return all(tensors[position].data_ptr() == addresses[position] for position in positions)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: context("cpu").place.index)
+    monkeypatch.setattr(captured, "capture", capture)
+    monkeypatch.setattr(captured, "compile_plan", compile_recorded)
+    monkeypatch.setattr(captured, "same_addresses", same_addresses)
+    monkeypatch.setattr(cuda_graph, "current_stream_handle", lambda index: None)
+    monkeypatch.setattr(cuda_graph, "restore_generator", lambda context: None)
+    monkeypatch.setattr(in_place, "FORCED", True)
+    torch._dynamo.reset()
+    return seen
+
+
+def on_graphs(compiled):
+    """Let the one program of a compiled function run as on a GPU; return its engine."""
+    (executable,) = executables(compiled)
+    lowered = executable.lowered
+    executable.engine = cuda_graph.CudaGraphEngine(
+        lowered,
+        plan_serial(lowered.program.graph),
+        copy_outputs=True,
+        family=Family(),
+        scheduling=Scheduling(1),
+        on_failure=pytest.fail,
+        on_copying=lambda error: executable.notes.append(str(error)),
+    )
+    return executable.engine
+
+
+class Ring:
+    """Slots of a feeder: batches at so many addresses in turn, aligned as on a device."""
+
+    def __init__(self, depth, *like):
+        self._slots = [[aligned(tensor.shape, tensor.dtype) for tensor in like] for _ in range(depth)]
+        self._turn = 0
+
+    def next(self, *values):
+        slot = self._slots[self._turn % len(self._slots)]
+        self._turn += 1
+        return [tensor.detach().copy_(value) for tensor, value in zip(slot, values, strict=True)]
+
+
+def aligned(shape, dtype=torch.float32):
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = torch.empty(num_bytes + in_place.ALIGNMENT_BYTES, dtype=torch.uint8)
+    start = -memory.data_ptr() % in_place.ALIGNMENT_BYTES
+    return memory[start : start + num_bytes].view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_inference_reads_the_slots_of_a_ring(device, depth):
+    model = networks.Mlp().eval()
+    compiled = ms.compile(model, strict=True)
+    shape = networks.example(networks.Mlp)[0].shape
+    ring = Ring(depth, torch.empty(shape))
+    with torch.no_grad():
+        compiled(torch.randn(shape))
+        engine = on_graphs(compiled)
+        for _ in range(10 * depth):
+            (x,) = ring.next(torch.randn(shape))
+            networks.assert_close(compiled(x), model(x))
+        assert engine.num_in_place == depth
+        base = engine._captured.graph.num_replays
+        for _ in range(2 * depth):
+            (x,) = ring.next(torch.randn(shape))
+            networks.assert_close(compiled(x), model(x))
+        assert engine._captured.graph.num_replays == base  # the graph that copies has nothing to do any more
+        elsewhere = torch.randn(shape)
+        networks.assert_close(compiled(elsewhere), model(elsewhere))
+        assert engine._captured.graph.num_replays == base + 1
+    assert device.pools == [engine._pool] + [(0, 7)] * depth
+    assert f"by {depth} more graph" in str(ms.explain(compiled))
+    engine.release()
+    assert engine.num_in_place == 0
+
+
+def test_what_is_read_in_place_is_not_kept_alive(device):
+    compiled = ms.compile(lambda x: x * 2, strict=True)
+    memory = aligned((1000,))
+    with torch.no_grad():
+        compiled(memory.clone())
+        engine = on_graphs(compiled)
+        for _ in range(6):
+            x = memory.detach()
+            alive = weakref.ref(x)
+            compiled(x)
+            del x
+            assert alive() is None
+    assert engine.num_in_place == 1
+
+
+def test_what_is_written_is_never_read_in_place(device):
+    def function(x, y, count):
+        y.mul_(2)
+        count.add_(1)
+        return x + y + count
+
+    compiled = ms.compile(function, strict=True)
+    ring = Ring(2, torch.empty(300), torch.empty(300))
+    count, expected_count = torch.zeros(()), torch.zeros(())
+    with torch.no_grad():
+        compiled(*ring.next(torch.randn(300), torch.randn(300)), torch.zeros(()))
+        engine = on_graphs(compiled)
+        for _ in range(20):
+            x, y = ring.next(torch.randn(300), torch.randn(300))
+            expected_y = y.clone()
+            expected = function(x, expected_y, expected_count)
+            networks.assert_close(compiled(x, y, count), expected)
+            networks.assert_close((y, count), (expected_y, expected_count))
+    program = engine.lowered.program
+    read = {program.inputs[position] for position in engine._replayer._landings.positions}
+    assert len(read) == 1
+    assert not read & program.mutated
+    assert engine.num_in_place == 2
+
+
+def test_an_input_over_the_bytes_of_another_is_copied(device):
+    compiled = ms.compile(lambda x, y: x - y, strict=True)
+    memory = aligned((640,))
+    with torch.no_grad():
+        compiled(torch.randn(512), torch.randn(512))
+        engine = on_graphs(compiled)
+        for _ in range(10):
+            memory.copy_(torch.randn(640))
+            networks.assert_close(compiled(memory[:512], memory[128:]), memory[:512] - memory[128:])
+    assert engine.num_in_place == 0
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_step_reads_the_slots_of_a_ring_and_trains_as_before(device, depth):
+    batches = [networks.example(networks.Mlp) for _ in range(30)]
+
+    def train(forced):
+        in_place.FORCED = forced  # put back by the fixture
+        torch.manual_seed(1)
+        model = networks.Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+        @ms.step(strict=True)
+        def step(x, y):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        ring = Ring(depth, *batches[0])
+        losses, engine = [], None
+        for batch in batches:
+            losses.append(step(*ring.next(*batch)))
+            if engine is None and step.graphs:
+                engine = on_graphs(step)
+        return engine, [*losses, *model.parameters(), *networks.optimizer_state(optimizer)]
+
+    (copying, before), (reading, after) = train(False), train(True)
+    assert copying.num_in_place == 0
+    assert reading.num_in_place == depth
+    for a, b in zip(*map(torch.utils._pytree.tree_leaves, (before, after)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_capture_that_fails_leaves_the_copies(device):
+    model = networks.Mlp().eval()
+    compiled = ms.compile(model, strict=True)
+    shape = networks.example(networks.Mlp)[0].shape
+    ring = Ring(2, torch.empty(shape))
+    with torch.no_grad():
+        compiled(torch.randn(shape))
+        engine = on_graphs(compiled)
+        for turn in range(12):
+            (x,) = ring.next(torch.randn(shape))
+            networks.assert_close(compiled(x), model(x))
+            if turn == 1:  # captured by now
+                device.error = torch.OutOfMemoryError("no memory")
+    assert (engine.captured, engine.num_in_place) == (True, 0)
+    assert len(device.pools) == 2  # not tried again
+    assert ms.explain(compiled).to_dict()["programs"][0]["notes"][:1] == ["no memory"]
+
+
+class Clock:
+    """Lends events that a device passes when ``lag`` more of them have been recorded, at times that calls add to."""
+
+    def __init__(self, lag=0):
+        self.now_ms, self.num_recorded, self.lag, self.lent = 0.0, 0, lag, 0
+        self.capture_lock = threading.RLock()
+
+    def acquire_event(self, *, timing):
+        self.lent += 1
+        return Moment(self)
+
+    def release_event(self, event):
+        self.lent -= 1
+
+
+class Moment:
+    def __init__(self, clock):
+        self.clock = clock
+
+    def record(self):
+        self.clock.num_recorded += 1
+        self.at_ms, self.number = self.clock.now_ms, self.clock.num_recorded
+
+    def query(self):
+        return self.clock.num_recorded - self.number >= self.clock.lag
+
+    def elapsed_time(self, other):
+        return other.at_ms - self.at_ms
+
+
+class PretendedReplay:
+    """A capture whose parts take so many ms."""
+
+    def __init__(self, clock, copy_ms, replay_ms, make=None):
+        self.clock, self.copy_ms, self.replay_ms, self.make = clock, copy_ms, replay_ms, make
+        self.calls = 0
+
+    def copy_in(self, inputs):
+        self.clock.now_ms += self.copy_ms
+
+    def replay(self):
+        self.clock.now_ms += self.replay_ms
+
+    def finish(self, inputs):
+        self.calls += 1
+        return [self]
+
+    def run(self, inputs):
+        self.copy_in(inputs)
+        self.replay()
+        return self.finish(inputs)
+
+    def read_in_place(self, inputs, positions):
+        return self.make()
+
+
+@pytest.mark.parametrize("lag", [0, 7, 1000])
+@pytest.mark.parametrize(
+    ("copy_ms", "in_place_ms", "outcome"),
+    [(0.1, 1.0, "in place"), (0.1, 1.2, "copies"), (0.001, 1.0, "no capture")],
+)
+def test_what_is_faster_on_the_device_is_kept(copy_ms, in_place_ms, outcome, lag):
+    clock = Clock(lag)
+    made = []
+
+    def make():
+        made.append(PretendedReplay(clock, 0.0, in_place_ms))
+        return made[-1]
+
+    base = PretendedReplay(clock, copy_ms, 1.0, make)
+    replayer = Replayer(base, {0: LEAST_BYTES}, clock, pytest.fail)
+    slots = [aligned((4,)), aligned((4,))]
+    for turn in range(600):
+        (ran,) = replayer.run([slots[turn % 2]])
+    if lag == 1000:  # a device that does not answer: copies go on, and nothing piles up
+        assert (made, replayer.num_graphs, clock.lent) == ([], 0, 3 * SAMPLES)
+        return
+    assert clock.lent == 0
+    assert len(made) == (0 if outcome == "no capture" else 2)
+    assert replayer.num_graphs == (2 if outcome == "in place" else 0)
+    assert (ran in made) == (outcome == "in place")
+
+
+def test_only_what_may_be_read_in_place_is_considered(device, monkeypatch):
+    def lowered_of(compiled):
+        (executable,) = executables(compiled)
+        return executable.lowered
+
+    def considered(lowered, inputs):
+        return bytes_in_place(lowered, range(len(inputs)), inputs)
+
+    compiled = ms.compile(lambda x, y: (x + 1, y.mul_(2)), strict=True)
+    inputs = [torch.randn(LEAST_BYTES // 4), torch.randn(10)]
+    with torch.no_grad():
+        compiled(*inputs)
+    lowered = lowered_of(compiled)
+    assert considered(lowered, inputs) == {0: LEAST_BYTES}
+    assert considered(replace(lowered, phase=Phase.FORWARD), inputs) == {}
+    monkeypatch.setattr(in_place, "FORCED", None)
+    assert considered(lowered, inputs) == {0: LEAST_BYTES}
+    assert considered(lowered, [inputs[0][1:], inputs[1]]) == {}
+    assert considered(lowered, [torch.randn(LEAST_BYTES // 4, device="meta"), inputs[1]]) == {}  # elsewhere
+    monkeypatch.setattr(in_place, "FORCED", False)
+    assert considered(lowered, inputs) == {}
