@@ -325,10 +325,12 @@ def test_inference_reads_the_slots_of_a_ring(device, depth):
             networks.assert_close(compiled(x), model(x))
         assert engine.num_in_place == depth
         base = engine._captured.graph.num_replays
+        slots = [slot.clone() for slot in engine._captured._slots]
         for _ in range(2 * depth):
             (x,) = ring.next(torch.randn(shape))
             networks.assert_close(compiled(x), model(x))
         assert engine._captured.graph.num_replays == base  # the graph that copies has nothing to do any more
+        assert all(map(torch.equal, engine._captured._slots, slots))  # and nothing is copied
         elsewhere = torch.randn(shape)
         networks.assert_close(compiled(elsewhere), model(elsewhere))
         assert engine._captured.graph.num_replays == base + 1
