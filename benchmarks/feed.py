@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -184,16 +185,21 @@ def copy_ms(sizes: Sequence[int], device: torch.device) -> float:
 
 def stage_ms(batches: Sequence[Batch], device: torch.device) -> float:
     """Milliseconds to copy a batch into pinned memory with as many threads as a feed uses."""
-    from millstream.feed.staging import CopyCrew, default_threads
+    from millstream.feed.staging import default_threads, intra_op_threads
 
     targets = [torch.empty_like(leaf, pin_memory=device.type == "cuda") for leaf in batches[0]]
-    crew = CopyCrew(default_threads())
     times = []
-    for batch in [*batches[:4]] * 3:
-        start = time.perf_counter_ns()
-        crew.copy([(a.data_ptr(), b.data_ptr(), a.numel()) for a, b in zip(targets, batch, strict=True)])
-        times.append((time.perf_counter_ns() - start) / 1e6)
-    crew.close()
+
+    def stage() -> None:
+        with intra_op_threads(default_threads()):
+            for batch in [*batches[:4]] * 3:
+                start = time.perf_counter_ns()
+                torch._foreach_copy_(targets, batch)
+                times.append((time.perf_counter_ns() - start) / 1e6)
+
+    thread = threading.Thread(target=stage)
+    thread.start()
+    thread.join()
     return sorted(times)[len(times) // 2]
 
 

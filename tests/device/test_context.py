@@ -164,7 +164,7 @@ def test_a_pinned_block_waits_for_its_event_and_gives_it_back():
     ctx, device = make_virtual_context("lazy")
     block, event = ctx.pinned(1000), ctx.acquire_event()
     gate = ctx.acquire_event()
-    ctx.copy(device.allocate(1000), block, ctx.copy_stream)
+    ctx.copy([(device.allocate(1000), block)], ctx.copy_stream)
     event.record(ctx.copy_stream)
     ctx.release_pinned(block, after=event)
     assert ctx.pinned(1 << 20).numel() == 1 << 20  # waits: there is room once the copy is over
@@ -241,7 +241,7 @@ USES = {
     "pinned": lambda c: c.pinned(1),
     "graph_pool": lambda c: c.graph_pool,
     "allocate": lambda c: c.allocate(1),
-    "copy": lambda c: c.copy(None, None, None),
+    "copy": lambda c: c.copy([], None),
     "synchronize": lambda c: c.synchronize(),
     "is_capturing": lambda c: c.is_capturing(),
     "attach": lambda c: c.attach(User()),

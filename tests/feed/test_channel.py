@@ -233,10 +233,11 @@ def test_an_interrupted_receiver_loses_nothing(monkeypatch):
     from millstream.feed import channel as module
 
     channel, wait = Channel(2), module._Party.wait
-    channel.send("a")
-    channel.send("b")
 
     def interrupted(party, timeout):
+        for thing in "ab":  # as if both came while the receiver waited
+            patch.setattr(module._Party, "wait", wait)
+            channel.send(thing)
         wait(party, timeout)
         raise KeyboardInterrupt
 

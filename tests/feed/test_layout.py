@@ -1,4 +1,5 @@
 import itertools
+import threading
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from millstream.feed.layout import (
     view_leaf,
     view_leaves,
 )
-from millstream.feed.staging import CopyCrew, share_out
+from millstream.feed.staging import intra_op_threads
 
 DTYPES = [torch.float32, torch.int64, torch.bool, torch.uint8, torch.bfloat16, torch.complex128, torch.float8_e4m3fn]
 
@@ -134,37 +135,22 @@ def test_writing_into_one_leaf_does_not_touch_its_neighbours_version():
 # --- copying in threads
 
 
-@given(st.lists(st.integers(0, 5000), max_size=12), st.integers(1, 4000))
-def test_shares_cover_everything_once(lengths, share_bytes):
-    moves, at = [], 0
-    for length in lengths:
-        moves.append((at, 10 * at, length))
-        at += 10_000
-    shares = share_out(moves, share_bytes)
-    most = -(-share_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    sizes = [sum(num_bytes for _, _, num_bytes in share) for share in shares]
-    assert all(size == most for size in sizes[:-1])
-    assert sizes[-1] <= most
-    covered = sorted(move for share in shares for move in share)
-    joined = []
-    for to, _, num_bytes in covered:
-        if joined and joined[-1][1] == to:
-            joined[-1][1] += num_bytes
-        else:
-            joined.append([to, to + num_bytes])
-    assert joined == [[to, to + num_bytes] for to, _, num_bytes in moves if num_bytes]
+def test_so_many_threads_are_used_here_and_as_many_as_before_elsewhere():
+    def note():
+        numbers.append(torch.get_num_threads())
+
+    def work():
+        with intra_op_threads(before + 2):
+            note()
+            run(note)
+
+    numbers, before = [], torch.get_num_threads()
+    run(work)
+    note()
+    assert numbers == [before + 2, before, before]
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_crew_copies_large_and_small(num_threads, monkeypatch):
-    from millstream.feed import staging
-
-    monkeypatch.setattr(staging, "PARALLEL_BYTES", 10_000)
-    crew = CopyCrew(num_threads)
-    for sizes in [(10, 20), (50_000,), (3, 70_000, 9_000, 1)] * 3:
-        sources = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
-        targets = [torch.zeros_like(source) for source in sources]
-        crew.copy([(b.data_ptr(), a.data_ptr(), a.numel()) for a, b in zip(sources, targets, strict=True)])
-        assert all(torch.equal(a, b) for a, b in zip(sources, targets, strict=True))
-    assert len(crew._helpers) == num_threads - 1
-    crew.close()
+def run(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()

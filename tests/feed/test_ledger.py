@@ -32,8 +32,8 @@ class Clock:
 
     def step(self, index, *, wait_ms, run_ms, host_ms, pull_ms=0, stage_ms=0, copy_ms=0):
         """A batch is asked for, comes when the device has waited, and is computed with."""
-        self.ledger.ask(self.mark)
-        times = Times(index, (0, pull_ms * MS), (0, stage_ms * MS), 1000)
+        times = Times(index, self.ledger.is_due(index), (0, pull_ms * MS), (0, stage_ms * MS), 1000)
+        self.ledger.ask(self.mark, None if wait_ms else times)
         asked = self.device_ns
         end = asked + wait_ms * MS
         first, last = self.mark(), self.mark()
@@ -63,7 +63,7 @@ def run(monkeypatch, steps=12, **times):
     clock = Clock(monkeypatch)
     for i in range(steps):
         clock.step(i, **times)
-    clock.ledger.ask(clock.mark)
+    clock.ledger.ask(clock.mark, None)
     return clock.ledger.stats()
 
 
@@ -96,7 +96,7 @@ def test_a_device_that_has_run_dry_is_told_from_one_that_has_work(monkeypatch):
     clock.step(0, wait_ms=0, run_ms=50, host_ms=1)  # a long step: from here on the device is behind,
     for i in range(1, 10):
         clock.step(i, wait_ms=0, run_ms=5, host_ms=5)  # and stays so, although the host is as slow as the device
-    clock.ledger.ask(clock.mark)
+    clock.ledger.ask(clock.mark, None)
     assert clock.ledger.stats().shares["compute"] == 1
 
 
@@ -106,7 +106,7 @@ def test_shares_always_sum_to_one(steps):
         clock = Clock(patch)
         for i, (wait, work, host, pull, stage, copy) in enumerate(steps):
             clock.step(i, wait_ms=wait, run_ms=work + 1, host_ms=host, pull_ms=pull, stage_ms=stage, copy_ms=copy)
-        clock.ledger.ask(clock.mark)
+        clock.ledger.ask(clock.mark, None)
         stats = clock.ledger.stats()
     assert sum(stats.shares.values()) == pytest.approx(1)
     assert set(stats.shares) == set(CAUSES)
@@ -126,8 +126,9 @@ def test_events_come_back(monkeypatch):
     context, _ = make_virtual_context("eager")
     ledger = Ledger(context)
     for i in range(5):
-        ledger.ask(lambda: Mark(context, context.current_stream()))
-        ledger.get(Times(i), lambda: Mark(context, context.current_stream()))
+        times = Times(i, ledger.is_due(i))
+        ledger.ask(lambda: Mark(context, context.current_stream()), times)
+        ledger.get(times, lambda: Mark(context, context.current_stream()))
     ledger.close()
     assert context._lent_events == {}
 

@@ -47,7 +47,7 @@ class RingModel(RuleBasedStateMachine):
         memories = self.ring.open(slot, layout, self.copy_stream)
         for parcel, memory in zip(layout.parcels, memories, strict=True):
             source = torch.full((parcel.num_bytes,), self.number, dtype=torch.uint8)
-            self.context.copy(memory[: parcel.num_bytes], source, self.copy_stream)
+            self.context.copy([(memory[: parcel.num_bytes], source)], self.copy_stream)
         slot.copied.record(self.copy_stream)
         slot.written = True
         loan, lent = self.ring.lend(slot, len(memories))

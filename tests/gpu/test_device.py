@@ -102,7 +102,7 @@ def test_pinned_memory_is_pinned_reused_and_protected_by_its_event(gpu):
     torch.cuda._sleep(50_000_000)
     ready.record(gpu.current_stream())
     gpu.copy_stream.wait_event(ready)
-    gpu.copy(target, block, gpu.copy_stream)
+    gpu.copy([(target, block)], gpu.copy_stream)
     event.record(gpu.copy_stream)
     gpu.release_pinned(block, after=event)
     again = gpu.pinned(1_000_000)  # the one chunk is in use: waits for the copy, or cuts another part
@@ -222,7 +222,7 @@ def test_the_interpreter_ends_cleanly_with_everything_in_use():
         c = context("cuda:0")
         block, event = c.pinned(1 << 20), c.acquire_event()
         torch.cuda._sleep(50_000_000)
-        c.copy(torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0"), block, c.copy_stream)
+        c.copy([(torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0"), block)], c.copy_stream)
         event.record(c.copy_stream)
         c.release_pinned(block, after=event)
     """)

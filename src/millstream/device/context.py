@@ -16,6 +16,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
@@ -287,10 +288,13 @@ class DeviceContext:
         self._check_open()
         return self._driver.lend(memory, token)
 
-    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy on ``stream``. Neither tensor may be reused before the stream is past it (record an event)."""
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
+        """Enqueue copies on ``stream``, each to the first of a pair from the second.
+
+        No tensor may be reused before the stream is past it (record an event).
+        """
         self._check_open()
-        self._driver.copy(destination, source, stream)
+        self._driver.copy(pairs, stream)
 
     def synchronize(self) -> None:
         """Block the host until the device has done all work given to it, by anyone."""

@@ -11,7 +11,7 @@ import ctypes
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,8 +64,8 @@ class Driver(Protocol):
         """A tensor over the bytes of ``memory`` that keeps ``token`` and ``memory`` until its last view is gone."""
         ...
 
-    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy on ``stream``; asynchronous to the host when the host's side is pinned."""
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
+        """Enqueue copies to the first of each pair; asynchronous to the host when the host's side is pinned."""
         ...
 
     def pin(self, num_bytes: int) -> Tensor:
@@ -120,9 +120,10 @@ class CpuDriver:
         """By way of an array, which a tensor keeps alive."""
         return lend_host(memory, token)
 
-    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:  # noqa: ARG002
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:  # noqa: ARG002
         """Copy at once."""
-        destination.copy_(source)
+        for destination, source in pairs:
+            destination.copy_(source)
 
     def pin(self, num_bytes: int) -> Tensor:
         """Plain memory: no other device will read it."""
@@ -187,10 +188,11 @@ class CudaDriver:
         """By way of the CUDA array interface: PyTorch keeps the object that offers it as long as the memory is used."""
         return torch.as_tensor(_Lent(memory, token), device=self.torch_device)
 
-    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue the copy. From pageable memory the call returns once the driver has taken the source's bytes."""
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
+        """Enqueue the copies. From pageable memory the call returns once the driver has taken the source's bytes."""
         with self.on(stream):
-            destination.copy_(source, non_blocking=True)
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
 
     def pin(self, num_bytes: int) -> Tensor:
         """Allocate page-locked memory. Slow, and forbidden while a graph is captured (hold the capture lock).

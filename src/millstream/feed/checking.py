@@ -46,19 +46,18 @@ class Checker:
     def __init__(self, context: DeviceContext) -> None:
         self._context = context
         self._echoes: deque[_Echo] = deque()
-        self._quarantine: deque[DeviceSlot] = deque()  # the sender's
+        self._quarantine: deque[DeviceSlot] = deque()  # the worker's
         self._poison: Tensor | None = None
         self._num_sent = 0
 
     def rotate(self, slot: DeviceSlot) -> DeviceSlot | None:
-        """Sender: poison a slot that came back, and return one that was poisoned before; ``None`` if there is none."""
+        """Worker: poison a slot that came back, and return one that was poisoned before; ``None`` if there is none."""
         if not slot.was_lent:
             return slot  # never used, or never seen by the user
         context, stream = self._context, self._context.copy_stream
         with context.capture_lock:
             stream.wait_event(slot.released)
-            for memory in _memories(slot):
-                context.copy(memory, self._poison_for(memory.numel()), stream)
+            context.copy([(memory, self._poison_for(memory.numel())) for memory in _memories(slot)], stream)
             slot.copied.record(stream)
             self._quarantine.append(slot)
             if len(self._quarantine) < 2:
@@ -74,7 +73,7 @@ class Checker:
         return oldest
 
     def follow(self, layout: Layout, pinned: PinnedSlot, memories: Sequence[Tensor], slot: DeviceSlot) -> None:
-        """Sender: a copy was enqueued; read back what it brings."""
+        """Worker: a copy was enqueued; read back what it brings."""
         for number, (parcel, memory) in enumerate(zip(layout.parcels, memories, strict=True)):
             assert pinned.memory is not None
             sent = pinned.memory[parcel.start : parcel.start + parcel.num_bytes]
@@ -87,7 +86,7 @@ class Checker:
         self._num_sent += 1
 
     def verify(self, stopped: threading.Event, leave: int) -> None:
-        """Sender: compare what has come back, but for the latest few.
+        """Worker: compare what has come back, but for the latest few.
 
         Raises:
             FeedError: Something is not what it has to be.
@@ -110,7 +109,7 @@ class Checker:
     def _listen(self, memory: Tensor, expected: int, complaint: str) -> None:
         context = self._context
         echo = context.pinned(memory.numel())
-        context.copy(echo, memory, context.copy_stream)
+        context.copy([(echo, memory)], context.copy_stream)
         arrived = context.acquire_event()
         arrived.record(context.copy_stream)
         self._echoes.append(_Echo(echo, arrived, expected, complaint))

@@ -14,8 +14,8 @@ lent to the user in the same way, so that it goes back to C's memory only behind
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from millstream.feed.lane import Transform, misplaced
 from millstream.feed.layout import Layout, describe_leaves, plan_layout, view_leaves
 from millstream.feed.ledger import Mark
 from millstream.feed.ring import DeviceSlot, Loan, Ring, whole_storage
-from millstream.feed.staging import PinnedRing, PinnedSlot
+from millstream.feed.staging import PinnedRing, PinnedSlot, intra_op_threads
 from millstream.feed.structure import Rebuild, as_tensor, split
 
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
@@ -66,11 +66,9 @@ class CopyLane:
         context: Of the device.
         depth: How many batches may be under way.
         threads: How many threads stage a large batch.
-        transform: Applied to each batch on the copy stream, in the sender.
+        transform: Applied to each batch on the copy stream, in the worker.
         checker: Watches over slots, if the user has asked for it.
     """
-
-    sends = True
 
     def __init__(
         self,
@@ -86,20 +84,24 @@ class CopyLane:
         self._transform = transform
         self._checker = checker
         # One more than can be under way: the copy of the batch that was handed out last may still be going on.
-        self._pinned = PinnedRing(context, depth + 1, threads)
+        self._pinned = PinnedRing(context, depth + 1)
+        self._threads = threads
         num_slots = max(depth, 2) + (checker is not None)
         self.ring = Ring(context, num_slots, context.current_stream())
         self._layout = plan_layout(())  # of the batch described last; the worker's
         self.slot: int | None = None
+        self._stream = context.current_stream()  # the consumer's, when he asked last
 
     @property
     def num_kept(self) -> int:
         """Parcels that the user has kept."""
         return self.ring.num_kept
 
-    def in_thread(self) -> AbstractContextManager[None]:
-        """Set the device, and keep the thread from killing captures of others."""
-        return self._context.in_thread()
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Set the device, keep the thread from killing captures of others, and let it copy with several threads."""
+        with self._context.in_thread(), intra_op_threads(self._threads):
+            yield
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
@@ -143,9 +145,7 @@ class CopyLane:
         stream = self._context.current_stream()
         return Mark(self._context, stream, timing=False), stream
 
-    # --- the sender's side -------------------------------------------------------------------------------------------
-
-    def send(self, load: DeviceLoad, stopped: threading.Event) -> bool:
+    def send(self, load: DeviceLoad, stopped: threading.Event, *, measured: bool) -> bool:
         """Wait for a slot and start the copy into it. When memory is short, it is left to the consumer to start it."""
         load.slot = self._take_slot()
         if load.slot is None:
@@ -153,7 +153,7 @@ class CopyLane:
         if self._checker is not None:
             self._checker.verify(stopped, leave=ECHOES_LEFT)
         with suppress(torch.OutOfMemoryError):
-            self._start(load)
+            self._start(load, measured=measured)
         return True
 
     def end_sending(self, stopped: threading.Event) -> None:
@@ -167,7 +167,7 @@ class CopyLane:
                 return checked
         return slot
 
-    def _start(self, load: DeviceLoad) -> None:
+    def _start(self, load: DeviceLoad, *, measured: bool = False) -> None:
         context, slot, pinned = self._context, load.slot, load.pinned
         assert slot is not None
         assert pinned is not None
@@ -175,12 +175,11 @@ class CopyLane:
         # Allocating ends captures of other threads, and so does a copy from pageable memory, when pinning was refused.
         with context.capture_lock, torch.inference_mode(False):
             memories = self.ring.open(slot, layout, copy_stream)
-            begin = Mark(context, copy_stream)
-            for parcel, memory in zip(layout.parcels, memories, strict=True):
-                assert pinned.memory is not None
-                source = pinned.memory[parcel.start : parcel.start + parcel.num_bytes]
-                context.copy(memory[: parcel.num_bytes], source, copy_stream)
-            load.copy = begin, Mark(context, copy_stream)
+            begin = Mark(context, copy_stream) if measured else None
+            pairs = zip(memories, pinned.parcels, strict=True)
+            context.copy([(memory[: source.numel()], source) for memory, source in pairs], copy_stream)
+            if begin is not None:
+                load.copy = begin, Mark(context, copy_stream)
             pinned.copied.record(copy_stream)
             pinned.busy = True
             slot.copied.record(copy_stream)
@@ -253,15 +252,16 @@ class CopyLane:
                 "CUDA graph, which would hold this one batch for ever. Take the batch before the capture, and copy it "
                 "into the graph's input."
             )
+        self._stream = self._context.current_stream()
         self.ring.reclaim()
 
     def mark(self) -> Mark | None:
         """Note where the consumer's stream stands."""
-        return Mark(self._context, self._context.current_stream())
+        return Mark(self._context, self._stream)
 
     def deliver(self, load: DeviceLoad) -> Any:
         """Hand the batch out on the current stream. The host does not wait for the device."""
-        stream = self._context.current_stream()
+        stream = self._stream
         if load.ready is None:
             self._start(load)  # memory was short; if it still is, the user learns it here, and may try again
             assert load.ready is not None
@@ -302,7 +302,7 @@ class CopyLane:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Wake the sender for good."""
+        """Wake the worker for good."""
         self.ring.stop()
 
     def close(self) -> None:
@@ -319,7 +319,7 @@ def _can_be_staged(leaf: Any) -> bool:
     Others (tensor subclasses, sparse, quantized or gradient-tracking tensors, objects with a ``to``) are moved by their
     own ``to`` when they are handed out: right, if not hidden.
     """
-    return _is_plain(leaf) and leaf.device.type == "cpu" and not leaf.requires_grad
+    return _is_plain(leaf) and leaf.is_cpu and not leaf.requires_grad
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -341,7 +341,7 @@ class Fetcher:
             stream.wait_event(result.ready.event)  # RAW
             if result.own is not None:
                 result.host = device.pinned(result.num_bytes)
-                device.copy(result.host, result.own, stream)
+                device.copy([(result.host, result.own)], stream)
                 self.num_copies += 1
             elif runs and runs[-1][1] == result.start:
                 runs[-1][1] += result.num_bytes
@@ -350,7 +350,7 @@ class Fetcher:
         for start, end in runs:
             assert self._ring is not None
             assert self._host is not None
-            device.copy(self._host[start:end], self._ring[start:end], stream)
+            device.copy([(self._host[start:end], self._ring[start:end])], stream)
             self.num_copies += 1
         return Mark(device, stream, timing=False)
 

@@ -1,7 +1,7 @@
 """What a way to a device must do, and the way to the CPU.
 
-Three threads share a lane. The *worker* pulls batches and stages them. The *sender* starts their copies. The *consumer*
-is the thread that asks for batches; its current stream is the one that will compute with them.
+Two threads share a lane. The *worker* pulls batches, stages them and starts their copies. The *consumer* is the thread
+that asks for batches; its current stream is the one that will compute with them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Load(Protocol):
 
     Attributes:
         num_bytes: What it takes in staging memory.
-        copy: Marks around its copy, for the ledger.
+        copy: Marks around its copy, for the ledger, if the batch is measured.
     """
 
     num_bytes: int
@@ -40,9 +40,6 @@ class Load(Protocol):
 
 class Lane(Protocol[L]):
     """A way to a device. ``L`` is the lane's own note about a batch on its way."""
-
-    sends: bool
-    """Whether there is anything for a sender to do."""
 
     @property
     def slot(self) -> int | None:
@@ -55,7 +52,7 @@ class Lane(Protocol[L]):
         ...
 
     def in_thread(self) -> AbstractContextManager[None]:
-        """Entered by worker and sender before anything else."""
+        """Entered by the worker before anything else."""
         ...
 
     def describe(self, batch: Any) -> L:
@@ -66,12 +63,12 @@ class Lane(Protocol[L]):
         """Worker: take the batch off the source's hands; false when stopped meanwhile."""
         ...
 
-    def send(self, load: L, stopped: threading.Event) -> bool:
-        """Sender: start moving a staged batch; false when stopped meanwhile."""
+    def send(self, load: L, stopped: threading.Event, *, measured: bool) -> bool:
+        """Worker: start moving a staged batch; false when stopped meanwhile. Only a ``measured`` one has marks."""
         ...
 
     def end_sending(self, stopped: threading.Event) -> None:
-        """Sender: everything was sent."""
+        """Worker: everything was sent."""
         ...
 
     def reclaim(self) -> None:
@@ -87,7 +84,7 @@ class Lane(Protocol[L]):
         ...
 
     def stop(self) -> None:
-        """Any thread: wake the sender for good."""
+        """Any thread: wake the worker for good."""
         ...
 
     def close(self) -> None:
@@ -111,7 +108,6 @@ class HostLane:
         transform: Applied to each batch, in the worker.
     """
 
-    sends = False
     slot = None
     num_kept = 0
 
@@ -143,7 +139,7 @@ class HostLane:
             load.batch = self._transform(load.batch)
         return True
 
-    def send(self, load: HostLoad, stopped: threading.Event) -> bool:  # noqa: ARG002
+    def send(self, load: HostLoad, stopped: threading.Event, *, measured: bool) -> bool:  # noqa: ARG002
         """It is there."""
         return True
 

@@ -10,6 +10,7 @@ storage as the stretch that they cover. On the device they share it again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -66,6 +67,7 @@ class Layout:
         parcels: What is copied together; parcels do not overlap.
         position: For each leaf its parcel and its first byte in it.
         sources: For each piece the leaf that it starts with, and its length in bytes.
+        shared: Those of the leaves in ``sources`` whose piece holds others, too, so that it is copied byte by byte.
         num_bytes: Length of the slot.
     """
 
@@ -73,6 +75,7 @@ class Layout:
     parcels: tuple[Parcel, ...]
     position: tuple[tuple[int, int], ...]
     sources: tuple[tuple[int, int], ...]
+    shared: frozenset[int]
     num_bytes: int
 
 
@@ -109,7 +112,9 @@ def plan_layout(specs: Sequence[LeafSpec]) -> Layout:
     position = tuple((place[spec.piece][0], place[spec.piece][1] + spec.offset) for spec in specs)
     first = {spec.piece: i for i, spec in reversed(list(enumerate(specs))) if spec.offset == 0}
     sources = tuple((first[piece], num_bytes) for piece, num_bytes in size_of.items())
-    return Layout(tuple(specs), tuple(parcels), position, sources, start)
+    leaves_of = Counter(spec.piece for spec in specs)
+    shared = frozenset(i for piece, i in first.items() if leaves_of[piece] > 1)
+    return Layout(tuple(specs), tuple(parcels), position, sources, shared, start)
 
 
 def view_leaves(layout: Layout, parcels: Sequence[Tensor]) -> list[Tensor]:
@@ -139,6 +144,13 @@ def view_leaf(memory: Tensor, start: int, spec: LeafSpec) -> Tensor:
     """See bytes of a uint8 tensor, from ``start`` on, as one leaf."""
     typed = memory.view(spec.dtype)
     return typed.as_strided(spec.size, spec.stride, int(typed.storage_offset()) + start // spec.dtype.itemsize).data
+
+
+def see_source(leaf: Tensor, num_bytes: int) -> Tensor:
+    """The bytes of a leaf's storage from its first element on."""
+    start = int(leaf.storage_offset()) * leaf.element_size()
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return empty.set_(leaf.untyped_storage(), start, (num_bytes,), (1,))
 
 
 def narrow_repeats(tensor: Tensor) -> Tensor:

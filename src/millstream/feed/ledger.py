@@ -33,7 +33,7 @@ NUM_FIRST = 16
 """So many batches of a pass are all measured: they show warm-up and steady state."""
 
 MIN_INTERVAL_NS = 2_000_000
-"""Later a measurement begins no earlier than this after the last: one takes about 8 µs, which is 0.4 %."""
+"""Later a batch is measured that was pulled this long after the last that was: it takes about 8 µs, which is 0.4 %."""
 
 NUM_KEPT = 64
 """Steps kept for the timeline."""
@@ -80,6 +80,7 @@ class Times:
 
     Attributes:
         index: Number of the batch in its pass.
+        measured: Whether its step is to be measured.
         pull_ns: When the worker began to ask the source, and when it had the batch.
         stage_ns: When staging began and ended.
         num_bytes: Staged bytes.
@@ -87,6 +88,7 @@ class Times:
     """
 
     index: int
+    measured: bool = True
     pull_ns: tuple[int, int] = (0, 0)
     stage_ns: tuple[int, int] = (0, 0)
     num_bytes: int = 0
@@ -237,8 +239,7 @@ class Ledger:
         self._on_host: tuple[Times, int, int] | None = None  # the same on the CPU: asked and got at
         self._unread: deque[_Step] = deque()  # complete on the host; the device may not be there yet
         self._reading = threading.Lock()
-        self._last_ns = 0  # when the last measurement began
-        self._count = 0  # in this pass
+        self._last_ns = 0  # when the batch measured last was pulled; the worker's
         self._lag: tuple[Mark, int] | None = None  # a mark, and how far the device was behind the host there
         self.num_batches = 0
         self.num_kept = 0
@@ -248,10 +249,14 @@ class Ledger:
     def begin_pass(self) -> None:
         """A new pass: what was open has no end."""
         self._open = self._on_host = self._asked = None
-        self._count = 0
 
-    def ask(self, mark: Callable[[], Mark | None]) -> None:
-        """The consumer asks for a batch; this ends the step before."""
+    def ask(self, mark: Callable[[], Mark | None], times: Times | None) -> None:
+        """The consumer asks for a batch; this ends the step before.
+
+        Args:
+            mark: Notes where his stream stands.
+            times: Of the batch that he will get, if it is there.
+        """
         now = time.perf_counter_ns()
         if self.context is None:
             if self._on_host is not None:
@@ -260,7 +265,7 @@ class Ledger:
                 self._book(_charge(times, asked, got - asked, now - got, None, "compute"))
             self._asked = now
             return
-        due = self._count < NUM_FIRST or now - self._last_ns >= MIN_INTERVAL_NS
+        due = times is None or times.measured
         here = mark() if due or self._open is not None else None
         if self._open is not None and here is not None:
             if here.stream == self._open.get.stream:  # of two streams nobody knows which is ahead
@@ -274,13 +279,21 @@ class Ledger:
     def get(self, times: Times, mark: Callable[[], Mark | None]) -> None:
         """The consumer has got a batch."""
         self.num_batches += 1
-        self._count += 1
         asked, self._asked = self._asked, None
         if isinstance(asked, int):
             self._on_host = times, asked, time.perf_counter_ns()
-        elif asked is not None and (here := mark()) is not None:
-            self._last_ns = here.at_ns
+        elif asked is not None and times.measured and (here := mark()) is not None:
             self._open = _Step(times, asked, here)
+
+    # --- the worker's side -------------------------------------------------------------------------------------------
+
+    def is_due(self, index: int) -> bool:
+        """Whether the step of the batch that is about to be pulled, the ``index``-th of its pass, is to be measured."""
+        now = time.perf_counter_ns()
+        if self.context is not None and index >= NUM_FIRST and now - self._last_ns < MIN_INTERVAL_NS:
+            return False
+        self._last_ns = now
+        return True
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

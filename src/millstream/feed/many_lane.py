@@ -41,7 +41,6 @@ class ManyLane:
     def __init__(self, lanes: Sequence[Lane[Any]], part: Callable[[Any], Sequence[Any]]) -> None:
         self._lanes = lanes
         self._part = part
-        self.sends = any(lane.sends for lane in lanes)
 
     @property
     def slot(self) -> int | None:
@@ -65,9 +64,10 @@ class ManyLane:
         """Stage all parts."""
         return all(lane.stage(part, stopped) for lane, part in zip(self._lanes, load.parts, strict=False))
 
-    def send(self, load: ManyLoad, stopped: threading.Event) -> bool:
+    def send(self, load: ManyLoad, stopped: threading.Event, *, measured: bool) -> bool:
         """Send all parts."""
-        return all(lane.send(part, stopped) for lane, part in zip(self._lanes, load.parts, strict=False))
+        pairs = zip(self._lanes, load.parts, strict=False)
+        return all(lane.send(part, stopped, measured=measured) for lane, part in pairs)
 
     def end_sending(self, stopped: threading.Event) -> None:
         """Everything was sent."""
@@ -93,7 +93,7 @@ class ManyLane:
         return self._lanes[0].mark()
 
     def stop(self) -> None:
-        """Wake the sender for good."""
+        """Wake the worker for good."""
         for lane in self._lanes:
             lane.stop()
 

@@ -1,6 +1,6 @@
 """The device's side of a feed: slots that one batch after another lands in, and who may use them when.
 
-A slot goes round: *free* → (the sender takes it, its copy is enqueued) → *under way* → (handed out) → *lent* → (the
+A slot goes round: *free* → (the worker takes it, its copy is enqueued) → *under way* → (handed out) → *lent* → (the
 user drops the last tensor of it) → *free*. Between free and under way stands an event on the consumer's stream,
 recorded at the moment of the drop: the copy into the slot waits for all that the user had queued by then, and for
 nothing that he queues later. That is the rule by which PyTorch's allocator reuses memory, made to hold across streams.
@@ -60,7 +60,7 @@ class DeviceSlot:
 
 
 class Ring:
-    """The slots of one device. The sender takes them, the consumer hands them out, finalizers bring them back.
+    """The slots of one device. The worker takes them, the consumer hands them out, finalizers bring them back.
 
     Args:
         context: Of the device.
@@ -80,7 +80,7 @@ class Ring:
         self.num_kept = 0  # parcels that users have kept
         self.closed = False
 
-    # --- the sender's side -------------------------------------------------------------------------------------------
+    # --- the worker's side -------------------------------------------------------------------------------------------
 
     def take(self) -> DeviceSlot | None:
         """Block until a slot is free; ``None`` when the ring was stopped."""
@@ -188,7 +188,7 @@ class Ring:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Wake the sender for good."""
+        """Wake the worker for good."""
         self._free.put(None)
 
     def close(self) -> None:

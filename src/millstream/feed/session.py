@@ -1,14 +1,17 @@
-"""One pass over a source: its threads, their life and their end.
+"""One pass over a source: its thread, its life and its end.
 
-| moment | the consumer's thread | the worker's thread | the sender's thread |
-|---|---|---|---|
-| begin | makes the source's iterator, waits for the first pull | pulls the first batch | waits |
-| running | asks, hands out | pulls, stages | waits for a free slot, starts the copy |
-| the source ends or fails | gets what came before, then the end or the error | leaves | sends the rest, leaves |
-| ``close`` at any time | wakes the others, waits for them, leaves | stops at the next step | stops at once |
+| moment | the consumer's thread | the worker's thread |
+|---|---|---|
+| begin | makes the source's iterator, waits for the first pull | pulls the first batch |
+| running | asks, hands out | pulls, stages, waits for a free slot, starts the copy |
+| the source ends or fails | gets what came before, then the end or the error | leaves |
+| ``close`` at any time | wakes the worker, waits for it, leaves | stops at the next step |
 
-On the CPU there is no sender. Whoever leaves last gives the lane back: nothing is taken away from a worker that is
-still inside the source, and nobody waits for ever for a source that does not return.
+There is one worker and not a thread for each of its duties: starting a copy takes no time, and threads that compute in
+Python take the interpreter's lock from each other, and from the consumer.
+
+Whoever leaves last gives the lane back: nothing is taken away from a worker that is still inside the source, and nobody
+waits for ever for a source that does not return.
 
 How far the worker may run ahead is kept by the *budget*, a channel of which a batch takes a part from before it is
 staged until it is handed out.
@@ -32,8 +35,8 @@ from millstream.feed.lane import Lane
 from millstream.feed.ledger import Ledger, Times
 
 JOIN_S = 5.0
-"""How long ``close`` waits for the threads. They are nearly always there at once; only a source that is in the middle
-of making a batch keeps the worker, and then it leaves by itself when the source returns."""
+"""How long ``close`` waits for the worker. It nearly always leaves at once; only a source that is in the middle of
+making a batch keeps it, and then it leaves by itself when the source returns."""
 
 Prepare = Callable[[Any], tuple[Any, Any] | None]
 """Given a batch as the source made it: the batch to deliver and a note to travel with it; ``None`` to leave it out."""
@@ -41,7 +44,7 @@ Prepare = Callable[[Any], tuple[Any, Any] | None]
 
 @dataclass(slots=True, eq=False)
 class _Item:
-    """A batch between the threads."""
+    """A batch on its way from the worker to the consumer."""
 
     load: Any
     times: Times
@@ -49,7 +52,7 @@ class _Item:
 
 
 class Session:
-    """The threads of one pass, and what they share with the consumer.
+    """The worker of one pass, and what it shares with the consumer.
 
     Args:
         iterator: Yields the batches. It was made in the consumer's thread: a DataLoader that is set up elsewhere cannot
@@ -76,10 +79,9 @@ class Session:
         self._prepare = prepare
         self._ledger = ledger or Ledger(None)
         self._budget: Channel[None] = Channel(depth, max_bytes)
-        self._staged: Channel[_Item] = Channel(depth)
-        self._sent: Channel[_Item] = Channel(depth) if lane.sends else self._staged
+        self._sent: Channel[_Item] = Channel(depth)
         self._next: _Item | None = None  # taken from the channel, not handed out yet; the consumer's
-        self._error: BaseException | None = None  # with which a thread ended
+        self._error: BaseException | None = None  # with which the worker ended
         self._traceback: TracebackType | None = None  # of that error, as it was when it arose
         self._failure: BaseException | None = None  # the same, once the consumer has got all that came before
         self.finished = False  # whether the consumer has got everything, and there was no error
@@ -89,29 +91,26 @@ class Session:
         self._why_closed = ""
         # Acquiring a lock without blocking is atomic, and safe in a finalizer; so is popping from a deque.
         self._consumer_has_left = threading.Lock()
-        works = {"millstream-feed": self._work} | ({"millstream-feed-sender": self._send} if lane.sends else {})
-        self._still_there = deque(range(1 + len(works)))
-        # Daemons: the interpreter waits for other threads *before* it runs the functions registered for its end, among
+        self._still_there = deque(range(2))
+        # A daemon: the interpreter waits for other threads *before* it runs the functions registered for its end, among
         # them the one that closes this session, so a thread that is not a daemon and waits would hang the program.
-        self._threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in works.items()]
+        self._thread = threading.Thread(target=self._work, name="millstream-feed", daemon=True)
 
     def begin(self) -> None:
-        """Start the threads and wait until the first batch is pulled (not until it is staged).
+        """Start the worker and wait until the first batch is pulled (not until it is staged).
 
         The consumer needs the first batch anyway. Waiting here keeps a run reproducible: samplers draw their seed from
         the global generator in the first pull, which must not race with what the consumer draws meanwhile.
         """
-        for i, thread in enumerate(self._threads):
-            try:
-                thread.start()
-            except RuntimeError:
-                for _ in self._threads[i:]:
-                    self._leave()  # on behalf of those that the system refused
-                self.close("")
-                raise
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._leave()  # on behalf of the thread that the system refused
+            self.close("")
+            raise
         self._pulled.wait()
 
-    # --- the worker's and the sender's side --------------------------------------------------------------------------
+    # --- the worker's side -------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
@@ -123,7 +122,7 @@ class Session:
             self._fail(error)
         finally:
             self._pulled.set()
-            self._staged.close()
+            self._sent.close()
             self._leave()
             del self  # the frames of an error's traceback lead back to this one, see ``next_batch``
 
@@ -133,12 +132,12 @@ class Session:
         index = 0
         try:
             while not self._stopped.is_set():
-                times = Times(index)
+                times = Times(index, ledger.is_due(index))
                 began = time.perf_counter_ns()
                 try:
                     batch = next(iterator)
                 except StopIteration:
-                    return
+                    break
                 finally:
                     self._pulled.set()
                 prepared = self._prepare(batch)
@@ -155,52 +154,29 @@ class Session:
                     return
                 times.pull_ns, times.stage_ns = (began, pulled), (admitted, time.perf_counter_ns())
                 times.num_bytes = load.num_bytes
-                self._staged.send(_Item(load, times, note))
+                if not lane.send(load, self._stopped, measured=times.measured):
+                    return
+                times.copy = load.copy
+                self._sent.send(_Item(load, times, note))
                 del load, note, times
                 index += 1
                 ledger.read()
+            lane.end_sending(self._stopped)
         finally:
             # Dropped here and not with the session: a DataLoader ends its worker processes when its iterator dies, and
             # ``close`` shall not return before.
             self._iterator = None
             del iterator, lane, ledger, self
 
-    def _send(self) -> None:
-        try:
-            with self._lane.in_thread():
-                self._send_all()
-        except ChannelClosed:
-            pass
-        except BaseException as error:  # noqa: BLE001
-            self._fail(error)
-            self._stop_threads()
-        finally:
-            self._sent.close()
-            self._leave()
-            del self
-
-    def _send_all(self) -> None:
-        lane = self._lane
-        try:
-            for item in self._staged:
-                if not lane.send(item.load, self._stopped):
-                    return
-                item.times.copy = item.load.copy
-                self._sent.send(item)
-                del item
-            lane.end_sending(self._stopped)
-        finally:
-            del lane, self
-
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
             self._traceback = _skip_own_frames(error.__traceback__)
             self._error = error
 
-    def _stop_threads(self) -> None:
+    def _stop_worker(self) -> None:
         self._stopped.set()
         self._budget.cancel()
-        self._staged.close()
+        self._sent.close()
         self._lane.stop()
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
@@ -219,9 +195,10 @@ class Session:
             lane, ledger = self._lane, self._ledger
             lane.reclaim()
             if self._next is None:
-                ledger.ask(lane.mark)
-                with suppress(ChannelClosed):
-                    self._next = self._sent.receive()
+                self._receive(wait=False)
+                ledger.ask(lane.mark, None if self._next is None else self._next.times)
+                if self._next is None:
+                    self._receive(wait=True)
             if self._next is not None:
                 item = self._next
                 batch = lane.deliver(item.load)
@@ -245,6 +222,10 @@ class Session:
             # collection.
             del self
 
+    def _receive(self, *, wait: bool) -> None:
+        with suppress(ChannelClosed, TimeoutError):
+            self._next = self._sent.receive(None if wait else 0)
+
     @property
     def closed(self) -> bool:
         """Whether the consumer has left."""
@@ -253,7 +234,7 @@ class Session:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, why: str = "its device context was closed") -> None:
-        """End the pass: stop the threads, wait for them (a bounded time), give everything back. Once is enough.
+        """End the pass: stop the worker, wait for it (a bounded time), give everything back. Once is enough.
 
         Args:
             why: What a consumer that asks for more is told; if empty, it sees the end of the iteration.
@@ -262,7 +243,7 @@ class Session:
             return  # in a forked child there are no threads, and locks may be held for ever
         self._why_closed = why
         try:
-            self._stop_threads()
+            self._stop_worker()
             self._join(JOIN_S)
         finally:
             self._leave()
@@ -273,25 +254,23 @@ class Session:
             self._join(None)
 
     def _join(self, timeout_s: float | None) -> None:
-        for thread in self._threads:
-            # A garbage collection in a thread may be what closes its session, and a thread cannot wait for itself; nor
-            # can anyone wait for a thread that the system refused to start.
-            if thread.ident is not None and threading.current_thread() is not thread:
-                thread.join(timeout_s)
+        # A garbage collection in the worker may be what closes its session, and a thread cannot wait for itself; nor
+        # can anyone wait for a thread that the system refused to start.
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
 
     def _leave(self) -> None:
         if self._still_there.pop():
             return  # others are still there, and will come by
         self._ledger.close()
         self._lane.close()
-        self._staged.cancel()
         self._sent.cancel()
         self._next = None
 
 
 def _skip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Drop the threads' own frames from the front: they tell the user nothing, and they keep the session alive."""
-    own = {each.__code__ for each in (Session._work, Session._pull_all, Session._send, Session._send_all)}
+    """Drop the worker's own frames from the front: they tell the user nothing, and they keep the session alive."""
+    own = {each.__code__ for each in (Session._work, Session._pull_all)}
     while traceback is not None and traceback.tb_frame.f_code in own:
         traceback = traceback.tb_next
     return traceback

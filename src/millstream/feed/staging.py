@@ -1,4 +1,4 @@
-"""The host's side of a feed: pinned slots, and the threads that fill them.
+"""The host's side of a feed: pinned slots, and how they are filled.
 
 A slot is written again only when the copy out of it is over on the device. That is the one thing a feed ever asks the
 device about, and it asks in the feed's own thread.
@@ -6,24 +6,27 @@ device about, and it asks in the feed's own thread.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from millstream.device import DeviceContext, Event
-from millstream.feed.layout import ALIGNMENT_BYTES, Layout, narrow_repeats, view_leaf
+from millstream.feed.layout import Layout, narrow_repeats, see_source, view_leaf
 
-PARALLEL_BYTES = 4 << 20
-"""From here on several threads copy: one core moves 8 to 14 GB/s, so this takes it 0.4 ms, and waking others 0.05."""
+MAX_THREADS = 16
+"""As many as a PCIe 5 bus needs: one core moves 8 to 14 GB/s, eight moved 45, and sixteen 60 (64 MiB at a time)."""
 
-MAX_THREADS = 8
-"""More than a PCIe 5 bus needs."""
+MAX_SLOTS = 32
+"""Enough for steps of 50 µs."""
+
+SLACK_BYTES = 128 << 20
+"""So much pinned memory may be used to run ahead."""
 
 FIRST_PAUSE_S = 50e-6
 """How long a thread first sleeps when an event is not reached: about the shortest sleep an operating system grants."""
@@ -59,60 +62,92 @@ class PinnedSlot:
     copied: Event
     busy: bool = False  # its bytes are still to be read by a copy that has been enqueued
     memory: Tensor | None = None
+    layout: Layout | None = None  # for which the views below were made
+    pieces: list[Tensor] = field(default_factory=list)  # where the layout's sources go
+    parcels: list[Tensor] = field(default_factory=list)
 
 
 class PinnedRing:
     """Pinned slots, used in turn. One thread fills them.
 
+    The host runs ahead of the device by as many batches as there are slots, less one: so long it may take to notice
+    that a copy is over, to stage the next batch and to hand it to a sleeping thread, before the device runs dry. Steps
+    of less than a millisecond need more slots for that than batches may be under way, but their batches are small.
+
     Args:
         context: Of the device.
-        num_slots: How many batches may lie in pinned memory.
-        num_threads: How many threads fill a slot.
+        num_slots: How many batches lie in pinned memory at least.
     """
 
-    def __init__(self, context: DeviceContext, num_slots: int, num_threads: int) -> None:
+    def __init__(self, context: DeviceContext, num_slots: int) -> None:
         self._context = context
-        self._slots = deque(PinnedSlot(context.acquire_event()) for _ in range(num_slots))  # the oldest first
-        self._crew = CopyCrew(num_threads)
+        self._num_slots = num_slots
+        self._slots: deque[PinnedSlot] = deque()  # the oldest first
+        self._num_bytes = 0  # of all slots
 
     def fill(self, layout: Layout, leaves: Sequence[Tensor], stopped: threading.Event) -> PinnedSlot | None:
         """Copy the leaves of a batch into the slot that was filled longest ago; ``None`` when stopped meanwhile.
 
         The caller has made sure that the copy out of it has been enqueued.
         """
-        slot = self._slots[0]
+        slot = self._find(layout.num_bytes)
         # The device may be about to read these bytes (WAR).
         if slot.busy and not wait_until_reached(self._context, slot.copied, stopped):
             return None
         slot.busy = False
-        memory = self._open(slot, layout.num_bytes)
-        if memory is not None:
-            base = memory.data_ptr()
-            moves: list[Move] = []
-            for i, num_bytes in layout.sources:
-                leaf, spec, (parcel, start) = leaves[i], layout.specs[i], layout.position[i]
-                start += layout.parcels[parcel].start
-                if leaf.stride() == spec.stride and not (leaf.is_conj() or leaf.is_neg()):
-                    moves.append((base + start, leaf.data_ptr(), num_bytes))
-                else:
-                    narrow_repeats(view_leaf(memory, start, spec)).copy_(narrow_repeats(leaf))
-            self._crew.copy(moves)
+        if layout is not slot.layout:
+            self._open(slot, layout)
+        # One call that holds no interpreter lock, whatever the number of leaves: to get that lock back can take
+        # milliseconds while the training loop computes in Python. PyTorch divides large leaves among its threads.
+        sources = [
+            see_source(leaves[i], num_bytes) if i in layout.shared else narrow_repeats(leaves[i])
+            for i, num_bytes in layout.sources
+        ]
+        if sources:
+            torch._foreach_copy_(slot.pieces, sources)
         self._slots.rotate(-1)
         return slot
 
-    def _open(self, slot: PinnedSlot, num_bytes: int) -> Tensor | None:
-        """The slot's memory, which is replaced if it is too small."""
+    def _find(self, num_bytes: int) -> PinnedSlot:
+        """The slot that was filled longest ago; or a new one, if that is still read and there may be more."""
+        num_slots = len(self._slots)
+        if num_slots >= self._num_slots:
+            oldest = self._slots[0]
+            with self._context.capture_lock:
+                oldest.busy = oldest.busy and not oldest.copied.query()
+            if not oldest.busy or num_slots == MAX_SLOTS or self._num_bytes + num_bytes > SLACK_BYTES:
+                return oldest
+        self._slots.appendleft(PinnedSlot(self._context.acquire_event()))
+        return self._slots[0]
+
+    def _open(self, slot: PinnedSlot, layout: Layout) -> None:
+        """Make views of the slot's memory for a layout, and replace the memory if it is too small."""
+        num_bytes = layout.num_bytes
+        slot.layout, slot.pieces, slot.parcels = None, [], []
         if slot.memory is None or slot.memory.numel() < num_bytes:
             if slot.memory is not None:
                 self._context.release_pinned(slot.memory)  # its copy is over
                 slot.memory = None
             if num_bytes:
-                slot.memory = self._context.pinned(num_bytes, reserve_bytes=len(self._slots) * num_bytes)
-        return slot.memory
+                # The first slots are pinned at once, and so are all that may follow.
+                num_slots = self._num_slots if len(self._slots) <= self._num_slots else MAX_SLOTS
+                reserve_bytes = min(num_slots * num_bytes, max(SLACK_BYTES, self._num_slots * num_bytes))
+                slot.memory = self._context.pinned(num_bytes, reserve_bytes=reserve_bytes)
+        self._num_bytes = sum(each.memory.numel() for each in self._slots if each.memory is not None)
+        memory = slot.memory
+        if memory is not None:
+            slot.parcels = [memory[start : start + length] for start, length in layout.parcels]
+            slot.pieces = [
+                slot.parcels[parcel][start : start + length]
+                if i in layout.shared
+                else narrow_repeats(view_leaf(slot.parcels[parcel], start, layout.specs[i]))
+                for i, length in layout.sources
+                for parcel, start in [layout.position[i]]
+            ]
+        slot.layout = layout
 
     def close(self) -> None:
         """Give memory and events back, without waiting for copies that are under way."""
-        self._crew.close()
         for slot in self._slots:
             if slot.memory is None:
                 self._context.release_event(slot.copied)
@@ -125,78 +160,21 @@ class PinnedRing:
 
 
 def default_threads() -> int:
-    """Half of the processors that this process may use, and no more than help."""
+    """As many as there are processors that this process may use, and no more than help."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MAX_THREADS, processors // 2))
+    return min(MAX_THREADS, processors)
 
 
-class CopyCrew:
-    """Threads that copy host memory together: the caller's own, and helpers that start with the first large copy.
+@contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """Let PyTorch's operators use so many threads on this thread, which is a new one and soon gone.
 
-    Each takes one equal share in one call that holds no interpreter lock: to get that lock back can take milliseconds
-    while the training loop computes in Python, so it must not be needed often.
-
-    Args:
-        num_threads: How many in all.
+    PyTorch notes the number for threads to come as well. So a thread that does nothing else notes the old one again.
     """
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._helpers: list[threading.Thread] = []
-        self._orders: queue.SimpleQueue[Sequence[Move] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def copy(self, moves: Sequence[Move]) -> None:
-        """Copy; all of it is done when this returns."""
-        total = sum(num_bytes for _, _, num_bytes in moves)
-        if total < PARALLEL_BYTES or self._num_threads == 1:
-            _run(moves)
-            return
-        shares = share_out(moves, -(-total // self._num_threads))
-        while len(self._helpers) < len(shares) - 1:
-            helper = threading.Thread(
-                target=_help, args=(self._orders, self._done), name="millstream-feed-copy", daemon=True
-            )
-            helper.start()
-            self._helpers.append(helper)
-        for share in shares[1:]:
-            self._orders.put(share)
-        _run(shares[0])
-        for _ in shares[1:]:
-            self._done.get()
-
-    def close(self) -> None:
-        """End the helpers and wait for them."""
-        for _ in self._helpers:
-            self._orders.put(None)
-        for helper in self._helpers:
-            helper.join()
-        self._helpers.clear()
-
-
-def share_out(moves: Sequence[Move], share_bytes: int) -> list[list[Move]]:
-    """Cut moves into shares of at most ``share_bytes``, all but the last exactly so long (up to the alignment)."""
-    share_bytes = -(-share_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    shares: list[list[Move]] = [[]]
-    room = share_bytes
-    for to, come_from, left in moves:
-        while left:
-            if not room:
-                shares.append([])
-                room = share_bytes
-            taken = min(left, room)
-            shares[-1].append((to, come_from, taken))
-            to, come_from, left, room = to + taken, come_from + taken, left - taken, room - taken
-    return shares
-
-
-def _run(moves: Sequence[Move]) -> None:
-    for to, come_from, num_bytes in moves:
-        ctypes.memmove(to, come_from, num_bytes)
-
-
-def _help(orders: queue.SimpleQueue[Sequence[Move] | None], done: queue.SimpleQueue[None]) -> None:
-    while (share := orders.get()) is not None:
-        _run(share)
-        del share
-        done.put(None)
+    before = torch.get_num_threads()
+    if before != number:
+        torch.set_num_threads(number)
+        other = threading.Thread(target=torch.set_num_threads, args=(before,), name="millstream-feed-restore")
+        other.start()
+        other.join()
+    yield
