@@ -17,7 +17,7 @@ from millstream.engine.source import compile_plan
 from millstream.graph import Plan, Role
 from millstream.lower import Lowered, Phase
 from millstream.lower.program import Value
-from millstream.lower.tensors import reinterpret, same_addresses, storage_view
+from millstream.lower.tensors import copy_elements, reinterpret, same_addresses, storage_view
 
 
 class Family:
@@ -151,7 +151,7 @@ class Captured:
     def finish(self, inputs: list[Any]) -> list[Any]:
         """Copy back what a replay wrote to inputs, empty their list, and return the outputs."""
         for position in self._mutated:
-            storage_view(inputs[position]).copy_(storage_view(self._memory[position]))
+            copy_elements(inputs[position], self._memory[position])
         outputs = [make(inputs) for make in self._outputs]
         inputs.clear()
         return outputs

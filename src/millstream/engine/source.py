@@ -10,6 +10,8 @@ frees its buffer.
 - Stream 0 of the plan is the stream that is current at the call. The others wait for it at the start; what is allocated
 for a stream is allocated while that stream is current, so that PyTorch's allocator takes the memory for its own.
 - A bound value costs nothing per call.
+- An input that does not lie as kernels were compiled for is copied before they run, and back behind them if they write
+it. A graph that is captured from such an input does that in every replay.
 - The function takes the list of inputs, empties it, and returns the list of outputs; it holds no reference afterwards.
 """
 
@@ -27,7 +29,14 @@ from millstream.device import DeviceContext, Event
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
 from millstream.lower.program import Program, Value
-from millstream.lower.tensors import allocator, current_stream_handle, reinterpret
+from millstream.lower.tensors import (
+    ALIGNMENT_BYTES,
+    allocator,
+    copy_elements,
+    current_stream_handle,
+    realign,
+    reinterpret,
+)
 
 #: ``observe(kernel, launch, written) -> result``: launches a kernel in its own way. Launching it again would write
 #: other values to these tensors, because it updates some of them in place.
@@ -121,6 +130,9 @@ class Writer:
         return self._finish(self.lines)
 
     def _write_outputs(self) -> None:
+        for name in sorted(self.program.aligned & self.program.mutated & self.names.keys() - self.bound.keys()):
+            local, copy = self.names[name], self._global("copy_elements", copy_elements)
+            self.lines.append(f"if {local} is not given_{local}: {copy}(given_{local}, {local})")
         results = ", ".join(self._expression(item) for item in self.program.outputs)
         self.lines.append(f"return [{results}]")
 
@@ -138,7 +150,15 @@ class Writer:
         for position, name in enumerate(self.program.inputs):
             if name is not None and name in used and name not in self.bound:
                 self.lines.append(f"{self._local(name)} = inputs[{position}]")
+                if name in self.program.aligned:
+                    self._write_alignment(name)
         self.lines.append("inputs.clear()")
+
+    def _write_alignment(self, name: str) -> None:
+        local, copy = self.names[name], self._global("realign", realign)
+        if name in self.program.mutated:
+            self.lines.append(f"given_{local} = {local}")
+        self.lines.append(f"if {local}.data_ptr() % {ALIGNMENT_BYTES}: {local} = {copy}({local})")
 
     def _write_streams(self) -> None:
         """Find the current stream, and let the others begin behind it."""

@@ -120,7 +120,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         drop_last: Leave out a batch that has fewer rows than the first.
         pad_last: Lengthen such a batch by repeating its last row; ``num_valid`` of the feed says how many are data.
         deal: With several devices: give them whole batches in turn.
-        threads: How many threads stage a large batch; by default one per processor, at most 16.
+        threads: How many threads stage a large batch; by default half the processors, at most 8.
         check: Verify every copy and poison every slot that was dropped, to find who reads or writes a batch when it is
             not his any more. Slow.
 

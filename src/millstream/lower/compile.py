@@ -18,6 +18,7 @@ import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.utils import should_assume_input_aligned
 
 from millstream.errors import LoweringError
 from millstream.lower.fx_wrapper import collect_wrappers
@@ -145,14 +146,27 @@ def _lower(
     with collect_wrappers(options) as wrappers:
         arguments: Any = {**kwargs, "fx_wrapper": True}
         compile_fx_inner(graph, inputs, **arguments)
+        aligned = aligned_inputs(inputs)
     if not wrappers:
         raise LoweringError("The graph has no kernels.", construct=name)
-    program = translate(wrappers[-1], name=name, static=static)
+    program = translate(wrappers[-1], name=name, static=static, aligned=aligned)
     if len(program.outputs) != num_outputs:
         raise LoweringError(
             f"The wrapper returns {len(program.outputs)} values instead of {num_outputs}.", construct=name
         )
     return Lowered(program, phase, visible, time.perf_counter() - start)
+
+
+def aligned_inputs(inputs: Sequence[Any]) -> frozenset[int]:
+    """Positions of the inputs that Inductor's kernels take to be aligned, because these examples are.
+
+    Nothing makes later calls pass such inputs. Inductor's own wrapper copies those that are not; so must ours.
+    """
+    return frozenset(
+        position
+        for position, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and should_assume_input_aligned(value)
+    )
 
 
 def _forget_attempt() -> None:

@@ -76,6 +76,7 @@ class Program:
         layouts: Allocations by buffer id.
         constants: Folded tensors by value name.
         mutated: Ids of the inputs that the program writes.
+        aligned: Ids of the inputs whose first element kernels take to lie at a multiple of ``ALIGNMENT_BYTES``.
     """
 
     graph: KernelGraph
@@ -86,6 +87,7 @@ class Program:
     layouts: dict[str, Layout]
     constants: dict[str, torch.Tensor]
     mutated: frozenset[str]
+    aligned: frozenset[str]
 
     def base(self, name: str) -> str:
         """Return the input, constant or buffer that the value ``name`` lies in."""

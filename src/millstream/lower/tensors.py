@@ -39,6 +39,23 @@ def same_addresses(tensors: list[Any], addresses: list[int | None], positions: l
     return bool(torch._C._tensors_data_ptrs_at_indices_equal(tensors, addresses, positions))
 
 
+#: Triton kernels load several elements at once where they may take it that the first one lies at a multiple of this;
+#: Inductor lets them, for each input that lay so when it compiled, and calls it ``GPU_ALIGN_BYTES``.
+ALIGNMENT_BYTES = 16
+
+
+def realign(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy ``tensor`` into memory of its own with the same strides, aligned as PyTorch's allocators do it."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    copy_elements(copy, tensor)
+    return copy
+
+
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between tensors of the same sizes and strides, also where they repeat their memory."""
+    storage_view(target).copy_(storage_view(source))
+
+
 def storage_view(tensor: torch.Tensor) -> torch.Tensor:
     """A view of ``tensor`` without the dimensions in which it repeats its memory, so that it can be copied into."""
     size = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from millstream.errors import LoweringError
@@ -32,25 +33,35 @@ from millstream.lower.convolution import (
 from millstream.lower.fx_wrapper import GeneratedKernel
 from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
 from millstream.lower.program import Call, Layout, Program, Value, View
+from millstream.lower.tensors import ALIGNMENT_BYTES, realign
 
 
-def translate(gm: torch.fx.GraphModule, *, name: str, static: frozenset[int] = frozenset()) -> Program:
+def translate(
+    gm: torch.fx.GraphModule,
+    *,
+    name: str,
+    static: frozenset[int] = frozenset(),
+    aligned: frozenset[int] = frozenset(),
+) -> Program:
     """Turn the wrapper graph of TorchInductor into a program.
 
     Args:
         gm: What the FX wrapper produced for one fixed set of shapes.
         name: Name of the graph, for people.
         static: Positions of the inputs whose memory stays the same from call to call.
+        aligned: Positions of the inputs that kernels take to be aligned.
 
     Raises:
         LoweringError: A node of the wrapper has no place in a kernel graph.
     """
-    return _Translator(gm, name, static).run()
+    return _Translator(gm, name, static, aligned).run()
 
 
 class _Translator:
-    def __init__(self, gm: torch.fx.GraphModule, name: str, static: frozenset[int]) -> None:
-        self.gm, self.name, self.static = gm, name, static
+    def __init__(
+        self, gm: torch.fx.GraphModule, name: str, static: frozenset[int], aligned: frozenset[int]
+    ) -> None:
+        self.gm, self.name, self.static, self.aligned = gm, name, static, aligned
         self.inputs: list[str | None] = []
         self.static_names: set[str] = set()
         self.views: dict[str, View] = {}
@@ -103,6 +114,9 @@ class _Translator:
                 f"Constant {node.target} is a {type(value).__name__}, not a tensor.", construct=str(node.target)
             )
         self.constants[node.name] = value
+        if value.is_cuda and value.data_ptr() % ALIGNMENT_BYTES:  # Inductor takes every constant to be aligned
+            with _disable_current_modes():
+                self.constants[node.name] = realign(value)
         self._add_storage(node.name, value)
 
     def _add_storage(self, name: str, value: torch.Tensor) -> None:
@@ -338,6 +352,7 @@ class _Translator:
             layouts=self.layouts,
             constants=self.constants,
             mutated=frozenset(name for name in inputs if name in written),
+            aligned=frozenset(name for i, name in enumerate(self.inputs) if name is not None and i in self.aligned),
         )
 
     def _owner(self, name: str) -> str:
