@@ -20,7 +20,7 @@ from millstream.device import DeviceContext, Event
 from millstream.feed.layout import Layout, narrow_repeats, see_source, view_leaf
 
 MAX_THREADS = 8
-"""More than a PCIe 5 bus needs: one core moves 8 to 14 GB/s, eight moved 45 to 90. Waking more costs more than it gains."""
+"""More than a PCIe 5 bus needs: one core moves 8 to 14 GB/s, eight 45 to 90; waking more costs more."""
 
 MAX_SLOTS = 32
 """Enough for steps of 50 µs."""
