@@ -58,9 +58,7 @@ def translate(
 
 
 class _Translator:
-    def __init__(
-        self, gm: torch.fx.GraphModule, name: str, static: frozenset[int], aligned: frozenset[int]
-    ) -> None:
+    def __init__(self, gm: torch.fx.GraphModule, name: str, static: frozenset[int], aligned: frozenset[int]) -> None:
         self.gm, self.name, self.static, self.aligned = gm, name, static, aligned
         self.inputs: list[str | None] = []
         self.static_names: set[str] = set()
