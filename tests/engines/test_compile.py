@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import millstream as ms
 from millstream.api import executables
+from millstream.lower.fx_wrapper import collect_wrappers
 from tests import networks
 
 
@@ -203,6 +204,11 @@ def test_backend_of_torch_compile():
 def test_bad_arguments_are_named(arguments):
     with pytest.raises(ms.ArgumentError, match=str(next(iter(arguments.values())))):
         ms.compile(networks.Mlp(), **arguments)
+
+
+def test_no_option_lets_kernels_start_early():
+    with collect_wrappers({"triton.enable_pdl": True}):
+        assert not torch._inductor.config.triton.enable_pdl
 
 
 def test_explain_shows_kernels_sources_and_memory():

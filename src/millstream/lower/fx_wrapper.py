@@ -30,12 +30,13 @@ from torch.utils._pytree import tree_map_only
 
 from millstream.errors import LoweringError
 from millstream.lower.cpp_kernels import CppKernels
-from millstream.lower.dependent_launch import with_dependent_launch
 from millstream.lower.operators import written_arguments
 
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so
 #: Inductor must not hand a dead buffer on; but only Inductor knows which kernels may write over an input that dies with
-#: them, and that it does. The converter of 2.11 rejects assertion lines.
+#: them, and that it does. The converter of 2.11 rejects assertion lines. Where kernels start early (programmatic
+#: dependent launch), Inductor places their waits for its own order of kernels on one stream, and without regard to memory
+#: that is reused: wrong for plans on several streams.
 OPTIONS: dict[str, Any] = {
     "fx_wrapper": True,
     "cpp_wrapper": False,
@@ -46,7 +47,7 @@ OPTIONS: dict[str, Any] = {
     "alignment_asserts": False,
     "nan_asserts": False,
     "graph_partition": False,
-    "triton.enable_pdl": False,  # waits for what Inductor's own order asks for, not for ours: see ``dependent_launch``
+    "triton.enable_pdl": False,
 }
 
 
@@ -247,9 +248,8 @@ def collect_wrappers(options: dict[str, Any]) -> Iterator[list[torch.fx.GraphMod
         for device in ("cpu", "cuda"):
             entry = saved.get(device)
             if entry is not None:
-                scheduling = with_dependent_launch(entry.scheduling) if device == "cuda" else entry.scheduling
                 common.register_backend_for_device(
-                    device, scheduling, entry.wrapper_codegen, entry.cpp_wrapper_codegen, Wrapper
+                    device, entry.scheduling, entry.wrapper_codegen, entry.cpp_wrapper_codegen, Wrapper
                 )
         with config.patch({**options, **OPTIONS}):
             yield Wrapper.collected
