@@ -20,6 +20,10 @@ def _fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
 
 
+def assert_close(ours, theirs):
+    networks.assert_close(ours, theirs, 1e-4)
+
+
 class Net(nn.Module):
     """Kernels that load several elements at once, and one that writes a buffer."""
 
@@ -68,10 +72,10 @@ def test_inference(engine):
     compiled = ms.compile(model, engine=engine, strict=True, streams=4)
     with torch.no_grad():
         for x, given, _ in batches():
-            networks.assert_close(compiled(given), model(x))
+            assert_close(compiled(given), model(x))
         shift_state(model)
         for x, given, _ in batches():
-            networks.assert_close(compiled(given), model(x))
+            assert_close(compiled(given), model(x))
     assert_captured(compiled, engine, 1)
 
 
@@ -87,8 +91,8 @@ def test_an_input_is_written_where_the_caller_has_it(engine):
             memory = torch.full((64 * 256 + 2,), 7.0, device="cuda")
             odd, theirs = memory[1:-1].view(64, 256).fill_(1.0), torch.ones(64, 256, device="cuda")
             ours = odd if given is not x else theirs.clone()
-            networks.assert_close(compiled(given, ours), work(x, theirs))
-            networks.assert_close(ours, theirs)
+            assert_close(compiled(given, ours), work(x, theirs))
+            assert_close(ours, theirs)
             assert memory[[0, -1]].tolist() == [7.0, 7.0]
     assert_captured(compiled, engine, 1)
 
@@ -109,8 +113,8 @@ def test_forward_and_backward(engine):
             for output in outputs:
                 output.backward(place(gradient))
             del outputs, output
-        networks.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()], 1e-4)
-        networks.assert_close(model.mean, twin.mean)
+        assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+        assert_close(model.mean, twin.mean)
     assert_captured(compiled, engine, 2)
 
 
@@ -133,8 +137,8 @@ def test_training_step(engine, odd_state):
 
     step = ms.step(lambda x, y: train(model, optimizers[0], x, y), engine=engine, strict=True)
     for x, given, y in batches():
-        networks.assert_close(step(given, y), train(twin, optimizers[1], x, y))
-    networks.assert_close(list(model.state_dict().values()), list(twin.state_dict().values()), 1e-4)
+        assert_close(step(given, y), train(twin, optimizers[1], x, y))
+    assert_close(list(model.state_dict().values()), list(twin.state_dict().values()))
     assert_captured(step, engine, 1)
     program = executables(step)[0].lowered.program
     aligned = [name in program.aligned for name in program.inputs]
@@ -148,6 +152,7 @@ def test_frozen_parameters():
     compiled = ms.compile(model, freeze=True, strict=True)
     with torch.no_grad():
         for x, given, _ in batches(4):
-            networks.assert_close(compiled(given), model(x))
+            assert_close(compiled(given), model(x))
     constants = executables(compiled)[0].lowered.program.constants.values()
+    assert constants
     assert all(constant.data_ptr() % 16 == 0 for constant in constants)
