@@ -35,7 +35,7 @@ from millstream.lower.operators import written_arguments
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so
 #: Inductor must not hand a dead buffer on; but only Inductor knows which kernels may write over an input that dies with
 #: them, and that it does. The converter of 2.11 rejects assertion lines. Where kernels start early (programmatic
-#: dependent launch), Inductor places their waits for its own order of kernels on one stream, which is wrong for plans on
+#: dependent launch), Inductor places their waits for its own order of kernels on one stream: wrong for plans on
 #: several.
 OPTIONS: dict[str, Any] = {
     "fx_wrapper": True,
