@@ -51,6 +51,7 @@ class DeviceLoad:
     loan: Loan | None = None
     ready: Event | None = None  # what the consumer's stream waits for
     tensors: dict[int, Tensor] = field(default_factory=dict)  # by leaf, those that the user gets
+    batch: tuple[Any] | None = None  # made of them already, where nothing is left to be done
     unused: Sequence[Tensor] = ()  # lent, but no part of what the user gets: dropped when he gets it
 
     @property
@@ -173,7 +174,7 @@ class CopyLane:
         assert pinned is not None
         copy_stream, layout = context.copy_stream, load.layout
         # Allocating ends captures of other threads, and so does a copy from pageable memory, when pinning was refused.
-        with context.capture_lock, torch.inference_mode(False):
+        with context.capture_lock:
             memories = self.ring.open(slot, layout, copy_stream)
             begin = Mark(context, copy_stream) if measured else None
             pairs = zip(memories, pinned.parcels, strict=True)
@@ -198,7 +199,11 @@ class CopyLane:
         if not memories:
             self.ring.give_back(load.slot)  # nothing of it will ever be dropped
         load.loan = loan
-        load.tensors = dict(zip(load.staged, view_leaves(load.layout, lent), strict=True))
+        leaves = view_leaves(load.layout, lent)
+        if load.others:
+            load.tensors = dict(zip(load.staged, leaves, strict=True))
+        else:
+            load.batch = (load.rebuild(leaves),)
 
     def _apply(self, transform: Transform, load: DeviceLoad, memories: Sequence[Tensor]) -> None:
         """Run the user's transform on the copy stream, and lend what comes out of it.
@@ -263,22 +268,27 @@ class CopyLane:
         """Hand the batch out on the current stream. The host does not wait for the device."""
         stream = self._stream
         if load.ready is None:
-            self._start(load)  # memory was short; if it still is, the user learns it here, and may try again
+            with torch.inference_mode(False):
+                self._start(load)  # memory was short; if it still is, the user learns it here, and may try again
             assert load.ready is not None
         stream.wait_event(load.ready)  # RAW: the consumer's kernels must see the copied bytes
+        batch = load.batch[0] if load.batch is not None else self._complete(load, stream)
+        # Nothing fails from here on, so this part happens once even if an attempt above has to be repeated.
+        if load.loan is not None:
+            self.ring.hand_out(load.loan, stream)
+            self.slot = load.loan.slot.number if load.loan.claims else None
+        load.unused, load.tensors, load.batch = (), {}, None
+        return batch
+
+    def _complete(self, load: DeviceLoad, stream: Stream) -> Any:
+        """Make the batch of what was staged and of what was not."""
         tensors: dict[int, Any] = dict(load.tensors)
         if load.made is not None:
             tensors |= self._take_over(load, load.made, stream)
         for i, leaf in load.others.items():
             if i not in tensors:
                 tensors[i] = _move(leaf, self._device)
-        batch = load.rebuild([tensors[i] for i in range(len(tensors))])
-        # Nothing fails from here on, so this part happens once even if an attempt above has to be repeated.
-        if load.loan is not None:
-            self.ring.hand_out(load.loan, stream)
-            self.slot = load.loan.slot.number if load.loan.claims else None
-        load.unused, load.tensors = (), {}
-        return batch
+        return load.rebuild([tensors[i] for i in range(len(tensors))])
 
     def _take_over(self, load: DeviceLoad, made: tuple[Mark, Stream], stream: Stream) -> dict[int, Tensor]:
         """Make tensors that the source made on the device the property of the consumer's stream.
