@@ -195,7 +195,7 @@ def test_auto_chooses_and_explains(tmp_path):
     (program,) = explanation.to_dict()["programs"]
     assert len(program["candidates"]) == len(executable.candidates)
     explanation.save(tmp_path / "run.html")
-    assert "chosen" in (tmp_path / "run.html").read_text()
+    assert f"on {chosen.streams} streams" in (tmp_path / "run.html").read_text()
 
 
 def test_the_fastest_of_one_chain_is_one_stream():
