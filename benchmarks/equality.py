@@ -21,7 +21,7 @@ FLOOR = {torch.float64: 1e-12, torch.float32: 5e-5, torch.float16: 2e-3, torch.b
 TOTAL_FACTOR = 2.0  # two independent errors of one size: each as far from the precise run as the other, give or take
 CHANGE_FACTOR = 4.0  # of a state: after four steps of Inception-v3 torch.compile's was 3.7 times as far off as eager's
 TENSOR_FACTOR = 4.0  # measured against the usual tensor, for eager may be lucky
-FEW = 30  # so few numbers may come out right by luck: their errors differ more
+FEW = 30  # so few numbers may come out right by luck: their errors differ more, and one of them alone shows nothing
 FEW_FACTOR = 8.0  # eager's three losses of one step came out 0.00024 and, with cuDNN tuned otherwise, 0.0011 off
 WITNESS = 0.2  # a tensor that eager gets worse than this is mostly rounding; one that was never updated is off by 1
 ULPS = 50  # a change of fewer units in the last place of the value tells more about rounding than about the change
@@ -85,7 +85,7 @@ class _GroupJudge:
         self._allowed_of = {
             name: max(5 * floor, TENSOR_FACTOR * max(error, typical))
             for name, error in eager_errors.items()
-            if error <= WITNESS and squares[name] ** 0.5 > ULPS * rounding[name]
+            if count > FEW and error <= WITNESS and squares[name] ** 0.5 > ULPS * rounding[name]
         }
 
     def judge(self, results: Tensors) -> Verdict:

@@ -187,18 +187,20 @@ def copy_ms(sizes: Sequence[int], device: torch.device) -> float:
 
 
 def stage_ms(batches: Sequence[Batch], device: torch.device) -> float:
-    """Milliseconds to copy a batch into pinned memory with as many threads as a feed uses."""
-    from millstream.feed.staging import default_threads, intra_op_threads
+    """Milliseconds to copy a batch into pinned memory with as many threads as a feed would choose."""
+    from millstream.feed.threads import ThreadChoice
 
     targets = [torch.empty_like(leaf, pin_memory=device.type == "cuda") for leaf in batches[0]]
     times = []
 
     def stage() -> None:
-        with intra_op_threads(default_threads()):
-            for batch in [*batches[:4]] * 3:
-                start = time.perf_counter_ns()
+        choice = ThreadChoice()
+        for batch in [*batches[:4]] * 10:
+            start = time.perf_counter_ns()
+            with choice.use(sum(leaf.nbytes for leaf in batch)):
                 torch._foreach_copy_(targets, batch)
-                times.append((time.perf_counter_ns() - start) / 1e6)
+            times.append((time.perf_counter_ns() - start) / 1e6)
+        del times[:-12]
 
     thread = threading.Thread(target=stage)
     thread.start()

@@ -1,5 +1,4 @@
 import itertools
-import threading
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from millstream.feed.layout import (
     view_leaf,
     view_leaves,
 )
-from millstream.feed.staging import intra_op_threads
 
 DTYPES = [torch.float32, torch.int64, torch.bool, torch.uint8, torch.bfloat16, torch.complex128, torch.float8_e4m3fn]
 
@@ -130,27 +128,3 @@ def test_writing_into_one_leaf_does_not_touch_its_neighbours_version():
     y.add_(1)
     loss.backward()
     assert weight.grad is not None
-
-
-# --- copying in threads
-
-
-def test_so_many_threads_are_used_here_and_as_many_as_before_elsewhere():
-    def note():
-        numbers.append(torch.get_num_threads())
-
-    def work():
-        with intra_op_threads(before + 2):
-            note()
-            run(note)
-
-    numbers, before = [], torch.get_num_threads()
-    run(work)
-    note()
-    assert numbers == [before + 2, before, before]
-
-
-def run(work):
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()

@@ -14,8 +14,8 @@ lent to the user in the same way, so that it goes back to C's memory only behind
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,9 @@ from millstream.feed.lane import Transform, misplaced
 from millstream.feed.layout import Layout, describe_leaves, plan_layout, view_leaves
 from millstream.feed.ledger import Mark
 from millstream.feed.ring import DeviceSlot, Loan, Ring, whole_storage
-from millstream.feed.staging import PinnedRing, PinnedSlot, intra_op_threads
+from millstream.feed.staging import PinnedRing, PinnedSlot
 from millstream.feed.structure import Rebuild, as_tensor, split
+from millstream.feed.threads import ThreadChoice
 
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
@@ -66,7 +67,7 @@ class CopyLane:
     Args:
         context: Of the device.
         depth: How many batches may be under way.
-        threads: How many threads stage a large batch.
+        threads: How many threads stage a batch.
         transform: Applied to each batch on the copy stream, in the worker.
         checker: Watches over slots, if the user has asked for it.
     """
@@ -76,7 +77,7 @@ class CopyLane:
         context: DeviceContext,
         depth: int,
         *,
-        threads: int = 1,
+        threads: ThreadChoice | None = None,
         transform: Transform | None = None,
         checker: Checker | None = None,
     ) -> None:
@@ -85,8 +86,7 @@ class CopyLane:
         self._transform = transform
         self._checker = checker
         # One more than can be under way: the copy of the batch that was handed out last may still be going on.
-        self._pinned = PinnedRing(context, depth + 1)
-        self._threads = threads
+        self._pinned = PinnedRing(context, depth + 1, threads or ThreadChoice(1))
         num_slots = max(depth, 2) + (checker is not None)
         self.ring = Ring(context, num_slots, context.current_stream())
         self._layout = plan_layout(())  # of the batch described last; the worker's
@@ -98,11 +98,9 @@ class CopyLane:
         """Parcels that the user has kept."""
         return self.ring.num_kept
 
-    @contextmanager
-    def in_thread(self) -> Iterator[None]:
-        """Set the device, keep the thread from killing captures of others, and let it copy with several threads."""
-        with self._context.in_thread(), intra_op_threads(self._threads):
-            yield
+    def in_thread(self) -> AbstractContextManager[None]:
+        """Set the device, and keep the thread from killing captures of others."""
+        return self._context.in_thread()
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 

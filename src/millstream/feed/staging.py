@@ -6,11 +6,9 @@ device about, and it asks in the feed's own thread.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,9 +16,7 @@ from torch import Tensor
 
 from millstream.device import DeviceContext, Event
 from millstream.feed.layout import Layout, narrow_repeats, see_source, view_leaf
-
-MAX_THREADS = 8
-"""More than a PCIe 5 bus needs: one core moves 8 to 14 GB/s, eight 45 to 90; waking more costs more."""
+from millstream.feed.threads import ThreadChoice
 
 MAX_SLOTS = 32
 """Enough for steps of 50 µs."""
@@ -34,9 +30,6 @@ FIRST_PAUSE_S = 50e-6
 LONGEST_PAUSE_S = 500e-6
 """How long at most: noticing this late costs nothing while other batches wait, and 2,000 questions a second to the
 runtime take well under 1 % of the interpreter's time."""
-
-Move = tuple[int, int, int]
-"""Destination, source, number of bytes."""
 
 
 def wait_until_reached(context: DeviceContext, event: Event, stopped: threading.Event) -> bool:
@@ -77,10 +70,12 @@ class PinnedRing:
     Args:
         context: Of the device.
         num_slots: How many batches lie in pinned memory at least.
+        threads: How many threads fill a slot.
     """
 
-    def __init__(self, context: DeviceContext, num_slots: int) -> None:
+    def __init__(self, context: DeviceContext, num_slots: int, threads: ThreadChoice) -> None:
         self._context = context
+        self._threads = threads
         self._num_slots = num_slots
         self._slots: deque[PinnedSlot] = deque()  # the oldest first
         self._num_bytes = 0  # of all slots
@@ -104,7 +99,8 @@ class PinnedRing:
             for i, num_bytes in layout.sources
         ]
         if sources:
-            torch._foreach_copy_(slot.pieces, sources)
+            with self._threads.use(layout.num_bytes):
+                torch._foreach_copy_(slot.pieces, sources)
         self._slots.rotate(-1)
         return slot
 
@@ -157,24 +153,3 @@ class PinnedRing:
                 self._context.release_pinned(slot.memory)
                 self._context.release_event(slot.copied)
         self._slots.clear()
-
-
-def default_threads() -> int:
-    """Half of the processors that this process may use, and no more than help."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MAX_THREADS, processors // 2))
-
-
-@contextmanager
-def intra_op_threads(number: int) -> Iterator[None]:
-    """Let PyTorch's operators use so many threads on this thread, which is a new one and soon gone.
-
-    PyTorch notes the number for threads to come as well. So a thread that does nothing else notes the old one again.
-    """
-    before = torch.get_num_threads()
-    if before != number:
-        torch.set_num_threads(number)
-        other = threading.Thread(target=torch.set_num_threads, args=(before,), name="millstream-feed-restore")
-        other.start()
-        other.join()
-    yield
