@@ -95,6 +95,17 @@ def test_what_is_asked_for_while_a_copy_is_under_way_travels_together(fetcher):
     assert fetcher.num_copies <= 4
 
 
+def test_results_of_steps_to_come_do_not_hold_up_the_first(fetcher, monkeypatch):
+    monkeypatch.setattr(fetcher, "_is_ready", lambda _: False)
+    gate, done = threading.Event(), []
+    fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(DEADLINE_S))
+    futures = [fetcher.put(torch.tensor(i), callback=done.append) for i in range(5)]
+    gate.set()
+    assert [future.result(DEADLINE_S) for future in futures] == list(range(5))
+    assert fetcher.num_copies == 6
+    assert done == list(range(5))
+
+
 def test_who_asks_for_too_much_waits():
     ctx, _ = make_virtual_context("eager")
     fetcher = Fetcher(ctx, depth=2)

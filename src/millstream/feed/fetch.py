@@ -3,7 +3,7 @@
 The caller's thread copies the result, on the device and on his own stream, into a stretch of a ring: whatever he does
 with the original next (a graph overwrites it, the allocator hands its memory out), comes after that. A thread of the
 fetcher's own then brings the stretch to the host on a stream of its own, into pinned memory laid out in the same way,
-and waits for it there. What was asked for while one copy was under way travels together in the next.
+and waits for it there. What the device has finished while one copy was under way travels together in the next.
 """
 
 from __future__ import annotations
@@ -298,18 +298,30 @@ class Fetcher:
 
     def _work(self) -> None:
         with self.context.in_thread():
-            ended = False
-            while not ended:
-                results = [self._orders.get()]
+            waiting: deque[_Result | None] = deque()
+            while True:
+                if not waiting:
+                    waiting.append(self._orders.get())
                 with suppress(queue.Empty):
                     while True:
-                        results.append(self._orders.get_nowait())
-                ended = None in results
-                batch = [result for result in results if result is not None]
-                del results
-                if batch:
-                    self._bring_all(batch)
-                del batch
+                        waiting.append(self._orders.get_nowait())
+                first = waiting.popleft()
+                if first is None:
+                    return
+                batch = [first]
+                # Only what is there already: a host that is far ahead has asked for results of steps yet to come.
+                while waiting and (following := waiting[0]) is not None and self._is_ready(following):
+                    batch.append(following)
+                    waiting.popleft()
+                    del following
+                self._bring_all(batch)
+                del first, batch
+
+    def _is_ready(self, result: _Result) -> bool:
+        assert result.ready is not None
+        with self.context.capture_lock, suppress(RuntimeError):  # which a copy will raise again, for its results
+            return result.ready.event.query()
+        return True
 
     def _bring_all(self, results: list[_Result]) -> None:
         error: BaseException | None = None
