@@ -117,6 +117,15 @@ def example(kind, device="cpu", batch=None):
     return torch.randn(shape, device=device), torch.randint(0, 4, shape[:1], device=device)
 
 
+def train_once(model, optimizer, x, y):
+    """One training step on a batch for classification; returns its loss."""
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def assert_close(ours, theirs, tolerance=1e-5):
     """Compare two trees of tensors by ‖a − b‖ ≤ tolerance · max(‖b‖, 1); NaN never passes."""
     ours, theirs = (torch.utils._pytree.tree_leaves(tree) for tree in (ours, theirs))

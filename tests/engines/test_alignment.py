@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._inductor.utils import GPU_ALIGN_BYTES
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -165,17 +164,10 @@ def test_what_was_compiled_where_it_lies_is_not_copied(copied):
     twin.load_state_dict(model.state_dict())
     optimizers = [torch.optim.SGD(network.parameters(), 0.1) for network in (model, twin)]
 
-    def train(network, optimizer, x, y):
-        loss = F.cross_entropy(network(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    step = ms.step(lambda x, y: train(model, optimizers[0], x, y), engine="serial", strict=True)
+    step = ms.step(lambda x, y: networks.train_once(model, optimizers[0], x, y), engine="serial", strict=True)
     x, y = networks.example(networks.Mlp)
     for batch in (x, x, shifted(x)):
         assert not copied
-        networks.assert_close(step(batch, y), train(twin, optimizers[1], x, y))
+        networks.assert_close(step(batch, y), networks.train_once(twin, optimizers[1], x, y))
     assert copied == [tuple(x.shape)]
     networks.assert_close(list(model.parameters()), list(twin.parameters()))

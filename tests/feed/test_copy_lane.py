@@ -383,6 +383,19 @@ def test_many_small_leaves_travel_in_one_copy(num_leaves, depth):
     assert len(copies) == min(num_leaves, 1)
 
 
+def test_batches_of_a_source_under_inference_mode_can_be_trained_with(virtual_feed):
+    def source():
+        for i in range(12):
+            with torch.inference_mode(i % 8 > 3):  # it is on in the worker while the generator waits
+                yield make_batch(i, 1, 8)
+
+    fed, device = virtual_feed(source())
+    batches = list(fed)
+    device.synchronize()
+    assert not any(batch[0].is_inference() for batch in batches)
+    assert [int(batch[0][0]) for batch in batches] == [i * 7 + 1 for i in range(12)]
+
+
 def test_batches_made_under_inference_mode_can_be_trained_with(virtual_feed):
     fed, device = virtual_feed([make_batch(i, 1, 8) for i in range(8)])
     passing = iter(fed)

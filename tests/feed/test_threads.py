@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millstream.feed import threads
-from millstream.feed.threads import LARGE_BYTES, TRIES, ThreadChoice, intra_op_threads
+from millstream.feed.threads import LARGE_BYTES, TRIES, ThreadChoice, openmp_threads
 
 
 def run(work):
@@ -20,7 +20,7 @@ def test_so_many_threads_are_used_here_and_as_many_as_before_elsewhere():
         numbers.append(torch.get_num_threads())
 
     def work():
-        with intra_op_threads(before + 2):
+        with openmp_threads(before + 2):
             note()
             run(note)
         note()
@@ -34,7 +34,7 @@ def test_so_many_threads_are_used_here_and_as_many_as_before_elsewhere():
 def test_without_openmp_nothing_changes(monkeypatch):
     monkeypatch.setattr(threads, "_find_setter", lambda: None)
     before = torch.get_num_threads()
-    with intra_op_threads(before + 2):
+    with openmp_threads(before + 2):
         assert torch.get_num_threads() == before
 
 

@@ -11,14 +11,7 @@ from millstream.api import executables
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, TOLERANCE, assert_trained_alike, train
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _exact(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 
 
 def engines_of(compiled):

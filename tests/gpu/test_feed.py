@@ -367,8 +367,8 @@ def test_device_memory_is_depth_times_a_batch():
 
 
 def test_a_copy_runs_beside_the_step_before():
-    """Steps follow each other without a gap."""
-    x = torch.zeros(4 << 20)  # 16 MiB: 0.3 ms on PCIe 5, and staged soon enough by a busy host
+    """With a copy of half the step's length, steps follow each other without a gap."""
+    x = torch.zeros(32 << 20)  # 128 MiB: 2.4 ms on PCIe 5
     fed = feed([x] * 40, "cuda:0", 2)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     alone_begin, alone_end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

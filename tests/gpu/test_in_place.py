@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import millstream as ms
@@ -13,14 +12,11 @@ from millstream.engine import in_place
 from millstream.engine.captured import Captured
 from tests import networks
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 
 
 @pytest.fixture(autouse=True)
-def _exact(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+def _forced(monkeypatch):
     monkeypatch.setattr(in_place, "FORCED", True)
 
 
@@ -61,11 +57,7 @@ def test_a_fed_step_trains_alike(depth, streams, monkeypatch):
 
         @ms.step(strict=True, streams=streams)
         def step(x, y):
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
+            return networks.train_once(model, optimizer, x, y)
 
         torch.manual_seed(2)
         feed = ms.feed(batches, "cuda", depth=depth)

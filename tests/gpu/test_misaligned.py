@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import millstream as ms
@@ -128,16 +127,9 @@ def test_training_step(engine, odd_state):
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(network.parameters(), 0.05, momentum=0.9) for network in (model, twin)]
 
-    def train(network, optimizer, x, y):
-        loss = F.cross_entropy(network(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    step = ms.step(lambda x, y: train(model, optimizers[0], x, y), engine=engine, strict=True)
+    step = ms.step(lambda x, y: networks.train_once(model, optimizers[0], x, y), engine=engine, strict=True)
     for x, given, y in batches():
-        assert_close(step(given, y), train(twin, optimizers[1], x, y))
+        assert_close(step(given, y), networks.train_once(twin, optimizers[1], x, y))
     assert_close(list(model.state_dict().values()), list(twin.state_dict().values()))
     assert_captured(step, engine, 1)
     program = executables(step)[0].lowered.program

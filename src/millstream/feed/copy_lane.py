@@ -133,7 +133,8 @@ class CopyLane:
         Always, even when they are pinned already: a source that yields the same memory again would otherwise overwrite
         a batch whose copy is still in flight, and a pageable one would make the copy block.
         """
-        load.pinned = self._pinned.fill(load.layout, load.leaves, stopped)
+        with torch.inference_mode(False):  # a generator may have left it on
+            load.pinned = self._pinned.fill(load.layout, load.leaves, stopped)
         load.leaves = []
         return load.pinned is not None
 
@@ -172,7 +173,7 @@ class CopyLane:
         assert pinned is not None
         copy_stream, layout = context.copy_stream, load.layout
         # Allocating ends captures of other threads, and so does a copy from pageable memory, when pinning was refused.
-        with context.capture_lock:
+        with context.capture_lock, torch.inference_mode(False):
             memories = self.ring.open(slot, layout, copy_stream)
             begin = Mark(context, copy_stream) if measured else None
             pairs = zip(memories, pinned.parcels, strict=True)
@@ -266,8 +267,7 @@ class CopyLane:
         """Hand the batch out on the current stream. The host does not wait for the device."""
         stream = self._stream
         if load.ready is None:
-            with torch.inference_mode(False):
-                self._start(load)  # memory was short; if it still is, the user learns it here, and may try again
+            self._start(load)  # memory was short; if it still is, the user learns it here, and may try again
             assert load.ready is not None
         stream.wait_event(load.ready)  # RAW: the consumer's kernels must see the copied bytes
         batch = load.batch[0] if load.batch is not None else self._complete(load, stream)

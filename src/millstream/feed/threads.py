@@ -45,11 +45,11 @@ class ThreadChoice:
     def use(self, num_bytes: int) -> Iterator[None]:
         """Copy so many bytes in the body."""
         if self.chosen is not None or num_bytes < LARGE_BYTES:
-            with intra_op_threads(self.chosen or self._few):
+            with openmp_threads(self.chosen or self._few):
                 yield
             return
         number, times = next(each for each in self._seconds_per_byte.items() if len(each[1]) < TRIES)
-        with intra_op_threads(number):
+        with openmp_threads(number):
             began = time.perf_counter()
             yield
             times.append((time.perf_counter() - began) / num_bytes)
@@ -58,11 +58,12 @@ class ThreadChoice:
 
 
 @contextmanager
-def intra_op_threads(number: int) -> Iterator[None]:
+def openmp_threads(number: int) -> Iterator[None]:
     """Let PyTorch's operators use so many threads on the calling thread, in the body.
 
-    Not by ``torch.set_num_threads``, which also notes the number for all threads to come: what the user computes there
-    would round otherwise. Where PyTorch does without OpenMP, it uses as many as ever.
+    Enough for copies. Not by ``torch.set_num_threads``, as the engine of the CPU must for the sake of other libraries:
+    that also notes the number for all threads to come, and what the user computes there would round otherwise. Where
+    PyTorch does without OpenMP, it uses as many as ever.
     """
     set_threads = _find_setter()
     before = torch.get_num_threads()
