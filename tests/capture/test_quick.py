@@ -141,7 +141,7 @@ def test_what_cannot_be_watched_is_refused():
 
 
 def test_python_checks_alone_without_a_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
     assert quick.load_library.__wrapped__() is None
 

@@ -146,13 +146,17 @@ class VirtualDevice:
     def lend(self, memory, token):
         return lend_host(memory, token)
 
-    def copy(self, pairs, stream):
+    def copy(self, pairs, stream, before, after):
+        for event in before:
+            event.record(stream)
         # A source on this device is not kept alive by the queue either: who frees it too early reads what came after.
         for destination, source in pairs:
             to, come_from = self._find_raw(destination), self._find_raw(source)
             to = destination.numpy() if to is None else to
             come_from = source.numpy() if come_from is None else come_from
             stream.enqueue(lambda to=to, come_from=come_from: np.copyto(to, come_from))
+        for event in after:
+            event.record(stream)
 
     def pin(self, num_bytes):
         if self.refuse_to_pin:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from millstream.check import check_plan
 from millstream.cost import Costs, CostTable, KernelCost, format_table
+from millstream.device.cache_folder import cache_folder
 from millstream.engine import choice, store
 from millstream.engine.choice import (
     MARGIN,
@@ -408,11 +410,11 @@ def test_where_the_files_lie(monkeypatch, tmp_path):
     for name in ("MILLSTREAM_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert store.default_folder() == tmp_path / ".cache" / "millstream"
+    assert cache_folder() == tmp_path / ".cache" / "millstream"
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert store.default_folder() == Path("/xdg/millstream")
+    assert cache_folder() == Path("/xdg/millstream")
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", "/mine")
-    assert store.default_folder() == Path("/mine")
+    assert cache_folder() == Path("/mine")
 
 
 def test_a_user_without_a_home_keeps_files_among_the_temporary_ones(monkeypatch, tmp_path):
@@ -423,8 +425,8 @@ def test_a_user_without_a_home_keeps_files_among_the_temporary_ones(monkeypatch,
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    monkeypatch.setattr(store.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert store.default_folder() == tmp_path / "millstream"
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    assert cache_folder() == tmp_path / "millstream"
 
 
 def test_the_key_of_a_choice_depends_on_what_the_choice_depends_on():

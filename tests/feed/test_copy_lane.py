@@ -374,7 +374,7 @@ def test_many_small_leaves_travel_in_one_copy(num_leaves, depth):
     ctx, device = make_virtual_context("eager")
     lane, stopped = CopyLane(ctx, depth), threading.Event()
     copies = []
-    device.copy = lambda pairs, stream: copies.extend(source.numel() for _, source in pairs)
+    device.copy = lambda pairs, *_: copies.extend(source.numel() for _, source in pairs)
     load = lane.describe([torch.ones(i + 1) for i in range(num_leaves)])
     lane.stage(load, stopped)
     lane.send(load, stopped, measured=False)

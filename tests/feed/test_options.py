@@ -320,8 +320,8 @@ def test_bytes_that_change_on_the_way_are_found(virtual_feed):
     fed, device = virtual_feed([torch.full((100,), float(i)) for i in range(30)], 2, "eager", check=True)
     copy, count = device.copy, [0]
 
-    def bad_copy(pairs, stream):
-        copy(pairs, stream)
+    def bad_copy(pairs, *rest):
+        copy(pairs, *rest)
         count[0] += len(pairs)
         if pairs and count[0] == 9:
             pairs[0][0].view(torch.uint8)[0] ^= 1

@@ -1,6 +1,5 @@
 """Compiled checks for steps on a device, where the host's time counts: see ``quick_guards.cpp``.
 
-The few lines of C++ are compiled where they are first needed, in some two seconds, and kept in Inductor's cache folder.
 Where there is no compiler, Python checks alone.
 """
 
@@ -8,20 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from millstream.device.native import build
 
 DEVICES = frozenset({"cuda"})
 """Where tensors must be for their step to be checked in this way. On the host, kernels take longer than checks."""
@@ -76,15 +70,13 @@ class QuickGuards:
 @functools.cache
 def load_library() -> ctypes.PyDLL | None:
     """The compiled code, or ``None`` where it cannot be had."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or sys.platform == "win32":
-        return None
-    target = _target(compiler)
+    folders = (_ROOT / "include", Path(sysconfig.get_paths()["include"]))
+    path = build(_SOURCE, *(f"-I{folder}" for folder in folders), f"-L{_ROOT / 'lib'}", "-lc10")
     try:
-        if not target.exists():
-            _compile(compiler, target)
-        library = ctypes.PyDLL(str(target))
-    except (OSError, subprocess.SubprocessError):
+        library = None if path is None else ctypes.PyDLL(str(path))
+    except OSError:
+        return None
+    if library is None:
         return None
     pointer = ctypes.c_void_p
     signatures: dict[str, tuple[Any, Iterable[Any]]] = {
@@ -101,20 +93,3 @@ def load_library() -> ctypes.PyDLL | None:
         function = getattr(library, f"millstream_{name}")
         function.restype, function.argtypes = result, list(arguments)
     return library
-
-
-def _target(compiler: str) -> Path:
-    facts = (compiler, torch.__version__, str(_ROOT), sys.version, _SOURCE.read_text())
-    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-    return Path(cache_dir()) / "millstream" / f"quick_guards_{key}.so"
-
-
-def _compile(compiler: str, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", str(_SOURCE), "-o", str(made)]
-        command += [f"-I{_ROOT / 'include'}", f"-I{sysconfig.get_paths()['include']}", f"-L{_ROOT / 'lib'}", "-lc10"]
-        command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
-        made.replace(target)  # at once, also when several processes come here

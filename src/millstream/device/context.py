@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
@@ -288,13 +288,26 @@ class DeviceContext:
         self._check_open()
         return self._driver.lend(memory, token)
 
-    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
+    def copy(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        stream: Stream,
+        *,
+        before: Sequence[Event] = (),
+        after: Sequence[Event] = (),
+    ) -> None:
         """Enqueue copies on ``stream``, each to the first of a pair from the second.
 
-        No tensor may be reused before the stream is past it (record an event).
+        No tensor may be reused before the stream is past it.
+
+        Args:
+            pairs: Tensors of one size and dtype.
+            stream: Where.
+            before: Events to be recorded in front of the copies.
+            after: Events to be recorded behind them.
         """
         self._check_open()
-        self._driver.copy(pairs, stream)
+        self._driver.copy(pairs, stream, before, after)
 
     def synchronize(self) -> None:
         """Block the host until the device has done all work given to it, by anyone."""

@@ -11,7 +11,7 @@ import ctypes
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from millstream.device.guard import guard
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
+from millstream.device.native import enqueuer
 from millstream.device.place import Place
 
 GraphPool = tuple[int, int]
@@ -64,8 +65,13 @@ class Driver(Protocol):
         """A tensor over the bytes of ``memory`` that keeps ``token`` and ``memory`` until its last view is gone."""
         ...
 
-    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
-        """Enqueue copies to the first of each pair; asynchronous to the host when the host's side is pinned."""
+    def copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Stream, before: Sequence[Event], after: Sequence[Event]
+    ) -> None:
+        """Record events, enqueue copies to the first of each pair, record events.
+
+        Asynchronous to the host when the host's side is pinned.
+        """
         ...
 
     def pin(self, num_bytes: int) -> Tensor:
@@ -120,10 +126,16 @@ class CpuDriver:
         """By way of an array, which a tensor keeps alive."""
         return lend_host(memory, token)
 
-    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:  # noqa: ARG002
+    def copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Stream, before: Sequence[Event], after: Sequence[Event]
+    ) -> None:
         """Copy at once."""
+        for event in before:
+            event.record(stream)
         for destination, source in pairs:
             destination.copy_(source)
+        for event in after:
+            event.record(stream)
 
     def pin(self, num_bytes: int) -> Tensor:
         """Plain memory: no other device will read it."""
@@ -188,11 +200,36 @@ class CudaDriver:
         """By way of the CUDA array interface: PyTorch keeps the object that offers it as long as the memory is used."""
         return torch.as_tensor(_Lent(memory, token), device=self.torch_device)
 
-    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
-        """Enqueue the copies. From pageable memory the call returns once the driver has taken the source's bytes."""
+    def copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Stream, before: Sequence[Event], after: Sequence[Event]
+    ) -> None:
+        """Enqueue all of it, where possible in one call that does not hold the interpreter's lock.
+
+        From pageable memory the call returns once the driver has taken the source's bytes.
+        """
+        if self._enqueue(pairs, stream, before, after):
+            return
+        for event in before:
+            event.record(stream)
         with self.on(stream):
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
+        for event in after:
+            event.record(stream)
+
+    def _enqueue(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Any, before: Sequence[Any], after: Sequence[Any]
+    ) -> bool:
+        compiled = enqueuer()
+        # PyTorch creates an event when it is first recorded, and makes the thread ready for its device.
+        befores, afters = [event.cuda_event for event in before], [event.cuda_event for event in after]
+        if compiled is None or not all(befores) or not all(afters) or not after:
+            return False
+        if not all(a.is_contiguous() and b.is_contiguous() and a.dtype == b.dtype for a, b in pairs):
+            return False
+        copies = [(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs if to.nbytes]
+        # After an error PyTorch is left to meet it, and to say what it is.
+        return compiled.enqueue(stream.cuda_stream, befores, copies, afters) == 0
 
     def pin(self, num_bytes: int) -> Tensor:
         """Allocate page-locked memory. Slow, and forbidden while a graph is captured (hold the capture lock).

@@ -1,8 +1,7 @@
 """What was measured, kept on disk: costs of kernels, and which plan was fastest.
 
-Files lie in ``MILLSTREAM_CACHE_DIR``, or else in ``~/.cache/millstream``; they are JSON, hold for one device and one
-set of versions each, and may be deleted at any time. Where nothing can be written, everything is measured again in the
-next process.
+Files are JSON, hold for one device and one set of versions each, and may be deleted at any time. Where nothing can be
+written, everything is measured again in the next process.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 
 from millstream.cost import CostTable, format_table, parse_table
+from millstream.device.cache_folder import cache_folder
 from millstream.errors import ArgumentError
 
 
@@ -34,7 +33,7 @@ class Store:
         self._name = torch.cuda.get_device_name(device)
         self._versions = versions()
         digest = hashlib.sha256(json.dumps([self._name, self._versions], sort_keys=True).encode()).hexdigest()[:16]
-        folder = folder or default_folder()
+        folder = folder or cache_folder()
         self._costs, self._choices = folder / f"costs-{digest}.json", folder / f"plans-{digest}.json"
 
     def load_costs(self) -> CostTable:
@@ -64,18 +63,6 @@ class Store:
             if isinstance(choices, dict):
                 return choices
         return {}
-
-
-def default_folder() -> Path:
-    """Where the files lie unless told otherwise."""
-    if named := os.environ.get("MILLSTREAM_CACHE_DIR"):
-        return Path(named)
-    if cache := os.environ.get("XDG_CACHE_HOME"):
-        return Path(cache) / "millstream"
-    try:
-        return Path.home() / ".cache" / "millstream"
-    except RuntimeError:  # a container whose user has no home
-        return Path(tempfile.gettempdir()) / "millstream"
 
 
 def versions() -> dict[str, str]:

@@ -31,7 +31,6 @@ from millstream.feed.ledger import Mark
 from millstream.feed.ring import DeviceSlot, Loan, Ring, whole_storage
 from millstream.feed.staging import PinnedRing, PinnedSlot
 from millstream.feed.structure import Rebuild, as_tensor, split
-from millstream.feed.threads import ThreadChoice
 
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
@@ -67,7 +66,7 @@ class CopyLane:
     Args:
         context: Of the device.
         depth: How many batches may be under way.
-        threads: How many threads stage a batch.
+        threads: How many threads stage a batch at most; ``None`` for as many as help.
         transform: Applied to each batch on the copy stream, in the worker.
         checker: Watches over slots, if the user has asked for it.
     """
@@ -77,7 +76,7 @@ class CopyLane:
         context: DeviceContext,
         depth: int,
         *,
-        threads: ThreadChoice | None = None,
+        threads: int | None = None,
         transform: Transform | None = None,
         checker: Checker | None = None,
     ) -> None:
@@ -86,7 +85,7 @@ class CopyLane:
         self._transform = transform
         self._checker = checker
         # One more than can be under way: the copy of the batch that was handed out last may still be going on.
-        self._pinned = PinnedRing(context, depth + 1, threads or ThreadChoice(1))
+        self._pinned = PinnedRing(context, depth + 1, threads)
         num_slots = max(depth, 2) + (checker is not None)
         self.ring = Ring(context, num_slots, context.current_stream())
         self._layout = plan_layout(())  # of the batch described last; the worker's
@@ -175,15 +174,16 @@ class CopyLane:
         # Allocating ends captures of other threads, and so does a copy from pageable memory, when pinning was refused.
         with context.capture_lock, torch.inference_mode(False):
             memories = self.ring.open(slot, layout, copy_stream)
-            begin = Mark(context, copy_stream) if measured else None
-            pairs = zip(memories, pinned.parcels, strict=True)
-            context.copy([(memory[: source.numel()], source) for memory, source in pairs], copy_stream)
-            if begin is not None:
-                load.copy = begin, Mark(context, copy_stream)
-            pinned.copied.record(copy_stream)
-            pinned.busy = True
-            slot.copied.record(copy_stream)
-            slot.written = True
+            if measured:
+                load.copy = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
+            begin, end = load.copy or (None, None)
+            context.copy(
+                [(memory[: source.numel()], source) for memory, source in zip(memories, pinned.parcels, strict=True)],
+                copy_stream,
+                before=() if begin is None else (begin.event,),
+                after=(*(() if end is None else (end.event,)), pinned.copied, slot.copied),
+            )
+            pinned.busy = slot.written = True
             if self._checker is not None:
                 self._checker.follow(layout, pinned, memories, slot)
             if self._transform is None:

@@ -21,7 +21,6 @@ from millstream.feed.many_lane import ManyLane
 from millstream.feed.progress import Note, Progress
 from millstream.feed.session import Prepare, Session
 from millstream.feed.shaping import count_rows, deal, make_transform, pad_rows, share_rows
-from millstream.feed.threads import ThreadChoice
 from millstream.graph import Timeline
 
 Device = str | torch.device | Place
@@ -120,7 +119,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         drop_last: Leave out a batch that has fewer rows than the first.
         pad_last: Lengthen such a batch by repeating its last row; ``num_valid`` of the feed says how many are data.
         deal: With several devices: give them whole batches in turn.
-        threads: How many threads stage a batch; by default as many as prove fastest, of at most 16.
+        threads: How many threads stage a batch at most; by default as many as there are processors, up to 16.
         check: Verify every copy and poison every slot that was dropped, to find who reads or writes a batch when it is
             not his any more. Slow.
 
@@ -167,7 +166,6 @@ class Feed:
         self._progress = Progress()
         self._ledger: Ledger | None = None
         self._lane: Lane[Any] | None = None
-        self._threads = {each: ThreadChoice(options.threads) for each in self.places or [self.place]}
         # Weak: a loop that is left drops the pass, and with it must go the threads, although the feed lives on.
         self._last: weakref.ref[Session] | None = None
 
@@ -216,7 +214,7 @@ class Feed:
         return CopyLane(
             device,
             self.depth,
-            threads=self._threads[place],
+            threads=options.threads,
             transform=options.transform,
             checker=Checker(device) if options.check else None,
         )

@@ -59,11 +59,12 @@ class Mark:
 
     __slots__ = ("_context", "at_ns", "event", "stream")
 
-    def __init__(self, context: DeviceContext, stream: Stream, *, timing: bool = True) -> None:
+    def __init__(self, context: DeviceContext, stream: Stream, *, timing: bool = True, record: bool = True) -> None:
         self._context = context
         self.stream = stream
         self.event = context.acquire_event(timing=timing)
-        self.event.record(stream)
+        if record:  # or the caller does, at once
+            self.event.record(stream)
         self.at_ns = time.perf_counter_ns()
 
     def __del__(self) -> None:

@@ -7,6 +7,7 @@ device about, and it asks in the feed's own thread.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from millstream.device import DeviceContext, Event
+from millstream.device.native import filler
 from millstream.feed.layout import Layout, narrow_repeats, see_source, view_leaf
-from millstream.feed.threads import ThreadChoice
 
 MAX_SLOTS = 32
 """Enough for steps of 50 µs."""
@@ -57,6 +58,8 @@ class PinnedSlot:
     memory: Tensor | None = None
     layout: Layout | None = None  # for which the views below were made
     pieces: list[Tensor] = field(default_factory=list)  # where the layout's sources go
+    addresses: array[int] = field(default_factory=lambda: array("Q"))  # of the same
+    lengths: array[int] = field(default_factory=lambda: array("Q"))  # of the same, in bytes
     parcels: list[Tensor] = field(default_factory=list)
 
 
@@ -70,12 +73,13 @@ class PinnedRing:
     Args:
         context: Of the device.
         num_slots: How many batches lie in pinned memory at least.
-        threads: How many threads fill a slot.
+        threads: How many threads fill a slot at most; ``None`` for as many as help.
     """
 
-    def __init__(self, context: DeviceContext, num_slots: int, threads: ThreadChoice) -> None:
+    def __init__(self, context: DeviceContext, num_slots: int, threads: int | None) -> None:
         self._context = context
         self._threads = threads
+        self._filler = filler()
         self._num_slots = num_slots
         self._slots: deque[PinnedSlot] = deque()  # the oldest first
         self._num_bytes = 0  # of all slots
@@ -92,17 +96,31 @@ class PinnedRing:
         slot.busy = False
         if layout is not slot.layout:
             self._open(slot, layout)
-        # One call that holds no interpreter lock, whatever the number of leaves: to get that lock back can take
-        # milliseconds while the training loop computes in Python. PyTorch divides large leaves among its threads.
-        sources = [
-            see_source(leaves[i], num_bytes) if i in layout.shared else narrow_repeats(leaves[i])
-            for i, num_bytes in layout.sources
-        ]
-        if sources:
-            with self._threads.use(layout.num_bytes):
-                torch._foreach_copy_(slot.pieces, sources)
+        self._copy(slot, layout, leaves)
         self._slots.rotate(-1)
         return slot
+
+    def _copy(self, slot: PinnedSlot, layout: Layout, leaves: Sequence[Tensor]) -> None:
+        # Calls that hold no interpreter lock, whatever the number of leaves: to get that lock back can take
+        # milliseconds while the training loop computes in Python.
+        as_bytes: list[int] = []
+        others: Sequence[int] = range(len(layout.sources))
+        if self._filler is not None:
+            as_bytes, others = _sort_sources(layout, leaves)
+        if self._filler is not None and as_bytes:
+            whole = not others  # nearly always
+            self._filler.fill(
+                slot.addresses if whole else array("Q", [slot.addresses[k] for k in as_bytes]),
+                array("Q", [leaves[layout.sources[k][0]].data_ptr() for k in as_bytes]),
+                slot.lengths if whole else array("Q", [slot.lengths[k] for k in as_bytes]),
+                self._threads or self._filler.num_threads,
+            )
+        if others:
+            sources = [
+                see_source(leaves[i], num_bytes) if i in layout.shared else narrow_repeats(leaves[i])
+                for i, num_bytes in (layout.sources[k] for k in others)
+            ]
+            torch._foreach_copy_([slot.pieces[k] for k in others], sources)
 
     def _find(self, num_bytes: int) -> PinnedSlot:
         """The slot that was filled longest ago; or a new one, if that is still read and there may be more."""
@@ -140,6 +158,8 @@ class PinnedRing:
                 for i, length in layout.sources
                 for parcel, start in [layout.position[i]]
             ]
+            slot.addresses = array("Q", [piece.data_ptr() for piece in slot.pieces])
+            slot.lengths = array("Q", [num_bytes for _, num_bytes in layout.sources])
         slot.layout = layout
 
     def close(self) -> None:
@@ -153,3 +173,15 @@ class PinnedRing:
                 self._context.release_pinned(slot.memory)
                 self._context.release_event(slot.copied)
         self._slots.clear()
+
+
+def _sort_sources(layout: Layout, leaves: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Which of a layout's sources can be copied as the bytes that they are, and which must be packed."""
+    as_bytes: list[int] = []
+    others: list[int] = []
+    for k, (i, _) in enumerate(layout.sources):
+        leaf = leaves[i]
+        alike = leaf.is_contiguous() or leaf.stride() == layout.specs[i].stride
+        exact = alike and not (leaf.is_conj() or leaf.is_neg())
+        (as_bytes if exact or i in layout.shared else others).append(k)
+    return as_bytes, others

@@ -1,0 +1,19 @@
+"""Where on disk lies what one process leaves to the next: measurements, choices, compiled code."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """``MILLSTREAM_CACHE_DIR``, or else ``~/.cache/millstream``; it may not exist, and may be deleted at any time."""
+    if named := os.environ.get("MILLSTREAM_CACHE_DIR"):
+        return Path(named)
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache) / "millstream"
+    try:
+        return Path.home() / ".cache" / "millstream"
+    except RuntimeError:  # a container whose user has no home
+        return Path(tempfile.gettempdir()) / "millstream"

@@ -1,0 +1,163 @@
+"""Compiled code for what must not wait for the interpreter: see ``native.cpp``.
+
+Some hundred lines of C++ are compiled where they are first needed, in some two seconds, and kept in the cache
+folder. Where there is no compiler, PyTorch's own operators do the same, more slowly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from millstream.device.cache_folder import cache_folder
+
+MAX_THREADS = 16
+"""Fill pinned memory: more than a PCIe 5 bus needs."""
+
+_SOURCE = Path(__file__).with_name("native.cpp")
+
+
+def build(source: Path, *options: str) -> Path | None:
+    """Compile a C++ file into a shared library, or find it compiled; ``None`` where that is not possible.
+
+    Args:
+        source: The file.
+        options: For the compiler, behind its own.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None or sys.platform == "win32":
+        return None
+    facts = (compiler, torch.__version__, sys.version, *options, source.read_text())
+    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    target = cache_folder() / f"{source.stem}_{key}.so"
+    try:
+        if not target.exists():
+            _compile(compiler, source, options, target)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return target
+
+
+def _compile(compiler: str, source: Path, options: Sequence[str], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", str(source), "-o", str(made), *options]
+        command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        made.replace(target)  # at once, also when several processes come here
+
+
+@functools.cache
+def filler() -> Filler | None:
+    """The compiled code that fills memory; ``None`` where it cannot be had."""
+    library = _load()
+    return None if library is None else Filler(library)
+
+
+@functools.cache
+def enqueuer() -> Enqueuer | None:
+    """The compiled code that enqueues copies on CUDA's streams; ``None`` where it, or CUDA's driver, cannot be had."""
+    library = _load()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        return None if library is None else Enqueuer(library, driver.cuMemcpyAsync, driver.cuEventRecord)
+    except (OSError, AttributeError):
+        return None
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | None:
+    path = build(_SOURCE, "-pthread")
+    try:
+        return None if path is None else ctypes.CDLL(str(path))
+    except OSError:
+        return None
+
+
+class Filler:
+    """Copies host memory with several threads, which all callers in the process share.
+
+    Args:
+        library: The compiled code.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.num_threads = min(processors, MAX_THREADS)
+        library.millstream_make_team.restype = ctypes.c_void_p
+        self._team = ctypes.c_void_p(library.millstream_make_team(self.num_threads - 1))
+        self._fill = library.millstream_fill
+
+    def fill(self, to: array[int], sources: array[int], num_bytes: array[int], num_threads: int) -> None:
+        """Copy pieces of memory; they lie there when this returns. The interpreter's lock is not held meanwhile.
+
+        Args:
+            to: Addresses, of 64 bits each.
+            sources: As many addresses.
+            num_bytes: Their lengths.
+            num_threads: How many threads may take part, the calling one included.
+        """
+        pieces = map(_address, (to, sources, num_bytes))
+        self._fill(self._team, ctypes.c_size_t(len(to)), *pieces, ctypes.c_int(num_threads))
+
+
+class Enqueuer:
+    """Enqueues copies and records of events in one call.
+
+    Args:
+        library: The compiled code.
+        copy: The driver's function that copies between any two addresses on a stream.
+        record: The driver's function that records an event.
+    """
+
+    def __init__(self, library: ctypes.CDLL, copy: Any, record: Any) -> None:
+        self._functions = copy, record
+        self._driver = (ctypes.c_void_p * 2)(*(ctypes.cast(each, ctypes.c_void_p).value for each in self._functions))
+        self._enqueue = library.millstream_enqueue
+
+    def enqueue(
+        self, stream: int, before: Sequence[int], copies: Sequence[tuple[int, int, int]], after: Sequence[int]
+    ) -> int:
+        """Record events, copy, and record events.
+
+        Args:
+            stream: Its handle.
+            before: Handles of events.
+            copies: Of each where to, where from, and how many bytes.
+            after: Handles of events.
+
+        Returns:
+            The driver's first error; 0 for none.
+        """
+        lists = [array("Q", before), *(array("Q", each) for each in zip(*copies, strict=True)), array("Q", after)]
+        first, *middle, last = lists
+        middle = middle or [first] * 3  # no copies, nothing read
+        size = ctypes.c_size_t
+        error: int = self._enqueue(
+            self._driver,
+            ctypes.c_void_p(stream),
+            size(len(before)),
+            _address(first),
+            size(len(copies)),
+            *map(_address, middle),
+            size(len(after)),
+            _address(last),
+        )
+        return error
+
+
+def _address(values: array[int]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(values.buffer_info()[0])

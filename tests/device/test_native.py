@@ -1,0 +1,161 @@
+"""The compiled code: every byte copied, once, by however many threads, and calls in the right order."""
+
+import ctypes
+import multiprocessing
+import random
+import shutil
+import threading
+from array import array
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.device import native
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
+)
+
+CHUNK = 256 << 10
+EDGE = 7  # bytes around a piece that must stay as they are
+
+
+@pytest.fixture(scope="module")
+def team():
+    """More threads than this machine may have processors."""
+    made = native.Filler(native._load())
+    made._team = ctypes.c_void_p(native._load().millstream_make_team(5))
+    return made
+
+
+def fill(filler, sizes, num_threads, seed=0):
+    """Whether all pieces arrive, and nothing else is touched."""
+    rng = np.random.default_rng(seed)
+    sources = [rng.integers(0, 255, size, dtype=np.uint8) for size in sizes]
+    targets = [np.full(size + 2 * EDGE, 255, dtype=np.uint8) for size in sizes]
+    filler.fill(
+        array("Q", [each.ctypes.data + EDGE for each in targets]),
+        array("Q", [each.ctypes.data for each in sources]),
+        array("Q", sizes),
+        num_threads,
+    )
+    return all(
+        np.array_equal(target[EDGE:-EDGE], source) and (target[:EDGE] == 255).all() and (target[-EDGE:] == 255).all()
+        for target, source in zip(targets, sources, strict=True)
+    )
+
+
+SIZES = st.lists(
+    st.one_of(st.integers(0, 300), st.sampled_from([CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 3])), max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=SIZES, num_threads=st.integers(1, 6), seed=st.integers(0, 9))
+def test_every_piece_arrives(team, sizes, num_threads, seed):
+    assert fill(team, sizes, num_threads, seed)
+
+
+def test_thousands_of_calls_close_to_each_other_and_far_apart(team):
+    rng = random.Random(0)
+    for i in range(2000):
+        sizes = [rng.choice([1, 1000, CHUNK, 3 * CHUNK + 1]) for _ in range(rng.randint(1, 4))]
+        assert fill(team, sizes, 6, i), i
+        if rng.random() < 0.01:
+            threading.Event().wait(0.002)  # the helpers go to sleep
+
+
+def test_large_memory_wakes_sleeping_threads(team):
+    for seed in range(3):
+        threading.Event().wait(0.01)
+        assert fill(team, [20 << 20, 3], 6, seed)
+
+
+def test_several_callers_at_once(team):
+    right = []
+
+    def call(seed):
+        right.extend(fill(team, [3 * CHUNK + seed, 10], 6, seed) for _ in range(100))
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 400
+
+
+def fill_in_child(filler, results):
+    results.put(fill(filler, [5 * CHUNK], 6))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking a process with threads: that is the point
+def test_a_forked_child_copies_without_the_threads_of_its_parent(team):
+    assert fill(team, [5 * CHUNK], 6)
+    forked = multiprocessing.get_context("fork")
+    results = forked.SimpleQueue()
+    child = forked.Process(target=fill_in_child, args=(team, results))
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    assert results.get()
+
+
+class FakeDriver:
+    """Writes down what it is asked for; from a given call on it refuses."""
+
+    def __init__(self, fails_at=None):
+        self.calls = []
+        pointer = ctypes.c_void_p
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, pointer, ctypes.c_size_t, pointer)
+        self.copy = kind(lambda to, source, size, stream: self.note("copy", to, source, size, stream))
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer)
+        self.record = kind(lambda event, stream: self.note("record", event, stream))
+        self.fails_at = fails_at
+
+    def note(self, *call):
+        self.calls.append(call)
+        return 700 if len(self.calls) == self.fails_at else 0
+
+    def enqueuer(self):
+        return native.Enqueuer(native._load(), self.copy, self.record)
+
+
+def test_copies_are_enqueued_between_the_records():
+    driver = FakeDriver()
+    copies = [(1 << 47, 11, 5), (2000, 21, 6)]
+    assert driver.enqueuer().enqueue(77, [1], copies, [2, 3]) == 0
+    assert driver.calls == [
+        ("record", 1, 77),
+        ("copy", 1 << 47, 11, 5, 77),
+        ("copy", 2000, 21, 6, 77),
+        ("record", 2, 77),
+        ("record", 3, 77),
+    ]
+
+
+def test_without_copies_there_are_records_only():
+    driver = FakeDriver()
+    assert driver.enqueuer().enqueue(77, [], [], [2]) == 0
+    assert driver.calls == [("record", 2, 77)]
+
+
+def test_nothing_follows_an_error():
+    driver = FakeDriver(fails_at=2)
+    assert driver.enqueuer().enqueue(77, [1], [(10, 11, 5), (20, 21, 6)], [2]) == 700
+    assert len(driver.calls) == 2
+
+
+def test_without_a_compiler_there_is_none(monkeypatch, tmp_path):
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    assert native._load.__wrapped__() is None
+
+
+def test_what_was_compiled_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    first = native.build(native._SOURCE)
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled twice"))
+    assert native.build(native._SOURCE) == first
