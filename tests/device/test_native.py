@@ -5,6 +5,7 @@ import multiprocessing
 import random
 import shutil
 import threading
+import weakref
 from array import array
 
 import numpy as np
@@ -18,16 +19,16 @@ pytestmark = pytest.mark.skipif(
     not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
 )
 
-CHUNK = 256 << 10
+CHUNK = 64 << 10
 EDGE = 7  # bytes around a piece that must stay as they are
 
 
 @pytest.fixture(scope="module")
 def team():
     """More threads than this machine may have processors."""
-    made = native.Filler(native._load())
-    made._team = ctypes.c_void_p(native._load().millstream_make_team(5))
-    return made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native.os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+        return native.Filler(native.build(native._SOURCE, *native._OPTIONS))
 
 
 def fill(filler, sizes, num_threads, seed=0):
@@ -35,12 +36,14 @@ def fill(filler, sizes, num_threads, seed=0):
     rng = np.random.default_rng(seed)
     sources = [rng.integers(0, 255, size, dtype=np.uint8) for size in sizes]
     targets = [np.full(size + 2 * EDGE, 255, dtype=np.uint8) for size in sizes]
-    filler.fill(
-        array("Q", [each.ctypes.data + EDGE for each in targets]),
-        array("Q", [each.ctypes.data for each in sources]),
-        array("Q", sizes),
-        num_threads,
-    )
+    addresses = [[each.ctypes.data + EDGE for each in targets], [each.ctypes.data for each in sources], sizes]
+    filling = filler.begin(*(array("Q", each) for each in addresses), num_threads, owner=None)
+    if seed % 3 == 1:
+        threading.Event().wait(1e-4)  # the helpers may do it all
+    if seed % 3 == 2:
+        del filling
+    else:
+        filling.finish()
     return all(
         np.array_equal(target[EDGE:-EDGE], source) and (target[:EDGE] == 255).all() and (target[-EDGE:] == 255).all()
         for target, source in zip(targets, sources, strict=True)
@@ -71,6 +74,18 @@ def test_large_memory_wakes_sleeping_threads(team):
     for seed in range(3):
         threading.Event().wait(0.01)
         assert fill(team, [20 << 20, 3], 6, seed)
+
+
+def test_what_is_being_copied_stays_alive_until_it_is(team):
+    memory = np.zeros(CHUNK, dtype=np.uint8)
+    noted = weakref.ref(memory)
+    addresses = [array("Q", [memory.ctypes.data]), array("Q", [memory.ctypes.data]), array("Q", [CHUNK])]
+    filling = team.begin(*addresses, 6, owner=memory)
+    del memory
+    assert noted() is not None
+    filling.finish()
+    assert noted() is None
+    filling.finish()  # once is enough
 
 
 def test_several_callers_at_once(team):
@@ -120,7 +135,7 @@ class FakeDriver:
         return 700 if len(self.calls) == self.fails_at else 0
 
     def enqueuer(self):
-        return native.Enqueuer(native._load(), self.copy, self.record)
+        return native.Enqueuer(native.build(native._SOURCE, *native._OPTIONS), self.copy, self.record)
 
 
 def test_copies_are_enqueued_between_the_records():
@@ -151,7 +166,8 @@ def test_nothing_follows_an_error():
 def test_without_a_compiler_there_is_none(monkeypatch, tmp_path):
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
-    assert native._load.__wrapped__() is None
+    assert native.filler.__wrapped__() is None
+    assert native.enqueuer.__wrapped__() is None
 
 
 def test_what_was_compiled_is_kept(monkeypatch, tmp_path):

@@ -203,7 +203,7 @@ class CudaDriver:
     def copy(
         self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Stream, before: Sequence[Event], after: Sequence[Event]
     ) -> None:
-        """Enqueue all of it, where possible in one call that does not hold the interpreter's lock.
+        """Enqueue all of it, where possible in one call.
 
         From pageable memory the call returns once the driver has taken the source's bytes.
         """

@@ -2,8 +2,9 @@
 // several threads, and enqueueing a copy between events.
 //
 // Contract
-// - `millstream_fill` copies bytes and returns when all are there. Its helpers are shared by the process; while one call
-//   has them, another one copies alone.
+// - `millstream_begin` lets helpers copy and returns at once; `millstream_finish`, called once from any thread, copies what
+//   is left and returns when all bytes are there. The memory on both sides must live so long.
+// - Helpers are shared by the process. While one filling has them, another one is copied by `millstream_finish` alone.
 // - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and who is awake takes the next one.
 // - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none.
 
@@ -13,7 +14,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -21,41 +21,70 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t kChunkBytes = 256 << 10;
-constexpr size_t kWakeBytes = 2 << 20;  // below, one thread is done before a sleeping one has woken up (50 to 200 us)
-constexpr auto kSpin = std::chrono::microseconds(200);
+constexpr size_t kChunkBytes = 64 << 10;
+constexpr size_t kWakeBytes = 256 << 10;  // so many for each thread that is woken, which takes some 50 us
+constexpr int kMany = 4;
+constexpr auto kSpin = std::chrono::microseconds(500);
 
-struct Work {
-  const std::vector<size_t>* starts;  // of each piece, if all lay one behind the other; and the end
-  char* const* to;
-  const char* const* from;
-  int num_threads;
+// Pieces of memory on their way to other places.
+struct Filling {
+  Filling(size_t num_pieces, char* const* to, const char* const* from, const size_t* num_bytes)
+      : to(to, to + num_pieces), from(from, from + num_pieces), starts(num_pieces + 1) {
+    for (size_t i = 0; i < num_pieces; ++i) starts[i + 1] = starts[i] + num_bytes[i];
+  }
+
+  // False when there is none left.
+  bool copy_chunk() {
+    size_t at = kChunkBytes * next.fetch_add(1);
+    if (at >= starts.back()) return false;
+    size_t end = std::min(at + kChunkBytes, starts.back());
+    size_t piece = std::upper_bound(starts.begin(), starts.end(), at) - starts.begin() - 1;
+    for (; at < end; ++piece) {
+      size_t offset = at - starts[piece], length = std::min(end, starts[piece + 1]) - at;
+      std::memcpy(to[piece] + offset, from[piece] + offset, length);
+      at += length;
+    }
+    return true;
+  }
+
+  std::vector<char*> to;
+  std::vector<const char*> from;
+  std::vector<size_t> starts;  // of each piece, if all lay one behind the other; and the end
+  std::atomic<size_t> next{0};
+  int num_helpers = 0;
 };
 
 class Team {
  public:
-  explicit Team(int num_helpers) {
-    for (int i = 0; i < num_helpers; ++i) std::thread(&Team::help, this, i).detach();
+  explicit Team(int num_helpers) : num_helpers_(num_helpers) {
+    for (int i = 0; i < num_helpers; ++i) std::thread(&Team::help, this).detach();
   }
 
-  // False if somebody else has the team.
-  bool fill(const Work& work) {
-    std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
-    if (!lock.owns_lock()) return false;
-    work_ = work;
-    next_ = 0;
-    open_ = true;
-    ++generation_;
-    if (work.starts->back() >= kWakeBytes) generation_.notify_all();
-    take_chunks();
-    // Who comes in from here on sees that the work is closed, and does not look at it.
-    open_ = false;
-    while (inside_ != 0) std::this_thread::yield();
-    return true;
+  void begin(Filling& filling, int num_threads) {
+    int wanted = std::min<size_t>(std::min(num_helpers_, num_threads - 1), filling.starts.back() / kWakeBytes);
+    if (wanted <= 0 || busy_.exchange(true)) return;
+    filling.num_helpers = wanted;
+    filling_ = &filling;
+    num_threads_ = num_threads;
+    ++generation_;  // who spins comes by himself
+    for (int i = 0; i < wanted; ++i) generation_.notify_one();
+  }
+
+  void finish(Filling& filling) {
+    // Of many helpers none is missed, and what the interpreter will need next stays in this processor's cache.
+    bool leaves_it = filling.num_helpers >= kMany;
+    do {
+      while (leaves_it && num_inside_ > 0) std::this_thread::yield();
+    } while (filling.copy_chunk());
+    if (filling.num_helpers == 0) return;
+    // Who comes in from here on sees that there is nothing to do.
+    filling_ = nullptr;
+    while (num_inside_ != 0) std::this_thread::yield();
+    busy_ = false;
   }
 
  private:
-  void help(int index) {
+  void help() {
     unsigned seen = 0;
     bool spins = false;
     for (;;) {
@@ -69,32 +98,19 @@ class Team {
       }
       spins = Clock::now() - begin < kSpin;  // where batches follow each other so closely, the next one will, too
       seen = generation_;
-      ++inside_;
-      if (open_ && index + 1 < work_.num_threads) take_chunks();
-      --inside_;
-    }
-  }
-
-  void take_chunks() {
-    const std::vector<size_t>& starts = *work_.starts;
-    for (;;) {
-      size_t at = kChunkBytes * next_.fetch_add(1);
-      if (at >= starts.back()) return;
-      size_t end = std::min(at + kChunkBytes, starts.back());
-      size_t piece = std::upper_bound(starts.begin(), starts.end(), at) - starts.begin() - 1;
-      for (; at < end; ++piece) {
-        size_t offset = at - starts[piece], length = std::min(end, starts[piece + 1]) - at;
-        std::memcpy(work_.to[piece] + offset, work_.from[piece] + offset, length);
-        at += length;
+      bool has_room = ++num_inside_ < num_threads_;
+      Filling* filling = filling_;
+      while (has_room && filling && filling->copy_chunk()) {
       }
+      --num_inside_;
     }
   }
 
-  std::mutex busy_;
-  Work work_{};
-  std::atomic<size_t> next_{0};
-  std::atomic<bool> open_{false};
-  std::atomic<int> inside_{0};
+  const int num_helpers_;
+  std::atomic<bool> busy_{false};
+  std::atomic<Filling*> filling_{nullptr};
+  std::atomic<int> num_threads_{0};
+  std::atomic<int> num_inside_{0};
   std::atomic<unsigned> generation_{0};
 };
 
@@ -111,12 +127,16 @@ extern "C" {
 // Never dropped: its threads are somewhere in it when the process ends.
 Team* millstream_make_team(int num_helpers) { return new Team(num_helpers); }
 
-void millstream_fill(Team* team, size_t num_pieces, char* const* to, const char* const* from, const size_t* num_bytes,
-                     int num_threads) {
-  std::vector<size_t> starts(num_pieces + 1);
-  for (size_t i = 0; i < num_pieces; ++i) starts[i + 1] = starts[i] + num_bytes[i];
-  if (num_threads > 1 && starts.back() > kChunkBytes && team->fill({&starts, to, from, num_threads})) return;
-  for (size_t i = 0; i < num_pieces; ++i) std::memcpy(to[i], from[i], num_bytes[i]);
+Filling* millstream_begin(Team* team, size_t num_pieces, char* const* to, const char* const* from,
+                          const size_t* num_bytes, int num_threads) {
+  Filling* filling = new Filling(num_pieces, to, from, num_bytes);
+  team->begin(*filling, num_threads);
+  return filling;
+}
+
+void millstream_finish(Team* team, Filling* filling) {
+  team->finish(*filling);
+  delete filling;
 }
 
 int millstream_enqueue(const Driver* driver, void* stream, size_t num_before, void* const* before, size_t num_copies,

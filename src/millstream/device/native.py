@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,11 @@ from millstream.device.cache_folder import cache_folder
 MAX_THREADS = 16
 """Fill pinned memory: more than a PCIe 5 bus needs."""
 
+SHORT_BYTES = 1 << 20
+"""Up to here copying takes less time than the interpreter's lock does to come back from another thread."""
+
 _SOURCE = Path(__file__).with_name("native.cpp")
+_OPTIONS = ("-pthread",)
 
 
 def build(source: Path, *options: str) -> Path | None:
@@ -63,27 +67,21 @@ def _compile(compiler: str, source: Path, options: Sequence[str], target: Path) 
 @functools.cache
 def filler() -> Filler | None:
     """The compiled code that fills memory; ``None`` where it cannot be had."""
-    library = _load()
-    return None if library is None else Filler(library)
+    path = build(_SOURCE, *_OPTIONS)
+    try:
+        return None if path is None else Filler(path)
+    except OSError:
+        return None
 
 
 @functools.cache
 def enqueuer() -> Enqueuer | None:
     """The compiled code that enqueues copies on CUDA's streams; ``None`` where it, or CUDA's driver, cannot be had."""
-    library = _load()
+    path = build(_SOURCE, *_OPTIONS)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        return None if library is None else Enqueuer(library, driver.cuMemcpyAsync, driver.cuEventRecord)
+        return None if path is None else Enqueuer(path, driver.cuMemcpyAsync, driver.cuEventRecord)
     except (OSError, AttributeError):
-        return None
-
-
-@functools.cache
-def _load() -> ctypes.CDLL | None:
-    path = build(_SOURCE, "-pthread")
-    try:
-        return None if path is None else ctypes.CDLL(str(path))
-    except OSError:
         return None
 
 
@@ -91,42 +89,70 @@ class Filler:
     """Copies host memory with several threads, which all callers in the process share.
 
     Args:
-        library: The compiled code.
+        path: Of the compiled code.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, path: Path) -> None:
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.num_threads = min(processors, MAX_THREADS)
-        library.millstream_make_team.restype = ctypes.c_void_p
-        self._team = ctypes.c_void_p(library.millstream_make_team(self.num_threads - 1))
-        self._fill = library.millstream_fill
+        holding, releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        holding.millstream_make_team.restype = holding.millstream_begin.restype = ctypes.c_void_p
+        team = ctypes.c_void_p(holding.millstream_make_team(self.num_threads - 1))
+        self._begin = functools.partial(holding.millstream_begin, team)
+        self._finish_soon = functools.partial(holding.millstream_finish, team)
+        self._finish = functools.partial(releasing.millstream_finish, team)
 
-    def fill(self, to: array[int], sources: array[int], num_bytes: array[int], num_threads: int) -> None:
-        """Copy pieces of memory; they lie there when this returns. The interpreter's lock is not held meanwhile.
+    def begin(
+        self, to: array[int], sources: array[int], num_bytes: array[int], num_threads: int | None, owner: object
+    ) -> Filling:
+        """Begin to copy pieces of memory, and return at once.
 
         Args:
             to: Addresses, of 64 bits each.
             sources: As many addresses.
             num_bytes: Their lengths.
-            num_threads: How many threads may take part, the calling one included.
+            num_threads: How many threads may take part, the one that finishes included; ``None`` for as many as help.
+            owner: Keeps the memory on both sides, until all is copied.
         """
         pieces = map(_address, (to, sources, num_bytes))
-        self._fill(self._team, ctypes.c_size_t(len(to)), *pieces, ctypes.c_int(num_threads))
+        threads = ctypes.c_int(num_threads or self.num_threads)
+        finish = self._finish if sum(num_bytes) > SHORT_BYTES else self._finish_soon
+        return Filling(self._begin(ctypes.c_size_t(len(to)), *pieces, threads), finish, owner)
+
+
+class Filling:
+    """Memory that is being filled."""
+
+    __slots__ = ("_finish", "_handle", "_owner")
+
+    def __init__(self, handle: int, finish: Callable[[ctypes.c_void_p], None], owner: object) -> None:
+        self._handle: int | None = handle
+        self._finish, self._owner = finish, owner
+
+    def finish(self) -> None:
+        """Return when all is copied; the calling thread helps."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._finish(ctypes.c_void_p(handle))
+            self._owner = None
+
+    def __del__(self) -> None:
+        self.finish()
 
 
 class Enqueuer:
-    """Enqueues copies and records of events in one call.
+    """Enqueues copies and records of events in one call, so that the device waits for no line of Python in between.
 
     Args:
-        library: The compiled code.
+        path: Of the compiled code.
         copy: The driver's function that copies between any two addresses on a stream.
         record: The driver's function that records an event.
     """
 
-    def __init__(self, library: ctypes.CDLL, copy: Any, record: Any) -> None:
+    def __init__(self, path: Path, copy: Any, record: Any) -> None:
         self._functions = copy, record
         self._driver = (ctypes.c_void_p * 2)(*(ctypes.cast(each, ctypes.c_void_p).value for each in self._functions))
-        self._enqueue = library.millstream_enqueue
+        self._enqueue = ctypes.PyDLL(str(path)).millstream_enqueue
 
     def enqueue(
         self, stream: int, before: Sequence[int], copies: Sequence[tuple[int, int, int]], after: Sequence[int]

@@ -14,6 +14,7 @@ lent to the user in the same way, so that it goes back to C's memory only behind
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class DeviceLoad:
     staged: list[int]  # which leaves lie in the slot
     others: dict[int, Any]  # the leaves that do not
     copy: tuple[Mark, Mark] | None = None
+    staged_ns: int = 0
     made: tuple[Mark, Stream] | None = None  # where the source's own device work for this batch ends
     pinned: PinnedSlot | None = None
     slot: DeviceSlot | None = None
@@ -127,13 +129,13 @@ class CopyLane:
         return DeviceLoad(rebuild, self._layout, host, staged, others, made=self._mark_own_work(others))
 
     def stage(self, load: DeviceLoad, stopped: threading.Event) -> bool:
-        """Copy the batch's host tensors into the next pinned slot, so that the source may reuse them.
+        """Begin to copy the batch's host tensors into the next pinned slot; ``send`` sees to the end of that.
 
         Always, even when they are pinned already: a source that yields the same memory again would otherwise overwrite
         a batch whose copy is still in flight, and a pageable one would make the copy block.
         """
         with torch.inference_mode(False):  # a generator may have left it on
-            load.pinned = self._pinned.fill(load.layout, load.leaves, stopped)
+            load.pinned = self._pinned.begin_fill(load.layout, load.leaves, stopped)
         load.leaves = []
         return load.pinned is not None
 
@@ -146,21 +148,32 @@ class CopyLane:
 
     def send(self, load: DeviceLoad, stopped: threading.Event, *, measured: bool) -> bool:
         """Wait for a slot and start the copy into it. When memory is short, it is left to the consumer to start it."""
-        load.slot = self._take_slot()
-        if load.slot is None:
-            return False
-        if self._checker is not None:
-            self._checker.verify(stopped, leave=ECHOES_LEFT)
-        with suppress(torch.OutOfMemoryError):
-            self._start(load, measured=measured)
+        try:
+            load.slot = self._take_slot(load)
+            if load.slot is None:
+                return False
+            if self._checker is not None:
+                self._checker.verify(stopped, leave=ECHOES_LEFT)
+            with suppress(torch.OutOfMemoryError):
+                self._start(load, measured=measured)
+        finally:
+            self._finish(load)
         return True
+
+    def _finish(self, load: DeviceLoad) -> None:
+        """See to it that the batch is staged, and its source at liberty."""
+        if load.pinned is not None and not load.staged_ns:
+            load.pinned.finish()
+            load.staged_ns = time.perf_counter_ns()
 
     def end_sending(self, stopped: threading.Event) -> None:
         """Compare the last of what is to be checked."""
         if self._checker is not None:
             self._checker.verify(stopped, leave=0)
 
-    def _take_slot(self) -> DeviceSlot | None:
+    def _take_slot(self, load: DeviceLoad) -> DeviceSlot | None:
+        if self._checker is not None or not self.ring.has_free:  # nothing else to do meanwhile
+            self._finish(load)
         while (slot := self.ring.take()) is not None and self._checker is not None:
             if (checked := self._checker.rotate(slot)) is not None:
                 return checked
@@ -171,25 +184,28 @@ class CopyLane:
         assert slot is not None
         assert pinned is not None
         copy_stream, layout = context.copy_stream, load.layout
-        # Allocating ends captures of other threads, and so does a copy from pageable memory, when pinning was refused.
-        with context.capture_lock, torch.inference_mode(False):
-            memories = self.ring.open(slot, layout, copy_stream)
+        with torch.inference_mode(False):
+            with context.capture_lock:  # allocating ends captures of other threads
+                memories = self.ring.open(slot, layout, copy_stream)
+            if self._transform is None:
+                self._lend(load, memories)  # while helpers still stage
+            self._finish(load)
             if measured:
                 load.copy = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
-            begin, end = load.copy or (None, None)
-            context.copy(
-                [(memory[: source.numel()], source) for memory, source in zip(memories, pinned.parcels, strict=True)],
-                copy_stream,
-                before=() if begin is None else (begin.event,),
-                after=(*(() if end is None else (end.event,)), pinned.copied, slot.copied),
-            )
-            pinned.busy = slot.written = True
-            if self._checker is not None:
-                self._checker.follow(layout, pinned, memories, slot)
-            if self._transform is None:
-                self._lend(load, memories)
-            else:
-                self._apply(self._transform, load, memories)
+            begin, end = ((mark.event,) for mark in load.copy) if load.copy else ((), ())
+            # As does a copy from pageable memory, when pinning was refused.
+            with context.capture_lock:
+                context.copy(
+                    [(to[: source.numel()], source) for to, source in zip(memories, pinned.parcels, strict=True)],
+                    copy_stream,
+                    before=begin,
+                    after=(*end, pinned.copied, slot.copied),
+                )
+                pinned.busy = slot.written = True
+                if self._checker is not None:
+                    self._checker.follow(layout, pinned, memories, slot)
+                if self._transform is not None:
+                    self._apply(self._transform, load, memories)
         load.ready = slot.copied
 
     def _lend(self, load: DeviceLoad, memories: Sequence[Tensor]) -> None:

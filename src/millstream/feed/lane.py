@@ -7,6 +7,7 @@ that asks for batches; its current stream is the one that will compute with them
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -31,10 +32,12 @@ class Load(Protocol):
 
     Attributes:
         num_bytes: What it takes in staging memory.
+        staged_ns: When the source's memory was no longer needed.
         copy: Marks around its copy, for the ledger, if the batch is measured.
     """
 
     num_bytes: int
+    staged_ns: int
     copy: tuple[Mark, Mark] | None
 
 
@@ -60,11 +63,14 @@ class Lane(Protocol[L]):
         ...
 
     def stage(self, load: L, stopped: threading.Event) -> bool:
-        """Worker: take the batch off the source's hands; false when stopped meanwhile."""
+        """Worker: begin to take the batch off the source's hands; false when stopped meanwhile."""
         ...
 
     def send(self, load: L, stopped: threading.Event, *, measured: bool) -> bool:
-        """Worker: start moving a staged batch; false when stopped meanwhile. Only a ``measured`` one has marks."""
+        """Worker: start moving the batch, and be done with the source's memory; false when stopped meanwhile.
+
+        Only a ``measured`` batch has marks.
+        """
         ...
 
     def end_sending(self, stopped: threading.Event) -> None:
@@ -98,6 +104,7 @@ class HostLoad:
 
     batch: Any
     num_bytes: int
+    staged_ns: int = 0
     copy: tuple[Mark, Mark] | None = None
 
 
@@ -137,6 +144,7 @@ class HostLane:
         """Nothing to move."""
         if self._transform is not None:
             load.batch = self._transform(load.batch)
+        load.staged_ns = time.perf_counter_ns()
         return True
 
     def send(self, load: HostLoad, stopped: threading.Event, *, measured: bool) -> bool:  # noqa: ARG002

@@ -25,6 +25,11 @@ class ManyLoad:
         return sum(part.num_bytes for part in self.parts)
 
     @property
+    def staged_ns(self) -> int:
+        """When the last part was."""
+        return max((part.staged_ns for part in self.parts), default=0)
+
+    @property
     def copy(self) -> tuple[Mark, Mark] | None:
         """That of the first part stands for all."""
         return self.parts[0].copy

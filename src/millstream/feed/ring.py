@@ -82,6 +82,11 @@ class Ring:
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
+    @property
+    def has_free(self) -> bool:
+        """Whether ``take`` returns at once."""
+        return not self._free.empty()
+
     def take(self) -> DeviceSlot | None:
         """Block until a slot is free; ``None`` when the ring was stopped."""
         slot = self._free.get()

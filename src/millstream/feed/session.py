@@ -152,15 +152,14 @@ class Session:
                 admitted = time.perf_counter_ns()
                 if not lane.stage(load, self._stopped):
                     return
-                times.pull_ns, times.stage_ns = (began, pulled), (admitted, time.perf_counter_ns())
-                times.num_bytes = load.num_bytes
+                ledger.read()  # while others stage
                 if not lane.send(load, self._stopped, measured=times.measured):
                     return
-                times.copy = load.copy
+                times.pull_ns, times.stage_ns = (began, pulled), (admitted, load.staged_ns)
+                times.num_bytes, times.copy = load.num_bytes, load.copy
                 self._sent.send(_Item(load, times, note))
                 del load, note, times
                 index += 1
-                ledger.read()
             lane.end_sending(self._stopped)
         finally:
             # Dropped here and not with the session: a DataLoader ends its worker processes when its iterator dies, and

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from millstream.device import DeviceContext, Event
-from millstream.device.native import filler
+from millstream.device.native import Filling, filler
 from millstream.feed.layout import Layout, narrow_repeats, see_source, view_leaf
 
 MAX_SLOTS = 32
@@ -60,6 +60,14 @@ class PinnedSlot:
     pieces: list[Tensor] = field(default_factory=list)  # where the layout's sources go
     addresses: array[int] = field(default_factory=lambda: array("Q"))  # of the same
     lengths: array[int] = field(default_factory=lambda: array("Q"))  # of the same, in bytes
+    filling: Filling | None = None
+
+    def finish(self) -> None:
+        """Return when the batch lies in the slot."""
+        if self.filling is not None:
+            self.filling.finish()
+            self.filling = None
+
     parcels: list[Tensor] = field(default_factory=list)
 
 
@@ -84,10 +92,11 @@ class PinnedRing:
         self._slots: deque[PinnedSlot] = deque()  # the oldest first
         self._num_bytes = 0  # of all slots
 
-    def fill(self, layout: Layout, leaves: Sequence[Tensor], stopped: threading.Event) -> PinnedSlot | None:
-        """Copy the leaves of a batch into the slot that was filled longest ago; ``None`` when stopped meanwhile.
+    def begin_fill(self, layout: Layout, leaves: Sequence[Tensor], stopped: threading.Event) -> PinnedSlot | None:
+        """Begin to copy the leaves of a batch into the slot that was filled longest ago; ``None`` when stopped before.
 
-        The caller has made sure that the copy out of it has been enqueued.
+        The caller has made sure that the copy out of it has been enqueued, and finishes the slot before the source may
+        touch its memory again.
         """
         slot = self._find(layout.num_bytes)
         # The device may be about to read these bytes (WAR).
@@ -96,24 +105,25 @@ class PinnedRing:
         slot.busy = False
         if layout is not slot.layout:
             self._open(slot, layout)
-        self._copy(slot, layout, leaves)
+        self._begin_copy(slot, layout, leaves)
         self._slots.rotate(-1)
         return slot
 
-    def _copy(self, slot: PinnedSlot, layout: Layout, leaves: Sequence[Tensor]) -> None:
-        # Calls that hold no interpreter lock, whatever the number of leaves: to get that lock back can take
-        # milliseconds while the training loop computes in Python.
+    def _begin_copy(self, slot: PinnedSlot, layout: Layout, leaves: Sequence[Tensor]) -> None:
+        # One call, whatever the number of leaves, during which nobody needs the interpreter's lock: to get it back can
+        # take milliseconds while the training loop computes in Python.
         as_bytes: list[int] = []
         others: Sequence[int] = range(len(layout.sources))
         if self._filler is not None:
             as_bytes, others = _sort_sources(layout, leaves)
         if self._filler is not None and as_bytes:
             whole = not others  # nearly always
-            self._filler.fill(
+            slot.filling = self._filler.begin(
                 slot.addresses if whole else array("Q", [slot.addresses[k] for k in as_bytes]),
                 array("Q", [leaves[layout.sources[k][0]].data_ptr() for k in as_bytes]),
                 slot.lengths if whole else array("Q", [slot.lengths[k] for k in as_bytes]),
-                self._threads or self._filler.num_threads,
+                self._threads,
+                (slot.memory, leaves),
             )
         if others:
             sources = [
