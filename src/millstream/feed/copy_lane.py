@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,7 +134,7 @@ class CopyLane:
         Always, even when they are pinned already: a source that yields the same memory again would otherwise overwrite
         a batch whose copy is still in flight, and a pageable one would make the copy block.
         """
-        with torch.inference_mode(False):  # a generator may have left it on
+        with _out_of_inference_mode():
             load.pinned = self._pinned.begin_fill(load.layout, load.leaves, stopped)
         load.leaves = []
         return load.pinned is not None
@@ -184,7 +184,7 @@ class CopyLane:
         assert slot is not None
         assert pinned is not None
         copy_stream, layout = context.copy_stream, load.layout
-        with torch.inference_mode(False):
+        with _out_of_inference_mode():
             with context.capture_lock:  # allocating ends captures of other threads
                 memories = self.ring.open(slot, layout, copy_stream)
             if self._transform is None:
@@ -335,6 +335,11 @@ class CopyLane:
             self._checker.close()
         self.ring.close()
         self._pinned.close()
+
+
+def _out_of_inference_mode() -> AbstractContextManager[Any]:
+    """The source may be a generator that has left that mode on."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _can_be_staged(leaf: Any) -> bool:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from millstream.lower.tensors import reinterpret
+
 ALIGNMENT_BYTES = 256
 """Each leaf starts on this boundary: what CUDA allocations guarantee, and more than any dtype asks for."""
 
@@ -128,22 +130,21 @@ def view_leaves(layout: Layout, parcels: Sequence[Tensor]) -> list[Tensor]:
         parcels: For each parcel a uint8 tensor of one dimension that starts with it, its length a multiple of
             ``ALIGNMENT_BYTES``.
     """
-    typed: dict[tuple[int, torch.dtype], tuple[Tensor, int, int]] = {}
+    typed: dict[tuple[int, torch.dtype], tuple[Tensor, int]] = {}
     leaves = []
     for (parcel, start), (dtype, size, stride, *_) in zip(layout.position, layout.specs, strict=True):
         seen = typed.get((parcel, dtype))
         if seen is None:
             memory = parcels[parcel].view(dtype)
-            seen = typed[parcel, dtype] = memory, int(memory.storage_offset()), dtype.itemsize
-        memory, first, item_bytes = seen
-        leaves.append(memory.as_strided(size, stride, first + start // item_bytes).data)
+            seen = typed[parcel, dtype] = memory, dtype.itemsize
+        memory, item_bytes = seen
+        leaves.append(reinterpret(memory, size, stride, start // item_bytes))
     return leaves
 
 
 def view_leaf(memory: Tensor, start: int, spec: LeafSpec) -> Tensor:
     """See bytes of a uint8 tensor, from ``start`` on, as one leaf."""
-    typed = memory.view(spec.dtype)
-    return typed.as_strided(spec.size, spec.stride, int(typed.storage_offset()) + start // spec.dtype.itemsize).data
+    return reinterpret(memory.view(spec.dtype), spec.size, spec.stride, start // spec.dtype.itemsize)
 
 
 def see_source(leaf: Tensor, num_bytes: int) -> Tensor:
