@@ -3,19 +3,26 @@
 Two runs in half precision differ by rounding, and the difference grows with depth: no fixed tolerance fits both an MLP
 and a network of a hundred layers. So both are compared with a run in higher precision: a side is right when it is not
 much farther from that than eager itself is.
+
+One run of eager's may come out right by luck. So its error is sampled: by the plain run, and by runs on neighbouring
+inputs, which rounding cannot tell from the input itself. All are compared with the precise run of the input as it is,
+in the sense of a backward error (Higham, Accuracy and Stability of Numerical Algorithms, section 1.5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
+from math import hypot, isfinite
+from statistics import fmean, median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Tensors = Mapping[str, Tensor]
 Results = Mapping[str, Tensors]  # tensors of one meaning belong together: "outputs"; "parameters", "statistics"
+Move = Callable[[Tensor], Tensor]  # to a neighbour
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # some roundings
 TOTAL_FACTOR = 2.0  # two independent errors of one size: each as far from the precise run as the other, give or take
@@ -24,6 +31,8 @@ FEW = 30  # so few numbers may come out right by luck: their errors differ more
 WITNESS = 0.2  # a tensor that eager gets worse than this is mostly rounding; one that was never updated is off by 1
 ULPS = 50  # a change of fewer units in the last place of the value tells more about rounding than about the change
 HOPELESS = 0.5  # where eager as a whole is this far off, nothing can be shown
+NEIGHBOURS = 4  # runs of eager's beside the plain one: not all of five are lucky
+TF32_EPS = 2.0**-10
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Judge:
 
     Args:
         precise: Results of the same computation in higher precision.
-        eager: Results of eager, in the precision of the case.
+        eager: Results of eager, in the precision of the case; ``hear`` takes those of more runs.
         dtype: Lowest precision that the case computes in.
         start: Values before the computation, for state: then the *change* is compared, not the value.
     """
@@ -50,7 +59,21 @@ class Judge:
             group: _GroupJudge(tensors, eager[group], FLOOR[dtype], (start or {}).get(group, {}))
             for group, tensors in precise.items()
         }
-        self.allowed = max(group.allowed for group in self._groups.values())
+
+    @property
+    def allowed(self) -> float:
+        """The largest error that any group is forgiven."""
+        return max(group.allowed for group in self._groups.values())
+
+    def hear(self, eager: Results, start: Results | None = None) -> None:
+        """Take eager's error as the root mean square over one more run; one that overflowed is left out.
+
+        Args:
+            eager: Results of the run.
+            start: Values before it, where they were others than the judge's.
+        """
+        for name, group in self._groups.items():
+            group.hear(eager[name], (start or {}).get(name, {}))
 
     def judge(self, results: Results) -> Verdict:
         """Compare the results of a side; the verdict is that of the first group that differs."""
@@ -63,57 +86,126 @@ class _GroupJudge:
     """Judges one group: strictly by the error of all its tensors, less so by that of each one fit to be a witness."""
 
     def __init__(self, precise: Tensors, eager: Tensors, floor: float, start: Tensors) -> None:
-        self._start = {name: value.double() for name, value in start.items()}
-        self._precise = {name: self._change(name, value) for name, value in precise.items()}
-        squares = {name: float(change.square().sum()) for name, change in self._precise.items()}
-        self._scale = max(sum(squares.values()) ** 0.5, 1e-300)
+        self._start, self._floor = start, floor
+        self._precise = self._changes(precise, start)
+        self._count = sum(change.numel() for change in self._precise.values())
+        self._size_of = {name: float(change.norm()) for name, change in self._precise.items()}
+        self._scale = max(norm(self._size_of), 1e-300)
         # A tensor whose true change is zero (a bias before BatchNorm) is measured by how tensors of its size change.
-        count = sum(change.numel() for change in self._precise.values())
         self._scale_of = {
-            name: max(squares[name] ** 0.5, 1e-3 * self._scale * (change.numel() / count) ** 0.5)
+            name: max(self._size_of[name], 1e-3 * self._scale * (change.numel() / self._count) ** 0.5)
             for name, change in self._precise.items()
         }
-        self.eager_error = self._total_error(eager)
-        rounding = {name: self._rounding(name, value) for name, value in eager.items()}
-        stored = sum(size**2 for size in rounding.values()) ** 0.5 / self._scale  # when every value is one unit off
-        factor = TOTAL_FACTOR if count > FEW else TENSOR_FACTOR
-        self.allowed = max(floor, factor * self.eager_error, stored)
-        eager_errors = {name: self._distance(name, eager[name]) / self._scale_of[name] for name in precise}
-        typical = median(eager_errors.values())
-        self._allowed_of = {
-            name: max(5 * floor, TENSOR_FACTOR * max(error, typical))
-            for name, error in eager_errors.items()
-            if error <= WITNESS and squares[name] ** 0.5 > ULPS * rounding[name]
-        }
+        self._rounding_of = {name: self._rounding(name, value) for name, value in eager.items()}
+        self._runs = [self._distances(eager, start)]
+        self._allow()
+
+    def hear(self, eager: Tensors, start: Tensors) -> None:
+        distances = self._distances(eager, {**self._start, **start})
+        if isfinite(norm(distances)):
+            self._runs.append(distances)
+            self._allow()
 
     def judge(self, results: Tensors) -> Verdict:
         if not self.eager_error <= HOPELESS:
             return Verdict(False, self.eager_error, f"eager itself is {self.eager_error:.2g} off a precise run")
         if results.keys() != self._precise.keys():
             return Verdict(False, float("inf"), f"other results: {sorted(results.keys() ^ self._precise.keys())[:4]}")
-        error = self._total_error(results)
+        distances = self._distances(results, self._start)
+        error = norm(distances) / self._scale
         if not error <= self.allowed:
             return Verdict(False, error, f"differs from eager: error {error:.2g}, allowed {self.allowed:.2g}")
         for name, allowed in self._allowed_of.items():
-            one = self._distance(name, results[name]) / self._scale_of[name]
+            one = distances[name] / self._scale_of[name]
             if not one <= allowed:
                 return Verdict(False, error, f"{name} differs from eager: error {one:.2g}, allowed {allowed:.2g}")
         return Verdict(True, error)
 
-    def _change(self, name: str, value: Tensor) -> Tensor:
-        value = value.detach().double()
-        return value - self._start[name] if name in self._start else value
+    def _allow(self) -> None:
+        """Derive from eager's runs what is forgiven."""
+        distances = {name: fmean(run[name] ** 2 for run in self._runs) ** 0.5 for name in self._precise}
+        self.eager_error = norm(distances) / self._scale
+        stored = norm(self._rounding_of) / self._scale  # when every value is one unit off
+        factor = TOTAL_FACTOR if self._count > FEW else TENSOR_FACTOR
+        self.allowed = max(self._floor, factor * self.eager_error, stored)
+        errors = {name: distance / self._scale_of[name] for name, distance in distances.items()}
+        typical = median(errors.values())
+        self._allowed_of = {
+            name: max(5 * self._floor, TENSOR_FACTOR * max(error, typical))
+            for name, error in errors.items()
+            if error <= WITNESS and self._size_of[name] > ULPS * self._rounding_of[name]
+        }
+
+    def _changes(self, values: Tensors, start: Tensors) -> dict[str, Tensor]:
+        """What became of each value since the start; the value itself where there is no start."""
+        values = {name: value.detach().double() for name, value in values.items()}
+        return {name: value - start[name].double() if name in start else value for name, value in values.items()}
+
+    def _distances(self, values: Tensors, start: Tensors) -> dict[str, float]:
+        changes = self._changes(values, start)
+        return {name: float((change - self._precise[name]).norm()) for name, change in changes.items()}
 
     def _rounding(self, name: str, value: Tensor) -> float:
         if not value.is_floating_point() or name not in self._start:
             return 0.0
-        return torch.finfo(value.dtype).eps * float(self._start[name].norm())
+        return torch.finfo(value.dtype).eps * float(self._start[name].double().norm())
 
-    def _distance(self, name: str, value: Tensor) -> float:
-        return float((self._change(name, value) - self._precise[name]).norm())
 
-    def _total_error(self, values: Tensors) -> float:
-        return sum(self._distance(name, value) ** 2 for name, value in values.items()) ** 0.5 / self._scale
+def norm(sizes: Mapping[str, float]) -> float:
+    """Size of all tensors together."""
+    return hypot(*sizes.values())
+
+
+# --- neighbours ------------------------------------------------------------------------------------------------------
+
+
+def neighbour(value: Tensor, eps: float, generator: torch.Generator) -> Tensor:
+    """Return the numbers moved up or down, by chance, by half a unit in the last place.
+
+    Half a unit is the most that rounding does; what is rounded next comes out as either of its two nearest numbers, not
+    always as the nearer. More would be an error of the input's, and hide a side's.
+
+    Args:
+        value: Left as it is; what is not floating point has no neighbour and is returned.
+        eps: Distance from 1 to the next number of the precision.
+        generator: Of signs, on the host, so that they are the same on every device; the global ones are left alone.
+    """
+    if not value.is_floating_point():
+        return value
+    wide = value.detach().double()
+    _, exponent = wide.frexp()  # of a number from 0.5 to 1, where the unit is eps / 2
+    signs = torch.empty_like(wide, device="cpu").bernoulli_(generator=generator) * 2 - 1
+    half_unit = torch.ldexp(eps / 4 * wide.sign(), exponent)  # of zero: none
+    return (wide + half_unit * signs.to(value.device)).to(value.dtype)
+
+
+def move_parameters(model: nn.Module, batch: Iterable[Tensor], move: Move) -> None:
+    """Move the parameters in place where a batch has nothing to move: tokens."""
+    if not any(x.is_floating_point() for x in batch):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(move(parameter))
+
+
+def hear_neighbours(hear: Callable[[Move], None], dtype: torch.dtype, device: torch.device) -> None:
+    """Let a judge hear some runs of eager's on neighbours.
+
+    Args:
+        hear: Runs eager on what it moves by its argument. When one run fails, those before it must do.
+        dtype: Lowest precision that the case computes in; where matrix products of single precision are TF32, that.
+        device: Where the case runs.
+    """
+    has_tf32 = device.type == "cuda" and torch.cuda.is_tf32_supported()
+    is_tf32 = has_tf32 and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    eps = TF32_EPS if is_tf32 else torch.finfo(dtype).eps
+    try:
+        for seed in range(NEIGHBOURS):
+            hear(partial(neighbour, eps=eps, generator=torch.Generator().manual_seed(seed)))
+    except RuntimeError as error:
+        print(f"           eager fails on a neighbouring input: {str(error)[:200]}", flush=True)
+
+
+# --- dependence ------------------------------------------------------------------------------------------------------
 
 
 def check_dependence(first: Tensors, second: Tensors, allowed: float) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import torch
 
 from benchmarks import ours
 from benchmarks.baselines import InferenceJudge, build_inference
-from benchmarks.models import INFERENCE, InferenceCase
+from benchmarks.equality import Move, check_dependence, hear_neighbours, move_parameters
+from benchmarks.models import INFERENCE, Inference, InferenceCase
 from benchmarks.results import Row
 from benchmarks.sides import build_each, compare
 from benchmarks.suite import Settings, run_suite
@@ -17,11 +19,26 @@ BASELINES = ("eager", "eager graph", "compile", "compile reduce-overhead", "indu
 LONG_BASELINES = ("max-autotune graph",)
 
 
+class SampledInferenceJudge(InferenceJudge):
+    """Knows eager's error from several runs: the plain one, and those on neighbouring inputs or parameters."""
+
+    def __init__(self, problem: Inference) -> None:
+        super().__init__(problem)
+        hear_neighbours(self._hear, problem.dtype, problem.device)
+        second, first = ({"output": problem.model(*batch)} for batch in (problem.second, problem.first))
+        check_dependence(second, first, self._judge.allowed)
+
+    def _hear(self, move: Move) -> None:
+        model, batch = copy.deepcopy(self._problem.model), self._problem.second
+        move_parameters(model, batch, move)
+        self._judge.hear({"outputs": {"output": model(*map(move, batch))}})
+
+
 @torch.no_grad()
 def run_case(case: InferenceCase, settings: Settings, baselines: tuple[str, ...] = BASELINES) -> list[Row]:
     """Build, judge and time all sides of a case."""
     problem = case.make(settings.device, tiny=settings.tiny, channels_last=settings.channels_last)
-    judge = InferenceJudge(problem)
+    judge = SampledInferenceJudge(problem)
     mine = ours.build_inference(problem, judge)
     asked = [
         name

@@ -17,13 +17,15 @@ from functools import partial
 import torch
 
 from benchmarks import ours
-from benchmarks.baselines import InferenceJudge, TrainingJudge, build_inference, build_training
+from benchmarks.baselines import build_inference, build_training
 from benchmarks.cold import compare_cold
 from benchmarks.harness import Sample, alternate, host_clock, wall_ms
+from benchmarks.inference import SampledInferenceJudge
 from benchmarks.models import HOST_INFERENCE, HOST_TRAINING, InferenceCase, TrainingCase
 from benchmarks.results import Row, ratio
 from benchmarks.sides import Failure, Side, build_each
 from benchmarks.suite import Settings, run_suite
+from benchmarks.training import SampledTrainingJudge
 from millstream.graph import KernelGraph
 
 SAMPLES = 4  # host times are short and noisy: so many times the usual number of samples
@@ -48,7 +50,7 @@ class OverheadCase:
 def run_call(case: InferenceCase, settings: Settings) -> list[Row]:
     """Host time of a compiled model's call against torch.compile's, and against bare replays."""
     problem = case.make(settings.device)
-    judge = InferenceJudge(problem)
+    judge = SampledInferenceJudge(problem)
     mine = ours.build_inference(problem, judge)
     peers = build_each(
         [name for name in (*CALL_PEERS, REPLAY_PEER) if settings.wants(name)],
@@ -60,7 +62,7 @@ def run_call(case: InferenceCase, settings: Settings) -> list[Row]:
 def run_step(case: TrainingCase, settings: Settings) -> list[Row]:
     """Host time of a step's call against the compiled loop's, and against the bare replay of the same graph."""
     problem = case.make(settings.device)
-    judge = TrainingJudge(problem)
+    judge = SampledTrainingJudge(problem)
     mine = ours.build_training(problem, judge)
     peers = build_each(
         [name for name in STEP_PEERS if settings.wants(name)], lambda name: build_training(problem, name, judge)

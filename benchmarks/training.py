@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 
+import torch
+from torch import Tensor
+
 from benchmarks import ours
-from benchmarks.baselines import TrainingJudge, build_training
-from benchmarks.models import TRAINING, TrainingCase
+from benchmarks.baselines import Call, Trainee, TrainingJudge, build_training, trainee
+from benchmarks.equality import Move, Results, hear_neighbours, move_parameters
+from benchmarks.harness import Run
+from benchmarks.models import TRAINING, Training, TrainingCase
 from benchmarks.results import Row
 from benchmarks.sides import build_each, compare
 from benchmarks.suite import Settings, run_suite
@@ -14,10 +19,35 @@ from benchmarks.suite import Settings, run_suite
 BASELINES = ("eager", "compile loop", "compile loop fused", "step graph", "cudnn")
 
 
+class SampledTrainingJudge(TrainingJudge):
+    """Knows eager's error from several runs: the plain one, and those on neighbouring batches or parameters."""
+
+    def __init__(self, problem: Training) -> None:
+        super().__init__(problem)
+        hear_neighbours(self._hear, problem.dtype, problem.device)
+
+    def results(self, side: Trainee, step: Call, replay: Run | None = None, losses: tuple[Tensor, ...] = ()) -> Results:
+        """As of any judge; but all runs of eager's begin with the same random numbers, and use none up."""
+        if losses:  # a side that has begun already
+            return super().results(side, step, replay, losses)
+        device = self._problem.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            return super().results(side, step, replay)
+
+    def _hear(self, move: Move) -> None:
+        problem = self._problem
+        side = trainee(problem)
+        move_parameters(side.model, problem.batches[0], move)
+        start, step = side.state(), problem.make_step(side.model, side.optimizer)
+        results = self.results(side, lambda *batch: step(*map(move, batch)))
+        self._judge.hear(results, start)
+        self._losses.hear(results)
+
+
 def run_case(case: TrainingCase, settings: Settings, baselines: tuple[str, ...] = BASELINES) -> list[Row]:
     """Build, judge and time all sides of a case."""
     problem = case.make(settings.device, tiny=settings.tiny)
-    judge = TrainingJudge(problem)
+    judge = SampledTrainingJudge(problem)
     mine = ours.build_training(problem, judge)
     asked = [
         name

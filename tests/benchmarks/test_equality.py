@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.equality import Judge, check_dependence
+from benchmarks.equality import Judge, check_dependence, hear_neighbours, move_parameters, neighbour
 
 
 def training(noise=0.01, seed=0):
@@ -30,11 +30,53 @@ def test_rounding_of_eagers_size_passes():
     assert judge.judge(noisy()).equal
 
 
+def test_a_lucky_run_of_eagers_does_not_make_rounding_a_fault():
+    start, precise, noisy = training(noise=0.03)
+    lucky = {"parameters": {name: value.float() for name, value in precise["parameters"].items()}}
+    judge = Judge(precise, lucky, torch.bfloat16, start)
+    assert not judge.judge(noisy()).equal
+    for _ in range(4):
+        judge.hear(noisy())
+    assert judge.judge(noisy()).equal
+
+
+def test_an_unlucky_run_of_eagers_does_not_hide_a_fault():
+    start, precise, noisy = training(noise=0.02)
+    unlucky = training(noise=0.1)[2]()
+    judge = Judge(precise, unlucky, torch.bfloat16, start)
+    wrong = training(noise=0.15)[2]()
+    assert judge.judge(wrong).equal
+    for _ in range(4):
+        judge.hear(noisy())
+    assert not judge.judge(wrong).equal
+
+
+def test_a_run_from_another_start_counts_by_its_changes():
+    start, precise, noisy = training(noise=0.03)
+    judge = Judge(precise, noisy(), torch.bfloat16, start)
+    before, run = judge.allowed, noisy()
+    moved = [{"parameters": {k: v.double() + 1.0 for k, v in values["parameters"].items()}} for values in (run, start)]
+    judge.hear(*moved)
+    assert judge.allowed == pytest.approx(before, rel=0.1)
+
+
+def test_a_run_that_overflowed_is_left_out():
+    start, precise, noisy = training(noise=0.03)
+    judge, overflowed = Judge(precise, noisy(), torch.float16, start), noisy()
+    before = judge.allowed
+    overflowed["parameters"]["bias"][0] = float("inf")
+    judge.hear(overflowed)
+    assert judge.allowed == before
+
+
+@pytest.mark.parametrize("heard", [0, 4])
 @pytest.mark.parametrize("factor", [0.0, 0.5, -1.0, 2.0, float("nan")])
 @pytest.mark.parametrize("name", ["weight", "bias"])
-def test_a_wrong_update_of_one_tensor_is_found(name, factor):
+def test_a_wrong_update_of_one_tensor_is_found(name, factor, heard):
     start, precise, noisy = training()
     judge = Judge(precise, noisy(), torch.bfloat16, start)
+    for _ in range(heard):
+        judge.hear(noisy())
     wrong = noisy()
     old = start["parameters"][name]
     wrong["parameters"][name] = old + factor * (wrong["parameters"][name] - old)
@@ -70,3 +112,67 @@ def test_an_output_that_ignores_its_input_proves_nothing():
     check_dependence({"output": x}, {"output": y}, 1e-2)
     with pytest.raises(RuntimeError, match="would show nothing"):
         check_dependence({"output": x}, {"output": x + 1e-3 * y}, 1e-2)
+
+
+def move(seed=0):
+    return lambda value: neighbour(value, 2.0**-7, torch.Generator().manual_seed(seed))
+
+
+def test_a_neighbour_rounds_to_one_of_the_two_nearest_numbers():
+    x = torch.randn(4, 3, 16, 16).to(memory_format=torch.channels_last)
+    rounded, unit = move()(x).bfloat16().double(), 2.0**-7 * x.abs().log2().floor().exp2()
+    assert ((rounded - x).abs() <= unit).all()
+    nearest = rounded == x.bfloat16().double()
+    assert 0.4 < nearest.double().mean() < 0.6
+    assert move()(x).stride() == x.stride()
+
+
+def test_a_number_of_the_precision_itself_moves_by_one_unit_or_stays():
+    x = torch.randn(1000).bfloat16()
+    moved = move()(x)
+    lower, upper = (torch.nextafter(x, torch.full_like(x, end)) for end in (-torch.inf, torch.inf))
+    assert ((moved == lower) | (moved == x) | (moved == upper)).all()
+    assert 0.3 < (moved != x).double().mean() < 0.7
+
+
+def test_neighbours_are_the_same_each_time_and_leave_the_global_generator_alone():
+    x, state = torch.randn(100), torch.get_rng_state()
+    assert torch.equal(move(1)(x), move(1)(x))
+    assert not torch.equal(move(1)(x), move(2)(x))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_tokens_and_zeros_have_no_neighbour():
+    tokens = torch.arange(5)
+    assert move()(tokens) is tokens
+    assert not move()(torch.zeros(5)).any()
+
+
+@pytest.mark.parametrize(("batch", "moved"), [(torch.arange(5), True), (torch.randn(5), False)])
+def test_parameters_move_where_the_batch_cannot(batch, moved):
+    model = torch.nn.Linear(5, 5)
+    before = model.weight.detach().clone()
+    move_parameters(model, (batch, torch.arange(3)), move())
+    assert torch.equal(model.weight, before) != moved
+
+
+def test_runs_before_one_that_fails_must_do(capsys):
+    heard = []
+
+    def hear(move):
+        if len(heard) == 2:
+            raise RuntimeError("out of memory")
+        heard.append(move(torch.ones(10)))
+
+    hear_neighbours(hear, torch.float16, torch.device("cpu"))
+    assert len(heard) == 2
+    assert "out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("precision", "eps"), [("high", 2.0**-10), ("highest", 2.0**-23)])
+def test_where_products_are_tf32_numbers_move_by_its_rounding(monkeypatch, precision, eps):
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    x, moved = torch.full((10,), 3.0, dtype=torch.float64), []
+    hear_neighbours(lambda move: moved.append(move(x)), torch.float32, torch.device("cuda"))
+    assert all(((y - x).abs() == eps).all() for y in moved)  # half a unit of a number from 2 to 4
