@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import FallbackWarning, FeedError
+from millstream.feed import staging
 from millstream.feed.copy_lane import CopyLane
 from millstream.feed.ring import Loan, Ring
 from tests.device.virtual_device import make_virtual_context
@@ -111,6 +112,13 @@ def test_also_when_the_consumer_changes_streams(virtual_feed, mood):
 def test_also_when_the_loop_is_left_early(virtual_feed, mood):
     for seed in range(60):
         assert run_once(virtual_feed, seed, mood, stop_after=seed % 4), seed
+
+
+@pytest.mark.parametrize("mood", MOODS)
+def test_also_without_compiled_code(virtual_feed, mood, monkeypatch):
+    monkeypatch.setattr(staging, "filler", lambda: None)
+    for seed in range(20):
+        assert run_once(virtual_feed, seed, mood), seed
 
 
 # --- each wait is needed: without it some order gives wrong bytes

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from millstream.device.native import build
+from millstream.device.native import build, torch_options
 
 DEVICES = frozenset({"cuda"})
 """Where tensors must be for their step to be checked in this way. On the host, kernels take longer than checks."""
 
 _SOURCE = Path(__file__).with_name("quick_guards.cpp")
-_ROOT = Path(torch.__file__).parent
 
 
 class QuickGuards:
@@ -70,8 +67,7 @@ class QuickGuards:
 @functools.cache
 def load_library() -> ctypes.PyDLL | None:
     """The compiled code, or ``None`` where it cannot be had."""
-    folders = (_ROOT / "include", Path(sysconfig.get_paths()["include"]))
-    path = build(_SOURCE, *(f"-I{folder}" for folder in folders), f"-L{_ROOT / 'lib'}", "-lc10")
+    path = build(_SOURCE, *torch_options())
     try:
         library = None if path is None else ctypes.PyDLL(str(path))
     except OSError:

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from array import array
 from collections.abc import Callable, Sequence
@@ -52,6 +53,12 @@ def build(source: Path, *options: str) -> Path | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return target
+
+
+def torch_options() -> tuple[str, ...]:
+    """Options for ``build``: a file that looks into Python's objects and PyTorch's tensors."""
+    root = Path(torch.__file__).parent
+    return f"-I{root / 'include'}", f"-I{sysconfig.get_paths()['include']}", f"-L{root / 'lib'}", "-lc10"
 
 
 def _compile(compiler: str, source: Path, options: Sequence[str], target: Path) -> None:

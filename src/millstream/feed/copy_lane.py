@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -29,8 +30,9 @@ from millstream.feed.checking import Checker
 from millstream.feed.lane import Transform, misplaced
 from millstream.feed.layout import Layout, describe_leaves, plan_layout, view_leaves
 from millstream.feed.ledger import Mark
+from millstream.feed.likeness import Likeness
 from millstream.feed.ring import DeviceSlot, Loan, Ring, whole_storage
-from millstream.feed.staging import PinnedRing, PinnedSlot
+from millstream.feed.staging import PinnedRing, PinnedSlot, find_likeness
 from millstream.feed.structure import Rebuild, as_tensor, split
 
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
@@ -43,8 +45,9 @@ class DeviceLoad:
     rebuild: Rebuild
     layout: Layout
     leaves: list[Any]  # on the host; emptied when they are staged
-    staged: list[int]  # which leaves lie in the slot
+    staged: Sequence[int]  # which leaves lie in the slot
     others: dict[int, Any]  # the leaves that do not
+    addresses: array[int] | None = None  # of the leaves, where their bytes can be copied as they are
     copy: tuple[Mark, Mark] | None = None
     staged_ns: int = 0
     made: tuple[Mark, Stream] | None = None  # where the source's own device work for this batch ends
@@ -91,6 +94,7 @@ class CopyLane:
         num_slots = max(depth, 2) + (checker is not None)
         self.ring = Ring(context, num_slots, context.current_stream())
         self._layout = plan_layout(())  # of the batch described last; the worker's
+        self._likeness: Likeness | None = None  # to that batch, if all of its leaves are copied as they are
         self.slot: int | None = None
         self._stream = context.current_stream()  # the consumer's, when he asked last
 
@@ -112,6 +116,9 @@ class CopyLane:
             FeedError: A tensor lives on a third device, or something is of a type that is not known.
         """
         leaves, rebuild = split(batch)
+        addresses = None if self._likeness is None else self._likeness.find(leaves)
+        if addresses is not None:  # nearly always
+            return DeviceLoad(rebuild, self._layout, leaves, range(len(leaves)), {}, addresses)
         staged: list[int] = []
         others: dict[int, Any] = {}
         for i, leaf in enumerate(leaves):
@@ -126,6 +133,7 @@ class CopyLane:
         specs = describe_leaves(host)
         if specs != self._layout.specs:
             self._layout = plan_layout(specs)
+        self._likeness = None if others else find_likeness(self._layout, host)
         return DeviceLoad(rebuild, self._layout, host, staged, others, made=self._mark_own_work(others))
 
     def stage(self, load: DeviceLoad, stopped: threading.Event) -> bool:
@@ -135,7 +143,7 @@ class CopyLane:
         a batch whose copy is still in flight, and a pageable one would make the copy block.
         """
         with _out_of_inference_mode():
-            load.pinned = self._pinned.begin_fill(load.layout, load.leaves, stopped)
+            load.pinned = self._pinned.begin_fill(load.layout, load.leaves, stopped, load.addresses)
         load.leaves = []
         return load.pinned is not None
 

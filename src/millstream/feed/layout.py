@@ -71,6 +71,8 @@ class Layout:
         sources: For each piece the leaf that it starts with, and its length in bytes.
         shared: Those of the leaves in ``sources`` whose piece holds others, too, so that it is copied byte by byte.
         num_bytes: Length of the slot.
+        typed: Parcels and the dtypes that they are seen as.
+        views: For each leaf its place in ``typed``, its sizes and strides, and its first element.
     """
 
     specs: tuple[LeafSpec, ...]
@@ -79,6 +81,8 @@ class Layout:
     sources: tuple[tuple[int, int], ...]
     shared: frozenset[int]
     num_bytes: int
+    typed: tuple[tuple[int, torch.dtype], ...]
+    views: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]
 
 
 def describe_leaves(leaves: Sequence[Tensor]) -> tuple[LeafSpec, ...]:
@@ -116,7 +120,12 @@ def plan_layout(specs: Sequence[LeafSpec]) -> Layout:
     sources = tuple((first[piece], num_bytes) for piece, num_bytes in size_of.items())
     leaves_of = Counter(spec.piece for spec in specs)
     shared = frozenset(i for piece, i in first.items() if leaves_of[piece] > 1)
-    return Layout(tuple(specs), tuple(parcels), position, sources, shared, start)
+    typed: dict[tuple[int, torch.dtype], int] = {}
+    views = tuple(
+        (typed.setdefault((parcel, spec.dtype), len(typed)), spec.size, spec.stride, first // spec.dtype.itemsize)
+        for (parcel, first), spec in zip(position, specs, strict=True)
+    )
+    return Layout(tuple(specs), tuple(parcels), position, sources, shared, start, tuple(typed), views)
 
 
 def view_leaves(layout: Layout, parcels: Sequence[Tensor]) -> list[Tensor]:
@@ -130,16 +139,8 @@ def view_leaves(layout: Layout, parcels: Sequence[Tensor]) -> list[Tensor]:
         parcels: For each parcel a uint8 tensor of one dimension that starts with it, its length a multiple of
             ``ALIGNMENT_BYTES``.
     """
-    typed: dict[tuple[int, torch.dtype], tuple[Tensor, int]] = {}
-    leaves = []
-    for (parcel, start), (dtype, size, stride, *_) in zip(layout.position, layout.specs, strict=True):
-        seen = typed.get((parcel, dtype))
-        if seen is None:
-            memory = parcels[parcel].view(dtype)
-            seen = typed[parcel, dtype] = memory, dtype.itemsize
-        memory, item_bytes = seen
-        leaves.append(reinterpret(memory, size, stride, start // item_bytes))
-    return leaves
+    typed = [parcels[parcel].view(dtype) for parcel, dtype in layout.typed]
+    return [reinterpret(typed[k], size, stride, first) for k, size, stride, first in layout.views]
 
 
 def view_leaf(memory: Tensor, start: int, spec: LeafSpec) -> Tensor:

@@ -10,6 +10,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from millstream.device import DeviceContext, Event
 from millstream.device.native import Filling, filler
 from millstream.feed.layout import Layout, narrow_repeats, see_source, view_leaf
+from millstream.feed.likeness import Likeness
 
 MAX_SLOTS = 32
 """Enough for steps of 50 µs."""
@@ -92,11 +94,23 @@ class PinnedRing:
         self._slots: deque[PinnedSlot] = deque()  # the oldest first
         self._num_bytes = 0  # of all slots
 
-    def begin_fill(self, layout: Layout, leaves: Sequence[Tensor], stopped: threading.Event) -> PinnedSlot | None:
+    def begin_fill(
+        self,
+        layout: Layout,
+        leaves: Sequence[Tensor],
+        stopped: threading.Event,
+        addresses: array[int] | None = None,
+    ) -> PinnedSlot | None:
         """Begin to copy the leaves of a batch into the slot that was filled longest ago; ``None`` when stopped before.
 
         The caller has made sure that the copy out of it has been enqueued, and finishes the slot before the source may
         touch its memory again.
+
+        Args:
+            layout: Of the batch.
+            leaves: The batch.
+            stopped: Set to give up waiting for the slot.
+            addresses: Of the leaves, if ``find_likeness`` has told that they can be copied as they are.
         """
         slot = self._find(layout.num_bytes)
         # The device may be about to read these bytes (WAR).
@@ -105,7 +119,11 @@ class PinnedRing:
         slot.busy = False
         if layout is not slot.layout:
             self._open(slot, layout)
-        self._begin_copy(slot, layout, leaves)
+        if addresses is not None and self._filler is not None:
+            owner = slot.memory, leaves
+            slot.filling = self._filler.begin(slot.addresses, addresses, slot.lengths, self._threads, owner)
+        else:
+            self._begin_copy(slot, layout, leaves)
         self._slots.rotate(-1)
         return slot
 
@@ -195,3 +213,12 @@ def _sort_sources(layout: Layout, leaves: Sequence[Tensor]) -> tuple[list[int], 
         exact = alike and not (leaf.is_conj() or leaf.is_neg())
         (as_bytes if exact or i in layout.shared else others).append(k)
     return as_bytes, others
+
+
+def find_likeness(layout: Layout, leaves: Sequence[Tensor]) -> Likeness | None:
+    """What to compare later leaves with, to know that they have this layout and can be copied as the bytes they are."""
+    if not leaves or layout.shared or filler() is None or _sort_sources(layout, leaves)[1]:
+        return None
+    with suppress(ValueError):
+        return Likeness(leaves)
+    return None

@@ -98,6 +98,8 @@ def split(batch: Any) -> tuple[list[Any], Rebuild]:
     Raises:
         FeedError: Something in the batch is of a type that is not known; the message names it.
     """
+    if (flat := _split_flat(batch)) is not None:
+        return flat
     leaves: list[Any] = []
     try:
         rebuild = _split(batch, leaves)
@@ -113,6 +115,19 @@ def split(batch: Any) -> tuple[list[Any], Rebuild]:
     if rebuild is None:
         return leaves, lambda _: batch
     return leaves, rebuild
+
+
+def _split_flat(batch: Any) -> tuple[list[Any], Rebuild] | None:
+    """The same for a plain container of nothing but tensors, as most batches are; it may hold hundreds."""
+    kind = type(batch)
+    if kind is dict:
+        leaves, keys = list(batch.values()), list(batch)
+        return (
+            (leaves, lambda values: dict(zip(keys, values, strict=True))) if {*map(type, leaves)} == {Tensor} else None
+        )
+    if (kind is list or kind is tuple) and {*map(type, batch)} == {Tensor}:
+        return list(batch), kind
+    return None
 
 
 def name_leaf(batch: Any, index: int) -> str:

@@ -1,0 +1,66 @@
+"""Whether a batch looks like the one before, asked in compiled code: see ``likeness.cpp``.
+
+Where there is no compiler, every batch is looked at leaf by leaf.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from millstream.device.native import build, torch_options
+
+_SOURCE = Path(__file__).with_name("likeness.cpp")
+
+
+class Likeness:
+    """What the leaves of a batch look like, so that the next ones can be compared with it.
+
+    Args:
+        leaves: Strided tensors on the host, of PyTorch's own class.
+
+    Raises:
+        ValueError: Nothing can be compared with these, or there is no compiled code.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        library = _load()
+        if library is None:
+            raise ValueError("There is no compiled code.")
+        self._drop = library.millstream_drop
+        self._handle = handle = ctypes.c_void_p(library.millstream_make())
+        self._compare = functools.partial(library.millstream_compare, handle)
+        self._num_leaves = len(leaves)
+        if not all(library.millstream_add(handle, id(leaf), leaf._cdata) for leaf in leaves):
+            raise ValueError("These leaves are beyond the compiled code.")
+
+    def find(self, leaves: list[Any]) -> array[int] | None:
+        """The addresses of leaves that look the same, no two with a storage in common; ``None`` where they do not."""
+        addresses = array("Q", bytes(8 * self._num_leaves))
+        return addresses if self._compare(id(leaves), addresses.buffer_info()[0]) else None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_drop"):
+            self._drop(self._handle)
+
+
+@functools.cache
+def _load() -> ctypes.PyDLL | None:
+    path = build(_SOURCE, *torch_options())
+    try:
+        library = None if path is None else ctypes.PyDLL(str(path))
+    except OSError:
+        return None
+    if library is not None:
+        pointer = ctypes.c_void_p
+        library.millstream_make.restype = pointer
+        library.millstream_drop.argtypes, library.millstream_drop.restype = [pointer], None
+        library.millstream_add.argtypes = [pointer, pointer, pointer]
+        library.millstream_compare.argtypes = [pointer, pointer, pointer]
+    return library
