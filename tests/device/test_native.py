@@ -27,7 +27,7 @@ EDGE = 7  # bytes around a piece that must stay as they are
 def team():
     """More threads than this machine may have processors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native.os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+        patch.setattr(native, "num_processors", lambda: 6)
         return native.Filler(native.build(native._SOURCE, *native._OPTIONS))
 
 
@@ -161,6 +161,13 @@ def test_nothing_follows_an_error():
     driver = FakeDriver(fails_at=2)
     assert driver.enqueuer().enqueue(77, [1], [(10, 11, 5), (20, 21, 6)], [2]) == 700
     assert len(driver.calls) == 2
+
+
+@pytest.mark.parametrize(("text", "number"), [("max 100000", 8), ("250000 100000", 2), ("1000 100000", 1), ("?", 8)])
+def test_no_more_threads_than_the_container_is_granted(monkeypatch, text, number):
+    monkeypatch.setattr(native.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(native.Path, "read_text", lambda _: text)
+    assert native.num_processors() == number
 
 
 def test_without_a_compiler_there_is_none(monkeypatch, tmp_path):

@@ -8,12 +8,16 @@
 // - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and who is awake takes the next one.
 // - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none.
 
+#include <pthread.h>
+#include <signal.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -56,8 +60,15 @@ struct Filling {
 
 class Team {
  public:
-  explicit Team(int num_helpers) : num_helpers_(num_helpers) {
-    for (int i = 0; i < num_helpers; ++i) std::thread(&Team::help, this).detach();
+  explicit Team(int num_helpers) {
+    sigset_t all, before;  // signals are for Python's threads
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      for (; num_helpers_ < num_helpers; ++num_helpers_) std::thread(&Team::help, this).detach();
+    } catch (const std::system_error&) {  // the system grants no more
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   void begin(Filling& filling, int num_threads) {
@@ -106,7 +117,7 @@ class Team {
     }
   }
 
-  const int num_helpers_;
+  int num_helpers_ = 0;
   std::atomic<bool> busy_{false};
   std::atomic<Filling*> filling_{nullptr};
   std::atomic<int> num_threads_{0};

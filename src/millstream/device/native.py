@@ -17,6 +17,7 @@ import sysconfig
 import tempfile
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,7 @@ class Filler:
     """
 
     def __init__(self, path: Path) -> None:
-        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.num_threads = min(processors, MAX_THREADS)
+        self.num_threads = min(num_processors(), MAX_THREADS)
         holding, releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
         holding.millstream_make_team.restype = holding.millstream_begin.restype = ctypes.c_void_p
         team = ctypes.c_void_p(holding.millstream_make_team(self.num_threads - 1))
@@ -145,6 +145,15 @@ class Filling:
 
     def __del__(self) -> None:
         self.finish()
+
+
+def num_processors() -> int:
+    """Processors that this process may use: a container may be granted the time of few of those that it sees."""
+    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        number = min(number, max(int(quota) // int(period), 1))  # "max" is no number
+    return number
 
 
 class Enqueuer:
