@@ -88,6 +88,18 @@ def test_what_is_being_copied_stays_alive_until_it_is(team):
     filling.finish()  # once is enough
 
 
+def test_several_fillings_by_one_caller(team):
+    sources = [np.full(20 * CHUNK, i, dtype=np.uint8) for i in range(3)]
+    targets = [np.zeros_like(source) for source in sources]
+    fillings = [
+        team.begin(*(array("Q", [each]) for each in (to.ctypes.data, source.ctypes.data, source.nbytes)), 6, None)
+        for to, source in zip(targets, sources, strict=True)
+    ]
+    for filling in fillings:
+        filling.finish()
+    assert all(np.array_equal(to, source) for to, source in zip(targets, sources, strict=True))
+
+
 def test_several_callers_at_once(team):
     right = []
 

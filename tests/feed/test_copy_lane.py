@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from millstream.errors import FallbackWarning, FeedError
 from millstream.feed import staging
 from millstream.feed.copy_lane import CopyLane
+from millstream.feed.layout import describe_leaves, plan_layout
 from millstream.feed.ring import Loan, Ring
 from tests.device.virtual_device import make_virtual_context
 from tests.feed.conftest import feed_threads
@@ -119,6 +120,22 @@ def test_also_without_compiled_code(virtual_feed, mood, monkeypatch):
     monkeypatch.setattr(staging, "filler", lambda: None)
     for seed in range(20):
         assert run_once(virtual_feed, seed, mood), seed
+
+
+def test_memory_does_not_go_back_while_helpers_write_to_it(monkeypatch):
+    ctx, _device = make_virtual_context("eager")
+    leaves = [torch.ones(1 << 20), torch.ones(8, 8)[:, ::2]]
+    layout = plan_layout(describe_leaves(leaves))
+    ring = staging.PinnedRing(ctx, 2, None)
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *_: 1 / 0)  # the second leaf is none of the helpers'
+    with pytest.raises(ZeroDivisionError):
+        ring.begin_fill(layout, leaves, threading.Event())
+    (slot,) = ring._slots
+    assert slot.filling is not None
+    memory = slot.pieces[0]
+    ring.close()
+    assert slot.filling is None
+    assert torch.equal(memory.view(torch.float32), leaves[0])
 
 
 # --- each wait is needed: without it some order gives wrong bytes

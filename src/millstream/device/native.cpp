@@ -4,7 +4,7 @@
 // Contract
 // - `millstream_begin` lets helpers copy and returns at once; `millstream_finish`, called once from any thread, copies what
 //   is left and returns when all bytes are there. The memory on both sides must live so long.
-// - Helpers are shared by the process. While one filling has them, another one is copied by `millstream_finish` alone.
+// - Helpers are shared by the process, and work for one filling at a time.
 // - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and who is awake takes the next one.
 // - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none.
 
@@ -32,8 +32,8 @@ constexpr auto kSpin = std::chrono::microseconds(500);
 
 // Pieces of memory on their way to other places.
 struct Filling {
-  Filling(size_t num_pieces, char* const* to, const char* const* from, const size_t* num_bytes)
-      : to(to, to + num_pieces), from(from, from + num_pieces), starts(num_pieces + 1) {
+  Filling(size_t num_pieces, char* const* to, const char* const* from, const size_t* num_bytes, int num_threads)
+      : to(to, to + num_pieces), from(from, from + num_pieces), starts(num_pieces + 1), num_threads(num_threads) {
     for (size_t i = 0; i < num_pieces; ++i) starts[i + 1] = starts[i] + num_bytes[i];
   }
 
@@ -55,6 +55,7 @@ struct Filling {
   std::vector<const char*> from;
   std::vector<size_t> starts;  // of each piece, if all lay one behind the other; and the end
   std::atomic<size_t> next{0};
+  const int num_threads;
   int num_helpers = 0;
 };
 
@@ -71,17 +72,19 @@ class Team {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  void begin(Filling& filling, int num_threads) {
-    int wanted = std::min<size_t>(std::min(num_helpers_, num_threads - 1), filling.starts.back() / kWakeBytes);
+  void begin(Filling& filling) {
+    int most = std::min(num_helpers_, filling.num_threads - 1);
+    int wanted = std::min<size_t>(std::max(most, 0), filling.starts.back() / kWakeBytes);
     if (wanted <= 0 || busy_.exchange(true)) return;
     filling.num_helpers = wanted;
     filling_ = &filling;
-    num_threads_ = num_threads;
+    num_threads_ = filling.num_threads;
     ++generation_;  // who spins comes by himself
     for (int i = 0; i < wanted; ++i) generation_.notify_one();
   }
 
   void finish(Filling& filling) {
+    if (filling.num_helpers == 0) begin(filling);  // another one may have had them
     // Of many helpers none is missed, and what the interpreter will need next stays in this processor's cache.
     bool leaves_it = filling.num_helpers >= kMany;
     do {
@@ -140,8 +143,8 @@ Team* millstream_make_team(int num_helpers) { return new Team(num_helpers); }
 
 Filling* millstream_begin(Team* team, size_t num_pieces, char* const* to, const char* const* from,
                           const size_t* num_bytes, int num_threads) {
-  Filling* filling = new Filling(num_pieces, to, from, num_bytes);
-  team->begin(*filling, num_threads);
+  Filling* filling = new Filling(num_pieces, to, from, num_bytes, num_threads);
+  team->begin(*filling);
   return filling;
 }
 

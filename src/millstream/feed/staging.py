@@ -193,6 +193,7 @@ class PinnedRing:
     def close(self) -> None:
         """Give memory and events back, without waiting for copies that are under way."""
         for slot in self._slots:
+            slot.finish()  # of a batch that was given up
             if slot.memory is None:
                 self._context.release_event(slot.copied)
             elif slot.busy:
