@@ -78,9 +78,11 @@ class Channel(Generic[T]):
         with self._lock:
             if self._closed:
                 raise ChannelClosed("The channel is closed; nothing can be sent any more.")
-            if not self._senders and not self._receivers and self._has_room(num_bytes):  # nearly always
+            if not self._senders and self._has_room(num_bytes):  # nearly always
                 self._held.append((thing, num_bytes))
                 self._held_bytes += num_bytes
+                if self._receivers:
+                    self._settle()
                 return
             party = _Party(self._lock, thing, num_bytes)
             self._senders.append(party)
@@ -110,10 +112,17 @@ class Channel(Generic[T]):
             BaseException: What ``close`` was given, with its traceback, once the channel is empty; every time.
         """
         with self._lock:
-            if self._held and not self._receivers and not self._senders:  # nearly always
+            if self._held and not self._receivers:  # nearly always
                 thing, num_bytes = self._held[0]
                 self._held_bytes -= num_bytes
                 del self._held[0]  # no call, which an interrupt could come behind
+                if self._senders:
+                    try:
+                        self._settle()
+                    except BaseException:
+                        self._held.appendleft((thing, num_bytes))
+                        self._held_bytes += num_bytes
+                        raise
                 return thing
             party = _Party(self._lock)
             self._receivers.append(party)

@@ -246,6 +246,8 @@ class Loan:
         """Leave to the user what he still holds; how many parcels that is."""
         self.forgone = True
         kept = 0
+        if not self._tickets:  # nothing
+            return kept
         for i, claim in enumerate(self.claims):
             if claim.acquire(blocking=False):
                 self.slot.parcels[i] = None
