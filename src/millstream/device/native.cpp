@@ -27,7 +27,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr size_t kChunkBytes = 64 << 10;
 constexpr size_t kWakeBytes = 256 << 10;  // so many for each thread that is woken, which takes some 50 us
-constexpr int kMany = 4;
+constexpr int kMany = 4;  // helpers, so that one thread more is no matter
 constexpr auto kSpin = std::chrono::microseconds(500);
 
 // Pieces of memory on their way to other places.

@@ -28,8 +28,8 @@ from millstream.device.cache_folder import cache_folder
 MAX_THREADS = 16
 """Fill pinned memory: more than a PCIe 5 bus needs."""
 
-SHORT_BYTES = 1 << 20
-"""Up to here copying takes less time than the interpreter's lock does to come back from another thread."""
+SHORT_BYTES = 128 << 10
+"""Up to here one thread copies, in less time than the interpreter's lock takes to come back from another thread."""
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _OPTIONS = ("-pthread",)

@@ -62,6 +62,7 @@ class PinnedSlot:
     pieces: list[Tensor] = field(default_factory=list)  # where the layout's sources go
     addresses: array[int] = field(default_factory=lambda: array("Q"))  # of the same
     lengths: array[int] = field(default_factory=lambda: array("Q"))  # of the same, in bytes
+    parcels: list[Tensor] = field(default_factory=list)
     filling: Filling | None = None
 
     def finish(self) -> None:
@@ -69,8 +70,6 @@ class PinnedSlot:
         if self.filling is not None:
             self.filling.finish()
             self.filling = None
-
-    parcels: list[Tensor] = field(default_factory=list)
 
 
 class PinnedRing:
