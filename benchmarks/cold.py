@@ -19,6 +19,7 @@ import torch
 from benchmarks import baselines, ours
 from benchmarks.harness import prepare_torch
 from benchmarks.models import (
+    CPU_BRANCHING,
     CPU_INFERENCE,
     CPU_TRAINING,
     HOST_INFERENCE,
@@ -32,7 +33,16 @@ from benchmarks.results import Row, ratio
 from benchmarks.suite import Settings
 
 CASES: dict[str, InferenceCase | TrainingCase] = {
-    case.name: case for case in (*INFERENCE, *TRAINING, *CPU_INFERENCE, *CPU_TRAINING, *HOST_INFERENCE, *HOST_TRAINING)
+    case.name: case
+    for case in (
+        *INFERENCE,
+        *TRAINING,
+        *CPU_INFERENCE,
+        *CPU_BRANCHING,
+        *CPU_TRAINING,
+        *HOST_INFERENCE,
+        *HOST_TRAINING,
+    )
 }
 LIMIT_S = 900.0  # a compilation that takes longer has failed
 

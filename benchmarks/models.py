@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.networks import (
+    Recommender,
     Towers,
     Transformer,
     char_rnn,
@@ -324,6 +325,17 @@ CPU_INFERENCE = (
     InferenceCase("inception-like b1", small(small_inception), shape(1, 3, 64, 64), torch.float32, estimate_s=120),
     InferenceCase("transformer 2x128 b4", small_transformer, tokens(256, 4, 64), torch.float32, estimate_s=90),
     InferenceCase("char-rnn lstm 2x64 b8", small_lstm, tokens(65, 8, 16), torch.float32, estimate_s=120),
+)
+
+CPU_BRANCHING = (
+    InferenceCase("towers 8x512 b16", small(Towers), shape(16, 512), torch.float32, estimate_s=120),
+    InferenceCase(
+        "recommender b32",
+        small(Recommender),
+        lambda _: (torch.randn(32, 13), torch.randint(1000, (32, 16))),
+        torch.float32,
+        estimate_s=120,
+    ),
 )
 
 CPU_TRAINING = (

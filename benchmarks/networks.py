@@ -40,6 +40,27 @@ class Towers(nn.Module):
         return self.top(torch.cat([tower(x) for tower in self.towers], 1))
 
 
+class Recommender(nn.Module):
+    """Multi-gate mixture of experts (Ma et al., KDD 2018): embeddings, experts, a gate and a tower for each task."""
+
+    def __init__(
+        self, num_fields: int = 16, vocab: int = 1000, num_dense: int = 13, num_experts: int = 8, num_tasks: int = 2
+    ) -> None:
+        super().__init__()
+        features = 16 * num_fields + num_dense
+        self.embeddings = nn.ModuleList(nn.Embedding(vocab, 16) for _ in range(num_fields))
+        self.experts = nn.ModuleList(mlp([features, 256, 128], last_relu=True) for _ in range(num_experts))
+        self.gates = nn.ModuleList(nn.Linear(features, num_experts) for _ in range(num_tasks))
+        self.towers = nn.ModuleList(mlp([128, 64, 1]) for _ in range(num_tasks))
+
+    def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
+        embedded = (embed(sparse[:, field]) for field, embed in enumerate(self.embeddings))
+        x = torch.cat([dense, *embedded], 1)
+        experts = torch.stack([expert(x) for expert in self.experts], 1)
+        mixed = (torch.softmax(gate(x), 1).unsqueeze(2).mul(experts).sum(1) for gate in self.gates)
+        return torch.cat([tower(part) for tower, part in zip(self.towers, mixed, strict=True)], 1)
+
+
 def normalised_mlp(num_layers: int = 53, width: int = 64, classes: int = 10) -> nn.Sequential:
     """Return a network with as many parameters and buffers as ResNet-50 (161 and 159), and hardly any work to do."""
     blocks = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
 from millstream.lower.cpp_kernels import BATCH, CppKernels
-from millstream.lower.fx_wrapper import find_entry
+from millstream.lower.fx_wrapper import NativeKernel
 
 
 def definition(body, arguments):
@@ -31,15 +33,19 @@ def test_kernels_of_several_files_and_kinds_of_arguments():
         assert y[4] == 0
 
 
-def test_the_plain_function_behind_a_kernel_is_found():
+def test_the_function_behind_a_kernel_takes_an_array():
     kernels = CppKernels()
-    texts = {f"cpp_{value}": definition(f"out[0] = {value};", ["float* out"]) for value in (3, 4)}
+    texts = {
+        f"cpp_{value}": definition(f"out[0] = n + {value};", ["float* out", "const int64_t n"]) for value in (3, 4)
+    }
     for name, text in texts.items():
         kernels.add(name, text)
     out = torch.zeros(1)
     for value, (name, kernel) in zip((3, 4), kernels.collect().items(), strict=True):
-        find_entry(kernel, texts[name])(out.data_ptr())
-        assert out.item() == value
+        entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(NativeKernel(name, kernel, texts[name]).entry)
+        entry((ctypes.c_int64 * 2)(out.data_ptr(), 10))
+        assert out.item() == 10 + value
+    assert NativeKernel(name, kernel, "inductor_cpu_integer_div_error").entry is None
 
 
 def test_whole_numbers_keep_all_their_digits():

@@ -17,6 +17,7 @@ from millstream.engine.choice import Scheduling
 from millstream.engine.cuda_graph import CudaGraphEngine
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
+from millstream.engine.team import find_library
 from millstream.engine.threads import ThreadsEngine
 from millstream.errors import ArgumentError
 from millstream.graph import Candidate, KernelKind, Plan, Wait
@@ -150,6 +151,8 @@ def build(
     on_cpu = lowered.program.devices == {"cpu"}
     if engine == "threads" and not on_cpu:
         refuse(f"{lowered.program.graph.name} runs on the serial engine: it has kernels elsewhere than on the CPU.")
+    elif engine == "threads" and find_library() is None:
+        refuse(f"{lowered.program.graph.name} runs on the serial engine: there is no compiler for threads.cpp.")
     elif engine == "threads" or (engine is None and on_cpu and not scheduling.serial and torch.get_num_threads() > 1):
         return Executable(ThreadsEngine(lowered, plan, scheduling, asked=engine is not None), notes)
     elif engine != "serial":

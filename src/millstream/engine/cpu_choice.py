@@ -1,8 +1,7 @@
 """On a CPU: what kernels take, and whether several threads are quicker than the operators' own.
 
 **Contract**
-- Nothing is planned where the longest chain, or dispatching alone, takes nearly all of the time: chains and tiny
-  kernels cost nothing but a look.
+- Nothing is planned where the longest chain takes nearly all of the time: chains cost nothing but a look.
 - Nothing is tried unless a simulated plan is faster by ``PROMISE``, first if kernels took no longer with their part of
   the intra-op threads, then as they were measured with it.
 - Trials work on the caller's inputs; afterwards memory and generator are what they were. They end after a bounded time.
@@ -23,8 +22,9 @@ from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.engine.arena import bind_arena
 from millstream.engine.choice import Proposal, Scheduling
-from millstream.engine.source import Run, compile_plan
+from millstream.engine.source import compile_plan
 from millstream.engine.team import intra_op_threads
+from millstream.engine.threads_native import Runner
 from millstream.engine.unchanged import unchanged
 from millstream.graph import CHOSEN, Candidate, Plan
 from millstream.lower import Lowered
@@ -33,14 +33,13 @@ from millstream.schedule import assign_offsets, critical_path_ns, peak_bytes, pl
 from millstream.simulate import simulate
 
 MEASURED_CALLS = 2  # the first one warms up
-DISPATCH_NS = 5000  # of each kernel's time so much passes in Python, which one thread at a time can do
 PROMISE = 0.10  # by so much a plan must be faster in the simulator to be tried
 MARGIN = 0.03  # by so much it must be faster in fact: the noise of a machine that does other things too
 MOST_SAMPLES, LEAST_SAMPLES = 15, 3  # pairs of timed runs
+SETTLE_S = 0.008  # before each: so long OpenMP's threads, and this engine's, look for work after what ran before
+TIMED_RUNS = 3  # the median of which is a sample
 SHARE_OF_COMPILING, LEAST_S = 0.1, 0.3  # trials end after this part of the time that compiling took, or this many s
 GRANULE_BYTES = 64 << 20  # of host memory: so much more never counts as too much, unless a budget is given in bytes
-
-Runner = Callable[[list[Any]], list[Any]]
 
 
 class Meter:
@@ -88,7 +87,7 @@ class CpuPlanner:
         self.candidates = (serial.describe("not asked for"), proposal.describe(CHOSEN))
         return proposal.plan
 
-    def choose(self, inputs: Sequence[Any], serial: Runner, prepare: Callable[[Plan, int], Run]) -> Plan:
+    def choose(self, inputs: Sequence[Any], serial: Runner, prepare: Callable[[Plan, int], Runner]) -> Plan:
         """Choose between the serial plan and one on several streams.
 
         Args:
@@ -98,8 +97,7 @@ class CpuPlanner:
         """
         durations = [least or 0 for least in self.meter.least_ns]
         costs = Costs(tuple(map(KernelCost, durations)))
-        in_python_ns = sum(min(duration, DISPATCH_NS) for duration in durations)
-        if max(in_python_ns, critical_path_ns(self._serial.graph, costs)) > (1 - PROMISE) * self._serial_ns:
+        if critical_path_ns(self._serial.graph, costs) > (1 - PROMISE) * self._serial_ns:
             return self._serial
         base, proposal = self._propose(self.meter)
         verdict, own_ns, base_ns = "predicted to be slower", None, None
@@ -180,16 +178,23 @@ class CpuPlanner:
         pairs: list[tuple[int, int]] = []
         with unchanged(program, written(program, inputs), torch.default_generator):
             while len(pairs) < LEAST_SAMPLES or (len(pairs) < MOST_SAMPLES and time.monotonic() < deadline):
-                pairs.append((taken_ns(run_threads), taken_ns(run_serial)))
+                pairs.append((settled_ns(run_threads), settled_ns(run_serial)))
         own_ns, base_ns = (round(median(times)) for times in zip(*pairs, strict=True))
         return CHOSEN if own_ns <= (1 - MARGIN) * base_ns else "slower", own_ns, base_ns
 
 
-def taken_ns(run: Callable[[], Any]) -> int:
-    """Time one call."""
-    start = time.perf_counter_ns()
+def settled_ns(run: Callable[[], Any]) -> int:
+    """Time a call among others of its kind, as it is used: threads of the other kind have gone to sleep by then."""
+    end = time.perf_counter() + SETTLE_S
     run()
-    return time.perf_counter_ns() - start
+    while time.perf_counter() < end:
+        run()
+    times = []
+    for _ in range(TIMED_RUNS):
+        start = time.perf_counter_ns()
+        run()
+        times.append(time.perf_counter_ns() - start)
+    return round(median(times))
 
 
 def bits_of(value: Any) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Worker threads of this process, which play the streams of plans on the CPU.
 
-- A worker is made when a plan first needs it, is a daemon, waits without using a core, and stays for the process's
-  life: there are never more than the widest plan has streams, less one, because the calling thread is stream 0.
+- A worker is made when a plan first needs it, is a daemon, and stays for the process's life: there are never more than
+  the widest plan has streams, less one, because the calling thread is stream 0. It lives in compiled code, without the
+  GIL, and waits without using a core, except for the first 0.4 ms after a job.
 - One call at a time has the team (``busy``). Who finds it busy must do without, and never waits for it: so neither
   several callers nor a kernel that calls into another program can lock each other out.
 - A forked child has a team of its own, without workers at first.
@@ -9,14 +10,65 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
-Job = Callable[[], None]
+from millstream.device.native import build
+from millstream.errors import InternalError
+
+_SOURCE = Path(__file__).with_name("threads.cpp")
+_ROOT = Path(torch.__file__).parent
+_OPTIONS = (f"-I{_ROOT / 'include'}", f"-L{_ROOT / 'lib'}", "-ltorch_cpu", "-lc10", "-pthread")
+
+
+class Library:
+    """The compiled code of this engine, in some ten seconds at its first use, and kept in the cache folder.
+
+    Attributes:
+        holding: Its functions, called with the GIL.
+        releasing: Those that run long, without.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.holding, self.releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        for name in ("make", "make_worker", "get"):
+            getattr(self.holding, f"millstream_{name}").restype = ctypes.c_void_p
+        for name in ("error", "message"):
+            getattr(self.holding, f"millstream_{name}").restype = ctypes.c_char_p
+
+    def __getattr__(self, name: str) -> Any:
+        self.__dict__[name] = function = getattr(self.holding, f"millstream_{name}")
+        return function
+
+
+@functools.cache
+def find_library() -> Library | None:
+    """The compiled code, or ``None`` where it cannot be had."""
+    path = build(_SOURCE, *_OPTIONS)
+    try:
+        return None if path is None else Library(path)
+    except OSError:
+        return None
+
+
+def library() -> Library:
+    """The compiled code.
+
+    Raises:
+        InternalError: It cannot be had.
+    """
+    found = find_library()
+    if found is None:
+        raise InternalError("There is no compiler for what the threads run.")
+    return found
 
 
 class Team:
@@ -28,69 +80,21 @@ class Team:
 
     def __init__(self) -> None:
         self.busy = threading.Lock()
-        self._workers: list[_Worker] = []
+        self._workers: list[int] = []
 
-    def run(self, jobs: Sequence[Job], num_threads: int) -> None:
-        """Run jobs at the same time, the first one on the calling thread; return when all are over.
-
-        Args:
-            jobs: They see to their errors themselves.
-            num_threads: Intra-op threads for each of the others; the calling thread keeps its own.
-        """
-        while len(self._workers) < len(jobs) - 1:
-            self._workers.append(_Worker(len(self._workers) + 1))
-        is_inference = torch.is_inference_mode_enabled()
-        started: list[_Worker] = []
-        try:
-            for worker, job in zip(self._workers, jobs[1:], strict=False):
-                started.append(worker)
-                worker.start(job, num_threads, is_inference)
-            jobs[0]()
-        finally:
-            for worker in started:
-                worker.join()
+    def workers(self, number: int) -> ctypes.Array[ctypes.c_void_p]:
+        """Handles of so many workers."""
+        while len(self._workers) < number:
+            worker = library().make_worker()
+            self._workers.append(worker)
+            name = f"millstream-stream-{len(self._workers)}"
+            threading.Thread(target=_serve, args=(worker,), name=name, daemon=True).start()
+        return (ctypes.c_void_p * number)(*self._workers[:number])
 
 
-class _Worker:
-    def __init__(self, number: int) -> None:
-        self._ready, self._done = threading.Lock(), threading.Lock()  # each is opened by one side, shut by the other
-        self._ready.acquire()
-        self._done.acquire()
-        self._job: tuple[Job, int, bool] | None = None
-        threading.Thread(target=self._serve, name=f"millstream-stream-{number}", daemon=True).start()
-
-    def start(self, job: Job, num_threads: int, is_inference: bool) -> None:
-        self._job = (job, num_threads, is_inference)
-        self._ready.release()
-
-    def join(self) -> None:
-        """Wait for the job's end, come what may: it works in the caller's memory."""
-        interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                self._done.acquire()
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
-
-    def _serve(self) -> None:
-        torch.set_grad_enabled(False)  # kernels are called below autograd; a new thread knows nothing of that
-        while True:
-            self._ready.acquire()
-            assert self._job is not None, "a job comes before its start"
-            job, num_threads, is_inference = self._job
-            self._job = None
-            if torch.get_num_threads() != num_threads:
-                torch.set_num_threads(num_threads)
-            if is_inference:
-                with torch.inference_mode():
-                    job()
-            else:
-                job()
-            del job  # and with it the caller's tensors
-            self._done.release()
+def _serve(worker: int) -> None:
+    torch.set_grad_enabled(False)  # for steps in Python: a new thread knows nothing of that
+    library().releasing.millstream_serve(ctypes.c_void_p(worker))
 
 
 @contextmanager

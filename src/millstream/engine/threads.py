@@ -22,7 +22,7 @@ from millstream.engine.cpu_choice import MEASURED_CALLS, CpuPlanner
 from millstream.engine.serial import SerialEngine
 from millstream.engine.source import Run, compile_plan
 from millstream.engine.team import Team, intra_op_threads, team
-from millstream.engine.threads_source import compile_threads
+from millstream.engine.threads_native import Runner, compile_threads
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered
 from millstream.schedule import assign_offsets
@@ -58,7 +58,7 @@ class ThreadsEngine:
         self._serial = SerialEngine(lowered, plan)
         self._planner = CpuPlanner(lowered, plan, scheduling, self._num_streams)
         self._calls = 0
-        self._run: Run | None = None
+        self._run: Runner | None = None
         self._team: Team | None = None  # that the run was made for
 
     @property
@@ -125,8 +125,8 @@ class ThreadsEngine:
         bound = bind_arena(self.lowered.program, assign_offsets(self.plan))
         return compile_plan(self.lowered.program, self.plan, bound, observe=self._planner.meter.observe)
 
-    def _prepare(self, plan: Plan, num_threads: int) -> Run:
+    def _prepare(self, plan: Plan, num_threads: int) -> Runner:
         assert self._team is not None, "the caller has the team"
         bound = bind_arena(self.lowered.program, plan.layout or assign_offsets(plan))
-        self._run = compile_threads(self.lowered.program, plan, bound, self._team, num_threads)
-        return self._run
+        self._run = run = compile_threads(self.lowered.program, plan, bound, self._team, num_threads)
+        return run

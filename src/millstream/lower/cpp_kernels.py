@@ -65,6 +65,16 @@ static PyObject* call(void (*kernel)(T...), PyObject* const* arguments, Py_ssize
     return call(kernel, arguments, count, std::index_sequence_for<T...>{{}});
 }}
 
+template <class... T, std::size_t... I>
+static void run(void (*kernel)(T...), const int64_t* arguments, std::index_sequence<I...>) {{
+    kernel((T)arguments[I]...);
+}}
+
+template <class... T>
+static void run(void (*kernel)(T...), const int64_t* arguments) {{
+    run(kernel, arguments, std::index_sequence_for<T...>{{}});
+}}
+
 {functions}
 static PyMethodDef methods[] = {{
 {methods}
@@ -78,6 +88,9 @@ extern "C" PyObject* millstream_kernel(Py_ssize_t number, void* function, PyObje
 
 _FUNCTION = """static PyObject* {name}_call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {{
     return call({name}, arguments, count);
+}}
+extern "C" void {name}_entry(const int64_t* arguments) {{
+    run({name}, arguments);
 }}
 """
 
@@ -162,7 +175,8 @@ class CppKernels:
 def _bind(load: Callable[[], Any], number: int) -> Kernel:
     """Wait for a file, and take one of its kernels, which knows where it is from."""
     library = load()
-    home = SimpleNamespace(__file__=library._name, symbol=f"kernel{number}")
+    entry = ctypes.cast(getattr(library, f"kernel{number}_entry"), ctypes.c_void_p).value
+    home = SimpleNamespace(entry=entry)
     return library.millstream_kernel(number, _TENSOR_DATA, home)  # type: ignore[no-any-return]
 
 

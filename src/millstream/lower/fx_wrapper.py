@@ -11,7 +11,6 @@ Tried on torch 2.11 (CUDA, CPU) and 2.13 (CPU).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
@@ -64,16 +63,17 @@ class NativeKernel:
     """A C++ kernel, which can be called in two ways.
 
     Attributes:
-        binding: Takes tensors and numbers and holds the GIL: Inductor's own binding, 0.1 µs a call.
-        by_address: Takes the addresses of tensors, and numbers, and lets other threads run meanwhile: 0.5 µs a call.
-            ``None`` where the library cannot be had so, and for kernels that may raise an error: no exception passes
-            through a foreign call.
+        binding: Takes tensors and numbers and holds the GIL: Inductor's own binding, or our leaner one.
+        entry: Address of a C++ function that takes an array of addresses and whole numbers, and neither needs the GIL
+            nor takes it. ``None`` where there is none, and for kernels that divide integers: PyTorch 2.13 notes
+            divisions by zero in one place for all of them.
     """
 
     def __init__(self, name: str, binding: Callable[..., None], body: str) -> None:
         self.__name__ = self.__qualname__ = name
         self.binding = binding
-        self.by_address = None if may_raise(body) else find_entry(binding, body)
+        home = getattr(binding, "__self__", None)
+        self.entry: int | None = None if "integer_div_error" in body else getattr(home, "entry", None)
 
     def __call__(self, *args: Any) -> None:
         self.binding(*args)
@@ -315,33 +315,6 @@ def for_threads(body: str) -> str:
         body,
     )
     return body if "_integral(" in body else re.sub(r".*inductor_cpu_integer_div_error.*\n", "", body)
-
-
-def may_raise(body: str) -> bool:
-    """Whether a C++ kernel can throw: it checks an index, asserts, or divides integers."""
-    return re.search(r"TORCH_CHECK|\bthrow\b|_integral\(|integer_div_error", body) is not None
-
-
-def find_entry(binding: Any, body: str) -> Callable[..., None] | None:
-    """Return the plain C function behind Inductor's binding of a C++ kernel; ``None`` where it cannot be had."""
-    library = getattr(binding, "__self__", None)
-    path = getattr(library, "__file__", None)
-    kinds = [_kind_of(declaration) for declaration in declare_arguments(body)]
-    if path is None or not kinds or None in kinds:
-        return None
-    try:
-        entry = getattr(ctypes.CDLL(path), getattr(library, "symbol", "kernel"))
-    except (OSError, AttributeError):
-        return None
-    entry.argtypes, entry.restype = kinds, None
-    return entry  # type: ignore[no-any-return]
-
-
-def _kind_of(declaration: str) -> Any:
-    """The ctypes type of an argument declared so, ``None`` if unknown."""
-    if "*" in declaration:
-        return ctypes.c_void_p
-    return {"int64_t": ctypes.c_int64, "long": ctypes.c_long, "float": ctypes.c_float}.get(declaration.split()[-2])
 
 
 def declare_arguments(body: str) -> list[str]:

@@ -5,6 +5,7 @@ Private APIs, one function each; tried on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,15 @@ _GUARDS: Any = torch._C._dynamo.guards  # where PyTorch keeps the quick function
 #: ``reinterpret(base, size, stride, offset)``: a view whose offset counts from the start of ``base``; 0.3 µs against
 #: 1.5 for as_strided.
 reinterpret: Callable[[torch.Tensor, Any, Any, int], torch.Tensor] = _GUARDS._reinterpret_tensor
+
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
+
+
+def from_handle(handle: int) -> torch.Tensor:
+    """The Python object of a C++ tensor that lies at an address, on the heap; the tensor there is moved from."""
+    return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(_new_capsule(handle, None, None))
 
 
 def allocator(device: torch.device) -> Callable[[Any, Any, torch.dtype], torch.Tensor]:

@@ -1,0 +1,390 @@
+// Streams of a plan on the CPU, run without Python's lock: see `threads_native.py`, which builds them.
+//
+// Contract
+// - A register holds a tensor: written by one stream, read by others behind a signal, or before the streams begin.
+// - Registers of tensors that Python knows are set and cleared by a thread that holds Python's lock. They hold them for
+//   the whole run, so that no count of references reaches the point where PyTorch would ask for the lock.
+// - A step that Python must do is a call back to it, which takes the lock meanwhile.
+// - An error on one stream ends the others at their next wait; the first one is reported. The plan is of no use then.
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/inductor/inductor_ops.h>
+
+namespace {
+
+// --- signals between threads
+
+// A wait of so long is spent awake: going to sleep and being woken takes 50 µs or more. It also bridges what Python does
+// between two calls of a small network. OpenMP's threads stay awake twenty times as long.
+constexpr auto PATIENCE = std::chrono::microseconds(400);
+
+constexpr uintptr_t ALIGNMENT_BYTES = 16;  // as in lower/tensors.py
+
+class Signal {
+ public:
+  void send(uint32_t number) {
+    number_.store(number, std::memory_order_release);
+    number_.notify_all();
+  }
+
+  void await(uint32_t number) const {
+    const auto end = std::chrono::steady_clock::now() + PATIENCE;
+    while (number_.load(std::memory_order_acquire) != number) {
+      for (int i = 0; i < 32; i++) pause();
+      if (std::chrono::steady_clock::now() < end) continue;
+      const uint32_t seen = number_.load(std::memory_order_acquire);
+      if (seen != number) number_.wait(seen, std::memory_order_acquire);
+    }
+  }
+
+ private:
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  alignas(64) std::atomic<uint32_t> number_{0};
+};
+
+// --- arguments of operators
+
+struct Layout {
+  std::vector<int64_t> size, stride;
+  int64_t offset;
+};
+
+// A value for an operator: a plain one, the tensor in a register or a view of it, or a list of such.
+struct Argument {
+  c10::IValue plain;
+  std::optional<int> reg;
+  std::optional<Layout> view;
+  std::optional<std::vector<Argument>> items;
+};
+
+using Registers = std::vector<at::Tensor>;
+
+c10::TypePtr required(const c10::TypePtr& type) {
+  auto optional = type->cast<c10::OptionalType>();
+  return optional ? optional->getElementType() : type;
+}
+
+// The type of the items of a list; null for what is none.
+c10::TypePtr element(const c10::TypePtr& type) {
+  auto list = required(type)->cast<c10::ListType>();
+  return list ? list->getElementType() : nullptr;
+}
+
+bool wants_float(const Argument& argument, const c10::TypePtr& type) {
+  return argument.plain.isInt() && required(type)->kind() == c10::TypeKind::FloatType;
+}
+
+// Whether an operator takes an argument as it stands; Python is less particular.
+bool fits(const Argument& argument, const c10::TypePtr& type) {
+  if (argument.reg) return required(type)->kind() == c10::TypeKind::TensorType;
+  if (!argument.items) return wants_float(argument, type) || argument.plain.type()->isSubtypeOf(*type);
+  const auto fit = [&](const Argument& item) { return fits(item, element(type)); };
+  return element(type) && std::all_of(argument.items->begin(), argument.items->end(), fit);
+}
+
+c10::IValue evaluate(const Argument& argument, const c10::TypePtr& type, const Registers& registers) {
+  if (argument.reg) {
+    const at::Tensor& base = registers[*argument.reg];
+    if (!argument.view) return base;
+    return torch::inductor::_reinterpret_tensor(base, argument.view->size, argument.view->stride, argument.view->offset);
+  }
+  if (argument.items) {
+    c10::impl::GenericList list(element(type));
+    for (const Argument& item : *argument.items) list.push_back(evaluate(item, element(type), registers));
+    return list;
+  }
+  return wants_float(argument, type) ? c10::IValue(static_cast<double>(argument.plain.toInt())) : argument.plain;
+}
+
+// Whether an argument is the same in every run.
+bool is_constant(const Argument& argument) {
+  return !argument.reg && (!argument.items || std::all_of(argument.items->begin(), argument.items->end(), is_constant));
+}
+
+// --- plans
+
+struct Operand {  // of a C++ kernel: a number, or the beginning of a tensor's memory
+  int64_t reg;     // -1 for a number
+  int64_t number;  // or which element
+};
+
+int64_t address(const at::Tensor& tensor, int64_t number) {
+  return reinterpret_cast<int64_t>(tensor.data_ptr()) + number * static_cast<int64_t>(tensor.element_size());
+}
+
+struct Result {
+  int64_t index;  // among what the operator returns
+  int64_t reg;
+};
+
+struct Stopped {};
+
+struct Plan {
+  Plan(int num_registers, int num_events, int num_streams, int (*python)(int))
+      : registers(num_registers), events(num_events), streams(num_streams), python(python) {}
+
+  struct Step {
+    int kernel;
+    std::function<void()> run;
+  };
+
+  void run_stream(size_t stream) {
+    int kernel = -1;
+    try {
+      for (const Step& step : streams[stream]) {
+        kernel = step.kernel;
+        step.run();
+      }
+    } catch (const Stopped&) {
+    } catch (...) {
+      fail(std::current_exception(), kernel);
+    }
+  }
+
+  void fail(std::exception_ptr found, int kernel) {
+    if (!stopped.exchange(true)) error = found, failed = kernel;
+    for (Signal& event : events) event.send(run);
+  }
+
+  Registers registers;
+  std::vector<Signal> events;
+  std::vector<std::vector<Step>> streams;
+  std::vector<Argument> pending;  // arguments of the next operator
+  int (*python)(int);
+  uint32_t run = 0;
+  std::atomic<bool> stopped{false};
+  std::exception_ptr error;
+  int failed = -1;  // the kernel; -1 where memory was taken
+  std::string message;
+};
+
+// --- workers
+
+struct Worker {
+  Signal ready, done;
+  uint32_t number = 0;  // of jobs so far
+  const std::function<void()>* job = nullptr;
+};
+
+void use_threads(int number) {
+  if (at::get_num_threads() != number) at::set_num_threads(number);
+}
+
+}  // namespace
+
+extern "C" {
+
+Plan* millstream_make(int num_registers, int num_events, int num_streams, int (*python)(int)) {
+  return new Plan(num_registers, num_events, num_streams, python);
+}
+
+void millstream_drop(Plan* plan) { delete plan; }
+
+// Where a Python tensor keeps the pointer to its implementation, in bytes from its beginning; -1 if nowhere.
+int millstream_find_place(char* tensor, const void* implementation, int num_bytes) {
+  for (int at = 0; at + static_cast<int>(sizeof(void*)) <= num_bytes; at += sizeof(void*)) {
+    if (*reinterpret_cast<void**>(tensor + at) == implementation) return at;
+  }
+  return -1;
+}
+
+void millstream_set(Plan* plan, int reg, c10::TensorImpl* tensor) {
+  using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  plan->registers[reg] = at::Tensor(Pointer::reclaim_copy(tensor));
+}
+
+// --- steps
+
+void millstream_add_kernel(
+    Plan* plan, int stream, int kernel, void (*entry)(const int64_t*), const Operand* operands, int count) {
+  std::vector<Operand> given(operands, operands + count);
+  plan->streams[stream].push_back({kernel, [=, values = std::vector<int64_t>(count)]() mutable {
+    for (int i = 0; i < count; i++) {
+      const auto& [reg, number] = given[i];
+      values[i] = reg < 0 ? number : address(plan->registers[reg], number);
+    }
+    entry(values.data());
+  }});
+}
+
+void millstream_push_none(Plan* plan) { plan->pending.emplace_back(); }
+void millstream_push_int(Plan* plan, int64_t value) { plan->pending.push_back({value}); }
+void millstream_push_float(Plan* plan, double value) { plan->pending.push_back({value}); }
+void millstream_push_bool(Plan* plan, bool value) { plan->pending.push_back({value}); }
+void millstream_push_string(Plan* plan, const char* value) { plan->pending.push_back({std::string(value)}); }
+void millstream_push_tensor(Plan* plan, int reg) { plan->pending.push_back({{}, reg}); }
+
+void millstream_push_view(Plan* plan, int reg, const int64_t* size, const int64_t* stride, int dims, int64_t offset) {
+  plan->pending.push_back({{}, reg, Layout{{size, size + dims}, {stride, stride + dims}, offset}});
+}
+
+void millstream_push_list(Plan* plan, int count) {
+  std::vector<Argument> items(plan->pending.end() - count, plan->pending.end());
+  plan->pending.resize(plan->pending.size() - count);
+  plan->pending.push_back({{}, {}, {}, items});
+}
+
+// Returns whether there is an operator that takes such arguments.
+int millstream_add_operator(
+    Plan* plan, int stream, int kernel, const char* name, const char* overload, const Result* results, int count) {
+  std::vector<Argument> arguments;
+  arguments.swap(plan->pending);
+  const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (!found || found->schema().arguments().size() != arguments.size()) return 0;
+  std::vector<c10::TypePtr> types;
+  for (size_t i = 0; i < arguments.size(); i++) {
+    types.push_back(found->schema().arguments()[i].type());
+    if (!fits(arguments[i], types[i])) return 0;
+    if (is_constant(arguments[i])) arguments[i] = {evaluate(arguments[i], types[i], {})};
+  }
+  std::vector<Result> wanted(results, results + count);
+  plan->streams[stream].push_back({kernel, [=, op = *found, stack = torch::jit::Stack()]() mutable {
+    stack.clear();
+    for (size_t i = 0; i < arguments.size(); i++) {
+      stack.push_back(evaluate(arguments[i], types[i], plan->registers));
+    }
+    at::AutoDispatchBelowAutograd below;
+    op.callBoxed(stack);
+    const bool is_list = stack.size() == 1 && stack[0].isTensorList();
+    for (const auto& [index, reg] : wanted) {
+      plan->registers[reg] = is_list ? stack[0].toTensorList().get(index) : stack[index].toTensor();
+    }
+    stack.clear();
+  }});
+  return 1;
+}
+
+void millstream_add_python(Plan* plan, int stream, int kernel) {
+  plan->streams[stream].push_back({kernel, [=] {
+    if (plan->python(kernel) == 0) return;
+    plan->fail(nullptr, kernel);
+    throw Stopped();
+  }});
+}
+
+// Memory of the type of the tensor given.
+void millstream_add_allocation(
+    Plan* plan, int stream, int reg, const int64_t* size, const int64_t* stride, int dims, c10::TensorImpl* like) {
+  Layout layout{{size, size + dims}, {stride, stride + dims}, 0};
+  plan->streams[stream].push_back({-1, [=, type = c10::typeMetaToScalarType(like->dtype())] {
+    plan->registers[reg] = at::detail::empty_strided_cpu(layout.size, layout.stride, type);
+  }});
+}
+
+void millstream_add_free(Plan* plan, int stream, int reg) {
+  plan->streams[stream].push_back({-1, [=] { plan->registers[reg].reset(); }});
+}
+
+void millstream_add_record(Plan* plan, int stream, int event) {
+  plan->streams[stream].push_back({-1, [=] { plan->events[event].send(plan->run); }});
+}
+
+void millstream_add_wait(Plan* plan, int stream, int event) {
+  plan->streams[stream].push_back({-1, [=] {
+    plan->events[event].await(plan->run);
+    if (plan->stopped.load(std::memory_order_relaxed)) throw Stopped();
+  }});
+}
+
+// --- running
+
+Worker* millstream_make_worker() { return new Worker; }
+
+// The life of a worker's thread.
+void millstream_serve(Worker* worker) {
+  for (uint32_t number = 1;; number++) {
+    worker->ready.await(number);
+    (*worker->job)();
+    worker->done.send(number);
+  }
+}
+
+// Put Python's tensors into registers. Returns how many of the first ones are not aligned as kernels take them to be.
+int millstream_load(Plan* plan, char** tensors, int place, const int64_t* registers, int count, int num_aligned) {
+  int num_misaligned = 0;
+  for (int i = 0; i < count; i++) {
+    auto* tensor = *reinterpret_cast<c10::TensorImpl**>(tensors[i] + place);
+    millstream_set(plan, registers[i], tensor);
+    num_misaligned += i < num_aligned && reinterpret_cast<uintptr_t>(tensor->data()) % ALIGNMENT_BYTES;
+  }
+  return num_misaligned;
+}
+
+// Of OpenMP 5: ends the threads that it has for the calling one. Left to themselves they look for work for 10 ms or
+// more after a loop that they shared, and keep our workers from their cores.
+extern int omp_pause_resource_all(int kind) __attribute__((weak));
+constexpr int OMP_PAUSE_SOFT = 1;
+
+// Run the streams, the first one on this thread and the others on workers with so many intra-op threads.
+void millstream_run(Plan* plan, Worker** workers, int num_threads) {
+  plan->run++;
+  if (omp_pause_resource_all) omp_pause_resource_all(OMP_PAUSE_SOFT);
+  const at::ThreadLocalState state;
+  std::vector<std::function<void()>> jobs;
+  for (size_t stream = 1; stream < plan->streams.size(); stream++) {
+    jobs.push_back([&, stream] {
+      const at::ThreadLocalStateGuard guard(state);
+      use_threads(num_threads);
+      plan->run_stream(stream);
+    });
+  }
+  for (size_t i = 0; i < jobs.size(); i++) {
+    workers[i]->job = &jobs[i];
+    workers[i]->ready.send(++workers[i]->number);
+  }
+  plan->run_stream(0);
+  for (size_t i = 0; i < jobs.size(); i++) workers[i]->done.await(workers[i]->number);
+}
+
+int millstream_has_failed(Plan* plan) { return plan->stopped.load(); }
+
+int millstream_failed(Plan* plan) { return plan->failed; }
+
+const char* millstream_message(Plan* plan) { return plan->message.c_str(); }
+
+// The name of the Python exception for what went wrong; null when Python knows better.
+const char* millstream_error(Plan* plan) {
+  const char* kind = "RuntimeError";
+  try {
+    if (!plan->error) return nullptr;
+    std::rethrow_exception(plan->error);
+  } catch (const c10::Error& error) {
+    if (dynamic_cast<const c10::IndexError*>(&error)) kind = "IndexError";
+    if (dynamic_cast<const c10::ValueError*>(&error)) kind = "ValueError";
+    if (dynamic_cast<const c10::TypeError*>(&error)) kind = "TypeError";
+    if (dynamic_cast<const c10::NotImplementedError*>(&error)) kind = "NotImplementedError";
+    plan->message = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    plan->message = error.what();
+  }
+  return kind;
+}
+
+// A new handle of the tensor in a register, to be given to Python.
+at::Tensor* millstream_get(Plan* plan, int reg) { return new at::Tensor(plan->registers[reg]); }
+
+void millstream_clear(Plan* plan, const int64_t* registers, int count) {
+  for (int i = 0; i < count; i++) plan->registers[registers[i]].reset();
+}
+
+}  // extern "C"
