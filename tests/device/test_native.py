@@ -192,5 +192,28 @@ def test_without_a_compiler_there_is_none(monkeypatch, tmp_path):
 def test_what_was_compiled_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
     first = native.build(native._SOURCE)
-    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled twice"))
-    assert native.build(native._SOURCE) == first
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "_compile", lambda *_: pytest.fail("compiled twice"))
+        assert native.build(native._SOURCE) == first
+
+
+def test_what_was_compiled_for_another_machine_is_replaced(monkeypatch, tmp_path):
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "one"))
+    name = native.build(native._SOURCE).name
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "other"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / name).write_bytes(b"of another machine")
+    assert native.build(native._SOURCE) == tmp_path / "other" / name
+
+
+def test_what_others_could_have_written_is_not_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    assert native.build(native._SOURCE) is not None
+    tmp_path.chmod(0o777)
+    assert native.build(native._SOURCE) is None
+
+
+def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", f"{shutil.which('g++') or shutil.which('c++')} -O1")
+    assert native.build(native._SOURCE) is not None

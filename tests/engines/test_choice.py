@@ -1,6 +1,7 @@
 """Which plan is chosen, with a pretended device; and what is kept on disk."""
 
 import json
+import os
 import random
 import tempfile
 from dataclasses import replace
@@ -426,7 +427,7 @@ def test_a_user_without_a_home_keeps_files_among_the_temporary_ones(monkeypatch,
 
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    assert cache_folder() == tmp_path / "millstream"
+    assert cache_folder() == tmp_path / f"millstream-{os.getuid()}"
 
 
 def test_the_key_of_a_choice_depends_on_what_the_choice_depends_on():

@@ -249,6 +249,45 @@ def test_an_interrupted_receiver_loses_nothing(monkeypatch):
     assert channel._held_bytes == 0
 
 
+def start(channel, call):
+    """Call in a thread, until it waits; the thread, and the list that will hold the result."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    while not (channel._senders or channel._receivers):
+        pass
+    return thread, results
+
+
+@pytest.mark.parametrize("side", ["receive", "send"])
+def test_an_interrupt_while_another_party_is_served_loses_nothing(monkeypatch, side):
+    """Ctrl-C comes in the moment in which the waiting thread is notified."""
+
+    def interrupted(condition, n=1):
+        notify(condition, n)
+        patch.undo()
+        raise KeyboardInterrupt
+
+    notify, channel = threading.Condition.notify, Channel(1)
+    if side == "receive":
+        channel.send("a")
+        thread, results = start(channel, lambda: channel.send("b"))
+    else:
+        thread, results = start(channel, lambda: [channel.receive(), channel.receive()])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "notify", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            channel.receive() if side == "receive" else channel.send("never sent")
+    if side == "receive":
+        assert [channel.receive(1), channel.receive(1)] == ["a", "b"]
+    else:
+        channel.send("a", timeout=1)
+        channel.send("b", timeout=1)
+    thread.join(1)
+    assert results == [None if side == "receive" else ["a", "b"]]
+    assert channel._held_bytes == 0
+
+
 def test_close_may_come_from_a_finalizer_inside_a_method():
     channel = Channel(1)
     with channel._lock:  # as if a collection ran inside ``receive``

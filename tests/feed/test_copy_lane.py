@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import FallbackWarning, FeedError
-from millstream.feed import staging
+from millstream.feed import register, staging
 from millstream.feed.copy_lane import CopyLane
 from millstream.feed.layout import describe_leaves, plan_layout
+from millstream.feed.many_lane import ManyLane
 from millstream.feed.ring import Loan, Ring
+from millstream.feed.session import Session
 from tests.device.virtual_device import make_virtual_context
 from tests.feed.conftest import feed_threads
 
@@ -131,11 +133,44 @@ def test_memory_does_not_go_back_while_helpers_write_to_it(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         ring.begin_fill(layout, leaves, threading.Event())
     (slot,) = ring._slots
-    assert slot.filling is not None
-    memory = slot.pieces[0]
-    ring.close()
     assert slot.filling is None
-    assert torch.equal(memory.view(torch.float32), leaves[0])
+    assert torch.equal(slot.pieces[0].view(torch.float32), leaves[0])
+    ring.close()
+
+
+@pytest.mark.parametrize("ends", ["left", "failed"])
+def test_a_source_is_closed_when_nobody_reads_its_memory_any_more(ends, monkeypatch):
+    """With two lanes, of which the second cannot take the batch that the first is staging."""
+    lanes = [CopyLane(make_virtual_context("eager")[0], 2) for _ in range(2)]
+    lane = ManyLane(lanes, lambda batch: [batch, batch])
+    staged, left = threading.Event(), threading.Event()
+
+    def stage(load, stopped):
+        staged.set()
+        left.wait()
+        if ends == "failed":
+            raise ValueError("no")
+        return False
+
+    monkeypatch.setattr(lanes[1], "stage", stage)
+    unfinished = []
+
+    def source():
+        try:
+            yield torch.ones(1 << 20)
+        finally:
+            slots = [slot for each in lanes for slot in each._pinned._slots]
+            unfinished.extend(slot.filling is not None for slot in slots)
+
+    session = Session(source(), lane, 2)
+    session.begin()
+    staged.wait()
+    assert [slot.filling is not None for slot in lanes[0]._pinned._slots] == [True]
+    left.set()
+    with pytest.raises((ValueError, StopIteration)):
+        session.next_batch()
+    session.close("")
+    assert unfinished == [False]
 
 
 # --- each wait is needed: without it some order gives wrong bytes
@@ -387,6 +422,26 @@ class Mover:
 
     def to(self, device):
         return Mover(self.x.to(device) + 1)
+
+
+class Total:
+    def __init__(self, x):
+        self.x, self.total = x, float(x.sum())
+
+
+class Doubled:
+    def __init__(self, x):
+        self.x = x.double()  # and keeps nothing of what it was given
+
+
+def test_types_that_compute_when_they_are_made_see_the_batch(virtual_feed):
+    register(Total, lambda batch: ([batch.x], lambda parts: Total(*parts)))
+    register(Doubled, lambda batch: ([batch.x], lambda parts: Doubled(*parts)))
+    sent = [torch.full((100,), float(i)) for i in range(8)]
+    fed, _ = virtual_feed([Total(x) for x in sent], mood="eager")
+    assert [batch.total for batch in fed] == [100.0 * i for i in range(8)]
+    fed, _ = virtual_feed([Doubled(x) for x in sent], mood="eager")
+    assert [float(batch.x[0]) for batch in fed] == [*range(8)]
 
 
 def test_objects_with_to_are_moved_by_it(virtual_feed):

@@ -68,13 +68,9 @@ class QuickGuards:
 def load_library() -> ctypes.PyDLL | None:
     """The compiled code, or ``None`` where it cannot be had."""
     path = build(_SOURCE, *torch_options())
-    try:
-        library = None if path is None else ctypes.PyDLL(str(path))
-    except OSError:
+    if path is None:
         return None
-    if library is None:
-        return None
-    pointer = ctypes.c_void_p
+    library, pointer = ctypes.PyDLL(str(path)), ctypes.c_void_p
     signatures: dict[str, tuple[Any, Iterable[Any]]] = {
         "make": (pointer, ()),
         "drop": (None, (pointer,)),

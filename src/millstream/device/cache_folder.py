@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import tempfile
 from pathlib import Path
@@ -16,4 +17,4 @@ def cache_folder() -> Path:
     try:
         return Path.home() / ".cache" / "millstream"
     except RuntimeError:  # a container whose user has no home
-        return Path(tempfile.gettempdir()) / "millstream"
+        return Path(tempfile.gettempdir()) / f"millstream-{getpass.getuser() if os.name == 'nt' else os.getuid()}"

@@ -62,9 +62,10 @@ struct Filling {
 class Team {
  public:
   explicit Team(int num_helpers) {
-    sigset_t all, before;  // signals are for Python's threads
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    sigset_t others, before;  // what is not a fault of this very thread is for Python's threads
+    sigfillset(&others);
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&others, fault);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
     try {
       for (; num_helpers_ < num_helpers; ++num_helpers_) std::thread(&Team::help, this).detach();
     } catch (const std::system_error&) {  // the system grants no more

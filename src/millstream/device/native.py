@@ -10,7 +10,10 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -33,6 +36,13 @@ SHORT_BYTES = 128 << 10
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _OPTIONS = ("-pthread",)
+_FLAGS = (
+    "-std=c++20",
+    "-O2",
+    "-fPIC",
+    "-shared",
+    *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),
+)
 
 
 def build(source: Path, *options: str) -> Path | None:
@@ -45,15 +55,16 @@ def build(source: Path, *options: str) -> Path | None:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None or sys.platform == "win32":
         return None
-    facts = (compiler, torch.__version__, sys.version, *options, source.read_text())
-    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    command = [*shlex.split(compiler), *_FLAGS, str(source), *options]
+    facts = (*command, torch.__version__, sys.version, sysconfig.get_platform(), *platform.libc_ver())
+    key = hashlib.sha256("\n".join((*facts, source.read_text())).encode()).hexdigest()[:16]
     target = cache_folder() / f"{source.stem}_{key}.so"
     try:
-        if not target.exists():
-            _compile(compiler, source, options, target)
+        if not _can_be_loaded(target):
+            _compile(command, target)
     except (OSError, subprocess.SubprocessError):
         return None
-    return target
+    return target if _can_be_loaded(target) else None
 
 
 def torch_options() -> tuple[str, ...]:
@@ -62,24 +73,31 @@ def torch_options() -> tuple[str, ...]:
     return f"-I{root / 'include'}", f"-I{sysconfig.get_paths()['include']}", f"-L{root / 'lib'}", "-lc10"
 
 
-def _compile(compiler: str, source: Path, options: Sequence[str], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+def _compile(command: Sequence[str], target: Path) -> None:
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", str(source), "-o", str(made), *options]
-        command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, timeout=120)
         made.replace(target)  # at once, also when several processes come here
+
+
+def _can_be_loaded(library: Path) -> bool:
+    """Whether it is there, was made by this user, and is for this machine: folders are shared between machines."""
+    try:
+        states = library.stat(), library.parent.stat()
+        if any(state.st_uid not in (0, os.getuid()) or state.st_mode & stat.S_IWOTH for state in states):
+            return False
+        ctypes.CDLL(str(library))
+    except OSError:
+        return False
+    return True
 
 
 @functools.cache
 def filler() -> Filler | None:
     """The compiled code that fills memory; ``None`` where it cannot be had."""
     path = build(_SOURCE, *_OPTIONS)
-    try:
-        return None if path is None else Filler(path)
-    except OSError:
-        return None
+    return None if path is None else Filler(path)
 
 
 @functools.cache

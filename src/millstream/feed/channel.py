@@ -79,10 +79,17 @@ class Channel(Generic[T]):
             if self._closed:
                 raise ChannelClosed("The channel is closed; nothing can be sent any more.")
             if not self._senders and self._has_room(num_bytes):  # nearly always
-                self._held.append((thing, num_bytes))
+                item = (thing, num_bytes)
+                self._held += (item,)
                 self._held_bytes += num_bytes
                 if self._receivers:
-                    self._settle()
+                    try:
+                        self._settle()
+                    except BaseException:
+                        if self._held and self._held[-1] is item:
+                            self._held_bytes -= num_bytes
+                            del self._held[-1]
+                        raise
                 return
             party = _Party(self._lock, thing, num_bytes)
             self._senders.append(party)
@@ -192,14 +199,18 @@ class Channel(Generic[T]):
         """Move everything that can move, in order, and wake those it concerns."""
         while True:
             if self._senders and not self._closed and self._has_room(self._senders[0].num_bytes):
-                sender = self._senders.popleft()
-                self._held.append((sender.thing, sender.num_bytes))
-                self._held_bytes += sender.num_bytes
+                sender = self._senders[0]
+                item = (sender.thing, sender.num_bytes)
                 sender.serve()
+                self._held += (item,)  # from here on no call, which an interrupt could come behind
+                self._held_bytes += item[1]
+                del self._senders[0]
             elif self._receivers and self._held:
-                thing, num_bytes = self._held.popleft()
+                thing, num_bytes = self._held[0]
+                self._receivers[0].serve(thing, num_bytes)
                 self._held_bytes -= num_bytes
-                self._receivers.popleft().serve(thing, num_bytes)
+                del self._held[0]
+                del self._receivers[0]
             else:
                 break
         if self._closed:
@@ -227,8 +238,8 @@ class _Party:
         self._changed = threading.Condition(lock)
 
     def serve(self, thing: Any = _NOTHING, num_bytes: int = 0) -> None:
+        self._changed.notify()  # first: after an interrupt who wakes up finds nothing, and waits on
         self.thing, self.num_bytes, self.served = thing, num_bytes, True
-        self._changed.notify()
 
     def wake(self) -> None:
         self._woken = True

@@ -56,7 +56,7 @@ class DeviceLoad:
     loan: Loan | None = None
     ready: Event | None = None  # what the consumer's stream waits for
     tensors: dict[int, Tensor] = field(default_factory=dict)  # by leaf, those that the user gets
-    batch: tuple[Any] | None = None  # made of them already, where nothing is left to be done
+    whole: Sequence[Tensor] | None = None  # the same where there are no others
     unused: Sequence[Tensor] = ()  # lent, but no part of what the user gets: dropped when he gets it
 
     @property
@@ -137,7 +137,7 @@ class CopyLane:
         return DeviceLoad(rebuild, self._layout, host, staged, others, made=self._mark_own_work(others))
 
     def stage(self, load: DeviceLoad, stopped: threading.Event) -> bool:
-        """Begin to copy the batch's host tensors into the next pinned slot; ``send`` sees to the end of that.
+        """Begin to copy the batch's host tensors into the next pinned slot.
 
         Always, even when they are pinned already: a source that yields the same memory again would otherwise overwrite
         a batch whose copy is still in flight, and a pageable one would make the copy block.
@@ -156,20 +156,17 @@ class CopyLane:
 
     def send(self, load: DeviceLoad, stopped: threading.Event, *, measured: bool) -> bool:
         """Wait for a slot and start the copy into it. When memory is short, it is left to the consumer to start it."""
-        try:
-            load.slot = self._take_slot(load)
-            if load.slot is None:
-                return False
-            if self._checker is not None:
-                self._checker.verify(stopped, leave=ECHOES_LEFT)
-            with suppress(torch.OutOfMemoryError):
-                self._start(load, measured=measured)
-        finally:
-            self._finish(load)
+        load.slot = self._take_slot(load)
+        if load.slot is None:
+            return False
+        if self._checker is not None:
+            self._checker.verify(stopped, leave=ECHOES_LEFT)
+        with suppress(torch.OutOfMemoryError):
+            self._start(load, measured=measured)
         return True
 
-    def _finish(self, load: DeviceLoad) -> None:
-        """See to it that the batch is staged, and its source at liberty."""
+    def finish(self, load: DeviceLoad) -> None:
+        """Return when the batch is staged."""
         if load.pinned is not None and not load.staged_ns:
             load.pinned.finish()
             load.staged_ns = time.perf_counter_ns()
@@ -181,7 +178,7 @@ class CopyLane:
 
     def _take_slot(self, load: DeviceLoad) -> DeviceSlot | None:
         if self._checker is not None or not self.ring.has_free:  # nothing else to do meanwhile
-            self._finish(load)
+            self.finish(load)
         while (slot := self.ring.take()) is not None and self._checker is not None:
             if (checked := self._checker.rotate(slot)) is not None:
                 return checked
@@ -197,7 +194,7 @@ class CopyLane:
                 memories = self.ring.open(slot, layout, copy_stream)
             if self._transform is None:
                 self._lend(load, memories)  # while helpers still stage
-            self._finish(load)
+            self.finish(load)
             if measured:
                 load.copy = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
             begin, end = ((mark.event,) for mark in load.copy) if load.copy else ((), ())
@@ -226,7 +223,7 @@ class CopyLane:
         if load.others:
             load.tensors = dict(zip(load.staged, leaves, strict=True))
         else:
-            load.batch = (load.rebuild(leaves),)
+            load.whole = leaves
 
     def _apply(self, transform: Transform, load: DeviceLoad, memories: Sequence[Tensor]) -> None:
         """Run the user's transform on the copy stream, and lend what comes out of it.
@@ -294,12 +291,13 @@ class CopyLane:
             self._start(load)  # memory was short; if it still is, the user learns it here, and may try again
             assert load.ready is not None
         stream.wait_event(load.ready)  # RAW: the consumer's kernels must see the copied bytes
-        batch = load.batch[0] if load.batch is not None else self._complete(load, stream)
+        # Not before: what users have registered may compute with the leaves, or keep none of them.
+        batch = self._complete(load, stream) if load.whole is None else load.rebuild(load.whole)
         # Nothing fails from here on, so this part happens once even if an attempt above has to be repeated.
         if load.loan is not None:
             self.ring.hand_out(load.loan, stream)
             self.slot = load.loan.slot.number if load.loan.claims else None
-        load.unused, load.tensors, load.batch = (), {}, None
+        load.unused, load.tensors, load.whole = (), {}, None
         return batch
 
     def _complete(self, load: DeviceLoad, stream: Stream) -> Any:

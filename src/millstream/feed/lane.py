@@ -63,14 +63,15 @@ class Lane(Protocol[L]):
         ...
 
     def stage(self, load: L, stopped: threading.Event) -> bool:
-        """Worker: begin to take the batch off the source's hands; false when stopped meanwhile."""
+        """Worker: begin to copy the source's memory; false when stopped before."""
         ...
 
     def send(self, load: L, stopped: threading.Event, *, measured: bool) -> bool:
-        """Worker: start moving the batch, and be done with the source's memory; false when stopped meanwhile.
+        """Worker: start moving the batch; false when stopped before. Only a ``measured`` one has marks."""
+        ...
 
-        Only a ``measured`` batch has marks.
-        """
+    def finish(self, load: L) -> None:
+        """Worker: be done with the source's memory, whatever became of ``stage`` and ``send``."""
         ...
 
     def end_sending(self, stopped: threading.Event) -> None:
@@ -150,6 +151,9 @@ class HostLane:
     def send(self, load: HostLoad, stopped: threading.Event, *, measured: bool) -> bool:  # noqa: ARG002
         """It is there."""
         return True
+
+    def finish(self, load: HostLoad) -> None:
+        """The source's memory is the user's."""
 
     def end_sending(self, stopped: threading.Event) -> None:
         """Nothing was sent."""

@@ -53,14 +53,11 @@ class Likeness:
 @functools.cache
 def _load() -> ctypes.PyDLL | None:
     path = build(_SOURCE, *torch_options())
-    try:
-        library = None if path is None else ctypes.PyDLL(str(path))
-    except OSError:
+    if path is None:
         return None
-    if library is not None:
-        pointer = ctypes.c_void_p
-        library.millstream_make.restype = pointer
-        library.millstream_drop.argtypes, library.millstream_drop.restype = [pointer], None
-        library.millstream_add.argtypes = [pointer, pointer, pointer]
-        library.millstream_compare.argtypes = [pointer, pointer, pointer]
+    library, pointer = ctypes.PyDLL(str(path)), ctypes.c_void_p
+    library.millstream_make.restype = pointer
+    library.millstream_drop.argtypes, library.millstream_drop.restype = [pointer], None
+    library.millstream_add.argtypes = [pointer, pointer, pointer]
+    library.millstream_compare.argtypes = [pointer, pointer, pointer]
     return library

@@ -74,6 +74,11 @@ class ManyLane:
         pairs = zip(self._lanes, load.parts, strict=False)
         return all(lane.send(part, stopped, measured=measured) for lane, part in pairs)
 
+    def finish(self, load: ManyLoad) -> None:
+        """Be done with all parts."""
+        for lane, part in zip(self._lanes, load.parts, strict=False):
+            lane.finish(part)
+
     def end_sending(self, stopped: threading.Event) -> None:
         """Everything was sent."""
         for lane in self._lanes:

@@ -150,11 +150,14 @@ class Session:
                 pulled = time.perf_counter_ns()
                 self._budget.send(None, load.num_bytes)
                 admitted = time.perf_counter_ns()
-                if not lane.stage(load, self._stopped):
-                    return
-                ledger.read()  # while others stage
-                if not lane.send(load, self._stopped, measured=times.measured):
-                    return
+                try:
+                    if not lane.stage(load, self._stopped):
+                        return
+                    ledger.read()  # while others stage
+                    if not lane.send(load, self._stopped, measured=times.measured):
+                        return
+                finally:
+                    lane.finish(load)
                 times.pull_ns, times.stage_ns = (began, pulled), (admitted, load.staged_ns)
                 times.num_bytes, times.copy = load.num_bytes, load.copy
                 self._sent.send(_Item(load, times, note))

@@ -103,7 +103,7 @@ class PinnedRing:
         """Begin to copy the leaves of a batch into the slot that was filled longest ago; ``None`` when stopped before.
 
         The caller has made sure that the copy out of it has been enqueued, and finishes the slot before the source may
-        touch its memory again.
+        touch its memory again, and before ``close``.
 
         Args:
             layout: Of the batch.
@@ -122,7 +122,11 @@ class PinnedRing:
             owner = slot.memory, leaves
             slot.filling = self._filler.begin(slot.addresses, addresses, slot.lengths, self._threads, owner)
         else:
-            self._begin_copy(slot, layout, leaves)
+            try:
+                self._begin_copy(slot, layout, leaves)
+            except BaseException:
+                slot.finish()
+                raise
         self._slots.rotate(-1)
         return slot
 
@@ -192,7 +196,6 @@ class PinnedRing:
     def close(self) -> None:
         """Give memory and events back, without waiting for copies that are under way."""
         for slot in self._slots:
-            slot.finish()  # of a batch that was given up
             if slot.memory is None:
                 self._context.release_event(slot.copied)
             elif slot.busy:
