@@ -1,6 +1,19 @@
 """FX graph of torch operators → fused kernels with known reads and writes."""
 
-from millstream.lower.compile import Lowered, Phase, compile_graph, frozen_parameters
+from typing import TYPE_CHECKING, Any
+
 from millstream.lower.program import Call, Layout, Program, Value, View
 
+if TYPE_CHECKING:
+    from millstream.lower.compile import Lowered, Phase, compile_graph, frozen_parameters
+
 __all__ = ["Call", "Layout", "Lowered", "Phase", "Program", "Value", "View", "compile_graph", "frozen_parameters"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs Inductor, which takes seconds to import, is imported where it is first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from millstream.lower import compile as compiling
+
+    return getattr(compiling, name)
