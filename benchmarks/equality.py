@@ -18,7 +18,7 @@ from math import hypot, isfinite
 from statistics import fmean, median
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
 Results = Mapping[str, Tensors]  # tensors of one meaning belong together: "outputs"; "parameters", "statistics"
@@ -65,15 +65,10 @@ class Judge:
         """The largest error that any group is forgiven."""
         return max(group.allowed for group in self._groups.values())
 
-    def hear(self, eager: Results, start: Results | None = None) -> None:
-        """Take eager's error as the root mean square over one more run; one that overflowed is left out.
-
-        Args:
-            eager: Results of the run.
-            start: Values before it, where they were others than the judge's.
-        """
+    def hear(self, eager: Results) -> None:
+        """Take eager's error as the root mean square over one more run; one that overflowed is left out."""
         for name, group in self._groups.items():
-            group.hear(eager[name], (start or {}).get(name, {}))
+            group.hear(eager[name])
 
     def judge(self, results: Results) -> Verdict:
         """Compare the results of a side; the verdict is that of the first group that differs."""
@@ -87,7 +82,7 @@ class _GroupJudge:
 
     def __init__(self, precise: Tensors, eager: Tensors, floor: float, start: Tensors) -> None:
         self._start, self._floor = start, floor
-        self._precise = self._changes(precise, start)
+        self._precise = self._changes(precise)
         self._count = sum(change.numel() for change in self._precise.values())
         self._size_of = {name: float(change.norm()) for name, change in self._precise.items()}
         self._scale = max(norm(self._size_of), 1e-300)
@@ -97,11 +92,11 @@ class _GroupJudge:
             for name, change in self._precise.items()
         }
         self._rounding_of = {name: self._rounding(name, value) for name, value in eager.items()}
-        self._runs = [self._distances(eager, start)]
+        self._runs = [self._distances(eager)]
         self._allow()
 
-    def hear(self, eager: Tensors, start: Tensors) -> None:
-        distances = self._distances(eager, {**self._start, **start})
+    def hear(self, eager: Tensors) -> None:
+        distances = self._distances(eager)
         if isfinite(norm(distances)):
             self._runs.append(distances)
             self._allow()
@@ -111,7 +106,7 @@ class _GroupJudge:
             return Verdict(False, self.eager_error, f"eager itself is {self.eager_error:.2g} off a precise run")
         if results.keys() != self._precise.keys():
             return Verdict(False, float("inf"), f"other results: {sorted(results.keys() ^ self._precise.keys())[:4]}")
-        distances = self._distances(results, self._start)
+        distances = self._distances(results)
         error = norm(distances) / self._scale
         if not error <= self.allowed:
             return Verdict(False, error, f"differs from eager: error {error:.2g}, allowed {self.allowed:.2g}")
@@ -136,13 +131,15 @@ class _GroupJudge:
             if error <= WITNESS and self._size_of[name] > ULPS * self._rounding_of[name]
         }
 
-    def _changes(self, values: Tensors, start: Tensors) -> dict[str, Tensor]:
+    def _changes(self, values: Tensors) -> dict[str, Tensor]:
         """What became of each value since the start; the value itself where there is no start."""
         values = {name: value.detach().double() for name, value in values.items()}
-        return {name: value - start[name].double() if name in start else value for name, value in values.items()}
+        return {
+            name: value - self._start[name].double() if name in self._start else value for name, value in values.items()
+        }
 
-    def _distances(self, values: Tensors, start: Tensors) -> dict[str, float]:
-        changes = self._changes(values, start)
+    def _distances(self, values: Tensors) -> dict[str, float]:
+        changes = self._changes(values)
         return {name: float((change - self._precise[name]).norm()) for name, change in changes.items()}
 
     def _rounding(self, name: str, value: Tensor) -> float:
@@ -179,22 +176,19 @@ def neighbour(value: Tensor, eps: float, generator: torch.Generator) -> Tensor:
     return (wide + half_unit * signs.to(value.device)).to(value.dtype)
 
 
-def move_parameters(model: nn.Module, batch: Iterable[Tensor], move: Move) -> None:
-    """Move the parameters in place where a batch has nothing to move: tokens."""
-    if not any(x.is_floating_point() for x in batch):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(move(parameter))
-
-
-def hear_neighbours(hear: Callable[[Move], None], dtype: torch.dtype, device: torch.device) -> None:
-    """Let a judge hear some runs of eager's on neighbours.
+def hear_neighbours(
+    hear: Callable[[Move], None], batch: Iterable[Tensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Let a judge hear some runs of eager's on neighbours of a batch; of tokens alone there are none.
 
     Args:
         hear: Runs eager on what it moves by its argument. When one run fails, those before it must do.
+        batch: One like those that are moved.
         dtype: Lowest precision that the case computes in; where matrix products of single precision are TF32, that.
         device: Where the case runs.
     """
+    if not any(x.is_floating_point() for x in batch):
+        return
     has_tf32 = device.type == "cuda" and torch.cuda.is_tf32_supported()
     is_tf32 = has_tf32 and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     eps = TF32_EPS if is_tf32 else torch.finfo(dtype).eps

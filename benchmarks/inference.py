@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 
 import torch
 
 from benchmarks import ours
 from benchmarks.baselines import InferenceJudge, build_inference
-from benchmarks.equality import Move, check_dependence, hear_neighbours, move_parameters
+from benchmarks.equality import Move, check_dependence, hear_neighbours
 from benchmarks.models import INFERENCE, Inference, InferenceCase
 from benchmarks.results import Row
 from benchmarks.sides import build_each, compare
@@ -20,18 +19,17 @@ LONG_BASELINES = ("max-autotune graph",)
 
 
 class SampledInferenceJudge(InferenceJudge):
-    """Knows eager's error from several runs: the plain one, and those on neighbouring inputs or parameters."""
+    """Knows eager's error from several runs: the plain one, and those on neighbouring inputs."""
 
     def __init__(self, problem: Inference) -> None:
         super().__init__(problem)
-        hear_neighbours(self._hear, problem.dtype, problem.device)
+        hear_neighbours(self._hear, problem.second, problem.dtype, problem.device)
         second, first = ({"output": problem.model(*batch)} for batch in (problem.second, problem.first))
         check_dependence(second, first, self._judge.allowed)
 
     def _hear(self, move: Move) -> None:
-        model, batch = copy.deepcopy(self._problem.model), self._problem.second
-        move_parameters(model, batch, move)
-        self._judge.hear({"outputs": {"output": model(*map(move, batch))}})
+        problem = self._problem
+        self._judge.hear({"outputs": {"output": problem.model(*map(move, problem.second))}})
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks import ours
 from benchmarks.baselines import Call, Trainee, TrainingJudge, build_training, trainee
-from benchmarks.equality import Move, Results, hear_neighbours, move_parameters
+from benchmarks.equality import Move, Results, hear_neighbours
 from benchmarks.harness import Run
 from benchmarks.models import TRAINING, Training, TrainingCase
 from benchmarks.results import Row
@@ -20,11 +20,11 @@ BASELINES = ("eager", "compile loop", "compile loop fused", "step graph", "cudnn
 
 
 class SampledTrainingJudge(TrainingJudge):
-    """Knows eager's error from several runs: the plain one, and those on neighbouring batches or parameters."""
+    """Knows eager's error from several runs: the plain one, and those on neighbouring batches."""
 
     def __init__(self, problem: Training) -> None:
         super().__init__(problem)
-        hear_neighbours(self._hear, problem.dtype, problem.device)
+        hear_neighbours(self._hear, problem.batches[0], problem.dtype, problem.device)
 
     def results(self, side: Trainee, step: Call, replay: Run | None = None, losses: tuple[Tensor, ...] = ()) -> Results:
         """As of any judge; but all runs of eager's begin with the same random numbers, and use none up."""
@@ -37,10 +37,9 @@ class SampledTrainingJudge(TrainingJudge):
     def _hear(self, move: Move) -> None:
         problem = self._problem
         side = trainee(problem)
-        move_parameters(side.model, problem.batches[0], move)
-        start, step = side.state(), problem.make_step(side.model, side.optimizer)
+        step = problem.make_step(side.model, side.optimizer)
         results = self.results(side, lambda *batch: step(*map(move, batch)))
-        self._judge.hear(results, start)
+        self._judge.hear(results)
         self._losses.hear(results)
 
 

@@ -1,4 +1,3 @@
-import time
 from dataclasses import replace
 
 import pytest
@@ -81,11 +80,9 @@ def test_a_graph_without_temporaries_has_an_empty_arena():
     assert assign_offsets(plan_serial(chain_graph(1))) == MemoryLayout({}, 0, "cpu")
 
 
-def test_ten_thousand_buffers_take_a_couple_of_seconds_at_most():
-    plan = plan_serial(chain_graph(10_000))
-    begin = time.perf_counter()
-    assign_offsets(plan)
-    assert time.perf_counter() - begin < 2
+def test_ten_thousand_buffers_that_never_overlap_share_two_places():
+    layout = assign_offsets(plan_serial(chain_graph(10_000)))
+    assert len(set(layout.offset_of.values())) == 2
 
 
 def test_an_overlap_is_found_and_told():

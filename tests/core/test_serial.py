@@ -1,5 +1,3 @@
-import time
-
 from millstream.check import check_plan
 from millstream.graph import Allocate, Free, Launch, parse_graph, parse_plan
 from millstream.schedule import derive_lifetimes, peak_bytes, plan_serial
@@ -81,8 +79,7 @@ def test_peak_memory_is_known_before_running():
     assert peak_bytes(plan_serial(towers_graph(3, 4, num_bytes=8))) == 3 * 8 + 8
 
 
-def test_ten_thousand_kernels_take_well_under_a_second():
-    graph = chain_graph(10_000)
-    begin = time.perf_counter()
-    plan_serial(graph)
-    assert time.perf_counter() - begin < 1
+def test_ten_thousand_kernels_in_a_row():
+    plan = plan_serial(chain_graph(10_000, num_bytes=8))
+    check_plan(plan)
+    assert peak_bytes(plan) == 16

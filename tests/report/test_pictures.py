@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 import subprocess
-import time
 from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -259,8 +258,6 @@ def test_three_thousand_kernels_on_eight_streams():
     costs = Costs(tuple(KernelCost(rng.randint(1000, 20000), 0.1, 0.1) for _ in graph.kernels), 1500)
     plan = plan_graph(graph, costs, 8)
     timeline = simulate(plan, costs)
-    began = time.perf_counter()
     picture = draw_timeline(plan, timeline)
     sizes = [len(write([picture])) for write in (to_svg, to_html, to_perfetto)]
-    assert time.perf_counter() - began < 5  # takes a quarter of a second
     assert max(sizes) < 3_000_000
