@@ -22,7 +22,7 @@ run: $(SETUP) ## train a character LSTM, eager and then as one graph; prints bot
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m millstream.cli train char-rnn
 
 test: $(SETUP) ## every test that needs no GPU
-	$(PYTHON) -m pytest -m "not gpu"
+	$(PYTHON) -m pytest -m "not gpu" -n auto --maxprocesses 8 --dist worksteal
 
 check: $(SETUP) ## lint, format, types and layers
 	$(PYTHON) -m ruff check .

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from millstream.device.native import build, torch_options
+from millstream.device.native import load, torch_options
+from millstream.lower.tensors import place_of_implementation
 
 DEVICES = frozenset({"cuda"})
 """Where tensors must be for their step to be checked in this way. On the host, kernels take longer than checks."""
@@ -48,15 +49,15 @@ class QuickGuards:
         # The compiled code borrows; holding on to things is left to Python, whose collector can see through it.
         self._kept = (list(entries), list(containers), list(tensors), list(gradients), list(written))
         self._drop = library.millstream_drop
-        self._handle = handle = ctypes.c_void_p(library.millstream_make())
+        self._handle = handle = ctypes.c_void_p(library.millstream_make(place_of_implementation()))
         self.hold = functools.partial(library.millstream_hold, handle)
         self.bump_versions = functools.partial(library.millstream_bump_versions, handle)
         accepted = [library.millstream_add_entry(handle, *map(id, entry)) for entry in entries]
         accepted += (library.millstream_add_length(handle, id(container)) for container in containers)
         for tensor, gradient in zip(tensors, gradients, strict=True):
             wanted = None if gradient is None else gradient._cdata
-            accepted.append(library.millstream_add_tensor(handle, id(tensor), tensor._cdata, wanted))
-        accepted += (library.millstream_add_written(handle, id(tensor), tensor._cdata) for tensor in written)
+            accepted.append(library.millstream_add_tensor(handle, id(tensor), wanted))
+        accepted += (library.millstream_add_written(handle, id(tensor)) for tensor in written)
         if not all(accepted):
             raise ValueError("These conditions are beyond the compiled code.")
 
@@ -67,17 +68,16 @@ class QuickGuards:
 @functools.cache
 def load_library() -> ctypes.PyDLL | None:
     """The compiled code, or ``None`` where it cannot be had."""
-    path = build(_SOURCE, *torch_options())
-    if path is None:
+    library, pointer = load(_SOURCE, *torch_options()), ctypes.c_void_p
+    if library is None or place_of_implementation() is None:
         return None
-    library, pointer = ctypes.PyDLL(str(path)), ctypes.c_void_p
     signatures: dict[str, tuple[Any, Iterable[Any]]] = {
-        "make": (pointer, ()),
+        "make": (pointer, (ctypes.c_size_t,)),
         "drop": (None, (pointer,)),
         "add_entry": (ctypes.c_int, (pointer,) * 4),
         "add_length": (ctypes.c_int, (pointer,) * 2),
-        "add_tensor": (ctypes.c_int, (pointer,) * 4),
-        "add_written": (ctypes.c_int, (pointer,) * 3),
+        "add_tensor": (ctypes.c_int, (pointer,) * 3),
+        "add_written": (ctypes.c_int, (pointer,) * 2),
         "hold": (ctypes.c_int, (pointer,)),
         "bump_versions": (None, (pointer,)),
     }

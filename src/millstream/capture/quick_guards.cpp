@@ -35,21 +35,14 @@ struct Watched {
 };
 
 struct Guards {
+  Place place(PyObject* tensor) const { return reinterpret_cast<Place>(reinterpret_cast<char*>(tensor) + offset); }
+
+  size_t offset;  // of the pointer to the implementation in a Python tensor, in bytes
   std::vector<Entry> entries;
   std::vector<std::pair<PyObject*, Py_ssize_t>> lengths;
   std::vector<Watched> watched;
   std::vector<Place> written;
 };
-
-// Versions of PyTorch differ in what a Python tensor has before that pointer.
-Place find_place(PyObject* tensor, const void* implementation) {
-  char* begin = reinterpret_cast<char*>(tensor) + sizeof(PyObject);
-  char* end = reinterpret_cast<char*>(tensor) + Py_TYPE(tensor)->tp_basicsize;
-  for (char* at = begin; at + sizeof(void*) <= end; at += sizeof(void*)) {
-    if (*reinterpret_cast<void**>(at) == implementation) return reinterpret_cast<Place>(at);
-  }
-  return nullptr;
-}
 
 PyObject* look_up(const Entry& entry) {
   if (PyDict_Check(entry.holder)) return PyDict_GetItemWithError(entry.holder, entry.key);
@@ -92,7 +85,7 @@ bool hold(const Guards& guards) {
 
 extern "C" {
 
-Guards* millstream_make() { return new Guards; }
+Guards* millstream_make(size_t offset) { return new Guards{offset, {}, {}, {}, {}}; }
 
 void millstream_drop(Guards* guards) { delete guards; }
 
@@ -108,18 +101,21 @@ int millstream_add_length(Guards* guards, PyObject* container) {
   return 1;
 }
 
-int millstream_add_tensor(Guards* guards, PyObject* tensor, void* implementation, void* gradient) {
-  Place place = find_place(tensor, implementation);
-  if (place == nullptr) return 0;
+int millstream_add_tensor(Guards* guards, PyObject* tensor, void* gradient) {
+  Place place = guards->place(tensor);
   const Implementation* known = *place;
-  guards->watched.push_back(
-      {place, known, known->data(), static_cast<Implementation*>(gradient), known->requires_grad()});
-  return 1;
+  try {
+    guards->watched.push_back(
+        {place, known, known->data(), static_cast<Implementation*>(gradient), known->requires_grad()});
+    return 1;
+  } catch (const std::exception&) {  // a tensor without memory
+    return 0;
+  }
 }
 
-int millstream_add_written(Guards* guards, PyObject* tensor, void* implementation) {
-  guards->written.push_back(find_place(tensor, implementation));
-  return guards->written.back() != nullptr && !(*guards->written.back())->is_inference();
+int millstream_add_written(Guards* guards, PyObject* tensor) {
+  guards->written.push_back(guards->place(tensor));
+  return !(*guards->written.back())->is_inference();
 }
 
 int millstream_hold(const Guards* guards) {

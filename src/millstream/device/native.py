@@ -67,6 +67,12 @@ def build(source: Path, *options: str) -> Path | None:
     return target if _can_be_loaded(target) else None
 
 
+def load(source: Path, *options: str) -> ctypes.PyDLL | None:
+    """``build`` a file and load it: its functions are called with the GIL. ``None`` where that is not possible."""
+    path = build(source, *options)
+    return None if path is None else ctypes.PyDLL(str(path))
+
+
 def torch_options() -> tuple[str, ...]:
     """Options for ``build``: a file that looks into Python's objects and PyTorch's tensors."""
     root = Path(torch.__file__).parent

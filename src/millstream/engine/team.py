@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-from millstream.device.native import build
+from millstream.device.native import build, torch_options
 from millstream.errors import InternalError
+from millstream.lower.tensors import place_of_implementation
 
 _SOURCE = Path(__file__).with_name("threads.cpp")
-_ROOT = Path(torch.__file__).parent
-_OPTIONS = (f"-I{_ROOT / 'include'}", f"-L{_ROOT / 'lib'}", "-ltorch_cpu", "-lc10", "-pthread")
 
 
 class Library:
@@ -52,11 +51,8 @@ class Library:
 @functools.cache
 def find_library() -> Library | None:
     """The compiled code, or ``None`` where it cannot be had."""
-    path = build(_SOURCE, *_OPTIONS)
-    try:
-        return None if path is None else Library(path)
-    except OSError:
-        return None
+    path = build(_SOURCE, *torch_options(), "-ltorch_cpu", "-pthread")
+    return None if path is None or place_of_implementation() is None else Library(path)
 
 
 def library() -> Library:

@@ -200,14 +200,6 @@ Plan* millstream_make(int num_registers, int num_events, int num_streams, int (*
 
 void millstream_drop(Plan* plan) { delete plan; }
 
-// Where a Python tensor keeps the pointer to its implementation, in bytes from its beginning; -1 if nowhere.
-int millstream_find_place(char* tensor, const void* implementation, int num_bytes) {
-  for (int at = 0; at + static_cast<int>(sizeof(void*)) <= num_bytes; at += sizeof(void*)) {
-    if (*reinterpret_cast<void**>(tensor + at) == implementation) return at;
-  }
-  return -1;
-}
-
 void millstream_set(Plan* plan, int reg, c10::TensorImpl* tensor) {
   using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   plan->registers[reg] = at::Tensor(Pointer::reclaim_copy(tensor));

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType
@@ -34,7 +33,14 @@ from millstream.engine.team import Library, Team, library
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Kernel, Launch, Plan, Record, Wait
 from millstream.lower.program import Call, Program, Value
-from millstream.lower.tensors import ALIGNMENT_BYTES, copy_elements, from_handle, realign, reinterpret
+from millstream.lower.tensors import (
+    ALIGNMENT_BYTES,
+    copy_elements,
+    from_handle,
+    place_of_implementation,
+    realign,
+    reinterpret,
+)
 
 Runner = Callable[[list[Any]], list[Any]]
 
@@ -318,18 +324,6 @@ def arguments_by_schema(operator: OpOverload, call: Call) -> list[Any] | None:
 def is_simple(leaf: Any) -> bool:
     """Whether compiled code can be given such an argument."""
     return leaf is None or isinstance(leaf, (Value, bool, int, float, str))
-
-
-@functools.cache
-def place_of_implementation() -> int:
-    """Where a Python tensor keeps its implementation: versions of PyTorch differ in what comes before."""
-    tensor = torch.empty(())
-    place: int = library().find_place(
-        ctypes.py_object(tensor), ctypes.c_void_p(tensor._cdata), torch._C.TensorBase.__basicsize__
-    )
-    if place < 0:
-        raise InternalError("A Python tensor keeps its implementation nobody knows where.")
-    return place
 
 
 def _integers(numbers: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:

@@ -39,15 +39,15 @@ struct Look {
 };
 
 struct Likeness {
-  PyTypeObject* type = nullptr;
-  size_t place = 0;  // of the pointer to the implementation in a Python tensor: versions of PyTorch differ
+  const Implementation& implementation(PyObject* tensor) const {
+    return **reinterpret_cast<const Implementation* const*>(reinterpret_cast<const char*>(tensor) + place);
+  }
+
+  PyTypeObject* type;
+  size_t place;  // of the pointer to the implementation in a Python tensor, in bytes
   std::vector<Look> looks;
   std::vector<const void*> storages;  // of the batch compared last, sorted
 };
-
-const Implementation* find_implementation(PyObject* tensor, size_t place) {
-  return *reinterpret_cast<const Implementation* const*>(reinterpret_cast<const char*>(tensor) + place);
-}
 
 bool compare(Likeness& likeness, PyObject* leaves, uint64_t* addresses) {
   size_t count = likeness.looks.size();
@@ -55,7 +55,7 @@ bool compare(Likeness& likeness, PyObject* leaves, uint64_t* addresses) {
   for (size_t i = 0; i < count; ++i) {
     PyObject* leaf = PyList_GET_ITEM(leaves, i);
     if (Py_TYPE(leaf) != likeness.type) return false;
-    const Implementation& tensor = *find_implementation(leaf, likeness.place);
+    const Implementation& tensor = likeness.implementation(leaf);
     if (!likeness.looks[i].fits(tensor)) return false;
     const auto* begin = static_cast<const char*>(tensor.storage().data());
     likeness.storages[i] = begin;
@@ -69,24 +69,19 @@ bool compare(Likeness& likeness, PyObject* leaves, uint64_t* addresses) {
 
 extern "C" {
 
-Likeness* millstream_make() { return new Likeness; }
+Likeness* millstream_make(PyTypeObject* type, size_t place) { return new Likeness{type, place, {}, {}}; }
 
 void millstream_drop(Likeness* likeness) { delete likeness; }
 
 // Gives 0 for what it cannot compare others with.
-int millstream_add(Likeness* likeness, PyObject* tensor, const Implementation* implementation) {
+int millstream_add(Likeness* likeness, PyObject* tensor) {
   try {
-    likeness->type = Py_TYPE(tensor);
-    size_t end = likeness->type->tp_basicsize;
-    for (likeness->place = sizeof(PyObject); likeness->place + sizeof(void*) <= end; likeness->place += sizeof(void*)) {
-      if (find_implementation(tensor, likeness->place) != implementation) continue;
-      likeness->looks.emplace_back(*implementation);
-      likeness->storages.push_back(nullptr);
-      return 1;
-    }
+    likeness->looks.emplace_back(likeness->implementation(tensor));
+    likeness->storages.push_back(nullptr);
+    return Py_TYPE(tensor) == likeness->type;
   } catch (const std::exception&) {  // a tensor without sizes
+    return 0;
   }
-  return 0;
 }
 
 int millstream_compare(Likeness* likeness, PyObject* leaves, uint64_t* addresses) {

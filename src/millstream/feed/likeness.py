@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from millstream.device.native import build, torch_options
+from millstream.device.native import load, torch_options
+from millstream.lower.tensors import place_of_implementation
 
 _SOURCE = Path(__file__).with_name("likeness.cpp")
 
@@ -30,14 +31,14 @@ class Likeness:
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
-        library = _load()
-        if library is None:
+        library, place = _load(), place_of_implementation()
+        if library is None or place is None:
             raise ValueError("There is no compiled code.")
         self._drop = library.millstream_drop
-        self._handle = handle = ctypes.c_void_p(library.millstream_make())
+        self._handle = handle = ctypes.c_void_p(library.millstream_make(id(Tensor), place))
         self._compare = functools.partial(library.millstream_compare, handle)
         self._num_leaves = len(leaves)
-        if not all(library.millstream_add(handle, id(leaf), leaf._cdata) for leaf in leaves):
+        if not all(library.millstream_add(handle, id(leaf)) for leaf in leaves):
             raise ValueError("These leaves are beyond the compiled code.")
 
     def find(self, leaves: list[Any]) -> array[int] | None:
@@ -52,12 +53,11 @@ class Likeness:
 
 @functools.cache
 def _load() -> ctypes.PyDLL | None:
-    path = build(_SOURCE, *torch_options())
-    if path is None:
+    library, pointer = load(_SOURCE, *torch_options()), ctypes.c_void_p
+    if library is None:
         return None
-    library, pointer = ctypes.PyDLL(str(path)), ctypes.c_void_p
-    library.millstream_make.restype = pointer
+    library.millstream_make.argtypes, library.millstream_make.restype = [pointer, ctypes.c_size_t], pointer
     library.millstream_drop.argtypes, library.millstream_drop.restype = [pointer], None
-    library.millstream_add.argtypes = [pointer, pointer, pointer]
+    library.millstream_add.argtypes = [pointer, pointer]
     library.millstream_compare.argtypes = [pointer, pointer, pointer]
     return library

@@ -6,6 +6,7 @@ Private APIs, one function each; tried on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,18 @@ _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p
 def from_handle(handle: int) -> torch.Tensor:
     """The Python object of a C++ tensor that lies at an address, on the heap; the tensor there is moved from."""
     return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(_new_capsule(handle, None, None))
+
+
+@functools.cache
+def place_of_implementation() -> int | None:
+    """At which byte a Python tensor holds the pointer to its implementation; ``None`` if nowhere.
+
+    What comes before differs from version to version.
+    """
+    tensor = torch.empty(())
+    words = (ctypes.c_size_t * (type(tensor).__basicsize__ // ctypes.sizeof(ctypes.c_size_t))).from_address(id(tensor))
+    found = [index for index, word in enumerate(words) if word == tensor._cdata]
+    return found[0] * ctypes.sizeof(ctypes.c_size_t) if found else None
 
 
 def allocator(device: torch.device) -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
