@@ -276,6 +276,8 @@ def run_loop(name: str, sizes: Sequence[int], copy_to_compute: float | None, set
     stats = fed.stats()
     parts = f"copy {copy:.3g}, stage {stage:.3g}, compute {compute:.3g} ms alone"
     hidden = "" if stats.hidden is None else f"; {stats.hidden:.1%} of copies hidden"
+    if stats.is_alone:
+        hidden += "; no worker"
     own = rows[0].ours_ms
     assert own is not None
     assert facts.bound_ms is not None

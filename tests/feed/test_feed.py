@@ -19,17 +19,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from millstream.device import Place, context
 from millstream.errors import ArgumentError, DeviceError, FeedError
 from millstream.feed import feed, session
-from tests.feed.conftest import feed_threads
+from tests.feed.conftest import WITH_WORKER, feed_threads
 from tests.feed.test_structure import Frozen, Opaque, same, trees
 
 DEPTHS = [1, 2, 5]
-
-
-@pytest.fixture(params=["cpu", "virtual"])
-def make_feed(request, virtual_feed):
-    if request.param == "cpu":
-        return lambda loader, depth=2: feed(loader, "cpu", depth)
-    return lambda loader, depth=2: virtual_feed(loader, depth, "eager")[0]
 
 
 def numbers(n):
@@ -182,7 +175,7 @@ def test_an_error_of_the_loader_comes_in_its_place_with_its_traceback_and_again(
             next(passing)
         text = "".join(traceback.format_exception(caught.value))
         assert "__getitem__" in text
-        assert "_pull_all" not in text
+        assert "in _make" not in text
         assert text.count("raise LookupError") == 1
     assert feed_threads() == []
 
@@ -289,12 +282,12 @@ def test_leaving_a_loop_ends_the_worker_at_once(make_feed):
     source = Endless()
     fed = make_feed(source, 3)
     for batch in fed:
-        assert feed_threads()
+        assert bool(feed_threads()) != make_feed.alone
         if batch.item() == 4:
             break
     assert feed_threads() == []
     assert source.alive == 0  # the source's iterator is gone too, and with it its worker processes
-    assert source.threads == {"millstream-feed"}
+    assert source.threads == {"MainThread" if make_feed.alone else "millstream-feed"}
 
 
 def test_an_exception_in_the_loop_ends_the_worker(make_feed):
@@ -352,7 +345,7 @@ def test_a_new_pass_ends_the_last_and_says_so(make_feed):
     first = iter(fed)
     assert next(first).item() == 0
     second = iter(fed)
-    assert workers() == 1
+    assert workers() == (not make_feed.alone)
     with pytest.raises(FeedError, match="iterated anew"):
         next(first)
     assert next(second).item() == 0
@@ -370,7 +363,7 @@ def test_a_pass_whose_context_is_closed_does_not_end_as_if_it_were_complete():
 def test_a_feed_that_was_never_iterated_or_never_asked(make_feed):
     make_feed(numbers(3)).close()
     passing = iter(make_feed(Endless()))
-    assert workers() == 1
+    assert workers() == (not make_feed.alone)
     del passing
     gc.collect()
     assert feed_threads() == []
@@ -399,6 +392,7 @@ class Gate:
         yield torch.tensor([1.0])
 
 
+@WITH_WORKER
 def test_close_does_not_wait_for_ever_for_a_source_that_does_not_return(make_feed, monkeypatch):
     monkeypatch.setattr(session, "JOIN_S", 0.01)
     gate = Gate()
@@ -413,6 +407,7 @@ def test_close_does_not_wait_for_ever_for_a_source_that_does_not_return(make_fee
     assert feed_threads() == []
 
 
+@WITH_WORKER
 def test_a_new_pass_waits_until_the_last_has_left_the_source(make_feed, monkeypatch):
     monkeypatch.setattr(session, "JOIN_S", 0.01)
     gate = Gate()
@@ -429,6 +424,7 @@ def test_a_new_pass_waits_until_the_last_has_left_the_source(make_feed, monkeypa
     timer.join()
 
 
+@WITH_WORKER
 def test_the_source_runs_in_the_worker_but_is_begun_by_the_caller(make_feed):
     class Where:
         def __iter__(self):
@@ -463,6 +459,7 @@ def test_no_more_is_pulled_ahead_than_promised(make_feed):
         del passing
 
 
+@WITH_WORKER
 def test_a_thread_that_cannot_be_started(make_feed, monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")

@@ -14,14 +14,6 @@ from millstream.feed.feeder import Options
 from millstream.feed.shaping import make_transform
 from tests.feed.test_feed import Failing, numbers, values
 
-
-@pytest.fixture(params=["cpu", "virtual"])
-def make_feed(request, virtual_feed):
-    if request.param == "cpu":
-        return lambda loader, depth=2, **options: Feed(loader, Place("cpu"), Options(depth, **options))
-    return lambda loader, depth=2, **options: virtual_feed(loader, depth, "eager", **options)[0]
-
-
 # --- resuming
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from millstream.device import context
 from millstream.errors import FallbackWarning, FeedError
 from millstream.feed import feed
+from millstream.feed.pace import Pace, PaceMaker
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +32,15 @@ def _nothing_is_left():
         gc.collect()
     assert feed_threads() == []
     context("cuda:0").close()
+
+
+@pytest.fixture(params=[False, True], ids=["worker", "alone"])
+def _both_ways(request, monkeypatch):
+    """Passes with a worker, and without one."""
+    monkeypatch.setattr(PaceMaker, "begin_pass", lambda self, may_be_alone: Pace(alone=request.param and may_be_alone))
+
+
+both_ways = pytest.mark.usefixtures("_both_ways")
 
 
 def random_batches(num_batches, seed, *, steady):
@@ -52,6 +62,7 @@ def check_sums(batch):
     return wrong + (number != batch["n"]).sum()
 
 
+@both_ways
 @pytest.mark.parametrize("steady", [True, False], ids=["steady", "shapes change"])
 @pytest.mark.parametrize("consumer", ["fast", "slow device", "slow host"])
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -69,6 +80,7 @@ def test_values_are_right(depth, consumer, steady):
     assert int(torch.stack(flags).sum()) == 0
 
 
+@both_ways
 @pytest.mark.parametrize("steady", [True, False], ids=["steady", "shapes change"])
 def test_fifty_thousand_batches_under_a_consumer_of_changing_speed(steady):
     rng, kept = random.Random(0), None
@@ -95,6 +107,7 @@ def test_all_counts(depth, offset):
     assert [batch.item() for batch in feed(batches, "cuda:0", depth)] == list(range(depth + offset))
 
 
+@both_ways
 def test_batches_that_are_kept_keep_their_values():
     kept = []
     for batch in feed(random_batches(60, 0, steady=True), "cuda", 2):
@@ -113,6 +126,7 @@ def test_one_leaf_that_is_kept_keeps_nothing_else():
     assert len(labels) == 20
 
 
+@both_ways
 def test_a_loader_that_writes_every_batch_into_the_same_tensor():
     def source():
         buffer = torch.zeros(1 << 18)
@@ -159,6 +173,7 @@ def test_a_hundred_early_ends_while_copies_are_under_way():
     assert int(torch.stack(wrong).sum()) == 0
 
 
+@both_ways
 def test_device_and_streams_of_the_consumer_are_untouched():
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -168,6 +183,7 @@ def test_device_and_streams_of_the_consumer_are_untouched():
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
+@both_ways
 def test_a_device_that_is_not_the_current_one():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
@@ -178,6 +194,7 @@ def test_a_device_that_is_not_the_current_one():
     context("cuda:1").close()
 
 
+@both_ways
 def test_a_consumer_that_changes_streams():
     streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     rng = random.Random(0)
@@ -207,6 +224,7 @@ def test_the_consumer_never_waits_for_the_device():
     assert len(got) == 20
 
 
+@both_ways
 def test_tensors_that_the_loader_makes_on_the_device():
     def source():
         for i in range(100):
@@ -273,6 +291,7 @@ def test_training_with_batches_made_under_inference_mode():
     assert bool((weight.grad == 20).all())
 
 
+@both_ways
 def test_captures_elsewhere_survive_the_feed():
     """In CUDA's global mode, PyTorch's default, one unsafe call of any other thread destroys a capture."""
     done, totals = threading.Event(), []
@@ -325,6 +344,7 @@ def test_when_pinning_is_refused(monkeypatch):
     assert int(torch.stack(flags).sum()) == 0
 
 
+@both_ways
 def test_errors_come_after_good_batches():
     def source():
         yield torch.zeros(3)
@@ -340,6 +360,7 @@ def test_errors_come_after_good_batches():
 # --- slots, once they are warm
 
 
+@both_ways
 def test_after_warm_up_nothing_is_allocated_and_addresses_repeat():
     def count():
         return torch.cuda.memory_stats()["allocation.all.allocated"], context("cuda:0").pinned_bytes
@@ -356,6 +377,7 @@ def test_after_warm_up_nothing_is_allocated_and_addresses_repeat():
     assert fed.stats().num_kept == 0
 
 
+@both_ways
 def test_device_memory_is_depth_times_a_batch():
     x = torch.zeros(4 << 20)  # 16 MiB
     torch.cuda.synchronize()
@@ -392,6 +414,7 @@ def test_a_copy_runs_beside_the_step_before():
     assert stats.shares["compute"] > 0.9
 
 
+@both_ways
 def test_dropping_a_batch_inside_a_capture():
     passing = iter(feed([torch.full((100,), float(i)) for i in range(20)], "cuda:0", 2))
     batch, x = next(passing), torch.ones(3, device="cuda:0")
@@ -411,6 +434,7 @@ def test_a_checked_feed_finds_nothing(steady):
     assert int(torch.stack(flags).sum()) == 0
 
 
+@both_ways
 def test_transforms_run_beside_the_step_and_may_be_kept():
     def transform(batch):
         return {"x": [leaf * 2 for leaf in batch["x"]], "i": batch["i"] * 2, "n": batch["n"] * 2}

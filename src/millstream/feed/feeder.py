@@ -18,6 +18,7 @@ from millstream.feed.copy_lane import CopyLane
 from millstream.feed.lane import HostLane, Lane, Transform
 from millstream.feed.ledger import Ledger, Stats
 from millstream.feed.many_lane import ManyLane
+from millstream.feed.pace import PaceMaker
 from millstream.feed.progress import Note, Progress
 from millstream.feed.session import Prepare, Session
 from millstream.feed.shaping import count_rows, deal, make_transform, pad_rows, share_rows
@@ -92,8 +93,10 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
 
     **The loader.** Anything that can be iterated, several times if it can. Its iterator is made in the thread that
     begins to iterate and then used in the worker thread only. At most ``depth + 1`` batches are pulled ahead, so a
-    loader that is an iterator itself has advanced by as much when the loop is left early. A loader that yields the same
-    tensors again with new content is safe with a GPU; on the CPU, where nothing is copied, it must yield new ones.
+    loader that is an iterator itself has advanced by as much when the loop is left early. Where the steps of a pass
+    were so short, and its batches so cheap, that a thread may cost more than it hides, a later pass is tried without:
+    then each batch is made in your thread when you ask for it, and what proves faster is kept. A loader that yields the
+    same tensors again with new content is safe with a GPU; on the CPU, where nothing is copied, it must yield new ones.
     Random numbers that the loader draws in this process come from the same global generator that the training loop
     uses, at times that vary: give it a generator of its own, or worker processes, where runs must repeat exactly.
 
@@ -165,6 +168,7 @@ class Feed:
         self._closed = False
         self._progress = Progress()
         self._ledger: Ledger | None = None
+        self._pace_maker = PaceMaker()
         self._lane: Lane[Any] | None = None
         # Weak: a loop that is left drops the pass, and with it must go the threads, although the feed lives on.
         self._last: weakref.ref[Session] | None = None
@@ -190,6 +194,7 @@ class Feed:
             max_bytes=self._options.max_bytes,
             prepare=self._make_prepare(skip, stateful),
             ledger=ledger,
+            pace=self._pace_maker.begin_pass(may_be_alone=self.places is None and not self._options.check),
         )
         begun = _Pass(session, self._progress, self.loader)
         context(self.place).attach(session)
@@ -257,6 +262,7 @@ class Feed:
         """Say where the time of the loop's steps went, over all passes so far; printing it shows a verdict."""
         ledger = self._find_ledger()
         ledger.num_kept = self._lane.num_kept if self._lane is not None else 0
+        ledger.is_alone = self._pace_maker.is_alone
         return ledger.stats()
 
     def timeline(self) -> Timeline:

@@ -150,6 +150,7 @@ class Stats:
         stage_s: Mean time that staging took, hidden or not.
         batch_bytes: Mean size of a staged batch.
         num_kept: Pieces of memory that the user has kept beyond the next batch, so that new ones had to be taken.
+        is_alone: Whether the last pass has no worker: the loop's own thread makes each batch when it asks for it.
     """
 
     num_batches: int
@@ -162,6 +163,7 @@ class Stats:
     stage_s: float
     batch_bytes: float
     num_kept: int
+    is_alone: bool
 
     @property
     def verdict(self) -> str:
@@ -188,6 +190,8 @@ class Stats:
             lines.append(f"  copies: {_ms(self.copy_s)} each, {rate:.1f} GB/s, {self.hidden:.0%} of their time hidden")
         if self.num_kept:
             lines.append(f"  {self.num_kept} pieces of memory were kept by the loop and replaced")
+        if self.is_alone:
+            lines.append("  the loop makes its batches itself: beside steps this short a worker took longer")
         return "\n".join([*lines, self.verdict])
 
 
@@ -244,6 +248,7 @@ class Ledger:
         self._lag: tuple[Mark, int] | None = None  # a mark, and how far the device was behind the host there
         self.num_batches = 0
         self.num_kept = 0
+        self.is_alone = False
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
@@ -281,9 +286,9 @@ class Ledger:
         """The consumer has got a batch."""
         self.num_batches += 1
         asked, self._asked = self._asked, None
-        if isinstance(asked, int):
+        if isinstance(asked, int) and times.measured:
             self._on_host = times, asked, time.perf_counter_ns()
-        elif asked is not None and times.measured and (here := mark()) is not None:
+        elif isinstance(asked, Mark) and times.measured and (here := mark()) is not None:
             self._open = _Step(times, asked, here)
 
     # --- the worker's side -------------------------------------------------------------------------------------------
@@ -291,7 +296,7 @@ class Ledger:
     def is_due(self, index: int) -> bool:
         """Whether the step of the batch that is about to be pulled, the ``index``-th of its pass, is to be measured."""
         now = time.perf_counter_ns()
-        if self.context is not None and index >= NUM_FIRST and now - self._last_ns < MIN_INTERVAL_NS:
+        if index >= NUM_FIRST and now - self._last_ns < MIN_INTERVAL_NS:
             return False
         self._last_ns = now
         return True
@@ -374,6 +379,7 @@ class Ledger:
             stage_s=sums.stage_ns / steps / 1e9,
             batch_bytes=sums.num_bytes / steps,
             num_kept=self.num_kept,
+            is_alone=self.is_alone,
         )
 
     def timeline(self) -> Timeline:

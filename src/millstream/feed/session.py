@@ -8,7 +8,8 @@
 | ``close`` at any time | wakes the worker, waits for it, leaves | stops at the next step |
 
 There is one worker and not a thread for each of its duties: starting a copy takes no time, and threads that compute in
-Python take the interpreter's lock from each other, and from the consumer.
+Python take the interpreter's lock from each other, and from the consumer. Where even one takes it too often there is
+none, and the consumer makes each batch himself when he asks for it (see ``pace``); the rest of this table stays true.
 
 Whoever leaves last gives the lane back: nothing is taken away from a worker that is still inside the source, and nobody
 waits for ever for a source that does not return.
@@ -19,6 +20,7 @@ staged until it is handed out.
 
 from __future__ import annotations
 
+import contextvars
 import os
 import threading
 import time
@@ -33,6 +35,7 @@ from millstream.errors import FeedError
 from millstream.feed.channel import Channel, ChannelClosed
 from millstream.feed.lane import Lane
 from millstream.feed.ledger import Ledger, Times
+from millstream.feed.pace import Pace, usual_modes
 
 JOIN_S = 5.0
 """How long ``close`` waits for the worker. It nearly always leaves at once; only a source that is in the middle of
@@ -52,7 +55,7 @@ class _Item:
 
 
 class Session:
-    """The worker of one pass, and what it shares with the consumer.
+    """The worker of one pass, if it has one, and what it shares with the consumer.
 
     Args:
         iterator: Yields the batches. It was made in the consumer's thread: a DataLoader that is set up elsewhere cannot
@@ -62,6 +65,7 @@ class Session:
         max_bytes: How many bytes they may have in all; ``None`` for any number.
         prepare: Called in the worker with each batch, right after it was pulled.
         ledger: Where times are noted.
+        pace: Says whether there is a worker, and is told how long things take.
     """
 
     def __init__(
@@ -73,15 +77,18 @@ class Session:
         max_bytes: int | None = None,
         prepare: Prepare = lambda batch: (batch, None),
         ledger: Ledger | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._iterator: Iterator[Any] | None = iterator
         self._lane = lane
         self._prepare = prepare
         self._ledger = ledger or Ledger(None)
+        self._pace = pace or Pace(alone=False)
+        self._count = 0  # of the batches sent
         self._budget: Channel[None] = Channel(depth, max_bytes)
         self._sent: Channel[_Item] = Channel(depth)
         self._next: _Item | None = None  # taken from the channel, not handed out yet; the consumer's
-        self._error: BaseException | None = None  # with which the worker ended
+        self._error: BaseException | None = None  # with which the source, or the way to the device, ended
         self._traceback: TracebackType | None = None  # of that error, as it was when it arose
         self._failure: BaseException | None = None  # the same, once the consumer has got all that came before
         self.finished = False  # whether the consumer has got everything, and there was no error
@@ -91,10 +98,9 @@ class Session:
         self._why_closed = ""
         # Acquiring a lock without blocking is atomic, and safe in a finalizer; so is popping from a deque.
         self._consumer_has_left = threading.Lock()
-        self._still_there = deque(range(2))
-        # A daemon: the interpreter waits for other threads *before* it runs the functions registered for its end, among
-        # them the one that closes this session, so a thread that is not a daemon and waits would hang the program.
-        self._thread = threading.Thread(target=self._work, name="millstream-feed", daemon=True)
+        self._still_there = deque(range(1 if self._pace.alone else 2))
+        self._variables = contextvars.Context()  # of the source, when it runs in the consumer's thread
+        self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Start the worker and wait until the first batch is pulled (not until it is staged).
@@ -102,6 +108,11 @@ class Session:
         The consumer needs the first batch anyway. Waiting here keeps a run reproducible: samplers draw their seed from
         the global generator in the first pull, which must not race with what the consumer draws meanwhile.
         """
+        if self._pace.alone:
+            return
+        # A daemon: the interpreter waits for other threads *before* it runs the functions registered for its end, among
+        # them the one that closes this session, so a thread that is not a daemon and waits would hang the program.
+        self._thread = threading.Thread(target=self._work, name="millstream-feed", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
@@ -110,38 +121,64 @@ class Session:
             raise
         self._pulled.wait()
 
-    # --- the worker's side -------------------------------------------------------------------------------------------
+    # --- making batches: the worker's, or else the consumer's --------------------------------------------------------
 
     def _work(self) -> None:
         try:
             with self._lane.in_thread():  # first of all: a new thread starts on device 0
-                self._pull_all()
+                while self._make(self._begin_times()):
+                    pass
         except ChannelClosed:
             pass  # the consumer has left
         except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the consumer
             self._fail(error)
         finally:
+            self._drop_source()
             self._pulled.set()
             self._sent.close()
             self._leave()
             del self  # the frames of an error's traceback lead back to this one, see ``next_batch``
 
-    def _pull_all(self) -> None:
-        iterator, lane, ledger = self._iterator, self._lane, self._ledger
-        assert iterator is not None
-        index = 0
+    def _make_alone(self, times: Times) -> None:
+        """Make a batch in the consumer's thread, as if it were the worker's."""
+        # One more who is there: closed meanwhile, by the source itself or by another thread, the lane stays until this
+        # is over. If it was closed before, nothing happens here: the last place was taken, and this is not it.
+        self._still_there.append(1)
         try:
-            while not self._stopped.is_set():
-                times = Times(index, ledger.is_due(index))
+            if self.closed:
+                return
+            with self._lane.in_thread(), usual_modes():
+                if not self._variables.run(self._make, times):
+                    self._sent.close()
+        except ChannelClosed:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised in its place, and again
+            self._fail(error)
+            self._sent.close()
+        finally:
+            self._leave()
+            del self
+
+    def _begin_times(self) -> Times:
+        return Times(self._count, self._ledger.is_due(self._count))
+
+    def _make(self, times: Times) -> bool:
+        """Pull the next batch, stage it and start its copy; false when there is none, or when stopped."""
+        iterator, lane, pace, stopped = self._iterator, self._lane, self._pace, self._stopped
+        try:
+            while iterator is not None and not stopped.is_set():
+                pace.begin_work()
                 began = time.perf_counter_ns()
                 try:
                     batch = next(iterator)
                 except StopIteration:
-                    break
+                    lane.end_sending(stopped)
+                    return False
                 finally:
-                    self._pulled.set()
+                    if not self._count:
+                        self._pulled.set()
                 prepared = self._prepare(batch)
-                del batch  # the host's copy of it: the next one is made before this variable would be overwritten
+                del batch  # the host's copy of it, which this variable would keep while the next one is made
                 if prepared is None:
                     continue
                 load = lane.describe(prepared[0])
@@ -151,24 +188,26 @@ class Session:
                 self._budget.send(None, load.num_bytes)
                 admitted = time.perf_counter_ns()
                 try:
-                    if not lane.stage(load, self._stopped):
-                        return
-                    ledger.read()  # while others stage
-                    if not lane.send(load, self._stopped, measured=times.measured):
-                        return
+                    if not lane.stage(load, stopped):
+                        return False
+                    self._ledger.read()  # while others stage
+                    if not lane.send(load, stopped, measured=times.measured):
+                        return False
                 finally:
                     lane.finish(load)
+                pace.end_work()
                 times.pull_ns, times.stage_ns = (began, pulled), (admitted, load.staged_ns)
                 times.num_bytes, times.copy = load.num_bytes, load.copy
                 self._sent.send(_Item(load, times, note))
-                del load, note, times
-                index += 1
-            lane.end_sending(self._stopped)
+                self._count += 1
+                return True
+            return False
         finally:
-            # Dropped here and not with the session: a DataLoader ends its worker processes when its iterator dies, and
-            # ``close`` shall not return before.
-            self._iterator = None
-            del iterator, lane, ledger, self
+            del iterator, self
+
+    def _drop_source(self) -> None:
+        """A DataLoader ends its worker processes when its iterator dies, and ``close`` shall not return before."""
+        self._iterator = None
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
@@ -196,7 +235,12 @@ class Session:
         if not self.closed:
             lane, ledger = self._lane, self._ledger
             lane.reclaim()
-            if self._next is None:
+            if self._next is None and self._pace.alone:
+                times = self._begin_times()
+                ledger.ask(lane.mark, times)
+                self._make_alone(times)
+                self._receive(wait=False)
+            elif self._next is None:
                 self._receive(wait=False)
                 ledger.ask(lane.mark, None if self._next is None else self._next.times)
                 if self._next is None:
@@ -206,6 +250,7 @@ class Session:
                 batch = lane.deliver(item.load)
                 self._next = None
                 ledger.get(item.times, lane.mark)
+                self._pace.deliver()
                 with suppress(ChannelClosed):
                     self._budget.receive(timeout=0)  # room for the next
                 return batch, item.note
@@ -247,6 +292,8 @@ class Session:
         try:
             self._stop_worker()
             self._join(JOIN_S)
+            if self._pace.alone:
+                self._drop_source()
         finally:
             self._leave()
 
@@ -258,8 +305,9 @@ class Session:
     def _join(self, timeout_s: float | None) -> None:
         # A garbage collection in the worker may be what closes its session, and a thread cannot wait for itself; nor
         # can anyone wait for a thread that the system refused to start.
-        if self._thread.ident is not None and threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
+        thread = self._thread
+        if thread is not None and thread.ident is not None and threading.current_thread() is not thread:
+            thread.join(timeout_s)
 
     def _leave(self) -> None:
         if self._still_there.pop():
@@ -271,8 +319,8 @@ class Session:
 
 
 def _skip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Drop the worker's own frames from the front: they tell the user nothing, and they keep the session alive."""
-    own = {each.__code__ for each in (Session._work, Session._pull_all)}
+    """Drop the session's own frames from the front: they tell the user nothing, and they keep the session alive."""
+    own = {each.__code__ for each in (Session._work, Session._make_alone, Session._make)}
     while traceback is not None and traceback.tb_frame.f_code in own:
         traceback = traceback.tb_next
     return traceback
