@@ -32,10 +32,11 @@ class _KernelNodeParams(ctypes.Structure):
 
 
 def filled_share(graph: torch.cuda.CUDAGraph, device: torch.device) -> float | None:
-    """Return the share of the device that the largest kernel of a captured graph fills, from 0 to 1.
+    """Return the share of the device that the kernels of a captured graph fill on average, from 0 to 1.
 
-    That is the number of its blocks over the number that the device can hold at one time, which depends on the
-    kernel's registers, shared memory and block size. ``None`` where the driver does not tell.
+    A kernel's share is the number of its blocks over the number that the device can hold at one time, which depends on
+    the kernel's registers, shared memory and block size. A library's call may launch several kernels, small ones that
+    pad or sum up beside a large one; how long each of them takes is not known. ``None`` where the driver does not tell.
 
     Args:
         graph: Captured with ``keep_graph=True``.
@@ -46,7 +47,7 @@ def filled_share(graph: torch.cuda.CUDAGraph, device: torch.device) -> float | N
         return None
     shares = [_share(driver, node, device) for node in _nodes(driver, graph)]
     known = [share for share in shares if share is not None]
-    return max(known) if known else None
+    return sum(known) / len(known) if known else None
 
 
 def _nodes(driver: Any, graph: torch.cuda.CUDAGraph) -> list[int]:

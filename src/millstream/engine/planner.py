@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from millstream.check import check_plan
 from millstream.cost import Costs, CostTable, KernelCost, MeasuredCosts, Roofline
 from millstream.device import DeviceContext, guard
 from millstream.engine.choice import (
@@ -75,6 +76,7 @@ class Planner:
             return best
         proposals = propose(graph, self.costs, self._scheduling)
         best = proposals[min(1, len(proposals) - 1)]
+        check_plan(best.plan)
         self.candidates = tuple(p.describe(CHOSEN if p is best else "not asked for") for p in proposals)
         return best
 
@@ -89,7 +91,9 @@ class Planner:
         self.costs = calibrate(costs, serial_ns)
         proposals = propose(graph, self.costs, self._scheduling)
         found = recall(noted, proposals)
-        if found is None:
+        if found is not None:
+            check_plan(found[0].plan)
+        else:
             found = choose(proposals, trial, max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S))
             if not trial.failed:
                 self._store.save_choice(key, {"serial_ns": serial_ns, **note(found[1])})
