@@ -39,7 +39,7 @@ H200 = DeviceLimits(
     vector_flops_per_s=67e12,  # data sheet: fp32
     launch_ns=840,  # measured: a tiny kernel inside a CUDA graph
     wait_ns=400,  # measured: an edge between streams inside a CUDA graph (docs/decisions/0010)
-    start_ns=400,  # measured: what made the simulator agree with eight towers on eight streams
+    start_ns=300,  # measured: what made the simulator agree with eight towers on eight streams
 )
 """One NVIDIA H200, kernels launched from a CUDA graph."""
 
