@@ -162,7 +162,7 @@ class VirtualDevice:
         if self.refuse_to_pin:
             raise RuntimeError("CUDA error: out of memory")
         self.num_pins += 1
-        return torch.full((num_bytes,), 0xDD, dtype=torch.uint8)
+        return torch.full((num_bytes,), 0xDD, dtype=torch.uint8, device="cpu")
 
     def make_graph_pool(self):
         return (0, 1)

@@ -15,6 +15,7 @@ from millstream.feed import register, staging
 from millstream.feed.copy_lane import CopyLane
 from millstream.feed.layout import describe_leaves, plan_layout
 from millstream.feed.many_lane import ManyLane
+from millstream.feed.pace import Pace, PaceMaker
 from millstream.feed.ring import Loan, Ring
 from millstream.feed.session import Session
 from tests.device.virtual_device import make_virtual_context
@@ -138,6 +139,19 @@ def test_memory_does_not_go_back_while_helpers_write_to_it(monkeypatch):
     ring.close()
 
 
+def test_nor_when_an_interrupt_came_before_anybody_knew_of_the_slot(monkeypatch):
+    ctx, _device = make_virtual_context("eager")
+    leaves = [torch.ones(1 << 20)]
+    ring = staging.PinnedRing(ctx, 2, None)
+    ring.begin_fill(plan_layout(describe_leaves(leaves)), leaves, threading.Event())
+    (slot,) = ring._slots
+    assert slot.filling is not None
+    unfinished = []
+    monkeypatch.setattr(ctx, "release_pinned", lambda *_, **__: unfinished.append(slot.filling is not None))
+    ring.close()
+    assert unfinished == [False]
+
+
 @pytest.mark.parametrize("ends", ["left", "failed"])
 def test_a_source_is_closed_when_nobody_reads_its_memory_any_more(ends, monkeypatch):
     """With two lanes, of which the second cannot take the batch that the first is staging."""
@@ -171,6 +185,38 @@ def test_a_source_is_closed_when_nobody_reads_its_memory_any_more(ends, monkeypa
         session.next_batch()
     session.close("")
     assert unfinished == [False]
+
+
+@pytest.mark.parametrize("when", ["before", "within", "behind"])
+def test_memory_does_not_go_back_under_a_copy_that_was_interrupted(virtual_feed, monkeypatch, when):
+    monkeypatch.setattr(PaceMaker, "begin_pass", lambda self, may_be_alone: Pace(alone=may_be_alone))
+    fed, device = virtual_feed([torch.full((64,), float(i)) for i in range(5)], 2, "lazy")
+    copy = device.context.copy
+
+    def interrupt(pairs, stream, *, before=(), after=()):
+        if when != "before":
+            copy(pairs, stream, before=before, after=after if when == "behind" else ())
+        raise KeyboardInterrupt
+
+    passing = iter(fed)
+    next(passing)
+    monkeypatch.setattr(device.context, "copy", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(passing)
+    blocks = [slot.memory.data_ptr() for slot in fed._lane._pinned._slots if slot.busy]
+    del passing
+    fed.close()
+    assert device.context.pinned(256).data_ptr() not in blocks  # the copy is still to read them
+    mine = device.allocate(256)
+    raw = device.raw(mine)
+    device.default.enqueue(lambda: raw.fill(0xCC))
+    while device.default.queue:  # this stream first, the copies as late as its waits allow
+        ready, run = device.default.queue[0]
+        device.run_until(ready)
+        device.default.queue.remove((ready, run))
+        run()
+    device.synchronize()
+    assert set(raw) == {0xCC}
 
 
 # --- each wait is needed: without it some order gives wrong bytes

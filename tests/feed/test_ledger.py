@@ -166,6 +166,29 @@ def test_on_the_cpu_a_slow_source_is_named():
     assert stats.hidden is None
 
 
+def test_on_the_cpu_every_step_counts(monkeypatch):
+    """Of a source that stalls now and then; by the clock alone, stalls would hardly ever be due."""
+    clock = Clock(monkeypatch)
+    ledger = Ledger(None)
+    waited_ns, ran_ns = 0, 0
+    for i in range(600):
+        times = Times(i, ledger.is_due(i))
+        ledger.ask(lambda: None, times)
+        wait_ns = 50 * MS if i % 40 == 39 else 0
+        clock.host_ns += wait_ns
+        times.pull_ns = clock.host_ns - wait_ns, clock.host_ns
+        ledger.get(times, lambda: None)
+        clock.host_ns += MS // 10
+        if i:
+            waited_ns, ran_ns = waited_ns + wait_ns, ran_ns + MS // 10
+    ledger.ask(lambda: None, None)
+    stats = ledger.stats()
+    assert stats.num_measured == 599
+    assert stats.shares["source"] == pytest.approx(waited_ns / (waited_ns + ran_ns))
+    assert stats.source_s == pytest.approx(waited_ns / 599 / 1e9)
+    assert NUM_FIRST < len(ledger._recent) < 64  # the timeline shows some
+
+
 def test_nothing_measured_yet():
     fed = feed([], "cpu")
     assert list(fed) == []

@@ -8,6 +8,7 @@ on the most eager of devices.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import warnings
@@ -348,6 +349,7 @@ def _capture_mode_of_thread(mode: int) -> Iterator[None]:
         exchange(ctypes.byref(value))  # the first exchange left the previous mode in ``value``
 
 
+@functools.cache  # making the library anew takes 20 µs
 def _find_exchange() -> Any:
     try:
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

@@ -198,15 +198,22 @@ class CopyLane:
             if measured:
                 load.copy = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
             begin, end = ((mark.event,) for mark in load.copy) if load.copy else ((), ())
+            # Before the copy: an interrupt right behind it would leave slots that look as if nothing were under way.
+            pinned.busy = slot.written = True
             # As does a copy from pageable memory, when pinning was refused.
             with context.capture_lock:
-                context.copy(
-                    [(to[: source.numel()], source) for to, source in zip(memories, pinned.parcels, strict=True)],
-                    copy_stream,
-                    before=begin,
-                    after=(*end, pinned.copied, slot.copied),
-                )
-                pinned.busy = slot.written = True
+                try:
+                    context.copy(
+                        [(to[: source.numel()], source) for to, source in zip(memories, pinned.parcels, strict=True)],
+                        copy_stream,
+                        before=begin,
+                        after=(*end, pinned.copied, slot.copied),
+                    )
+                except BaseException:
+                    for event in (pinned.copied, slot.copied):  # behind whatever was enqueued
+                        with suppress(RuntimeError):  # a device in an error state refuses
+                            event.record(copy_stream)
+                    raise
                 if self._checker is not None:
                     self._checker.follow(layout, pinned, memories, slot)
                 if self._transform is not None:

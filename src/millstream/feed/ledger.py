@@ -81,7 +81,7 @@ class Times:
 
     Attributes:
         index: Number of the batch in its pass.
-        measured: Whether its step is to be measured.
+        measured: Whether its step is to be measured; on the CPU, where every step is, whether the timeline shows it.
         pull_ns: When the worker began to ask the source, and when it had the batch.
         stage_ns: When staging began and ended.
         num_bytes: Staged bytes.
@@ -118,8 +118,6 @@ class StepTimes:
         copy_ns: When the copy began and ended; ``None`` without one.
         pull_ns: When the source was asked and when it had answered.
         stage_ns: When staging began and ended.
-        cause_ns: The time of the step by cause; sums to ``wait_ns + run_ns``.
-        num_bytes: Of the batch.
     """
 
     index: int
@@ -129,8 +127,6 @@ class StepTimes:
     copy_ns: tuple[int, int] | None
     pull_ns: tuple[int, int]
     stage_ns: tuple[int, int]
-    cause_ns: dict[str, int]
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -268,7 +264,7 @@ class Ledger:
             if self._on_host is not None:
                 times, asked, got = self._on_host
                 self._on_host = None
-                self._book(_charge(times, asked, got - asked, now - got, None, "compute"))
+                self._book(times, asked, got - asked, now - got, None, "compute")
             self._asked = now
             return
         due = times is None or times.measured
@@ -286,7 +282,7 @@ class Ledger:
         """The consumer has got a batch."""
         self.num_batches += 1
         asked, self._asked = self._asked, None
-        if isinstance(asked, int) and times.measured:
+        if isinstance(asked, int):
             self._on_host = times, asked, time.perf_counter_ns()
         elif isinstance(asked, Mark) and times.measured and (here := mark()) is not None:
             self._open = _Step(times, asked, here)
@@ -317,12 +313,12 @@ class Ledger:
                     if not step.end.event.query():
                         return
                     # The copy of a batch that was handed out was waited for, so it is over, too.
-                    self._book(self._measure(step, step.end))
+                    self._measure(step, step.end)
                 self._unread.popleft()
         finally:
             self._reading.release()
 
-    def _measure(self, step: _Step, end: Mark) -> StepTimes:
+    def _measure(self, step: _Step, end: Mark) -> None:
         wait_ns, run_ns = step.ask.until(step.get), step.get.until(end)
         begin_ns = step.ask.at_ns + self._lag_at(step.ask)
         dry = self._lag_at(end) < max(DRY_NS, DRY_SHARE * run_ns)
@@ -331,7 +327,7 @@ class Ledger:
             first, last = step.times.copy
             over_ns = begin_ns + wait_ns - last.until(step.get)
             copy = over_ns - first.until(last), over_ns
-        return _charge(step.times, begin_ns, wait_ns, run_ns, copy, "host" if dry else "compute")
+        self._book(step.times, begin_ns, wait_ns, run_ns, copy, "host" if dry else "compute")
 
     def _lag_at(self, mark: Mark) -> int:
         """How far the device was behind the host at a mark; marks come in order."""
@@ -345,22 +341,33 @@ class Ledger:
         self._lag = mark, lag_ns
         return lag_ns
 
-    def _book(self, step: StepTimes) -> None:
-        self._recent.append(step)
-        if step.index == 0:
+    def _book(
+        self, times: Times, begin_ns: int, wait_ns: int, run_ns: int, copy_ns: tuple[int, int] | None, runner: str
+    ) -> None:
+        """Add a step to the sums, charged to its causes, and to the timeline if it is due."""
+        copied_ns = 0 if copy_ns is None else copy_ns[1] - copy_ns[0]
+        staged_ns = times.stage_ns[1] - times.stage_ns[0]
+        copy_share = min(wait_ns, copied_ns)
+        stage_share = min(wait_ns - copy_share, staged_ns)
+        if times.measured:
+            self._recent.append(
+                StepTimes(times.index, begin_ns, wait_ns, run_ns, copy_ns, times.pull_ns, times.stage_ns)
+            )
+        if times.index == 0:
             return  # it waited for the warm-up
         sums = self._sums
         sums.num_steps += 1
-        for cause, spent_ns in step.cause_ns.items():
-            sums.causes[cause] += spent_ns
-        if step.copy_ns is not None:
-            copy_ns = step.copy_ns[1] - step.copy_ns[0]
+        sums.causes["copy"] += copy_share
+        sums.causes["stage"] += stage_share
+        sums.causes["source"] += wait_ns - copy_share - stage_share
+        sums.causes[runner] += run_ns
+        if copy_ns is not None:
             sums.num_copies += 1
-            sums.copy_ns += copy_ns
-            sums.hidden_ns += copy_ns - min(step.cause_ns["copy"], copy_ns)
-        sums.source_ns += step.pull_ns[1] - step.pull_ns[0]
-        sums.stage_ns += step.stage_ns[1] - step.stage_ns[0]
-        sums.num_bytes += step.num_bytes
+            sums.copy_ns += copied_ns
+            sums.hidden_ns += copied_ns - copy_share
+        sums.source_ns += times.pull_ns[1] - times.pull_ns[0]
+        sums.stage_ns += staged_ns
+        sums.num_bytes += times.num_bytes
 
     def stats(self) -> Stats:
         """What is known so far."""
@@ -402,22 +409,6 @@ class Ledger:
         self.read()
         self._open = self._on_host = self._asked = self._lag = None
         self._unread.clear()
-
-
-def _charge(
-    times: Times, begin_ns: int, wait_ns: int, run_ns: int, copy_ns: tuple[int, int] | None, runner: str
-) -> StepTimes:
-    """Charge a step's time to its causes; see the top of this file."""
-    left, causes = wait_ns, dict.fromkeys(CAUSES, 0)
-    spent = {"copy": 0 if copy_ns is None else copy_ns[1] - copy_ns[0], "stage": times.stage_ns[1] - times.stage_ns[0]}
-    for cause, length in spent.items():
-        causes[cause] = min(left, length)
-        left -= causes[cause]
-    causes["source"] = left
-    causes[runner] = run_ns
-    return StepTimes(
-        times.index, begin_ns, wait_ns, run_ns, copy_ns, times.pull_ns, times.stage_ns, causes, times.num_bytes
-    )
 
 
 def draw_lanes(timeline: Timeline, width: int = 100) -> str:

@@ -4,19 +4,17 @@ A worker makes batches while the consumer computes. But two threads that run Pyt
 other, which costs a short step more than a small batch does. So where that can cost little it is tried once: in one
 pass the consumer makes each batch himself, when he asks for it. He does so again if his steps were shorter.
 
+A step is what the consumer usually computes and what he waits for on average: of a source that stalls at every tenth
+batch, which a worker hides, the usual wait would tell nothing. Nor would the usual batch tell what making one takes.
+
 It is never changed in the middle of a pass: a source may hold what belongs to the thread that made it.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import pairwise
-from statistics import median
-from typing import Any
-
-import torch
+from statistics import fmean, median
 
 NUM_WARM = 8
 """So many steps of a pass are not counted."""
@@ -25,21 +23,19 @@ NUM_TIMED = 32
 """So many are needed to tell anything."""
 
 MOST_TIMED = 256
-"""Nor are more than this many looked at."""
+"""What takes a call to look at, or memory, is looked at in no more than this many."""
 
 LONGEST_STEP_NS = 2_000_000
 """In longer steps the lock does not matter."""
 
 CHEAP_NS = 100_000
-"""Batches that take the worker's processor no longer are made alone for one pass, to try it."""
+"""Batches that take the worker no longer are made alone for one pass, to try it."""
 
 CHEAP_SHARE = 0.2
 """As are those that take no larger share of the step."""
 
 GAIN = 0.95
 """Of two passes that take about as long the one with a worker is better: it can hide more."""
-
-_HOST = torch.device("cpu")
 
 
 class Pace:
@@ -51,10 +47,11 @@ class Pace:
 
     def __init__(self, *, alone: bool) -> None:
         self.alone = alone
-        self.keeps_modes = True
-        self._delivered: list[int] = []
+        self._num_made = self._num_delivered = 0
+        self._began_ns = self._asked_ns = self._delivered_ns = 0
+        self._pulled_ns = self._waited_ns = 0  # in all, behind the warm-up
         self._work_ns: list[int] = []
-        self._began_ns = 0
+        self._computed_ns: list[int] = []
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
@@ -63,32 +60,48 @@ class Pace:
         if len(self._work_ns) < MOST_TIMED:
             self._began_ns = time.thread_time_ns()
 
-    def end_work(self) -> None:
-        """It is on its way."""
-        if len(self._work_ns) < MOST_TIMED:
-            self._work_ns.append(time.thread_time_ns() - self._began_ns)
-            self.keeps_modes = self.keeps_modes and has_usual_modes()
+    def end_work(self, pull_ns: int) -> None:
+        """It is on its way.
+
+        Args:
+            pull_ns: How long it took the source. A source that sleeps keeps the consumer waiting, not the processor.
+        """
+        self._num_made += 1
+        if self._num_made > NUM_WARM:
+            self._pulled_ns += pull_ns
+            if len(self._work_ns) < MOST_TIMED:
+                self._work_ns.append(time.thread_time_ns() - self._began_ns)
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
+    def ask(self) -> None:
+        """A batch is asked for."""
+        self._asked_ns = time.perf_counter_ns()
+        if self._num_delivered > NUM_WARM and len(self._computed_ns) < MOST_TIMED:
+            self._computed_ns.append(self._asked_ns - self._delivered_ns)
+
     def deliver(self) -> None:
-        """A batch was handed out."""
-        if len(self._delivered) < MOST_TIMED:
-            self._delivered.append(time.perf_counter_ns())
+        """It was handed out."""
+        self._num_delivered += 1
+        self._delivered_ns = time.perf_counter_ns()
+        if self._num_delivered > NUM_WARM:
+            self._waited_ns += self._delivered_ns - self._asked_ns
 
     # --- behind the pass ---------------------------------------------------------------------------------------------
 
     @property
     def step_ns(self) -> float | None:
-        """The usual step; ``None`` where there were too few."""
-        warm = self._delivered[NUM_WARM:]
-        steps = [end - begin for begin, end in pairwise(warm)]
-        return median(steps) if len(steps) >= NUM_TIMED else None
+        """How long a step takes; ``None`` where there were too few."""
+        if len(self._computed_ns) < NUM_TIMED:
+            return None
+        return median(self._computed_ns) + self._waited_ns / (self._num_delivered - NUM_WARM)
 
     @property
     def work_ns(self) -> float:
-        """What a batch usually takes of the processor."""
-        return median(self._work_ns) if self._work_ns else 0.0
+        """What making a batch takes, of the processor or of the clock, on average."""
+        if not self._work_ns:
+            return 0.0
+        return max(fmean(self._work_ns), self._pulled_ns / (self._num_made - NUM_WARM))
 
 
 class PaceMaker:
@@ -107,9 +120,8 @@ class PaceMaker:
         """
         if self.pace is not None:
             self._learn(self.pace)
-        # Where a source would make its tensors is looked at here only: it takes 3 µs.
-        alone = self._may_try and self._is_shorter_alone() and torch.get_default_device() == _HOST
-        self.pace = Pace(alone=may_be_alone and alone)
+        alone = may_be_alone and self._may_try and self._is_shorter_alone() and not _runs_event_loop()
+        self.pace = Pace(alone=alone)
         return self.pace
 
     @property
@@ -124,34 +136,13 @@ class PaceMaker:
         self.step_ns[pace.alone] = step_ns
         if not pace.alone:
             is_cheap = pace.work_ns <= max(CHEAP_NS, CHEAP_SHARE * step_ns)
-            self._may_try = step_ns <= LONGEST_STEP_NS and is_cheap and pace.keeps_modes
+            self._may_try = step_ns <= LONGEST_STEP_NS and is_cheap
 
     def _is_shorter_alone(self) -> bool:
         return True not in self.step_ns or self.step_ns[True] < GAIN * self.step_ns[False]
 
 
-# --- modes of PyTorch ------------------------------------------------------------------------------------------------
-
-
-def has_usual_modes() -> bool:
-    """Whether PyTorch does in this thread what it does in a new one.
-
-    A source may leave ``no_grad`` on where it yields: in a thread of its own that concerns nobody.
-    """
-    usual = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    return usual and not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
-
-
-def usual_modes() -> AbstractContextManager[Any]:
-    """Let a source that is asked under the consumer's ``autocast`` yield what it yields in a thread of its own."""
-    return nullcontext() if has_usual_modes() else _set_usual_modes()
-
-
-@contextmanager
-def _set_usual_modes() -> Iterator[None]:
-    with ExitStack() as modes:
-        modes.enter_context(torch.inference_mode(False))
-        modes.enter_context(torch.enable_grad())
-        for kind in filter(torch.is_autocast_enabled, ("cuda", "cpu")):
-            modes.enter_context(torch.autocast(kind, enabled=False))
-        yield
+def _runs_event_loop() -> bool:
+    """Whether this thread runs coroutines, as in a notebook: there a source could not run any of its own."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None

@@ -11,8 +11,9 @@ There is one worker and not a thread for each of its duties: starting a copy tak
 Python take the interpreter's lock from each other, and from the consumer. Where even one takes it too often there is
 none, and the consumer makes each batch himself when he asks for it (see ``pace``); the rest of this table stays true.
 
-Whoever leaves last gives the lane back: nothing is taken away from a worker that is still inside the source, and nobody
-waits for ever for a source that does not return.
+Who asks the source holds a lock, the worker for as long as he lives. So no two threads pull from one source, nothing is
+taken away from who is still inside, and nobody waits for ever for a source that does not return: who comes out last
+gives the lane back.
 
 How far the worker may run ahead is kept by the *budget*, a channel of which a batch takes a part from before it is
 staged until it is handed out.
@@ -20,11 +21,9 @@ staged until it is handed out.
 
 from __future__ import annotations
 
-import contextvars
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,9 +32,10 @@ from typing import Any
 
 from millstream.errors import FeedError
 from millstream.feed.channel import Channel, ChannelClosed
+from millstream.feed.guest import Guest
 from millstream.feed.lane import Lane
 from millstream.feed.ledger import Ledger, Times
-from millstream.feed.pace import Pace, usual_modes
+from millstream.feed.pace import Pace
 
 JOIN_S = 5.0
 """How long ``close`` waits for the worker. It nearly always leaves at once; only a source that is in the middle of
@@ -84,10 +84,10 @@ class Session:
         self._prepare = prepare
         self._ledger = ledger or Ledger(None)
         self._pace = pace or Pace(alone=False)
-        self._count = 0  # of the batches sent
+        self._count = 0  # of the batches made
         self._budget: Channel[None] = Channel(depth, max_bytes)
         self._sent: Channel[_Item] = Channel(depth)
-        self._next: _Item | None = None  # taken from the channel, not handed out yet; the consumer's
+        self._next: _Item | None = None  # there, and not handed out yet; the consumer's
         self._error: BaseException | None = None  # with which the source, or the way to the device, ended
         self._traceback: TracebackType | None = None  # of that error, as it was when it arose
         self._failure: BaseException | None = None  # the same, once the consumer has got all that came before
@@ -96,10 +96,11 @@ class Session:
         self._pulled = threading.Event()
         self._pid = os.getpid()
         self._why_closed = ""
-        # Acquiring a lock without blocking is atomic, and safe in a finalizer; so is popping from a deque.
-        self._consumer_has_left = threading.Lock()
-        self._still_there = deque(range(1 if self._pace.alone else 2))
-        self._variables = contextvars.Context()  # of the source, when it runs in the consumer's thread
+        self._consumer_has_left = threading.Lock()  # acquiring it without blocking is atomic, and safe in a finalizer
+        self._inside = threading.Lock()  # held by who asks the source
+        self._insider = 0  # who held it last
+        self._is_over = False  # whether the lane was given back
+        self._guest = Guest()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -115,8 +116,7 @@ class Session:
         self._thread = threading.Thread(target=self._work, name="millstream-feed", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:
-            self._leave()  # on behalf of the thread that the system refused
+        except RuntimeError:  # the system refuses the thread
             self.close("")
             raise
         self._pulled.wait()
@@ -124,46 +124,51 @@ class Session:
     # --- making batches: the worker's, or else the consumer's --------------------------------------------------------
 
     def _work(self) -> None:
-        try:
-            with self._lane.in_thread():  # first of all: a new thread starts on device 0
-                while self._make(self._begin_times()):
-                    pass
-        except ChannelClosed:
-            pass  # the consumer has left
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the consumer
-            self._fail(error)
-        finally:
-            self._drop_source()
-            self._pulled.set()
-            self._sent.close()
-            self._leave()
-            del self  # the frames of an error's traceback lead back to this one, see ``next_batch``
+        with self._inside:
+            self._insider = threading.get_ident()
+            try:
+                if not self.closed:
+                    with self._lane.in_thread():  # first of all: a new thread starts on device 0
+                        while (item := self._make(self._begin_times())) is not None:
+                            self._sent.send(item)
+                            del item  # which this variable would keep while the next one is made
+            except ChannelClosed:
+                pass  # the consumer has left
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the consumer
+                self._fail(error)
+            finally:
+                self._drop_source()
+                self._pulled.set()
+                self._sent.close()
+                if self.closed:
+                    self._give_back()
+                del self  # the frames of an error's traceback lead back to this one, see ``next_batch``
 
     def _make_alone(self, times: Times) -> None:
         """Make a batch in the consumer's thread, as if it were the worker's."""
-        # One more who is there: closed meanwhile, by the source itself or by another thread, the lane stays until this
-        # is over. If it was closed before, nothing happens here: the last place was taken, and this is not it.
-        self._still_there.append(1)
-        try:
-            if self.closed:
-                return
-            with self._lane.in_thread(), usual_modes():
-                if not self._variables.run(self._make, times):
-                    self._sent.close()
-        except ChannelClosed:
-            pass
-        except BaseException as error:  # noqa: BLE001 - raised in its place, and again
-            self._fail(error)
-            self._sent.close()
-        finally:
-            self._leave()
-            del self
+        with self._inside:
+            self._insider = threading.get_ident()
+            try:
+                if self.closed:
+                    return
+                while len(self._budget):  # not where a batch is handed out: an interrupt may come before it is
+                    self._budget.receive(timeout=0)
+                with self._lane.in_thread():
+                    self._next = self._guest.run(self._make, times)
+            except ChannelClosed:
+                pass  # closed meanwhile, by the source itself or by another thread
+            except BaseException as error:  # noqa: BLE001 - raised in its place, and again
+                self._fail(error)
+            finally:
+                if self.closed:
+                    self._give_back()
+                del self
 
     def _begin_times(self) -> Times:
         return Times(self._count, self._ledger.is_due(self._count))
 
-    def _make(self, times: Times) -> bool:
-        """Pull the next batch, stage it and start its copy; false when there is none, or when stopped."""
+    def _make(self, times: Times) -> _Item | None:
+        """Pull the next batch, stage it and start its copy; ``None`` when there is none, or when stopped."""
         iterator, lane, pace, stopped = self._iterator, self._lane, self._pace, self._stopped
         try:
             while iterator is not None and not stopped.is_set():
@@ -173,7 +178,7 @@ class Session:
                     batch = next(iterator)
                 except StopIteration:
                     lane.end_sending(stopped)
-                    return False
+                    return None
                 finally:
                     if not self._count:
                         self._pulled.set()
@@ -189,19 +194,18 @@ class Session:
                 admitted = time.perf_counter_ns()
                 try:
                     if not lane.stage(load, stopped):
-                        return False
+                        return None
                     self._ledger.read()  # while others stage
                     if not lane.send(load, stopped, measured=times.measured):
-                        return False
+                        return None
                 finally:
                     lane.finish(load)
-                pace.end_work()
+                pace.end_work(pulled - began)
                 times.pull_ns, times.stage_ns = (began, pulled), (admitted, load.staged_ns)
                 times.num_bytes, times.copy = load.num_bytes, load.copy
-                self._sent.send(_Item(load, times, note))
                 self._count += 1
-                return True
-            return False
+                return _Item(load, times, note)
+            return None
         finally:
             del iterator, self
 
@@ -234,12 +238,12 @@ class Session:
             raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
         if not self.closed:
             lane, ledger = self._lane, self._ledger
+            self._pace.ask()
             lane.reclaim()
             if self._next is None and self._pace.alone:
                 times = self._begin_times()
                 ledger.ask(lane.mark, times)
                 self._make_alone(times)
-                self._receive(wait=False)
             elif self._next is None:
                 self._receive(wait=False)
                 ledger.ask(lane.mark, None if self._next is None else self._next.times)
@@ -251,8 +255,9 @@ class Session:
                 self._next = None
                 ledger.get(item.times, lane.mark)
                 self._pace.deliver()
-                with suppress(ChannelClosed):
-                    self._budget.receive(timeout=0)  # room for the next
+                if not self._pace.alone:
+                    with suppress(ChannelClosed):
+                        self._budget.receive(timeout=0)  # room for the next
                 return batch, item.note
             if not self.closed:  # or it was closed while this waited
                 self._failure, self.finished = self._error, self._error is None
@@ -291,36 +296,42 @@ class Session:
         self._why_closed = why
         try:
             self._stop_worker()
-            self._join(JOIN_S)
-            if self._pace.alone:
-                self._drop_source()
         finally:
-            self._leave()
+            self._leave(JOIN_S)
 
     def wait_for_worker(self) -> None:
-        """Block until the worker has left, however long its source takes. Call ``close`` before."""
+        """Block until nobody is inside the source, however long it takes. Call ``close`` before."""
         if self._pid == os.getpid():
-            self._join(None)
+            self._leave(None)
 
-    def _join(self, timeout_s: float | None) -> None:
-        # A garbage collection in the worker may be what closes its session, and a thread cannot wait for itself; nor
-        # can anyone wait for a thread that the system refused to start.
-        thread = self._thread
-        if thread is not None and thread.ident is not None and threading.current_thread() is not thread:
-            thread.join(timeout_s)
+    def _leave(self, timeout_s: float | None) -> None:
+        """Wait until nobody is inside the source, and give everything back. Who is still inside will do so himself."""
+        if self._inside.locked() and self._insider == threading.get_ident():
+            return  # called by the source, or by a garbage collection meanwhile
+        if not self._inside.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            return
+        try:
+            self._give_back()
+        finally:
+            self._inside.release()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join(timeout_s)  # he has nothing left to do
 
-    def _leave(self) -> None:
-        if self._still_there.pop():
-            return  # others are still there, and will come by
+    def _give_back(self) -> None:
+        """Give everything back, once. The caller holds ``_inside``, and the consumer has left."""
+        if self._is_over:
+            return
+        self._is_over = True
         self._ledger.close()
         self._lane.close()
         self._sent.cancel()
         self._next = None
+        self._guest.run(self._drop_source)  # whose last part runs as the others did, if there was no worker
 
 
 def _skip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Drop the session's own frames from the front: they tell the user nothing, and they keep the session alive."""
-    own = {each.__code__ for each in (Session._work, Session._make_alone, Session._make)}
+    own = {each.__code__ for each in (Session._work, Session._make_alone, Guest.run, Session._make)}
     while traceback is not None and traceback.tb_frame.f_code in own:
         traceback = traceback.tb_next
     return traceback

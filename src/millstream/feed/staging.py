@@ -196,6 +196,7 @@ class PinnedRing:
     def close(self) -> None:
         """Give memory and events back, without waiting for copies that are under way."""
         for slot in self._slots:
+            slot.finish()  # an interrupt may have come before anybody knew of the slot that helpers still fill
             if slot.memory is None:
                 self._context.release_event(slot.copied)
             elif slot.busy:

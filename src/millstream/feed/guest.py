@@ -1,0 +1,102 @@
+"""A source in its consumer's thread, where it shall compute what it would in a thread of its own.
+
+What each thread has for itself is kept apart for the two: context variables, and PyTorch's modes (gradients, inference,
+autocast, and those on its two stacks, of which a default device is one). So neither does the consumer's ``no_grad``
+reach the source, nor does one that a generator leaves on where it yields reach the consumer, and the generator finds it
+again when it goes on.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch
+
+T = TypeVar("T")
+
+_AUTOCAST = ("cuda", "cpu")
+
+_STACKS: tuple[tuple[Callable[[], int], Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch._C._len_torch_function_stack, overrides._pop_mode, overrides._push_mode),
+    (torch._C._len_torch_dispatch_stack, _python_dispatch._pop_mode, _python_dispatch._push_mode),
+)
+
+
+class Guest:
+    """Runs a source in another's thread."""
+
+    def __init__(self) -> None:
+        self._modes = _NEW
+        self._variables = contextvars.Context()
+
+    def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call ``function`` as if in the source's own thread."""
+        others = _take_modes()
+        try:
+            # Its end puts the gradient and inference modes of its beginning in place again, and says whether there is
+            # autocast, whatever became of them; nothing else sets inference mode.
+            guard = torch._C._InferenceMode(self._modes.inference)
+            try:
+                _exchange_modes(others, self._modes)
+                return self._variables.run(function, *arguments)
+            finally:
+                self._modes = _take_modes()
+                del guard
+        finally:
+            _exchange_modes(self._modes, others)
+            del function, arguments  # an error's traceback must not lead back to the error, see ``Session.next_batch``
+
+
+class _Modes(NamedTuple):
+    """The modes of one side; by default those of a new thread."""
+
+    inference: bool = False
+    gradients: bool = True
+    autocast: tuple[tuple[bool, torch.dtype], ...] = ((False, torch.float16), (False, torch.bfloat16))
+    nesting: int = 0  # of autocast, whose cache is emptied where the outermost one ends
+    stacks: tuple[list[Any], ...] = ([], [])  # the innermost mode first
+    default_device: Any = None  # the mode that ``torch.set_default_device`` has put on a stack
+
+
+_NEW = _Modes()
+
+
+def _take_modes() -> _Modes:
+    """Read the thread's modes, and take those off that are put back by adding to what is there."""
+    has_autocast = torch._C._is_any_autocast_enabled()
+    has_stacks = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    if gradients and not (inference or has_autocast or has_stacks):
+        return _NEW  # nearly always
+    autocast, nesting, stacks, default_device = _NEW[2:]
+    if has_autocast:
+        autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST)
+        nesting = torch.autocast_increment_nesting() - 1
+        while torch.autocast_decrement_nesting():
+            pass
+    if has_stacks:
+        stacks = tuple([pop() for _ in range(count())] for count, pop, _ in _STACKS)
+        default_device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return _Modes(inference, gradients, autocast, nesting, stacks, default_device)
+
+
+def _exchange_modes(old: _Modes, new: _Modes) -> None:
+    """Put ``new`` in place, where ``old`` was taken."""
+    if new is old:
+        return
+    torch._C._set_grad_enabled(new.gradients)
+    if new.autocast is not old.autocast:
+        for kind, (enabled, dtype) in zip(_AUTOCAST, new.autocast, strict=True):
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        for _ in range(new.nesting):
+            torch.autocast_increment_nesting()
+    if new.stacks is not old.stacks:
+        for stack, (_, _, push) in zip(new.stacks, _STACKS, strict=True):
+            for mode in reversed(stack):
+                push(mode)
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = new.default_device
