@@ -419,9 +419,9 @@ def test_a_thread_is_kept_near_the_device_for_a_while():
 def test_the_runtime_is_looked_up_once(monkeypatch):
     asked = []
     monkeypatch.setattr(driver.ctypes, "CDLL", asked.append)
-    driver._find_exchange.cache_clear()
+    driver._find.cache_clear()
     for _ in range(3):
         with driver._capture_mode_of_thread(1):
             pass
-    driver._find_exchange.cache_clear()
+    driver._find.cache_clear()
     assert len(asked) == 1

@@ -131,6 +131,31 @@ def test_the_graph_takes_no_memory_beyond_its_plan():
         assert executable.peak_bytes <= 3 * x.numel() * 4  # twelve layers, of which two live at a time
 
 
+@pytest.mark.parametrize("streams", [1, 4])
+def test_workspaces_that_pytorch_drops_are_not_anyone_elses(streams):
+    towers = [torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(5))).cuda() for _ in range(streams)]
+
+    def model(x):
+        return sum(tower(x) for tower in towers)
+
+    x = torch.randn(16, 32, device="cuda")
+    with torch.no_grad():
+        expected = model(x)
+        compiled = ms.compile(model, strict=True, streams=streams, memory=100.0)
+        for _ in range(2):
+            for _ in range(3):
+                compiled(x)
+            for executable in executables(compiled):  # the next call captures anew, where workspaces are known already
+                executable.release()
+        compiled(x)
+        torch._C._cuda_clearCublasWorkspaces()  # as PyTorch does before and after capturing graphs of its own
+        torch.cuda.empty_cache()
+        others = [torch.zeros(8 << 20, dtype=torch.uint8, device="cuda") for _ in range(64)]
+        for _ in range(5):
+            networks.assert_close(compiled(x), expected, 1e-4)
+        assert not any(other.any() for other in others)
+
+
 def test_replaced_and_moved_parameters_are_seen():
     model = networks.Mlp().cuda().eval()
     compiled = ms.compile(model)

@@ -62,7 +62,7 @@ class DeviceContext:
         self._lock = threading.RLock()  # re-entrant: a finalizer may run while its own thread holds it
         self._streams: dict[int, Stream] = {}
         self._copy_streams: dict[str, Stream] = {}
-        self._graph_pool: GraphPool | None = None
+        self._pools: dict[str, GraphPool] = {}
         self._graph_stream_handle: int | None = None
         self._graph_stream: Stream | None = None  # on which a graph of this place ran last
         # The pools of events are deques without a lock: append and pop are atomic, so a finalizer can give events back
@@ -84,7 +84,7 @@ class DeviceContext:
         """Stream number ``index`` of this place, the same one for the life of the context.
 
         Streams of different numbers are different streams (and none of them is the copy stream), so that work on them
-        can overlap. PyTorch shares its streams with everyone who asks it for one, so the user's code may hold the same.
+        can overlap. Nobody else is handed them, where CUDA's driver makes them; PyTorch's own it shares among all.
 
         Raises:
             ArgumentError: ``index`` is negative or at least ``MAX_STREAMS``.
@@ -233,17 +233,27 @@ class DeviceContext:
         one of them left in the pool is gone once another has run. On the CPU it is ``(0, 0)``, PyTorch's name for no
         pool.
         """
-        self._check_open()
-        if self._graph_pool is None:
-            with self.capture_lock, self._lock:  # making one captures
-                if self._graph_pool is None:
-                    self._graph_pool = self._driver.make_graph_pool()
-        return self._graph_pool
+        return self._find_pool("graphs")
 
-    def abandon_graph_pool(self) -> None:
-        """Let ``graph_pool`` be another one from now on: a capture that failed leaves its pool recording for ever."""
+    @property
+    def workspace_pool(self) -> GraphPool:
+        """The memory pool of what libraries work in while graphs of this place run. Nothing else is put there."""
+        return self._find_pool("workspaces")
+
+    def _find_pool(self, use: str) -> GraphPool:
+        self._check_open()
+        pool = self._pools.get(use)
+        if pool is None:
+            with self.capture_lock, self._lock:  # making one captures
+                if use not in self._pools:
+                    self._pools[use] = self._driver.make_graph_pool()
+                pool = self._pools[use]
+        return pool
+
+    def abandon_graph_pools(self) -> None:
+        """Let the pools be others from now on: a capture that failed leaves its pool recording for ever."""
         with self._lock:
-            self._graph_pool = None
+            self._pools = {}
 
     @property
     def graph_lock(self) -> threading.RLock:
@@ -362,7 +372,8 @@ class DeviceContext:
                 pool.clear()
             self._lent_events.clear()
             self._arena.clear()
-            self._graph_pool = self._graph_stream = self._graph_stream_handle = None
+            self._pools = {}
+            self._graph_stream = self._graph_stream_handle = None
             self._streams.clear()
             self._copy_streams.clear()
 

@@ -168,10 +168,24 @@ class CudaDriver:
         self._anchors: list[torch.cuda.CUDAGraph] = []
 
     def make_stream(self, *, high_priority: bool) -> Stream:
-        """Hand out the next of PyTorch's 32 streams of the priority; they never block on the default stream."""
+        """Make a stream that never blocks on the default stream.
+
+        One of normal priority is nobody else's, since graphs are captured on it: what PyTorch keeps for a stream, such
+        as cuBLAS's workspace, is then for them alone. It is never destroyed: PyTorch's allocator remembers it. Where the
+        driver does not make one, it is the next of PyTorch's 32 streams, and so is every one of high priority.
+        """
+        if not high_priority and (handle := self._make_stream()):
+            own: Stream = torch.cuda.ExternalStream(handle, self.torch_device)  # type: ignore[no-untyped-call]
+            return own
         priority = -1 if high_priority else 0
         stream: Stream = torch.cuda.Stream(self.torch_device, priority=priority)  # type: ignore[no-untyped-call]
         return stream
+
+    def _make_stream(self) -> int | None:
+        create, handle = _find("cuStreamCreate"), ctypes.c_void_p()
+        with guard(self.place):
+            made = create is not None and create(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING)) == 0
+        return handle.value if made else None
 
     def make_event(self, *, timing: bool) -> Event:
         """Make an event; the runtime creates it when it is first recorded, on the device of that stream."""
@@ -327,6 +341,7 @@ def _run_on(processors: set[int]) -> Iterator[None]:
 
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
 @contextmanager
@@ -338,7 +353,7 @@ def _capture_mode_of_thread(mode: int) -> Iterator[None]:
     ``cuThreadExchangeStreamCaptureMode`` (CUDA 10.1 and later) does; ``torch.cuda`` does not offer it. Where the call
     is not to be had (ROCm), nothing happens, and only captures that hold the capture lock are safe.
     """
-    exchange = _find_exchange()
+    exchange = _find("cuThreadExchangeStreamCaptureMode")
     value = ctypes.c_int(mode)
     if exchange is None or exchange(ctypes.byref(value)) != 0:
         yield
@@ -349,10 +364,10 @@ def _capture_mode_of_thread(mode: int) -> Iterator[None]:
         exchange(ctypes.byref(value))  # the first exchange left the previous mode in ``value``
 
 
-@functools.cache  # making the library anew takes 20 µs
-def _find_exchange() -> Any:
+@functools.cache
+def _find(name: str) -> Any:
+    """A function of the CUDA driver; ``None`` where there is none."""
     try:
-        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        return library.cuThreadExchangeStreamCaptureMode
+        return getattr(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"), name)
     except (OSError, AttributeError):
         return None

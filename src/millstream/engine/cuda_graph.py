@@ -35,7 +35,8 @@ from millstream.engine.choice import Scheduling
 from millstream.engine.planner import Planner
 from millstream.engine.replayer import Replayer, bytes_in_place
 from millstream.engine.serial import SerialEngine
-from millstream.engine.trial import Trials, warm_streams
+from millstream.engine.trial import Trials
+from millstream.engine.workspaces import take_workspaces
 from millstream.errors import InternalError, PlanError
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase
@@ -192,8 +193,7 @@ class CudaGraphEngine:
         return self._context.graph_pool if len(self._copied) == len(self.lowered.program.outputs) else None
 
     def _try(self, plan: Plan, inputs: Sequence[Any], pool: GraphPool | None) -> Captured:
-        if plan.num_streams > 1:  # each takes a workspace of 32 MiB or so: only those that are used shall
-            warm_streams(self._context, self.lowered.program, plan.num_streams)
+        take_workspaces(self._context, self.lowered.program, plan.num_streams)
         return Captured(
             self.lowered,
             plan,
@@ -222,7 +222,7 @@ class CudaGraphEngine:
             torch.cuda.empty_cache()
 
     def _repair(self) -> None:
-        self._context.abandon_graph_pool()
+        self._context.abandon_graph_pools()
         restore_generator(self._context)
 
     def _replay(self, captured: Captured, inputs: list[Any]) -> list[Any]:

@@ -19,6 +19,7 @@ from millstream.cost import KernelCost, MeasuredCosts
 from millstream.device import DeviceContext
 from millstream.device.graphs import capture
 from millstream.device.occupancy import filled_share
+from millstream.engine.workspaces import take_workspaces
 from millstream.graph import Kernel, KernelGraph
 from millstream.lower.program import Program
 
@@ -69,6 +70,7 @@ class CostMeter:
 
     def _measure(self, kernel: Kernel, launch: Callable[[], Any]) -> KernelCost:
         if self._empty_ns is None:
+            take_workspaces(self._context, self._program, 1)
             small = torch.empty(32, device=self._device)
             self._empty_ns = self._fixed_ns(small.zero_)
         repeats = min(max(TARGET_NS // self._guess_ns[kernel.id], FEWEST_REPEATS), MOST_REPEATS)

@@ -11,7 +11,7 @@ from millstream.device import DeviceContext
 from millstream.engine.captured import Captured
 from millstream.engine.choice import Proposal
 from millstream.engine.unchanged import unchanged
-from millstream.graph import KernelKind, Plan
+from millstream.graph import Plan
 from millstream.lower.program import Program
 
 WARM_UPS = 2
@@ -84,13 +84,3 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
-
-
-def warm_streams(context: DeviceContext, program: Program, num_streams: int) -> None:
-    """Let cuBLAS and cuBLASLt take their workspaces for so many streams now, and not inside a graph's own memory."""
-    if not any(kernel.kind is KernelKind.GEMM for kernel in program.graph.kernels):
-        return
-    for index in range(num_streams):
-        with context.on(context.stream(index)):
-            small = torch.ones(16, 16, device=context.torch_device, dtype=torch.half)
-            torch.addmm(small[0], small, torch.mm(small, small))

@@ -32,10 +32,10 @@ from typing import Any
 
 from millstream.errors import FeedError
 from millstream.feed.channel import Channel, ChannelClosed
-from millstream.feed.guest import Guest
 from millstream.feed.lane import Lane
 from millstream.feed.ledger import Ledger, Times
 from millstream.feed.pace import Pace
+from millstream.lower.apart import Guest
 
 JOIN_S = 5.0
 """How long ``close`` waits for the worker. It nearly always leaves at once; only a source that is in the middle of

@@ -4,6 +4,8 @@ What each thread has for itself is kept apart for the two: context variables, an
 autocast, and those on its two stacks, of which a default device is one). So neither does the consumer's ``no_grad``
 reach the source, nor does one that a generator leaves on where it yields reach the consumer, and the generator finds it
 again when it goes on.
+
+Private APIs; tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations

@@ -1,0 +1,40 @@
+"""Memory in which cuBLAS works while a graph runs.
+
+PyTorch gives cuBLAS a workspace on each stream, 32 MiB or so, when the first product runs there, and keeps it. A graph
+bakes the address in, but does not own the memory: PyTorch lets go of all workspaces whenever it captures graphs of its
+own (``mode="reduce-overhead"``), and it may have lain in the memory of a graph that is gone. So it would be unmapped,
+or be given to others, while a graph still writes there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from millstream.device import DeviceContext, guard
+from millstream.device.graphs import capture
+from millstream.graph import KernelKind
+from millstream.lower.program import Program
+
+
+def take_workspaces(context: DeviceContext, program: Program, num_streams: int) -> None:
+    """Let the workspaces of the first streams lie in a pool of their own, before plans are captured on these streams.
+
+    Whoever drops a workspace leaves its memory to that pool, which lives as long as the context, and from which nothing
+    else is ever taken. Graphs share it, as they run one at a time. Without products nothing is taken.
+    """
+    if not any(kernel.kind is KernelKind.GEMM for kernel in program.graph.kernels):
+        return
+    streams = [context.stream(index) for index in range(num_streams)]
+    before = context.acquire_event()
+    try:
+        with guard(context.place), capture(context, torch.cuda.CUDAGraph(), context.workspace_pool):
+            for stream in streams:  # one behind the other: what is captured on several must come together again
+                with context.on(stream):
+                    if stream is not streams[0]:
+                        stream.wait_event(before)
+                    small = torch.ones(16, 16, device=context.torch_device, dtype=torch.half)
+                    torch.addmm(small[0], small, torch.mm(small, small))  # by cuBLAS, and by cuBLASLt
+                    before.record(stream)
+            streams[0].wait_event(before)
+    finally:
+        context.release_event(before)
