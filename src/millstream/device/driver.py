@@ -171,8 +171,8 @@ class CudaDriver:
         """Make a stream that never blocks on the default stream.
 
         One of normal priority is nobody else's, since graphs are captured on it: what PyTorch keeps for a stream, such
-        as cuBLAS's workspace, is then for them alone. It is never destroyed: PyTorch's allocator remembers it. Where the
-        driver does not make one, it is the next of PyTorch's 32 streams, and so is every one of high priority.
+        as cuBLAS's workspace, is then for them alone. It is never destroyed: PyTorch's allocator remembers it. Where
+        the driver does not make one, it is the next of PyTorch's 32 streams, and so is every one of high priority.
         """
         if not high_priority and (handle := self._make_stream()):
             own: Stream = torch.cuda.ExternalStream(handle, self.torch_device)  # type: ignore[no-untyped-call]
