@@ -128,6 +128,29 @@ def test_notices(scene, name):
     assert scene.guards.hold() == 0
 
 
+def test_a_change_that_is_taken_back_is_none(scene):
+    scene.holder["rate"] = scene.holder.pop("rate")
+    assert scene.guards.hold() == 1
+    scene.holder["more"] = 1
+    assert scene.guards.hold() == 0
+    assert scene.guards.hold() == 0  # as long as it lasts, not only when it comes
+    del scene.holder["more"]
+    assert scene.guards.hold() == 1
+
+
+def test_several_listen_to_one_dict(scene):
+    other = Scene()
+    other.guards = quick.QuickGuards(quick.load_library(), [(scene.holder, "rate", 0.5)], [scene.holder], [], [], [])
+    assert other.guards.hold() == 1
+    scene.holder["rate"] = 0.25
+    assert scene.guards.hold() == other.guards.hold() == 0
+    scene.holder["rate"] = 0.5
+    assert scene.guards.hold() == other.guards.hold() == 1
+    del other
+    scene.holder["rate"] = 0.25
+    assert scene.guards.hold() == 0
+
+
 def test_versions_count_up(scene):
     version = scene.weight._version
     scene.guards.bump_versions()

@@ -4,9 +4,11 @@
 // - `hold` gives 1 only if every entry holds the object it held (or an equal plain value), every container as many items,
 //   and every tensor its memory, its gradient and its demand for one. 0 means no more than: let Python look.
 // - The caller keeps alive what is added here, and holds Python's lock.
+// - Where Python tells which dicts change (3.12 and later), dicts are looked into only when one of them has changed.
 
 #include <Python.h>
 
+#include <cstdint>
 #include <exception>
 #include <utility>
 #include <vector>
@@ -16,6 +18,30 @@
 namespace {
 
 using Implementation = c10::TensorImpl;
+
+constexpr uint64_t kNever = UINT64_MAX;
+uint64_t num_changes = 0;  // in any dict that Python tells of
+
+#if PY_VERSION_HEX >= 0x030C0000
+
+int count_change(PyDict_WatchEvent, PyObject*, PyObject*, PyObject*) {
+  ++num_changes;
+  return 0;
+}
+
+// A dict is never let go of again: to hear of it in vain costs a look into the others.
+bool hear_of(PyObject* dict) {
+  static const int listener = PyDict_AddWatcher(count_change);  // of which there are no more than eight
+  if (listener >= 0 && PyDict_Watch(listener, dict) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
+
+#else
+
+bool hear_of(PyObject*) { return false; }
+
+#endif
 
 struct Entry {
   PyObject* holder;  // dict, list or closure cell
@@ -34,12 +60,30 @@ struct Watched {
   bool requires_grad;
 };
 
+using Length = std::pair<PyObject*, Py_ssize_t>;
+
+// What is in dicts, or in something else.
+struct Contents {
+  bool hold() const;
+
+  std::vector<Entry> entries;
+  std::vector<Length> lengths;
+};
+
 struct Guards {
   Place place(PyObject* tensor) const { return reinterpret_cast<Place>(reinterpret_cast<char*>(tensor) + offset); }
 
+  // Where a holder's contents are looked at. A module's names change in each step of a loop that stands in a script.
+  Contents& contents_of(PyObject* holder) {
+    if (!PyDict_Check(holder) || PyDict_GetItemString(holder, "__builtins__") != nullptr) return others;
+    hears = hear_of(holder) && hears;
+    return dicts;
+  }
+
   size_t offset;  // of the pointer to the implementation in a Python tensor, in bytes
-  std::vector<Entry> entries;
-  std::vector<std::pair<PyObject*, Py_ssize_t>> lengths;
+  Contents dicts, others;
+  bool hears = true;         // whether Python tells of changes in all of these dicts
+  uint64_t held_at = kNever;  // the number of changes when the dicts were last found to hold
   std::vector<Watched> watched;
   std::vector<Place> written;
 };
@@ -68,13 +112,23 @@ bool holds(const Watched& watched) {
   return (gradient.defined() ? gradient.unsafeGetTensorImpl() : nullptr) == watched.gradient;
 }
 
-bool hold(const Guards& guards) {
-  for (const Entry& entry : guards.entries) {
+bool Contents::hold() const {
+  for (const Entry& entry : entries) {
     if (!holds(entry)) return false;
   }
-  for (const auto& [container, length] : guards.lengths) {
+  for (const auto& [container, length] : lengths) {
     if (PyObject_Size(container) != length) return false;
   }
+  return true;
+}
+
+bool hold(Guards& guards) {
+  if (!guards.hears || guards.held_at != num_changes) {
+    uint64_t now = num_changes;
+    if (!guards.dicts.hold()) return false;
+    guards.held_at = now;
+  }
+  if (!guards.others.hold()) return false;
   for (const Watched& watched : guards.watched) {
     if (!holds(watched)) return false;
   }
@@ -85,19 +139,19 @@ bool hold(const Guards& guards) {
 
 extern "C" {
 
-Guards* millstream_make(size_t offset) { return new Guards{offset, {}, {}, {}, {}}; }
+Guards* millstream_make(size_t offset) { return new Guards{offset}; }
 
 void millstream_drop(Guards* guards) { delete guards; }
 
 // Each of these gives 0 for what it cannot watch.
 
 int millstream_add_entry(Guards* guards, PyObject* holder, PyObject* key, PyObject* value) {
-  guards->entries.push_back({holder, key, value});
+  guards->contents_of(holder).entries.push_back({holder, key, value});
   return PyDict_Check(holder) || PyCell_Check(holder) || (PyList_Check(holder) && PyLong_Check(key));
 }
 
 int millstream_add_length(Guards* guards, PyObject* container) {
-  guards->lengths.emplace_back(container, PyObject_Size(container));
+  guards->contents_of(container).lengths.emplace_back(container, PyObject_Size(container));
   return 1;
 }
 
@@ -118,7 +172,7 @@ int millstream_add_written(Guards* guards, PyObject* tensor) {
   return !(*guards->written.back())->is_inference();
 }
 
-int millstream_hold(const Guards* guards) {
+int millstream_hold(Guards* guards) {
   try {
     if (hold(*guards)) return 1;
   } catch (const std::exception&) {  // a tensor without memory
