@@ -94,7 +94,12 @@ class Pace:
         """How long a step takes; ``None`` where there were too few."""
         if len(self._computed_ns) < NUM_TIMED:
             return None
-        return median(self._computed_ns) + self._waited_ns / (self._num_delivered - NUM_WARM)
+        return median(self._computed_ns) + self.wait_ns
+
+    @property
+    def wait_ns(self) -> float:
+        """How long the consumer waits for a batch, on average."""
+        return self._waited_ns / max(self._num_delivered - NUM_WARM, 1)
 
     @property
     def work_ns(self) -> float:
@@ -135,7 +140,8 @@ class PaceMaker:
             return
         self.step_ns[pace.alone] = step_ns
         if not pace.alone:
-            is_cheap = pace.work_ns <= max(CHEAP_NS, CHEAP_SHARE * step_ns)
+            # Who waits longer for a batch than making it takes could as well make it himself.
+            is_cheap = pace.work_ns <= max(CHEAP_NS, CHEAP_SHARE * step_ns, pace.wait_ns)
             self._may_try = step_ns <= LONGEST_STEP_NS and is_cheap
 
     def _is_shorter_alone(self) -> bool:
