@@ -269,6 +269,7 @@ def device(monkeypatch):
     monkeypatch.setattr(captured, "same_addresses", same_addresses)
     monkeypatch.setattr(cuda_graph, "current_stream_handle", lambda index: None)
     monkeypatch.setattr(cuda_graph, "restore_generator", lambda context: None)
+    monkeypatch.setattr(cuda_graph, "take_workspaces", lambda context, program, num_streams: None)
     monkeypatch.setattr(in_place, "FORCED", True)
     torch._dynamo.reset()
     return seen
