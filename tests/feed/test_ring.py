@@ -1,6 +1,9 @@
 """The ring of slots against a model: whoever may read a slot's bytes, reads the right ones, whatever happens when."""
 
+import contextlib
 import queue
+import sys
+from unittest import mock
 
 import torch
 from hypothesis import settings
@@ -8,10 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millstream.feed.layout import describe_leaves, plan_layout, view_leaves
-from millstream.feed.ring import Ring
+from millstream.feed.ring import Loan, Ring
 from tests.device.virtual_device import make_virtual_context
 
 SIZES = [10, 300, 70_000]
+POINTS = [(Ring, "_drop"), (Ring, "_let_go"), (Loan, "is_last")]
+
+
+def forget(unraisable):
+    """Keep nothing of it: a tensor's end would not come."""
 
 
 class RingModel(RuleBasedStateMachine):
@@ -31,11 +39,11 @@ class RingModel(RuleBasedStateMachine):
         self.under_way, self.held, self.reads = [], [], []
 
     def take(self):
-        try:
-            slot = self.ring._free.get_nowait()
-        except queue.Empty:
-            return None
-        return slot
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (slot := self.ring._accept(self.ring._free.get_nowait())) is not None:
+                    return slot
+        return None
 
     @rule(sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3))
     def send(self, sizes):
@@ -88,6 +96,23 @@ class RingModel(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9))
     def drop(self, which):
         self.held.pop(which % len(self.held))
+
+    @precondition(lambda self: self.held)
+    @rule(point=st.integers(0, len(POINTS) - 1), before=st.booleans())
+    def drop_with_ctrl_c(self, point, before):
+        """Python tells of an interrupt that meets a finalizer, and goes on as if it had ended."""
+        owner, name = POINTS[point]
+        real, calls = getattr(owner, name), []
+
+        def interrupted(*arguments):
+            calls.append(None)
+            if before or len(calls) > 1:
+                raise KeyboardInterrupt
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        with mock.patch.object(owner, name, interrupted), mock.patch.object(sys, "unraisablehook", forget):
+            self.held.pop()
 
     @rule(stream=st.integers(0, 1))
     def scribble(self, stream):

@@ -13,12 +13,17 @@ nothing allocates nothing, and nobody can make a feed wait for ever.
 What is said of host code may happen in any thread and at any moment, since tensors die where garbage is collected. So
 dropping takes no lock; each decision that two threads could take is a lock acquired without waiting, or an item popped
 from a deque, which only one of them gets.
+
+Python drops an interrupt that meets a finalizer, and with it the rest of what that was to do. So when the consumer asks
+for a batch he looks whether what he has dropped came back, and brings it back if not. It may then do so twice, which
+does no harm: what comes back is the loan, and a slot is taken for it once.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -49,6 +54,7 @@ class DeviceSlot:
         released: Where on the consumer's stream its last batch was dropped.
         parcels: Its memory; ``None`` where the user has kept it.
         written: Whether ``copied`` has been recorded since the memory was taken.
+        loan: As what it was lent last, until it is taken again.
     """
 
     number: int
@@ -57,6 +63,7 @@ class DeviceSlot:
     parcels: list[Parcel | None] = field(default_factory=list)
     written: bool = False
     was_lent: bool = False
+    loan: Loan | None = None
 
 
 class Ring:
@@ -72,7 +79,8 @@ class Ring:
         self._context = context
         self.stream = stream  # for which memory is allocated
         self.slots = [DeviceSlot(i, context.acquire_event(), context.acquire_event()) for i in range(num_slots)]
-        self._free: queue.SimpleQueue[DeviceSlot | None] = queue.SimpleQueue()  # its ``put`` may run in finalizers
+        # Slots, or as what they were lent. Its ``put`` may run in finalizers.
+        self._free: queue.SimpleQueue[DeviceSlot | Loan | None] = queue.SimpleQueue()
         for slot in self.slots:
             self._free.put(slot)
         self._loans: deque[Loan] = deque()  # handed out and perhaps still held; the consumer's
@@ -84,14 +92,24 @@ class Ring:
 
     @property
     def has_free(self) -> bool:
-        """Whether ``take`` returns at once."""
+        """Whether ``take`` returns at once, as far as one can tell."""
         return not self._free.empty()
 
     def take(self) -> DeviceSlot | None:
         """Block until a slot is free; ``None`` when the ring was stopped."""
-        slot = self._free.get()
-        if slot is None:
-            self._free.put(None)  # whoever asks again shall not wait either
+        while (found := self._free.get()) is not None:
+            if (slot := self._accept(found)) is not None:
+                return slot
+        self._free.put(None)  # whoever asks again shall not wait either
+        return None
+
+    def _accept(self, found: DeviceSlot | Loan) -> DeviceSlot | None:
+        if isinstance(found, DeviceSlot):
+            return found
+        slot = found.slot
+        if slot.loan is not found:
+            return None  # it came back before
+        slot.loan = None
         return slot
 
     def open(self, slot: DeviceSlot, layout: Layout, copy_stream: Stream) -> list[Tensor]:
@@ -126,12 +144,10 @@ class Ring:
     def lend(self, slot: DeviceSlot, count: int) -> tuple[Loan, list[Tensor]]:
         """Tensors over the first ``count`` parcels of a slot; they bring it back when all of them are gone."""
         parcels = [parcel for parcel in slot.parcels[:count] if parcel is not None]
-        loan = Loan(self, slot, len(parcels))
-        lent = [
-            self._context.lend(parcel.memory, Lease(loan, i, parcel.memory, parcel.home))
-            for i, parcel in enumerate(parcels)
-        ]
-        return loan, lent
+        slot.loan = loan = Loan(self, slot, len(parcels))
+        leases = [Lease(loan, i, parcel.memory, parcel.home) for i, parcel in enumerate(parcels)]
+        loan.leases = [weakref.ref(lease) for lease in leases]
+        return loan, [self._context.lend(lease.memory, lease) for lease in leases]
 
     def lend_other(self, loan: Loan, memory: Tensor, home: Stream) -> Tensor:
         """A tensor over memory that is no slot's but shall go back to its stream in order all the same."""
@@ -139,6 +155,7 @@ class Ring:
 
     def give_back(self, slot: DeviceSlot) -> None:
         """Make a slot free that the user has never seen: what was done with it was done on the copy stream."""
+        slot.loan = None
         self._free.put(slot)
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
@@ -148,7 +165,16 @@ class Ring:
         for _ in range(len(self._late)):
             self._let_go(*self._late.popleft())
         while len(self._loans) > 1:
-            self.num_kept += self._loans.popleft().forgo()
+            self.num_kept += self._loans[0].forgo()
+            self._bring_back(self._loans[0])
+            self._loans.popleft()
+        for loan in self._loans:
+            self._bring_back(loan)
+
+    def _bring_back(self, loan: Loan) -> None:
+        if not loan.came_back and loan.slot.loan is loan and loan.is_over():
+            loan.tickets.clear()
+            self._let_go(loan, None, None)
 
     def hand_out(self, loan: Loan, stream: Stream) -> None:
         """Note that a batch now belongs to the consumer, who works with it on ``stream``."""
@@ -177,10 +203,12 @@ class Ring:
                 return
             if self._context.is_capturing():  # the event would become a part of somebody's graph
                 self._late.append((loan, memory, home))
+                loan.came_back |= memory is None
             elif memory is None:
                 loan.slot.released.record(stream)
                 loan.slot.was_lent = True
-                self._free.put(loan.slot)
+                self._free.put(loan)
+                loan.came_back = True
             elif home is not None and home != stream:
                 self._order(stream, home)  # WAR: the allocator gives it out again on ``home`` at once
 
@@ -202,6 +230,7 @@ class Ring:
             self._let_go(*self._late.popleft())
         for loan in self._loans:
             loan.forgo()
+            self._bring_back(loan)
         self._loans.clear()
         self.closed = True
         with suppress(RuntimeError):
@@ -215,6 +244,7 @@ class Ring:
                         parcel.home.wait_event(slot.released)
         for slot in self.slots:
             slot.parcels.clear()
+            slot.loan = None
             self._context.release_event(slot.copied)
             self._context.release_event(slot.released)
         self.slots.clear()
@@ -227,7 +257,10 @@ class Loan:
         slot: Where it lies.
         stream: The consumer's; ``None`` before it was handed out.
         claims: One per parcel: who acquires it decides whether the parcel comes back or stays with the user.
+        leases: Of the parcels.
         forgone: Whether the ring has given up what had not come back.
+        came_back: Whether the slot is free again, or will be when nobody captures any more.
+        tickets: As many as parcels are still to come back or to be given up.
     """
 
     def __init__(self, ring: Ring, slot: DeviceSlot, num_parcels: int) -> None:
@@ -235,23 +268,32 @@ class Loan:
         self.slot = slot
         self.stream: Stream | None = None
         self.claims = [threading.Lock() for _ in range(num_parcels)]
+        self.leases: list[weakref.ref[Lease]] = []
         self.forgone = False
-        self._tickets = deque(range(num_parcels))
+        self.came_back = num_parcels == 0
+        self._kept: set[int] = set()
+        self.tickets = deque(range(num_parcels))
 
     def is_last(self) -> bool:
         """Count one parcel as come back or given up; true for exactly one caller, the last."""
-        return self._tickets.pop() == 0
+        return self.tickets.pop() == 0
+
+    def is_over(self) -> bool:
+        """Whether the user has nothing of it any more but what he was left, and all finalizers have ended."""
+        return all(i in self._kept or lease() is None for i, lease in enumerate(self.leases))
 
     def forgo(self) -> int:
         """Leave to the user what he still holds; how many parcels that is."""
         self.forgone = True
         kept = 0
-        if not self._tickets:  # nothing
+        if not self.tickets:  # nothing
             return kept
         for i, claim in enumerate(self.claims):
             if claim.acquire(blocking=False):
-                self.slot.parcels[i] = None
-                kept += 1
+                if self.leases[i]() is not None:  # otherwise an interrupt has met its finalizer
+                    self.slot.parcels[i] = None
+                    self._kept.add(i)
+                    kept += 1
                 if self.is_last():
                     self.ring._let_go(self, None, None)
         return kept
@@ -260,7 +302,7 @@ class Loan:
 class Lease:
     """Held by a lent tensor's storage, and by nothing else: its end is the end of the last tensor over the memory."""
 
-    __slots__ = ("home", "index", "loan", "memory")
+    __slots__ = ("__weakref__", "home", "index", "loan", "memory")
 
     def __init__(self, loan: Loan, index: int | None, memory: Tensor, home: Stream) -> None:
         self.loan, self.index, self.memory, self.home = loan, index, memory, home
