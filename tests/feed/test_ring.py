@@ -75,6 +75,12 @@ class RingModel(RuleBasedStateMachine):
             self.held.append((leaves, number, self.stream))
             self.read()
 
+    @precondition(lambda self: self.under_way)
+    @rule()
+    def lose(self):
+        """An interrupt meets a batch on its way to the user."""
+        self.under_way.pop(0)
+
     @precondition(lambda self: self.held)
     @rule()
     def read(self):

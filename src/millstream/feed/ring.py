@@ -196,7 +196,10 @@ class Ring:
     def _let_go(self, loan: Loan, memory: Tensor | None, home: Stream | None) -> None:
         """Record where the user's work with something ends: a slot (no memory given), or memory that goes home."""
         stream = loan.stream
-        if stream is None:
+        if stream is None:  # lost on its way to the consumer: what was done with it was done on the copy stream
+            if memory is None:
+                self._free.put(loan)
+                loan.came_back = True
             return
         with suppress(RuntimeError):  # a device in an error state refuses; that error was raised where it happened
             if self._context.closed:

@@ -85,6 +85,7 @@ class Session:
         self._ledger = ledger or Ledger(None)
         self._pace = pace or Pace(alone=False)
         self._count = 0  # of the batches made
+        self._num_gone = 0  # of those that the consumer will not get any more, as far as he knows
         self._budget: Channel[None] = Channel(depth, max_bytes)
         self._sent: Channel[_Item] = Channel(depth)
         self._next: _Item | None = None  # there, and not handed out yet; the consumer's
@@ -256,8 +257,7 @@ class Session:
                 ledger.get(item.times, lane.mark)
                 self._pace.deliver()
                 if not self._pace.alone:
-                    with suppress(ChannelClosed):
-                        self._budget.receive(timeout=0)  # room for the next
+                    self._make_room(item.times.index)
                 return batch, item.note
             if not self.closed:  # or it was closed while this waited
                 self._failure, self.finished = self._error, self._error is None
@@ -273,6 +273,13 @@ class Session:
             # does not hold the error in turn, and the callers' variables die with the error and not with some later
             # collection.
             del self
+
+    def _make_room(self, index: int) -> None:
+        """Let as many more be made as were handed out, or lost to an interrupt on the way."""
+        num_gone, self._num_gone = index + 1 - self._num_gone, index + 1
+        with suppress(ChannelClosed, TimeoutError):
+            for _ in range(num_gone):
+                self._budget.receive(timeout=0)
 
     def _receive(self, *, wait: bool) -> None:
         with suppress(ChannelClosed, TimeoutError):
