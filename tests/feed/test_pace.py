@@ -567,3 +567,15 @@ def test_a_forked_child_does_not_go_on_with_the_parents_pass():
         print(next(passing).item())
     """)
     assert (done.stdout, done.stderr) == ("0.0\nTrue\n1.0\n", "")
+
+
+def test_batches_that_are_lost_on_their_way_take_no_room():
+    """As by interrupts between the channel and the loop."""
+    fed = feed(numbers(9), "cpu", depth=2)
+    passing = iter(fed)
+    seen = []
+    for _ in range(3):
+        seen.append(next(passing).item())
+        passing.session._sent.receive()
+    assert [*seen, *values(passing)] == [0, 2, 4, 6, 7, 8]
+    fed.close()
