@@ -1,6 +1,7 @@
 """The way to a device, on a virtual one that runs everything as late, as early or as unevenly as a real one may."""
 
 import random
+import sys
 import threading
 import warnings
 
@@ -11,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import FallbackWarning, FeedError
-from millstream.feed import register, staging
+from millstream.feed import copy_lane, register, staging
 from millstream.feed.copy_lane import CopyLane
-from millstream.feed.layout import describe_leaves, plan_layout
+from millstream.feed.layout import cut, describe_leaves, plan_layout
 from millstream.feed.many_lane import ManyLane
 from millstream.feed.pace import Pace, PaceMaker
 from millstream.feed.ring import Loan, Ring
@@ -81,11 +82,17 @@ def train(fed, device, batches, rng, *, switch=False, keep=0.3, stop_after=None)
     return seen == expected and all(late) and all(untouched)
 
 
+@pytest.fixture(autouse=True)
+def _sections(monkeypatch):
+    monkeypatch.setattr(copy_lane, "SECTION_BYTES", copy_lane.SECTION_BYTES)  # restored behind each test
+
+
 def run_once(virtual_feed, seed, mood, plant=None, **options):
     rng = random.Random(seed)
     sizes = rng.choice([[64], [64, 100], [1, 64, 300, 5000], [70_000]])
     leaves = rng.choice([[1], [2], [1, 3], [18]])
     batches = [make_batch(i, rng.choice(leaves), rng.choice(sizes)) for i in range(rng.randint(1, 12))]
+    copy_lane.SECTION_BYTES = rng.choice([sum(leaf.nbytes for leaf in batches[0]) // rng.randint(1, 9) + 1, 1 << 20])
     fed, device = virtual_feed(batches, rng.randint(1, 4), mood, seed)
     device.context.copy_stream  # noqa: B018 - made now, so that a fault can be planted in it
     if plant:
@@ -132,7 +139,7 @@ def test_memory_does_not_go_back_while_helpers_write_to_it(monkeypatch):
     ring = staging.PinnedRing(ctx, 2, None)
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *_: 1 / 0)  # the second leaf is none of the helpers'
     with pytest.raises(ZeroDivisionError):
-        ring.begin_fill(layout, leaves, threading.Event())
+        ring.begin_fill(layout, *cut(layout, sys.maxsize), leaves, threading.Event())
     (slot,) = ring._slots
     assert slot.filling is None
     assert torch.equal(slot.pieces[0].view(torch.float32), leaves[0])
@@ -143,7 +150,8 @@ def test_nor_when_an_interrupt_came_before_anybody_knew_of_the_slot(monkeypatch)
     ctx, _device = make_virtual_context("eager")
     leaves = [torch.ones(1 << 20)]
     ring = staging.PinnedRing(ctx, 2, None)
-    ring.begin_fill(plan_layout(describe_leaves(leaves)), leaves, threading.Event())
+    layout = plan_layout(describe_leaves(leaves))
+    ring.begin_fill(layout, *cut(layout, sys.maxsize), leaves, threading.Event())
     (slot,) = ring._slots
     assert slot.filling is not None
     unfinished = []
@@ -551,6 +559,76 @@ def test_when_memory_is_short_the_consumer_learns_it_and_loses_nothing(virtual_f
     kept += passing  # nothing was lost: the batch that had no room comes first
     assert at < 10
     assert [int(batch[0][0]) for batch in kept] == [i * 7 + 1 for i in range(10)]
+
+
+@pytest.mark.parametrize("options", [{}, {"check": True}, {"transform": lambda batch: [each * 2 for each in batch]}])
+def test_a_batch_in_sections_arrives_whole(virtual_feed, options):
+    copy_lane.SECTION_BYTES = 4096
+    batches = [[torch.randint(0, 99, (50_000,), dtype=torch.uint8), torch.arange(9_000) * i] for i in range(9)]
+    fed, device = virtual_feed(batches, 2, "eager" if "transform" in options else "random", **options)
+    got = list(fed)
+    device.synchronize()
+    factor = 2 if "transform" in options else 1
+    pairs = [pair for one, other in zip(got, batches, strict=True) for pair in zip(one, other, strict=True)]
+    assert all(torch.equal(arrived, sent * factor) for arrived, sent in pairs)
+
+
+def test_what_must_be_packed_is_not_cut(virtual_feed):
+    copy_lane.SECTION_BYTES = 4096
+    batches = [[(torch.arange(20_000) + i).view(100, 200)[:, ::2], torch.ones(9_000)] for i in range(5)]
+    fed, device = virtual_feed(batches, 2, "random")
+    got = list(fed)
+    device.synchronize()
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(got, batches, strict=True))
+
+
+def test_sections_need_no_more_pinned_memory_than_a_few_of_them(virtual_feed, monkeypatch):
+    copy_lane.SECTION_BYTES = 4096
+    monkeypatch.setattr(staging, "SLACK_BYTES", 5 * 4096)
+    fed, device = virtual_feed([[torch.full((400_000,), i, dtype=torch.uint8)] for i in range(4)], 2, "random")
+    for i, batch in enumerate(fed):
+        device.synchronize()
+        assert bool((batch[0] == i).all())
+    assert sum(slot.memory.numel() for slot in fed._lane._pinned._slots if slot.memory is not None) <= 5 * 4096
+
+
+def test_a_batch_in_sections_is_staged_whole_when_memory_is_short(virtual_feed):
+    """Its source may be gone when there is room again."""
+    copy_lane.SECTION_BYTES = 4096
+
+    def source():
+        leaf = torch.empty(50_000, dtype=torch.uint8)
+        for i in range(10):
+            yield [leaf.fill_(i)]
+
+    fed, device = virtual_feed(source(), 3, "eager")
+    passing = iter(fed)
+    kept = [next(passing) for _ in range(2)]
+    device.free_bytes = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        kept.extend(passing)
+    device.free_bytes = None
+    kept += passing
+    device.synchronize()
+    assert all(bool((batch[0] == i).all()) for i, batch in enumerate(kept))
+    assert len(kept) == 10
+
+
+def test_as_it_is_when_its_transform_runs_out_of_memory(virtual_feed):
+    copy_lane.SECTION_BYTES = 4096
+    failures = iter([False, False, True])
+
+    def transform(batch):
+        batch[0].add_(1)  # in place, so that it must not be given the same bytes again
+        if next(failures, False):
+            raise torch.OutOfMemoryError
+        return batch
+
+    leaf = torch.empty(50_000, dtype=torch.uint8)
+    fed, device = virtual_feed(([leaf.fill_(i)] for i in range(6)), 2, "eager", transform=transform)
+    got = [batch[0].clone() for batch in fed]
+    device.synchronize()
+    assert [int(each[0]) for each in got] == [int(each[-1]) for each in got] == [*range(1, 7)]
 
 
 def test_asking_for_a_batch_inside_a_capture_is_refused_and_loses_nothing(virtual_feed):

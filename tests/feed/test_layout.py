@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from millstream.feed.layout import (
     ALIGNMENT_BYTES,
     SMALL_LEAF_BYTES,
+    cut,
     describe_leaves,
     narrow_repeats,
     plan_layout,
@@ -54,6 +55,37 @@ def test_views_hold_what_is_written_to_them(tensors):
         view.reshape(-1).view(torch.uint8).fill_(i)
     for i, view in enumerate(views):
         assert bool((view.reshape(-1).view(torch.uint8) == i).all())
+
+
+@given(st.lists(leaves, max_size=20), st.integers(1, 5000))
+def test_sections_have_every_byte_once(tensors, most_bytes):
+    layout = plan(*tensors)
+    sections = cut(layout, most_bytes)
+    assert all(section.num_bytes <= -(-most_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for section in sections)
+    memory = torch.arange(layout.num_bytes)
+    arrived = [torch.full((parcel.num_bytes,), -1) for parcel in layout.parcels]
+    filled = [torch.full((num_bytes,), -1) for _, num_bytes in layout.sources]
+    start = 0
+    for section in sections:
+        here = memory[start : start + section.num_bytes]
+        for whole, pieces in ((arrived, section.copies), (filled, section.sources)):
+            for number, first, begin, length in pieces:
+                assert bool((whole[number][first : first + length] == -1).all())
+                whole[number][first : first + length] = here[begin : begin + length]
+        start += section.num_bytes
+    assert start == layout.num_bytes
+    for parcel, got in zip(layout.parcels, arrived, strict=True):
+        assert torch.equal(got, memory[parcel.start : parcel.start + parcel.num_bytes])
+    for (i, _), got in zip(layout.sources, filled, strict=True):
+        first = layout.parcels[layout.position[i][0]].start + layout.position[i][1]
+        assert torch.equal(got, memory[first : first + len(got)])
+
+
+@given(st.lists(leaves, max_size=20))
+def test_one_section_has_all_sources_in_order(tensors):
+    layout = plan(*tensors)
+    (section,) = cut(layout, layout.num_bytes + 1)
+    assert [number for number, *_ in section.sources] == [*range(len(layout.sources))]
 
 
 def test_small_leaves_share_a_parcel_and_a_large_one_has_its_own():

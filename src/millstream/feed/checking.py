@@ -72,14 +72,17 @@ class Checker:
                 )
         return oldest
 
-    def follow(self, layout: Layout, pinned: PinnedSlot, memories: Sequence[Tensor], slot: DeviceSlot) -> None:
-        """Worker: a copy was enqueued; read back what it brings."""
+    def add(self, checksums: dict[int, int], pinned: PinnedSlot) -> None:
+        """Worker: note what is about to be copied, by number of the parcel. What belongs to one comes in order."""
+        for number, _, sent in pinned.copies:
+            checksums[number] = _checksum(sent, checksums.get(number, 0))
+
+    def follow(self, layout: Layout, memories: Sequence[Tensor], slot: DeviceSlot, checksums: dict[int, int]) -> None:
+        """Worker: all copies of a batch were enqueued; read back what they bring."""
         for number, (parcel, memory) in enumerate(zip(layout.parcels, memories, strict=True)):
-            assert pinned.memory is not None
-            sent = pinned.memory[parcel.start : parcel.start + parcel.num_bytes]
             self._listen(
                 memory[: parcel.num_bytes],
-                _checksum(sent),
+                checksums[number],
                 f"Batch {self._num_sent} did not arrive as it was staged (slot {slot.number}, parcel {number}).",
             )
         slot.copied.record(self._context.copy_stream)
@@ -139,9 +142,9 @@ class Checker:
             self._poison = None
 
 
-def _checksum(memory: Tensor) -> int:
+def _checksum(memory: Tensor, before: int = 0) -> int:
     array: Any = memory.numpy()
-    return zlib.crc32(array)
+    return zlib.crc32(array, before)
 
 
 def _memories(slot: DeviceSlot) -> list[Tensor]:

@@ -13,9 +13,11 @@ lent to the user in the same way, so that it goes back to C's memory only behind
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -28,13 +30,14 @@ from millstream.device import DeviceContext, Event, Stream
 from millstream.errors import FeedError
 from millstream.feed.checking import Checker
 from millstream.feed.lane import Transform, misplaced
-from millstream.feed.layout import Layout, describe_leaves, plan_layout, view_leaves
+from millstream.feed.layout import Layout, Section, cut, describe_leaves, plan_layout, view_leaves
 from millstream.feed.ledger import Mark
 from millstream.feed.likeness import Likeness
 from millstream.feed.ring import DeviceSlot, Loan, Ring, whole_storage
-from millstream.feed.staging import PinnedRing, PinnedSlot, find_likeness
+from millstream.feed.staging import SECTION_BYTES, PinnedRing, PinnedSlot, find_addresses, find_likeness
 from millstream.feed.structure import Rebuild, as_tensor, split
 
+_NEVER = threading.Event()
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
 
@@ -44,12 +47,14 @@ class DeviceLoad:
 
     rebuild: Rebuild
     layout: Layout
-    leaves: list[Any]  # on the host; emptied when they are staged
+    sections: deque[Section]  # of the layout: those that are still to be staged
+    leaves: list[Any]  # on the host; emptied when they are not needed any more
     staged: Sequence[int]  # which leaves lie in the slot
     others: dict[int, Any]  # the leaves that do not
     addresses: array[int] | None = None  # of the leaves, where their bytes can be copied as they are
     copy: tuple[Mark, Mark] | None = None
     staged_ns: int = 0
+    waited_ns: int = 0  # for the device, before that
     made: tuple[Mark, Stream] | None = None  # where the source's own device work for this batch ends
     pinned: PinnedSlot | None = None
     slot: DeviceSlot | None = None
@@ -94,6 +99,7 @@ class CopyLane:
         num_slots = max(depth, 2) + (checker is not None)
         self.ring = Ring(context, num_slots, context.current_stream())
         self._layout = plan_layout(())  # of the batch described last; the worker's
+        self._sections = self._whole = cut(self._layout, SECTION_BYTES)  # the same in sections, and in one
         self._likeness: Likeness | None = None  # to that batch, if all of its leaves are copied as they are
         self.slot: int | None = None
         self._stream = context.current_stream()  # the consumer's, when he asked last
@@ -118,7 +124,7 @@ class CopyLane:
         leaves, rebuild = split(batch)
         addresses = None if self._likeness is None else self._likeness.find(leaves)
         if addresses is not None:  # nearly always
-            return DeviceLoad(rebuild, self._layout, leaves, range(len(leaves)), {}, addresses)
+            return DeviceLoad(rebuild, self._layout, deque(self._sections), leaves, range(len(leaves)), {}, addresses)
         staged: list[int] = []
         others: dict[int, Any] = {}
         for i, leaf in enumerate(leaves):
@@ -133,18 +139,22 @@ class CopyLane:
         specs = describe_leaves(host)
         if specs != self._layout.specs:
             self._layout = plan_layout(specs)
+            self._sections, self._whole = cut(self._layout, SECTION_BYTES), cut(self._layout, sys.maxsize)
         self._likeness = None if others else find_likeness(self._layout, host)
-        return DeviceLoad(rebuild, self._layout, host, staged, others, made=self._mark_own_work(others))
+        addresses = find_addresses(self._layout, host)
+        sections = deque(self._whole if addresses is None else self._sections)
+        made = self._mark_own_work(others)
+        return DeviceLoad(rebuild, self._layout, sections, host, staged, others, addresses, made=made)
 
     def stage(self, load: DeviceLoad, stopped: threading.Event) -> bool:
-        """Begin to copy the batch's host tensors into the next pinned slot.
+        """Begin to copy the first section of the batch's host tensors into the next pinned slot.
 
         Always, even when they are pinned already: a source that yields the same memory again would otherwise overwrite
         a batch whose copy is still in flight, and a pageable one would make the copy block.
         """
+        section = load.sections.popleft()
         with _out_of_inference_mode():
-            load.pinned = self._pinned.begin_fill(load.layout, load.leaves, stopped, load.addresses)
-        load.leaves = []
+            load.pinned = self._pinned.begin_fill(load.layout, section, load.leaves, stopped, load.addresses)
         return load.pinned is not None
 
     def _mark_own_work(self, others: dict[int, Any]) -> tuple[Mark, Stream] | None:
@@ -155,21 +165,34 @@ class CopyLane:
         return Mark(self._context, stream, timing=False), stream
 
     def send(self, load: DeviceLoad, stopped: threading.Event, *, measured: bool) -> bool:
-        """Wait for a slot and start the copy into it. When memory is short, it is left to the consumer to start it."""
+        """Wait for a slot and move the batch there. When memory is short, it is left to the consumer to start it."""
         load.slot = self._take_slot(load)
         if load.slot is None:
             return False
         if self._checker is not None:
             self._checker.verify(stopped, leave=ECHOES_LEFT)
-        with suppress(torch.OutOfMemoryError):
-            self._start(load, measured=measured)
+        is_cut = bool(load.sections)
+        try:
+            if not self._start(load, stopped, measured=measured):
+                return False
+        except torch.OutOfMemoryError:
+            if is_cut and not self._stage_whole(load, stopped):
+                return False
+        load.leaves = []
         return True
 
+    def _stage_whole(self, load: DeviceLoad, stopped: threading.Event) -> bool:
+        """Stage all of a batch at once, also what was sent before: the consumer may take his time to start it."""
+        self.finish(load)
+        load.sections = deque(cut(load.layout, sys.maxsize))
+        return self.stage(load, stopped)
+
     def finish(self, load: DeviceLoad) -> None:
-        """Return when the batch is staged."""
-        if load.pinned is not None and not load.staged_ns:
+        """Return when as much of the batch is staged as was begun."""
+        if load.pinned is not None:
             load.pinned.finish()
-            load.staged_ns = time.perf_counter_ns()
+            if not load.sections and not load.staged_ns:
+                load.staged_ns = time.perf_counter_ns() - load.waited_ns
 
     def end_sending(self, stopped: threading.Event) -> None:
         """Compare the last of what is to be checked."""
@@ -179,46 +202,63 @@ class CopyLane:
     def _take_slot(self, load: DeviceLoad) -> DeviceSlot | None:
         if self._checker is not None or not self.ring.has_free:  # nothing else to do meanwhile
             self.finish(load)
+        began = time.perf_counter_ns()
         while (slot := self.ring.take()) is not None and self._checker is not None:
             if (checked := self._checker.rotate(slot)) is not None:
-                return checked
+                slot = checked
+                break
+        load.waited_ns += time.perf_counter_ns() - began
         return slot
 
-    def _start(self, load: DeviceLoad, *, measured: bool = False) -> None:
-        context, slot, pinned = self._context, load.slot, load.pinned
+    def _start(self, load: DeviceLoad, stopped: threading.Event, *, measured: bool = False) -> bool:
+        """Move the batch, section by section, each staged while the one before it is copied; false when stopped."""
+        context, slot = self._context, load.slot
         assert slot is not None
-        assert pinned is not None
-        copy_stream, layout = context.copy_stream, load.layout
         with _out_of_inference_mode():
             with context.capture_lock:  # allocating ends captures of other threads
-                memories = self.ring.open(slot, layout, copy_stream)
+                memories = self.ring.open(slot, load.layout, context.copy_stream)
             if self._transform is None:
                 self._lend(load, memories)  # while helpers still stage
-            self.finish(load)
+            checksums: dict[int, int] = {}
             if measured:
-                load.copy = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
+                stream = context.copy_stream
+                load.copy = Mark(context, stream, record=False), Mark(context, stream, record=False)
             begin, end = ((mark.event,) for mark in load.copy) if load.copy else ((), ())
-            # Before the copy: an interrupt right behind it would leave slots that look as if nothing were under way.
-            pinned.busy = slot.written = True
-            # As does a copy from pageable memory, when pinning was refused.
+            while True:
+                self.finish(load)
+                if self._checker is not None and load.pinned is not None:
+                    self._checker.add(checksums, load.pinned)
+                self._copy(load, memories, begin, () if load.sections else end)
+                if not load.sections:
+                    break
+                begin, began = (), time.perf_counter_ns()
+                if not self.stage(load, stopped):
+                    return False
+                load.waited_ns += time.perf_counter_ns() - began
             with context.capture_lock:
-                try:
-                    context.copy(
-                        [(to[: source.numel()], source) for to, source in zip(memories, pinned.parcels, strict=True)],
-                        copy_stream,
-                        before=begin,
-                        after=(*end, pinned.copied, slot.copied),
-                    )
-                except BaseException:
-                    for event in (pinned.copied, slot.copied):  # behind whatever was enqueued
-                        with suppress(RuntimeError):  # a device in an error state refuses
-                            event.record(copy_stream)
-                    raise
                 if self._checker is not None:
-                    self._checker.follow(layout, pinned, memories, slot)
+                    self._checker.follow(load.layout, memories, slot, checksums)
                 if self._transform is not None:
                     self._apply(self._transform, load, memories)
         load.ready = slot.copied
+        return True
+
+    def _copy(self, load: DeviceLoad, memories: Sequence[Tensor], begin: Sequence[Event], end: Sequence[Event]) -> None:
+        """Enqueue the copies of what is staged."""
+        context, slot, pinned = self._context, load.slot, load.pinned
+        assert slot is not None
+        assert pinned is not None
+        # Before the copy: an interrupt right behind it would leave slots that look as if nothing were under way.
+        pinned.busy = slot.written = True
+        pairs = [(memories[parcel][first : first + source.numel()], source) for parcel, first, source in pinned.copies]
+        with context.capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
+            try:
+                context.copy(pairs, context.copy_stream, before=begin, after=(*end, pinned.copied, slot.copied))
+            except BaseException:
+                for event in (pinned.copied, slot.copied):  # behind whatever was enqueued
+                    with suppress(RuntimeError):  # a device in an error state refuses
+                        event.record(context.copy_stream)
+                raise
 
     def _lend(self, load: DeviceLoad, memories: Sequence[Tensor]) -> None:
         assert load.slot is not None
@@ -295,7 +335,7 @@ class CopyLane:
         """Hand the batch out on the current stream. The host does not wait for the device."""
         stream = self._stream
         if load.ready is None:
-            self._start(load)  # memory was short; if it still is, the user learns it here, and may try again
+            self._start(load, _NEVER)  # memory was short; if it still is, the user learns it here, and may try again
             assert load.ready is not None
         stream.wait_event(load.ready)  # RAW: the consumer's kernels must see the copied bytes
         # Not before: what users have registered may compute with the leaves, or keep none of them.

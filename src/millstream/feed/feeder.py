@@ -113,7 +113,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         device: Where they go. With several devices, each batch is split along its first dimension, and a tuple with one
             part per device arrives.
         depth: How many batches may be under way, at least 1. That many slots, but at least 2, are taken on the device,
-            the batch in use included, and one more in pinned memory.
+            the batch in use included, and one more in pinned memory, where large batches pass in sections.
         max_bytes: How many bytes may be under way in all.
         cast: What floating tensors become, on the device.
         channels_last: Give tensors of four dimensions this layout, on the device.

@@ -11,7 +11,7 @@ storage as the stretch that they cover. On the device they share it again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,6 +58,20 @@ class Parcel(NamedTuple):
 
     start: int
     num_bytes: int
+
+
+class Section(NamedTuple):
+    """A range of the slot that is staged and sent by itself.
+
+    Attributes:
+        num_bytes: Its length.
+        sources: What it has of the layout's sources: number, first byte in the source, first byte here, and length.
+        copies: What it has of the parcels, in the same form.
+    """
+
+    num_bytes: int
+    sources: tuple[tuple[int, int, int, int], ...]
+    copies: tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +140,27 @@ def plan_layout(specs: Sequence[LeafSpec]) -> Layout:
         for (parcel, first), spec in zip(position, specs, strict=True)
     )
     return Layout(tuple(specs), tuple(parcels), position, sources, shared, start, tuple(typed), views)
+
+
+def cut(layout: Layout, most_bytes: int) -> tuple[Section, ...]:
+    """Divide a layout into sections of about one length, and of no more than ``most_bytes`` if that is aligned."""
+    starts = [layout.parcels[parcel].start + start for parcel, start in (layout.position[i] for i, _ in layout.sources)]
+    sources = [(start, num_bytes) for start, (_, num_bytes) in zip(starts, layout.sources, strict=True)]
+    num_sections = max(-(-layout.num_bytes // most_bytes), 1)
+    length = max(_align(-(-layout.num_bytes // num_sections)), 1)
+    bounds = [(start, min(start + length, layout.num_bytes)) for start in range(0, max(layout.num_bytes, 1), length)]
+    return tuple(
+        Section(end - start, tuple(_overlaps(sources, start, end)), tuple(_overlaps(layout.parcels, start, end)))
+        for start, end in bounds
+    )
+
+
+def _overlaps(ranges: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Which ranges, given by first byte and length, reach into another: number, where in both, and how far."""
+    for number, (first, num_bytes) in enumerate(ranges):
+        low, high = max(first, start), min(first + num_bytes, end)
+        if low < high or start <= first == high:  # an empty one, too
+            yield number, low - first, low - start, high - low
 
 
 def view_leaves(layout: Layout, parcels: Sequence[Tensor]) -> list[Tensor]:
