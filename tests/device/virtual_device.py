@@ -185,7 +185,7 @@ class VirtualDevice:
         if tensor.numel() == 0:
             return np.empty(0, dtype=np.uint8)
         start = tensor.data_ptr()
-        for address, raw in self.raw_of.items():
+        for address, raw in list(self.raw_of.items()):  # a copy: other threads allocate meanwhile
             if address <= start < address + raw.nbytes:
                 return raw[start - address : start - address + tensor.nbytes]
         return None
