@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from millstream.capture import Step, quick
+from millstream.capture import step as step_module
+from millstream.errors import CaptureError
 from tests.capture.worlds import interpret
 
 pytestmark = pytest.mark.skipif(
@@ -221,3 +223,75 @@ def test_what_a_dropped_step_held_is_freed():
     del model, step
     gc.collect()
     assert weights() is None
+
+
+def model_of(step):
+    return dict(zip(step.function.__code__.co_freevars, step.function.__closure__, strict=True))["model"].cell_contents
+
+
+@pytest.fixture
+def usual(_on_cpu, monkeypatch):
+    """A step, its arguments, and a list of the tensors that Python has looked at since."""
+    model = nn.Linear(4, 3)
+    step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    arguments = torch.randn(6, 4), torch.randint(3, (6,))
+    for _ in range(4):
+        step(*arguments)
+    looked_at = []
+    meta_of = step_module.meta_of
+    monkeypatch.setattr(step_module, "meta_of", lambda tensor: looked_at.append(tensor) or meta_of(tensor))
+    return step, arguments, looked_at
+
+
+def test_usual_arguments_are_looked_at_by_compiled_code(usual):
+    step, (x, y), looked_at = usual
+    step(torch.randn(6, 4), y)
+    assert not looked_at
+    step(x, y=y)
+    assert looked_at
+    looked_at.clear()
+    step(x, y)
+    assert looked_at  # it has to find its graph first
+    looked_at.clear()
+    step(x, y)
+    assert not looked_at
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, y: (x[:3], y[:3]),
+        lambda x, y: (x.t().contiguous().t(), y),
+        lambda x, y: (nn.Parameter(x, requires_grad=False), y),
+        lambda x, y: (x, y.to(torch.int64).clone().view(6, 1)[:, 0]),
+    ],
+    ids=["sizes", "strides", "class", "alike"],
+)
+def test_others_get_a_graph_of_their_own_or_the_right_one(usual, change):
+    step, (x, y), _ = usual
+    changed = change(x, y)
+    expected = nn.functional.cross_entropy(model_of(step)(changed[0].detach()), changed[1]).item()
+    assert step(*changed).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_argument_that_wants_a_gradient_is_refused_as_ever(usual):
+    step, (x, y), _ = usual
+    with pytest.raises(CaptureError, match="one of its arguments"):
+        step(x.clone().requires_grad_(), y)
+
+
+def test_other_modes_are_noticed(usual):
+    step, arguments, looked_at = usual
+    with torch.autocast("cpu", torch.bfloat16):
+        step(*arguments)
+    assert looked_at
+    assert len(step.graphs) == 2
+
+
+def test_a_graph_that_does_not_fit_any_more_is_not_run(usual):
+    step, arguments, looked_at = usual
+    model = model_of(step)
+    model.weight.data = torch.zeros_like(model.weight)
+    loss = step(*arguments)
+    assert looked_at
+    assert loss.item() == pytest.approx(nn.functional.cross_entropy(model.bias.expand(6, 3), arguments[1]).item(), 0.1)

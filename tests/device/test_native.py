@@ -175,6 +175,18 @@ def test_nothing_follows_an_error():
     assert len(driver.calls) == 2
 
 
+def test_prepared_copies_go_where_they_are_told_each_time():
+    driver = FakeDriver()
+    copies = driver.enqueuer().prepare([5, 6])
+    for base in (0, 1 << 47):
+        copies.to[:], copies.sources[:] = array("Q", [base + 10, base + 20]), array("Q", [base + 11, base + 21])
+        assert copies.enqueue(77) == 0
+    assert driver.calls == [
+        ("copy", base + to, base + to + 1, size, 77) for base in (0, 1 << 47) for to, size in ((10, 5), (20, 6))
+    ]
+    assert FakeDriver(fails_at=1).enqueuer().prepare([5]).enqueue(77) == 700
+
+
 @pytest.mark.parametrize(("text", "number"), [("max 100000", 8), ("250000 100000", 2), ("1000 100000", 1), ("?", 8)])
 def test_no_more_threads_than_the_container_is_granted(monkeypatch, text, number):
     monkeypatch.setattr(native.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)

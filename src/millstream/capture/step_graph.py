@@ -17,6 +17,7 @@ from millstream.capture.python_state import store
 from millstream.capture.request import Output
 from millstream.capture.scalars import Questions
 from millstream.capture.signature import LEAF, Structure, put_together
+from millstream.device.likeness import Likeness
 
 
 class Build(Protocol):
@@ -82,6 +83,7 @@ class StepGraph:
         trace_seconds: Tracing alone.
         executable: What ``build`` made of it.
         num_runs: How often it ran.
+        looks: What its arguments look like, where compiled code may tell.
         key: What calls that it may fit have in common.
         guards: What it takes for granted.
         static: Its inputs before the arguments.
@@ -122,6 +124,7 @@ class StepGraph:
     writes_arguments: bool
     capture_seconds: float = 0.0
     num_runs: int = 0
+    looks: Likeness | None = None
     executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)
 
     def fits(self, arguments: list[Tensor]) -> bool:

@@ -224,6 +224,33 @@ class Enqueuer:
         )
         return error
 
+    def prepare(self, num_bytes: Sequence[int]) -> Copies:
+        """Make ready for copies of these lengths, to be enqueued again and again."""
+        return Copies(self._enqueue, self._driver, num_bytes)
+
+
+class Copies:
+    """Copies of fixed lengths that one call enqueues.
+
+    Attributes:
+        to: Addresses, to be written before.
+        sources: Likewise.
+    """
+
+    __slots__ = ("_arguments", "_driver", "_enqueue", "_num_bytes", "sources", "to")
+
+    def __init__(self, enqueue: Callable[..., int], driver: Any, num_bytes: Sequence[int]) -> None:
+        self._enqueue, self._driver = enqueue, driver
+        self._num_bytes = array("Q", num_bytes)
+        self.to, self.sources = array("Q", self._num_bytes), array("Q", self._num_bytes)
+        none = ctypes.c_size_t(0), None
+        lists = map(_address, (self.to, self.sources, self._num_bytes))
+        self._arguments = *none, ctypes.c_size_t(len(num_bytes)), *lists, *none
+
+    def enqueue(self, stream: int) -> int:
+        """Enqueue them on the stream with this handle; the driver's first error, 0 for none."""
+        return self._enqueue(self._driver, ctypes.c_void_p(stream), *self._arguments)
+
 
 def _address(values: array[int]) -> ctypes.c_void_p:
     return ctypes.c_void_p(values.buffer_info()[0])

@@ -13,11 +13,12 @@ from millstream.device import DeviceContext
 from millstream.device.driver import GraphPool
 from millstream.device.graphs import capture
 from millstream.engine.arena import bind_arena
+from millstream.engine.carrier import make_carrier
 from millstream.engine.source import compile_plan
 from millstream.graph import Plan, Role
 from millstream.lower import Lowered, Phase
 from millstream.lower.program import Value
-from millstream.lower.tensors import copy_elements, reinterpret, same_addresses, storage_view
+from millstream.lower.tensors import allocator, copy_elements, reinterpret, same_addresses, storage_view
 
 
 class Family:
@@ -89,6 +90,7 @@ class Captured:
         self.slot_positions = tuple(position for position, _ in slots)
         self._slots = [slot for _, slot in slots]
         self._overlapping = any(0 in slot.stride() for slot in self._slots)
+        self._incoming = make_carrier(self._slots)
         self._mutated = tuple(p for p in self.slot_positions if program.inputs[p] in program.mutated)
         self.written = tuple(inputs[p] for p in static if program.inputs[p] in program.mutated)
         self.copy_in(inputs)
@@ -109,6 +111,7 @@ class Captured:
         other = copy.copy(self)
         slots = [pair for pair in zip(self.slot_positions, self._slots, strict=True) if pair[0] not in positions]
         other.slot_positions, other._slots = tuple(position for position, _ in slots), [slot for _, slot in slots]
+        other._incoming = make_carrier(other._slots)
         memory = [inputs[i] if i in positions else item for i, item in enumerate(self._memory)]
         other._capture(memory, self.graph.pool())
         return other
@@ -130,7 +133,10 @@ class Captured:
             finally:
                 for event in run.events:
                     context.release_event(event)
-        self._outputs = [self._recipe(i, output, i in self._copied) for i, output in enumerate(outputs)]
+        self._handed_out = [i for i in range(len(outputs)) if i in self._copied and self._owns(i)]
+        self._results = [outputs[i] for i in self._handed_out]
+        self._outgoing = make_carrier(self._results)
+        self._outputs = [self._recipe(i, output) for i, output in enumerate(outputs)]
         return outputs
 
     def _is_static(self, name: str, tensor: torch.Tensor) -> bool:
@@ -157,6 +163,10 @@ class Captured:
         for position in self._mutated:
             copy_elements(inputs[position], self._memory[position])
         outputs = [make(inputs) for make in self._outputs]
+        if self._outgoing is not None:
+            copies = [outputs[i] for i in self._handed_out]
+            if not self._outgoing.fetch(copies):
+                torch._foreach_copy_(copies, self._results)
         inputs.clear()
         return outputs
 
@@ -174,12 +184,14 @@ class Captured:
         sources = [inputs[position] for position in self.slot_positions]
         if self._overlapping:
             sources = [storage_view(source) for source in sources]
+        if self._incoming is not None and self._incoming.bring(sources):
+            return
         if len(sources) > 1:
             torch._foreach_copy_(self._slots, sources)
         elif sources:
             self._slots[0].copy_(sources[0])
 
-    def _recipe(self, position: int, output: Any, copy: bool) -> Callable[[Sequence[Any]], Any]:
+    def _recipe(self, position: int, output: Any) -> Callable[[Sequence[Any]], Any]:
         """How to make one output for the caller from his inputs and the graph's memory."""
         item = self._program.outputs[position]
         if not isinstance(item, Value):
@@ -187,8 +199,11 @@ class Captured:
         base = self._program.base(item.name)
         if base in self._program.inputs:
             return self._input_recipe(item.name, self._program.inputs.index(base))
-        if copy:
+        if position in self._copied and self._outgoing is None:
             return lambda inputs: output.clone()
+        if position in self._copied:  # and filled behind this
+            size, stride, allocate = output.size(), output.stride(), allocator(output.device)
+            return lambda inputs: allocate(size, stride, output.dtype)
         # A new tensor over the same memory in each call, so that its life tells how long it is needed.
         return lambda inputs: output.detach()
 

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from millstream.device import DeviceContext, Event, Stream
+from millstream.device.likeness import Likeness
 from millstream.errors import FeedError
 from millstream.feed.checking import Checker
 from millstream.feed.lane import Transform, misplaced
 from millstream.feed.layout import Layout, Section, cut, describe_leaves, plan_layout, view_leaves
 from millstream.feed.ledger import Mark
-from millstream.feed.likeness import Likeness
 from millstream.feed.ring import DeviceSlot, Loan, Ring, whole_storage
 from millstream.feed.staging import SECTION_BYTES, PinnedRing, PinnedSlot, find_addresses, find_likeness
 from millstream.feed.structure import Rebuild, as_tensor, split

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from millstream.device import DeviceContext, Event
+from millstream.device.likeness import Likeness
 from millstream.device.native import Filling, filler
 from millstream.feed.layout import Layout, Section, narrow_repeats, see_source, view_leaf
-from millstream.feed.likeness import Likeness
+from millstream.lower.tensors import place_of_implementation
 
 SECTION_BYTES = 16 << 20
 """Larger batches are staged and sent in sections of about this size. So their copy begins when a part is staged, and
@@ -249,5 +250,5 @@ def find_likeness(layout: Layout, leaves: Sequence[Tensor]) -> Likeness | None:
     if not leaves or layout.shared or filler() is None or _sort_sources(layout, leaves)[1]:
         return None
     with suppress(ValueError):
-        return Likeness(leaves)
+        return Likeness(leaves, place_of_implementation())
     return None

@@ -1,8 +1,8 @@
-// Whether a batch looks like the one before, without Python's 50 ns for each property of each tensor.
+// Whether tensors look like those before, without Python's 50 ns for each property of each tensor.
 //
 // Contract
-// - `millstream_compare` gives 1 only if every item of the list is a tensor that staging may treat as the one it stands
-//   for: of the same kind (device, layout, subclass, laziness: all that PyTorch dispatches by), dtype, sizes, strides and
+// - `millstream_compare` gives 1 only if every item of the list is a tensor that may be treated as the one it stands for:
+//   of the same kind (layout, subclass, laziness: all that PyTorch dispatches by), device, dtype, sizes, strides and
 //   demand for a gradient; and if no two of them share a storage. 0 means no more than: let Python look.
 // - The caller holds Python's lock.
 
@@ -22,17 +22,19 @@ using Implementation = c10::TensorImpl;
 struct Look {
   explicit Look(const Implementation& tensor)
       : kind(tensor.key_set()),
+        device(tensor.device()),
         dtype(tensor.dtype()),
         requires_grad(tensor.requires_grad()),
         sizes(tensor.sizes().vec()),
         strides(tensor.strides().vec()) {}
 
   bool fits(const Implementation& tensor) const {
-    return tensor.key_set() == kind && tensor.dtype() == dtype && tensor.requires_grad() == requires_grad &&
+    return tensor.key_set() == kind && tensor.device() == device && tensor.dtype() == dtype && tensor.requires_grad() == requires_grad &&
            tensor.sizes() == c10::IntArrayRef(sizes) && tensor.strides() == c10::IntArrayRef(strides);
   }
 
   c10::DispatchKeySet kind;
+  c10::Device device;
   caffe2::TypeMeta dtype;
   bool requires_grad;
   std::vector<int64_t> sizes, strides;

@@ -1,6 +1,6 @@
-"""Whether a batch looks like the one before, asked in compiled code: see ``likeness.cpp``.
+"""Whether tensors look like those before, asked in compiled code: see ``likeness.cpp``.
 
-Where there is no compiler, every batch is looked at leaf by leaf.
+Where there is no compiler, Python looks at each.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 from torch import Tensor
 
 from millstream.device.native import load, torch_options
-from millstream.lower.tensors import place_of_implementation
 
 _SOURCE = Path(__file__).with_name("likeness.cpp")
 
 
 class Likeness:
-    """What the leaves of a batch look like, so that the next ones can be compared with it.
+    """What some tensors look like, so that others can be compared with them.
 
     Args:
-        leaves: Strided tensors on the host, of PyTorch's own class.
+        leaves: Strided tensors of PyTorch's own class.
+        place: Of the pointer to the implementation in a Python tensor, in bytes; ``None`` if it is not known.
 
     Raises:
         ValueError: Nothing can be compared with these, or there is no compiled code.
     """
 
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        library, place = _load(), place_of_implementation()
+    def __init__(self, leaves: Sequence[Tensor], place: int | None) -> None:
+        library = _load()
         if library is None or place is None:
             raise ValueError("There is no compiled code.")
         self._drop = library.millstream_drop

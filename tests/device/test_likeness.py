@@ -1,4 +1,4 @@
-"""Batches are taken for alike only when staging may treat them alike."""
+"""Tensors are taken for alike only when they may be treated alike."""
 
 import shutil
 
@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from millstream.feed import likeness
-from millstream.feed.likeness import Likeness
+from millstream.device import likeness
+from millstream.device.likeness import Likeness
+from millstream.lower.tensors import place_of_implementation
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
@@ -26,13 +27,17 @@ tensors = st.builds(
 )
 
 
+def likeness_of(leaves):
+    return Likeness(leaves, place_of_implementation())
+
+
 def look(tensor):
     return tensor.dtype, tensor.size(), tensor.stride()
 
 
 @given(st.lists(tensors, min_size=1, max_size=4), st.lists(tensors, min_size=1, max_size=4))
 def test_alike_is_who_has_the_same_sizes_strides_and_dtypes(first, second):
-    found = Likeness(first).find(second)
+    found = likeness_of(first).find(second)
     assert (found is not None) == ([*map(look, first)] == [*map(look, second)])
     if found is not None:
         assert list(found) == [tensor.data_ptr() for tensor in second]
@@ -40,7 +45,7 @@ def test_alike_is_who_has_the_same_sizes_strides_and_dtypes(first, second):
 
 def test_addresses_are_those_of_the_first_elements():
     base = torch.arange(20.0)
-    found = Likeness([torch.zeros(5)]).find([base[7:12]])
+    found = likeness_of([torch.zeros(5)]).find([base[7:12]])
     assert found is not None
     assert list(found) == [base.data_ptr() + 28]
 
@@ -67,18 +72,18 @@ EXAMPLE = torch.zeros(4, 4)
     ids=lambda other: type(other).__name__,
 )
 def test_other_kinds_are_not_alike(other):
-    assert Likeness([EXAMPLE]).find([torch.ones(4, 4)]) is not None
-    assert Likeness([EXAMPLE]).find([other]) is None
+    assert likeness_of([EXAMPLE]).find([torch.ones(4, 4)]) is not None
+    assert likeness_of([EXAMPLE]).find([other]) is None
 
 
 def test_lazy_conjugates_differ_from_what_they_are_views_of():
     complex_one = torch.zeros(3, dtype=torch.complex64)
-    assert Likeness([complex_one]).find([complex_one.conj()]) is None
+    assert likeness_of([complex_one]).find([complex_one.conj()]) is None
 
 
 def test_tensors_that_share_memory_need_another_look():
     base = torch.zeros(8)
-    likeness_of_two = Likeness([torch.zeros(4), torch.zeros(4)])
+    likeness_of_two = likeness_of([torch.zeros(4), torch.zeros(4)])
     assert likeness_of_two.find([base[:4], torch.zeros(4)]) is not None
     assert likeness_of_two.find([base[:4], base[4:]]) is None
     assert likeness_of_two.find([base[:4], base[:4]]) is None
@@ -87,16 +92,16 @@ def test_tensors_that_share_memory_need_another_look():
 def test_tensors_of_inference_mode_differ_from_others():
     with torch.inference_mode():
         made = torch.zeros(4, 4)
-    assert Likeness([EXAMPLE]).find([made]) is None
-    assert Likeness([made]).find([made]) is not None
+    assert likeness_of([EXAMPLE]).find([made]) is None
+    assert likeness_of([made]).find([made]) is not None
 
 
 def test_other_numbers_of_leaves_are_not_alike():
-    assert Likeness([EXAMPLE]).find([]) is None
-    assert Likeness([EXAMPLE]).find([EXAMPLE, torch.ones(4, 4)]) is None
+    assert likeness_of([EXAMPLE]).find([]) is None
+    assert likeness_of([EXAMPLE]).find([EXAMPLE, torch.ones(4, 4)]) is None
 
 
 def test_without_a_compiler_there_is_none(monkeypatch):
     monkeypatch.setattr(likeness, "_load", lambda: None)
     with pytest.raises(ValueError, match="compiled"):
-        Likeness([EXAMPLE])
+        likeness_of([EXAMPLE])

@@ -1,0 +1,105 @@
+"""Tensors carried by the driver: which, and that no other bytes are; with a driver that is a memmove of the host."""
+
+import ctypes
+import shutil
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.device import native
+from millstream.engine import carrier
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
+)
+
+COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+RECORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch):
+    """Errors to come, first one first."""
+    errors = []
+
+    def copy(to, source, num_bytes, stream):
+        assert stream == 77
+        if errors:
+            return errors.pop()
+        ctypes.memmove(to, source, num_bytes)
+        return 0
+
+    made = native.Enqueuer(native.build(native._SOURCE, *native._OPTIONS), COPY(copy), RECORD(lambda *_: 0))
+    monkeypatch.setattr(carrier, "enqueuer", lambda: made)
+    monkeypatch.setattr(carrier, "current_stream_handle", lambda _: 77)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    return errors
+
+
+def test_tensors_are_brought_and_fetched():
+    slots = [torch.zeros(3, 4), torch.zeros(2, 5, dtype=torch.int64).t(), torch.zeros(())]
+    carried = carrier.make_carrier(slots)
+    sources = [torch.randn(3, 4), torch.arange(10).view(2, 5).t(), torch.ones(())]
+    assert carried.bring(sources)
+    assert all(map(torch.equal, slots, sources))
+    targets = [torch.empty_like(slot) for slot in slots]
+    assert carried.fetch(targets)
+    assert all(map(torch.equal, targets, sources))
+
+
+@given(st.permutations([0, 1, 2]), st.lists(st.integers(1, 3), min_size=3, max_size=3))
+def test_every_order_of_dimensions_is_a_stretch(order, sizes):
+    slot = torch.zeros(sizes).permute(order)
+    assert carrier.make_carrier([slot]) is not None
+
+
+@pytest.mark.parametrize(
+    "slot",
+    [
+        torch.zeros(4, 4)[:, ::2],
+        torch.zeros(4, 1).expand(4, 3),
+        torch.zeros(20).as_strided((3, 3), (2, 2)),
+        torch.zeros(0),
+        torch._neg_view(torch.zeros(4)),
+        torch.zeros(4, dtype=torch.complex64).conj(),
+    ],
+    ids=["gaps", "repeated", "overlapping", "empty", "negated", "conjugate"],
+)
+def test_what_is_no_stretch_of_bytes_is_not_carried(slot):
+    assert carrier.make_carrier([torch.zeros(3), slot]) is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.ones(4, 3),
+        torch.ones(4, 3).t(),
+        torch.ones(3, 4, dtype=torch.int32),
+        torch.ones(3, 4, device="meta"),
+        torch._neg_view(torch.ones(3, 4)),
+        torch.ones(1, 4).expand(3, 4),
+    ],
+    ids=["sizes", "strides", "dtype", "device", "negated", "expanded"],
+)
+def test_a_tensor_of_another_form_is_left_to_pytorch(source, monkeypatch):
+    get_device = torch.Tensor.get_device
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1 if self.is_meta else get_device(self))
+    slots = [torch.zeros(2), torch.zeros(3, 4)]
+    assert not carrier.make_carrier(slots).bring([torch.ones(2), source])
+    assert all(not slot.any() for slot in slots)
+
+
+def test_where_the_driver_refuses_pytorch_is_asked(driver):
+    slot = torch.zeros(3)
+    carried = carrier.make_carrier([slot])
+    driver.extend([700, 201])
+    assert not carried.bring([torch.ones(3)])
+    assert not carried.fetch([torch.empty(3)])
+    assert carried.bring([torch.ones(3)])
+
+
+def test_without_a_driver_there_is_none(monkeypatch):
+    monkeypatch.setattr(carrier, "enqueuer", lambda: None)
+    assert carrier.make_carrier([torch.zeros(3)]) is None
