@@ -29,10 +29,10 @@ LONGEST_STEP_NS = 2_000_000
 """In longer steps the lock does not matter."""
 
 CHEAP_NS = 100_000
-"""Batches that take the worker no longer are made alone for one pass, to try it."""
+"""Where making a batch takes no longer than this beyond what the consumer waits for one, a pass is tried alone."""
 
 CHEAP_SHARE = 0.2
-"""As are those that take no larger share of the step."""
+"""As where it takes no larger share of the step."""
 
 GAIN = 0.95
 """Of two passes that take about as long the one with a worker is better: it can hide more."""
@@ -140,9 +140,9 @@ class PaceMaker:
             return
         self.step_ns[pace.alone] = step_ns
         if not pace.alone:
-            # Who waits longer for a batch than making it takes could as well make it himself.
-            is_cheap = pace.work_ns <= max(CHEAP_NS, CHEAP_SHARE * step_ns, pace.wait_ns)
-            self._may_try = step_ns <= LONGEST_STEP_NS and is_cheap
+            # Who waits for a batch could as well make it: no more than the rest can be lost.
+            loss_ns = pace.work_ns - pace.wait_ns
+            self._may_try = step_ns <= LONGEST_STEP_NS and loss_ns <= max(CHEAP_NS, CHEAP_SHARE * step_ns)
 
     def _is_shorter_alone(self) -> bool:
         return True not in self.step_ns or self.step_ns[True] < GAIN * self.step_ns[False]
