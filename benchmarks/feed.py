@@ -31,9 +31,8 @@ from benchmarks.suite import Settings, run_suite
 MIB = 1 << 20
 RATIOS = (0.25, 0.5, 0.8, 1.0, 2.0, 4.0)
 BATCHES = 200  # of an epoch: enough that filling and draining the pipeline is a small part of it
-FEW_BATCHES = 50  # of LARGE_BYTES and more, to save time
-LARGE_BYTES = 64 * MIB
-MAX_ROUNDS = 10  # an epoch is many measurements already
+EPOCH_BYTES = 10 << 30  # no more than so many, to save time
+MAX_ROUNDS = 6  # an epoch is many measurements already
 NEXT_SAMPLES = 300
 NEXT_PAUSE_S = 2e-3  # in which the next batch gets ready
 STEP_MS = 3.3  # of the step whose loss is read: what a captured ResNet-50 step of batch 8 takes on an H200
@@ -256,7 +255,7 @@ def run_loop(name: str, sizes: Sequence[int], copy_to_compute: float | None, set
 
     device = settings.device
     sizes = [max(size // 64, 1) for size in sizes] if settings.tiny else list(sizes)
-    batches = make_batches(sizes, FEW_BATCHES if sum(sizes) >= LARGE_BYTES else BATCHES)
+    batches = make_batches(sizes, min(BATCHES, EPOCH_BYTES // sum(sizes)))
     copy, stage = copy_ms(sizes, device), stage_ms(batches, device)
     compute = copy / copy_to_compute if copy_to_compute else 0.0
     work = Work(device).of(compute)

@@ -146,7 +146,7 @@ class Captured:
 
     def fits(self, inputs: list[Any]) -> bool:
         """Whether every static input still lies where the graph expects it."""
-        return same_addresses(inputs, self._addresses, self._static)
+        return not self._static or same_addresses(inputs, self._addresses, self._static)
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run a call: the list of inputs is emptied, the list of outputs returned."""
