@@ -1,5 +1,6 @@
 """The channel against a model of it (one thread, timeouts of zero), and with real threads."""
 
+import contextlib
 import itertools
 import threading
 import traceback
@@ -11,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from millstream.errors import ArgumentError
 from millstream.feed import Channel, ChannelClosed
+from tests.feed.interrupts import interrupt_everywhere
 
 DEADLINE_S = 20
 
@@ -229,63 +231,109 @@ def test_an_error_comes_after_everything_else_with_its_traceback_and_again():
         list(channel)
 
 
-def test_an_interrupted_receiver_loses_nothing(monkeypatch):
-    from millstream.feed import channel as module
+# --- Ctrl-C
 
-    channel, wait = Channel(2), module._Party.wait
 
-    def interrupted(party, timeout):
-        for thing in "ab":  # as if both came while the receiver waited
-            patch.setattr(module._Party, "wait", wait)
-            channel.send(thing)
-        wait(party, timeout)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module._Party, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            channel.receive()
-    assert [channel.receive(), channel.receive()] == ["a", "b"]
+def drain(channel):
+    """What still comes, until the channel is empty and no thread waits."""
+    things = []
+    while len(channel) or channel._senders:
+        things.append(channel.receive(DEADLINE_S))
     assert channel._held_bytes == 0
+    assert not channel._receivers
+    return things
 
 
-def start(channel, call):
-    """Call in a thread, until it waits; the thread, and the list that will hold the result."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
-    thread.start()
-    while not (channel._senders or channel._receivers):
-        pass
-    return thread, results
+@pytest.mark.parametrize("others", ["", "c", "cd"], ids=["nobody waits", "one waits", "two wait"])
+@pytest.mark.parametrize("into", [False, True], ids=["receive", "receive_into"])
+def test_an_interrupted_receiver_loses_nothing(into, others):
+    def run(interrupter):
+        channel, got, threads = Channel(2), [], []
+        for thing in "ab":
+            channel.send(thing, 1)
+        for count, thing in enumerate(others, start=1):
+            threads += run_threads(lambda thing=thing: channel.send(thing, 1))
+            wait_until(lambda count=count: len(channel._senders) == count)
+        try:
+            thing = interrupter.run(lambda: channel.receive_into(got) if into else channel.receive())
+            got += [] if into else [thing]
+        except KeyboardInterrupt:
+            assert into or got == []
+        assert [*got, *drain(channel)] == [*"ab", *others]
+        join(threads)
+
+    assert interrupt_everywhere(run, "feed/channel.py") > 3
 
 
-@pytest.mark.parametrize("side", ["receive", "send"])
-def test_an_interrupt_while_another_party_is_served_loses_nothing(monkeypatch, side):
-    """Ctrl-C comes in the moment in which the waiting thread is notified."""
+@pytest.mark.parametrize("capacity", [0, 1])
+@pytest.mark.parametrize("into", [False, True], ids=["receive", "receive_into"])
+def test_nor_does_one_that_waits(into, capacity):
+    def run(interrupter):
+        channel, got, left = Channel(capacity), [], threading.Event()
 
-    def interrupted(condition, n=1):
-        notify(condition, n)
-        patch.undo()
-        raise KeyboardInterrupt
+        def produce():
+            while not (channel._receivers or left.is_set()):
+                pass
+            for thing in "ab":
+                channel.send(thing, 1)
 
-    notify, channel = threading.Condition.notify, Channel(1)
-    if side == "receive":
-        channel.send("a")
-        thread, results = start(channel, lambda: channel.send("b"))
-    else:
-        thread, results = start(channel, lambda: [channel.receive(), channel.receive()])
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Condition, "notify", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            channel.receive() if side == "receive" else channel.send("never sent")
-    if side == "receive":
-        assert [channel.receive(1), channel.receive(1)] == ["a", "b"]
-    else:
-        channel.send("a", timeout=1)
-        channel.send("b", timeout=1)
-    thread.join(1)
-    assert results == [None if side == "receive" else ["a", "b"]]
-    assert channel._held_bytes == 0
+        threads = run_threads(produce)
+        try:
+            thing = interrupter.run(lambda: channel.receive_into(got) if into else channel.receive())
+            got += [] if into else [thing]
+        except KeyboardInterrupt:
+            assert into or got == []
+        left.set()
+        while len(got) < 2:
+            got.append(channel.receive(DEADLINE_S))
+        join(threads)
+        assert got == ["a", "b"]
+        assert drain(channel) == []
+
+    assert interrupt_everywhere(run, "feed/channel.py") > 3
+
+
+@pytest.mark.parametrize("capacity", [0, 2])
+@pytest.mark.parametrize("num_receivers", [0, 1, 2])
+def test_an_interrupted_send_has_sent_nothing_but_what_was_received(capacity, num_receivers):
+    def run(interrupter):
+        channel, got = Channel(capacity), []
+        threads = run_threads(*[lambda: got.append(channel.receive())] * num_receivers)
+        wait_until(lambda: len(channel._receivers) == num_receivers)
+        sent = False
+        try:
+            interrupter.run(lambda: channel.send("a", 1, timeout=0))
+            sent = True
+        except (KeyboardInterrupt, TimeoutError):
+            assert len(channel) == 0
+        while any(thread.is_alive() for thread in threads):  # nobody waits for ever, and nothing comes twice
+            with contextlib.suppress(TimeoutError):
+                channel.send("b", 1, timeout=0)
+        assert got.count("a") <= 1
+        assert [*got, *drain(channel)].count("a") == 1 or not sent
+
+    assert interrupt_everywhere(run, "feed/channel.py") > 3
+
+
+@pytest.mark.parametrize("end", ["close", "cancel"])
+def test_an_interrupted_end_can_be_repeated(end):
+    def run(interrupter):
+        full, empty = Channel(1), Channel(1)
+        full.send("a", 1)
+
+        def wait(call):
+            with contextlib.suppress(ChannelClosed):
+                call()
+
+        threads = run_threads(lambda: wait(lambda: full.send("b")), lambda: wait(empty.receive))
+        wait_until(lambda: full._senders and empty._receivers)
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupter.run(lambda: [getattr(channel, end)() for channel in (full, empty)])
+        for channel in (full, empty):
+            getattr(channel, end)()
+        join(threads)
+
+    assert interrupt_everywhere(run, "feed/channel.py") > 3
 
 
 def test_close_may_come_from_a_finalizer_inside_a_method():

@@ -375,7 +375,7 @@ def test_a_copy_does_not_wait_for_the_step_that_it_should_run_beside():
     batch = None
     for i in range(2):
         lane.reclaim()
-        batch = lane.deliver(loads[i])  # drops the batch before
+        batch = lane.deliver(loads.pop(0))  # drops the batch before
         device.default.enqueue(lambda i=i: done.append(i), ready=lambda i=i: i == 0 or len(done) == 1)
     blocker = []
     device.default.enqueue(lambda: None, ready=lambda: bool(blocker))  # step 1 takes for ever

@@ -1,19 +1,24 @@
-"""A bounded, fair, closable queue between threads."""
+"""A bounded, fair, closable queue between threads.
+
+Ctrl-C may come at any moment, and nothing shall be lost or done twice by it. Python raises it behind calls, where
+functions begin, where loops turn back, and inside calls that wait; but nowhere else. So whatever moves a thing is
+written without a call until all of it is done, waiting is done without the lock (inside of ``threading.Condition`` an
+interrupt can leave it to nobody), and who is interrupted leaves the channel settled.
+"""
 
 from __future__ import annotations
 
+import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from millstream.errors import ArgumentError, FeedError
 
 T = TypeVar("T")
-
-_NOTHING: Any = object()
 
 
 class ChannelClosed(FeedError):  # noqa: N818 - a fact about the channel, as in trio and Go
@@ -31,7 +36,8 @@ class Channel(Generic[T]):
     - After ``close`` consumers still get what lies in the channel, then the end (or the error). What a blocked producer
       had offered was not sent: its call raises.
     - After ``cancel`` nothing more is handed out, and no call blocks.
-    - A call that times out or is interrupted by Ctrl-C has done nothing, and no thing is lost by it.
+    - A call that times out or is interrupted by Ctrl-C has done nothing, and no thing is lost by it; except that what
+      has found its receiver is sent, and see ``receive_into``.
 
     Args:
         capacity: How many things may lie in the channel.
@@ -49,10 +55,10 @@ class Channel(Generic[T]):
         self.max_bytes = max_bytes
         # Re-entrant, because a garbage collection inside a method may run a finalizer that closes this very channel.
         self._lock = threading.RLock()
-        self._held: deque[tuple[T, int]] = deque()
+        self._held: deque[_Offer[T]] = deque()
         self._held_bytes = 0
-        self._senders: deque[_Party] = deque()  # who waits, the longest first
-        self._receivers: deque[_Party] = deque()
+        self._senders: deque[_Offer[T]] = deque()  # who waits, the longest first
+        self._receivers: deque[_Wish[T]] = deque()
         self._closed = False
         self._error: tuple[BaseException, TracebackType | None] | None = None
 
@@ -75,35 +81,30 @@ class Channel(Generic[T]):
             raise ArgumentError(
                 f"One thing of {num_bytes:,} bytes does not fit into a channel of max_bytes={self.max_bytes:,}."
             )
-        with self._lock:
-            if self._closed:
-                raise ChannelClosed("The channel is closed; nothing can be sent any more.")
-            if not self._senders and self._has_room(num_bytes):  # nearly always
-                item = (thing, num_bytes)
-                self._held += (item,)
-                self._held_bytes += num_bytes
-                if self._receivers:
-                    try:
-                        self._settle()
-                    except BaseException:
-                        if self._held and self._held[-1] is item:
-                            self._held_bytes -= num_bytes
-                            del self._held[-1]
-                        raise
-                return
-            party = _Party(self._lock, thing, num_bytes)
-            self._senders.append(party)
-            self._settle()
-            try:
-                served = party.wait(timeout)
-            except BaseException:
-                _remove(self._senders, party)
-                raise
-            if not served:
-                _remove(self._senders, party)
+        offer = _Offer(thing, num_bytes)
+        try:
+            with self._lock:
                 if self._closed:
-                    raise ChannelClosed("The channel was closed while a producer waited for room.")
-                raise TimeoutError(f"There was no room in the channel within {timeout} s.")
+                    raise ChannelClosed("The channel is closed; nothing can be sent any more.")
+                self._senders.append(offer)
+                self._settle()
+                if offer not in self._senders:
+                    return
+            _wait(offer.bell, timeout)
+            with self._lock:
+                if offer in self._senders:
+                    if self._closed:
+                        raise ChannelClosed("The channel was closed while a producer waited for room.")
+                    raise TimeoutError(f"There was no room in the channel within {timeout} s.")
+        except BaseException:
+            with self._lock:
+                if offer in self._senders:
+                    self._senders.remove(offer)
+                elif offer in self._held:  # interrupted on the way out
+                    self._held.remove(offer)
+                    self._held_bytes -= num_bytes
+                self._settle()
+            raise
 
     # --- consumers ---------------------------------------------------------------------------------------------------
 
@@ -118,40 +119,56 @@ class Channel(Generic[T]):
             TimeoutError: Nothing came in time.
             BaseException: What ``close`` was given, with its traceback, once the channel is empty; every time.
         """
-        with self._lock:
-            if self._held and not self._receivers:  # nearly always
-                thing, num_bytes = self._held[0]
-                self._held_bytes -= num_bytes
-                del self._held[0]  # no call, which an interrupt could come behind
-                if self._senders:
-                    try:
-                        self._settle()
-                    except BaseException:
-                        self._held.appendleft((thing, num_bytes))
-                        self._held_bytes += num_bytes
-                        raise
-                return thing
-            party = _Party(self._lock)
-            self._receivers.append(party)
-            self._settle()
-            try:
-                served = party.wait(timeout)
-            except BaseException:
-                _remove(self._receivers, party)
-                if party.served:  # interrupted with the thing in hand: it is still the next one
-                    self._held.appendleft((party.thing, party.num_bytes))
-                    self._held_bytes += party.num_bytes
+        wish: _Wish[T] = _Wish([])
+        try:
+            self._take(wish, timeout)
+            return wish.things[0]
+        except BaseException:
+            if wish.offer is not None:  # interrupted with the thing in hand: it is still the next one
+                with self._lock:
+                    self._held.appendleft(wish.offer)
+                    self._held_bytes += wish.offer.num_bytes
                     self._settle()
-                raise
-            if served:
-                return party.thing  # type: ignore[no-any-return]  # no call, which an interrupt could come behind
-            _remove(self._receivers, party)
-            if not self._closed:
-                raise TimeoutError(f"Nothing came through the channel within {timeout} s.")
-            if self._error is None:
-                raise ChannelClosed("The channel is closed and empty.")
-            error, traceback = self._error
-            raise error.with_traceback(traceback)
+            raise
+
+    def receive_into(self, things: list[T] | deque[T], timeout: float | None = None) -> None:
+        """Take the next thing, waiting for it, and append it to ``things``.
+
+        What a function returns is lost when Ctrl-C comes before the caller has stored it. Here the thing leaves the
+        channel and is among the caller's own in one: who is interrupted finds it there, or it still is the next one.
+
+        Args:
+            things: Where the thing goes. It must not be changed by anybody else meanwhile.
+            timeout: Seconds to wait at most; ``None`` for ever.
+
+        Raises:
+            ChannelClosed, TimeoutError, BaseException: As ``receive`` does.
+        """
+        self._take(_Wish(things), timeout)
+
+    def _take(self, wish: _Wish[T], timeout: float | None) -> None:
+        try:
+            with self._lock:
+                self._receivers.append(wish)
+                self._settle()
+                if wish.offer is not None:
+                    return
+            _wait(wish.bell, timeout)
+            with self._lock:
+                if wish.offer is not None:
+                    return
+                if not self._closed:
+                    raise TimeoutError(f"Nothing came through the channel within {timeout} s.")
+                if self._error is None:
+                    raise ChannelClosed("The channel is closed and empty.")
+                error, traceback = self._error
+                raise error.with_traceback(traceback)
+        except BaseException:
+            with self._lock:
+                if wish in self._receivers:
+                    self._receivers.remove(wish)
+                self._settle()
+            raise
 
     def __iter__(self) -> Iterator[T]:
         """Receive until the channel is closed and empty."""
@@ -175,15 +192,15 @@ class Channel(Generic[T]):
             if not self._closed:
                 self._error = (error, error.__traceback__) if error is not None else None
                 self._closed = True
-                self._settle()
+            self._settle()  # again, too: an interrupt may have kept the first from waking everybody
 
     def cancel(self) -> list[T]:
         """Close, and take out what lies in the channel; who waits wakes up."""
         with self._lock:
-            left = [thing for thing, _ in self._held]
+            self.close()
+            left = [thing for offer in self._held for thing in offer.things]
             self._held.clear()
             self._held_bytes = 0
-            self.close()
             return left
 
     @property
@@ -199,23 +216,23 @@ class Channel(Generic[T]):
         """Move everything that can move, in order, and wake those it concerns."""
         while True:
             if self._senders and not self._closed and self._has_room(self._senders[0].num_bytes):
-                sender = self._senders[0]
-                item = (sender.thing, sender.num_bytes)
-                sender.serve()
-                self._held += (item,)  # from here on no call, which an interrupt could come behind
-                self._held_bytes += item[1]
+                offer = self._senders[0]
+                self._held += (offer,)
+                self._held_bytes += offer.num_bytes
                 del self._senders[0]
+                offer.bell.put(None)
             elif self._receivers and self._held:
-                thing, num_bytes = self._held[0]
-                self._receivers[0].serve(thing, num_bytes)
-                self._held_bytes -= num_bytes
-                del self._held[0]
-                del self._receivers[0]
+                wish, offer = self._receivers[0], self._held[0]
+                wish.things += offer.things
+                wish.offer = offer
+                self._held_bytes -= offer.num_bytes
+                del self._held[0], self._receivers[0]
+                wish.bell.put(None)
             else:
                 break
         if self._closed:
             for party in (*self._senders, *self._receivers):
-                party.wake()
+                party.bell.put(None)
 
     def _has_room(self, num_bytes: int) -> bool:
         # Who waits to receive makes room: what is sent now does not stay.
@@ -225,37 +242,32 @@ class Channel(Generic[T]):
         return self.max_bytes is None or self._held_bytes + num_bytes <= self.max_bytes or waiting > len(self._held)
 
 
-class _Party:
-    """A thread that waits, with what it offers or what it was given. The channel's lock guards it."""
+class _Offer(Generic[T]):
+    """Something that is sent. It waits among the senders, then it lies in the channel."""
 
-    __slots__ = ("_changed", "_woken", "num_bytes", "served", "thing")
+    __slots__ = ("bell", "num_bytes", "things")
 
-    def __init__(self, lock: threading.RLock, thing: Any = _NOTHING, num_bytes: int = 0) -> None:
-        self.thing = thing
+    def __init__(self, thing: T, num_bytes: int) -> None:
+        # Made here, because making a tuple may begin a collection, and so run a finalizer that moves things, too.
+        self.things = (thing,)
         self.num_bytes = num_bytes
-        self.served = False
-        self._woken = False
-        self._changed = threading.Condition(lock)
-
-    def serve(self, thing: Any = _NOTHING, num_bytes: int = 0) -> None:
-        self._changed.notify()  # first: after an interrupt who wakes up finds nothing, and waits on
-        self.thing, self.num_bytes, self.served = thing, num_bytes, True
-
-    def wake(self) -> None:
-        self._woken = True
-        self._changed.notify()
-
-    def wait(self, timeout: float | None) -> bool:
-        """Wait until served or woken, or until the time is over; whether it was served."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while not (self.served or self._woken):
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                break
-            self._changed.wait(left)
-        return self.served
+        self.bell = _Bell()
 
 
-def _remove(parties: deque[_Party], party: _Party) -> None:
-    if party in parties:
-        parties.remove(party)
+class _Wish(Generic[T]):
+    """Somebody who receives."""
+
+    __slots__ = ("bell", "offer", "things")
+
+    def __init__(self, things: list[T] | deque[T]) -> None:
+        self.things = things  # what comes is added to them
+        self.offer: _Offer[T] | None = None  # what has come
+        self.bell = _Bell()
+
+
+_Bell = queue.SimpleQueue  # rung when who waits was served, or the channel was closed
+
+
+def _wait(bell: queue.SimpleQueue[None], timeout: float | None) -> None:
+    with suppress(queue.Empty):
+        bell.get(timeout=None if timeout is None else max(timeout, 0))

@@ -62,7 +62,7 @@ class DeviceLoad:
     ready: Event | None = None  # what the consumer's stream waits for
     tensors: dict[int, Tensor] = field(default_factory=dict)  # by leaf, those that the user gets
     whole: Sequence[Tensor] | None = None  # the same where there are no others
-    unused: Sequence[Tensor] = ()  # lent, but no part of what the user gets: dropped when he gets it
+    unused: Sequence[Tensor] = ()  # lent, but no part of what the user gets: dropped with the load
 
     @property
     def num_bytes(self) -> int:
@@ -340,11 +340,9 @@ class CopyLane:
         stream.wait_event(load.ready)  # RAW: the consumer's kernels must see the copied bytes
         # Not before: what users have registered may compute with the leaves, or keep none of them.
         batch = self._complete(load, stream) if load.whole is None else load.rebuild(load.whole)
-        # Nothing fails from here on, so this part happens once even if an attempt above has to be repeated.
         if load.loan is not None:
             self.ring.hand_out(load.loan, stream)
             self.slot = load.loan.slot.number if load.loan.claims else None
-        load.unused, load.tensors, load.whole = (), {}, None
         return batch
 
     def _complete(self, load: DeviceLoad, stream: Stream) -> Any:

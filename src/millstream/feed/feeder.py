@@ -352,7 +352,7 @@ class _Pass(Iterator[Any]):
         session, progress = self.session, self._progress
         had_finished = session.finished
         try:
-            batch, note = session.next_batch()
+            item = session.next_batch()
         except BaseException as error:
             if isinstance(error, StopIteration) and session.finished and not had_finished:
                 progress.finish(self._loader)
@@ -363,5 +363,6 @@ class _Pass(Iterator[Any]):
             raise
         finally:
             del self, session  # as in ``next_batch``: an error's traceback must not lead back to the error
-        progress.deliver(note)
+        # In one, without a call that an interrupt could come behind: the batch is the user's, and the position follows.
+        batch, item.batch, item.load, progress.note = item.batch, None, None, item.note
         return batch

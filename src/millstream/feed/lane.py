@@ -83,7 +83,7 @@ class Lane(Protocol[L]):
         ...
 
     def deliver(self, load: L) -> Any:
-        """Consumer: hand the batch out. If it raises, call it again."""
+        """Consumer: hand the batch out. May be called again, until the load is dropped because the user has it."""
         ...
 
     def mark(self) -> Mark | None:

@@ -68,7 +68,8 @@ class Mark:
         self.at_ns = time.perf_counter_ns()
 
     def __del__(self) -> None:
-        self._context.release_event(self.event)
+        with suppress(AttributeError):  # of which an interrupt may have kept it
+            self._context.release_event(self.event)
 
     def until(self, later: Mark) -> int:
         """Nanoseconds on the device; both points have been reached."""

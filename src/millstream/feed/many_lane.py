@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from millstream.feed.lane import Lane
@@ -17,7 +17,6 @@ class ManyLoad:
     """The parts of a batch, one per device."""
 
     parts: list[Any]
-    given: list[Any] = field(default_factory=list)  # of the parts handed out, if a later one failed
 
     @property
     def num_bytes(self) -> int:
@@ -91,12 +90,7 @@ class ManyLane:
 
     def deliver(self, load: ManyLoad) -> tuple[Any, ...]:
         """A tuple with one part per device."""
-        pairs = list(zip(self._lanes, load.parts, strict=False))
-        for lane, part in pairs[len(load.given) :]:
-            load.given.append(lane.deliver(part))
-        given = tuple(load.given)
-        load.given = []
-        return given
+        return tuple(lane.deliver(part) for lane, part in zip(self._lanes, load.parts, strict=False))
 
     def mark(self) -> Mark | None:
         """Where the first device stands."""

@@ -34,24 +34,22 @@ class Progress:
     """The position of the delivered batch.
 
     Attributes:
+        note: What travelled with that batch. Who hands one out sets it, and does no more: a call would be a moment for
+            an interrupt, behind which the batch is nobody's.
         rows: Rows of a full batch, once known.
-        num_valid: Rows of the delivered batch that are data; ``None`` if not known.
     """
 
     def __init__(self) -> None:
-        self._position = 0
-        self._source: Any = None
+        self.note = Note(0, None, None)
         self.rows: int | None = None
-        self.num_valid: int | None = None
         self._to_resume = False
-
-    def deliver(self, note: Note) -> None:
-        """A batch was handed out."""
-        self._position, self._source, self.num_valid = note.position, note.source, note.num_valid
 
     def finish(self, loader: Any) -> None:
         """The pass is over: the next one begins at the beginning."""
-        self._position, self._source = 0, loader.state_dict() if is_stateful(loader) else None
+        self._go_to(0, loader.state_dict() if is_stateful(loader) else None)
+
+    def _go_to(self, position: int, source: Any) -> None:
+        self.note = Note(position, source, self.num_valid)
 
     def begin(self, loader: Any) -> tuple[Iterator[Any], int, Any]:
         """Make the iterator of a pass, resuming if a state was loaded.
@@ -61,33 +59,40 @@ class Progress:
         """
         resume, self._to_resume = self._to_resume, False
         if not resume:
-            self._position, self._source = 0, None
+            self._go_to(0, None)
+        source = self.note.source
         stateful = loader if is_stateful(loader) else None
-        if stateful is not None and self._source is not None:
-            stateful.load_state_dict(self._source)
+        if stateful is not None and source is not None:
+            stateful.load_state_dict(source)
             return iter(loader), 0, stateful
         iterator = iter(loader)
         if stateful is None and iterator is not loader and is_stateful(iterator):
             stateful = iterator
-            if self._source is not None:
-                iterator.load_state_dict(self._source)
+            if source is not None:
+                iterator.load_state_dict(source)
                 return iterator, 0, stateful
-        return iterator, self._position, stateful
+        return iterator, self.position, stateful
 
     @property
     def position(self) -> int:
         """Batches of the source up to the delivered one."""
-        return self._position
+        return self.note.position
+
+    @property
+    def num_valid(self) -> int | None:
+        """Rows of the delivered batch that are data; ``None`` if not known."""
+        return self.note.num_valid
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain data, as far as the source's is."""
-        return {"version": VERSION, "position": self._position, "source": self._source, "rows": self.rows}
+        return {"version": VERSION, "position": self.position, "source": self.note.source, "rows": self.rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next pass begin behind the batch that was delivered when ``state`` was taken."""
         if not isinstance(state, dict) or state.get("version") != VERSION:
             raise ArgumentError(f"This is not the state of a feed (version {VERSION}): {state!r:.200}")
-        self._position, self._source, self.rows = state["position"], state["source"], state["rows"]
+        self._go_to(state["position"], state["source"])
+        self.rows = state["rows"]
         self._to_resume = True
 
 

@@ -177,9 +177,10 @@ class Ring:
             self._let_go(loan, None, None)
 
     def hand_out(self, loan: Loan, stream: Stream) -> None:
-        """Note that a batch now belongs to the consumer, who works with it on ``stream``."""
+        """Note that a batch now belongs to the consumer, who works with it on ``stream``. May be called again."""
         loan.stream = self.stream = stream
-        self._loans.append(loan)
+        if loan not in self._loans:
+            self._loans.append(loan)
 
     # --- finalizers --------------------------------------------------------------------------------------------------
 

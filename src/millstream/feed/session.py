@@ -17,6 +17,9 @@ gives the lane back.
 
 How far the worker may run ahead is kept by the *budget*, a channel of which a batch takes a part from before it is
 staged until it is handed out.
+
+Ctrl-C may come at any moment of the consumer's, who may ask again all the same. So a batch stays the next one until the
+very end of handing it out, and all that is done before may be done again.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,12 +50,20 @@ Prepare = Callable[[Any], tuple[Any, Any] | None]
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
-    """A batch on its way from the worker to the consumer."""
+class Item:
+    """A batch on its way from the worker to the consumer.
+
+    Attributes:
+        load: What the lane knows about it; ``None`` when it was handed out.
+        times: What the ledger knows about it.
+        note: What travels with it.
+        batch: What the user gets, when all else is ready.
+    """
 
     load: Any
     times: Times
     note: Any
+    batch: Any = None
 
 
 class Session:
@@ -85,10 +97,10 @@ class Session:
         self._ledger = ledger or Ledger(None)
         self._pace = pace or Pace(alone=False)
         self._count = 0  # of the batches made
-        self._num_gone = 0  # of those that the consumer will not get any more, as far as he knows
-        self._budget: Channel[None] = Channel(depth, max_bytes)
-        self._sent: Channel[_Item] = Channel(depth)
-        self._next: _Item | None = None  # there, and not handed out yet; the consumer's
+        self._budget: Channel[int] = Channel(depth, max_bytes)  # the numbers of the batches
+        self._gone: deque[int] = deque([-1], maxlen=1)  # the last that has left it
+        self._sent: Channel[Item] = Channel(depth)
+        self._next: list[Item] = []  # one or none: there, and not handed out when he asked last; the consumer's
         self._error: BaseException | None = None  # with which the source, or the way to the device, ended
         self._traceback: TracebackType | None = None  # of that error, as it was when it arose
         self._failure: BaseException | None = None  # the same, once the consumer has got all that came before
@@ -152,10 +164,10 @@ class Session:
             try:
                 if self.closed:
                     return
-                while len(self._budget):  # not where a batch is handed out: an interrupt may come before it is
-                    self._budget.receive(timeout=0)
                 with self._lane.in_thread():
-                    self._next = self._guest.run(self._make, times)
+                    item = self._guest.run(self._make, times)
+                if item is not None:
+                    self._next += (item,)
             except ChannelClosed:
                 pass  # closed meanwhile, by the source itself or by another thread
             except BaseException as error:  # noqa: BLE001 - raised in its place, and again
@@ -168,7 +180,7 @@ class Session:
     def _begin_times(self) -> Times:
         return Times(self._count, self._ledger.is_due(self._count))
 
-    def _make(self, times: Times) -> _Item | None:
+    def _make(self, times: Times) -> Item | None:
         """Pull the next batch, stage it and start its copy; ``None`` when there is none, or when stopped."""
         iterator, lane, pace, stopped = self._iterator, self._lane, self._pace, self._stopped
         try:
@@ -191,7 +203,7 @@ class Session:
                 note = prepared[1]
                 del prepared
                 pulled = time.perf_counter_ns()
-                self._budget.send(None, load.num_bytes)
+                self._budget.send(times.index, load.num_bytes)
                 admitted = time.perf_counter_ns()
                 try:
                     if not lane.stage(load, stopped):
@@ -205,7 +217,7 @@ class Session:
                 times.pull_ns, times.stage_ns = (began, pulled), (admitted, load.staged_ns)
                 times.num_bytes, times.copy = load.num_bytes, load.copy
                 self._count += 1
-                return _Item(load, times, note)
+                return Item(load, times, note)
             return None
         finally:
             del iterator, self
@@ -227,8 +239,11 @@ class Session:
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
-    def next_batch(self) -> tuple[Any, Any]:
-        """Hand the next batch out, with the note that travelled with it.
+    def next_batch(self) -> Item:
+        """Prepare the next batch to be handed out.
+
+        It remains the next one until the caller takes away its load. He does so when nothing can come between the batch
+        and its user any more, and without a call, which an interrupt could come behind.
 
         Raises:
             StopIteration: The source has ended, or the consumer has closed the feed.
@@ -241,24 +256,24 @@ class Session:
             lane, ledger = self._lane, self._ledger
             self._pace.ask()
             lane.reclaim()
-            if self._next is None and self._pace.alone:
+            if self._next and self._next[0].load is None:
+                self._next.clear()
+            if not self._next and self._pace.alone:
                 times = self._begin_times()
                 ledger.ask(lane.mark, times)
                 self._make_alone(times)
-            elif self._next is None:
+            elif not self._next:
                 self._receive(wait=False)
-                ledger.ask(lane.mark, None if self._next is None else self._next.times)
-                if self._next is None:
+                ledger.ask(lane.mark, self._next[0].times if self._next else None)
+                if not self._next:
                     self._receive(wait=True)
-            if self._next is not None:
-                item = self._next
-                batch = lane.deliver(item.load)
-                self._next = None
+            if self._next:
+                item = self._next[0]
+                item.batch = lane.deliver(item.load)
                 ledger.get(item.times, lane.mark)
                 self._pace.deliver()
-                if not self._pace.alone:
-                    self._make_room(item.times.index)
-                return batch, item.note
+                self._make_room(item.times.index)
+                return item
             if not self.closed:  # or it was closed while this waited
                 self._failure, self.finished = self._error, self._error is None
                 self.close("")
@@ -275,15 +290,14 @@ class Session:
             del self
 
     def _make_room(self, index: int) -> None:
-        """Let as many more be made as were handed out, or lost to an interrupt on the way."""
-        num_gone, self._num_gone = index + 1 - self._num_gone, index + 1
-        with suppress(ChannelClosed, TimeoutError):
-            for _ in range(num_gone):
-                self._budget.receive(timeout=0)
+        """Let another batch be made for one that is handed out."""
+        if self._gone[-1] < index:
+            with suppress(ChannelClosed):
+                self._budget.receive_into(self._gone, timeout=0)
 
     def _receive(self, *, wait: bool) -> None:
         with suppress(ChannelClosed, TimeoutError):
-            self._next = self._sent.receive(None if wait else 0)
+            self._sent.receive_into(self._next, None if wait else 0)
 
     @property
     def closed(self) -> bool:
@@ -332,7 +346,7 @@ class Session:
         self._ledger.close()
         self._lane.close()
         self._sent.cancel()
-        self._next = None
+        self._next.clear()
         self._guest.run(self._drop_source)  # whose last part runs as the others did, if there was no worker
 
 

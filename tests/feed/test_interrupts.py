@@ -1,0 +1,78 @@
+"""Loops that go on behind Ctrl-C, which came at any moment: nothing hangs, no batch is lost or comes twice."""
+
+import sys
+import threading
+
+import pytest
+import torch
+
+from millstream.feed.ledger import Ledger
+from tests.feed.conftest import WAYS
+from tests.feed.interrupts import interrupt_everywhere
+
+DEADLINE_S = 20
+FILES = (
+    "/contextlib.py",
+    "/device/context.py",
+    *(f"/feed/{name}.py" for name in ("channel", "copy_lane", "feeder", "lane", "ledger", "pace", "ring", "session")),
+)
+
+
+def take_rest(passing, batches):
+    """Go on with the loop; whether it ended as the source did."""
+    ends = []
+
+    def work():
+        try:
+            batches.extend(passing)
+        except KeyboardInterrupt:
+            ends.append("interrupted")
+        else:
+            ends.append("exhausted")
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert ends, "it hangs"
+    return ends == ["exhausted"]
+
+
+@pytest.mark.parametrize("make_feed", WAYS[:3], indirect=True)
+@pytest.mark.parametrize("is_there", [True, False], ids=["the batch is there", "it is waited for"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_loop_goes_on_behind_ctrl_c_at_any_moment(make_feed, monkeypatch, depth, is_there):
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)  # Python drops what meets a finalizer
+    ask = Ledger.ask
+    may_go_on = threading.Event()
+
+    def ask_and_go_on(*arguments):
+        ask(*arguments)
+        may_go_on.set()
+
+    monkeypatch.setattr(Ledger, "ask", ask_and_go_on)
+
+    def source():
+        for i in range(4):
+            yield torch.tensor([float(i)])
+            may_go_on.wait(DEADLINE_S)
+
+    def run(interrupter):
+        may_go_on.set()
+        fed = make_feed(source(), depth)
+        passing = iter(fed)
+        if not (is_there or make_feed.alone):
+            may_go_on.clear()
+        batches = [next(passing)]
+        while is_there and not (make_feed.alone or len(passing.session._sent)):
+            pass
+        try:
+            batches.append(interrupter.run(lambda: next(passing)))
+        except KeyboardInterrupt:
+            assert fed.state_dict()["position"] == 1
+        may_go_on.set()
+        is_whole = take_rest(passing, batches)
+        assert [batch.item() for batch in batches] == list(range(4 if is_whole else 1))
+        assert is_whole or make_feed.alone  # where the interrupt came while a batch was made
+        fed.close()
+
+    assert interrupt_everywhere(run, *FILES) > 30
