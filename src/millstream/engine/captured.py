@@ -202,7 +202,7 @@ class Captured:
         if position in self._copied and self._outgoing is None:
             return lambda inputs: output.clone()
         if position in self._copied:  # and filled behind this
-            size, stride, allocate = output.size(), output.stride(), allocator(output.device)
+            size, stride, allocate = tuple(output.shape), output.stride(), allocator(output.device)
             return lambda inputs: allocate(size, stride, output.dtype)
         # A new tensor over the same memory in each call, so that its life tells how long it is needed.
         return lambda inputs: output.detach()
