@@ -1,41 +1,13 @@
 """Tensors carried by the driver: which, and that no other bytes are; with a driver that is a memmove of the host."""
 
-import ctypes
-import shutil
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.device import native
 from millstream.engine import carrier
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
-)
-
-COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-RECORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-
-
-@pytest.fixture(autouse=True)
-def driver(monkeypatch):
-    """Errors to come, first one first."""
-    errors = []
-
-    def copy(to, source, num_bytes, stream):
-        assert stream == 77
-        if errors:
-            return errors.pop()
-        ctypes.memmove(to, source, num_bytes)
-        return 0
-
-    made = native.Enqueuer(native.build(native._SOURCE, *native._OPTIONS), COPY(copy), RECORD(lambda *_: 0))
-    monkeypatch.setattr(carrier, "enqueuer", lambda: made)
-    monkeypatch.setattr(carrier, "current_stream_handle", lambda _: 77)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    return errors
+pytestmark = pytest.mark.usefixtures("host_driver")
 
 
 def test_tensors_are_brought_and_fetched():
@@ -91,10 +63,10 @@ def test_a_tensor_of_another_form_is_left_to_pytorch(source, monkeypatch):
     assert all(not slot.any() for slot in slots)
 
 
-def test_where_the_driver_refuses_pytorch_is_asked(driver):
+def test_where_the_driver_refuses_it_is_said(host_driver):
     slot = torch.zeros(3)
     carried = carrier.make_carrier([slot])
-    driver.extend([700, 201])
+    host_driver.extend([700, 201])
     assert not carried.bring([torch.ones(3)])
     assert not carried.fetch([torch.empty(3)])
     assert carried.bring([torch.ones(3)])

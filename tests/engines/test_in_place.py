@@ -225,10 +225,13 @@ def at_address(value):
 
 
 @pytest.fixture
-def device(monkeypatch):
-    """A CPU on which programs can be captured. Returns the pools that were captured into, and what to fail with."""
+def device(monkeypatch, host_driver):
+    """A CPU on which programs can be captured.
+
+    Returns the pools that were captured into, what to fail with, and errors of the driver.
+    """
     compile_plan = captured.compile_plan
-    seen = types.SimpleNamespace(pools=[], error=None)
+    seen = types.SimpleNamespace(pools=[], error=None, driver=host_driver)
 
     @contextmanager
     def capture(context, graph, pool):
@@ -309,6 +312,31 @@ def aligned(shape, dtype=torch.float32):
     memory = torch.empty(num_bytes + in_place.ALIGNMENT_BYTES, dtype=torch.uint8)
     start = -memory.data_ptr() % in_place.ALIGNMENT_BYTES
     return memory[start : start + num_bytes].view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_inputs_and_results_are_copied_by_the_driver_or_else_by_pytorch(device, monkeypatch, refuses):
+    monkeypatch.setattr(in_place, "FORCED", False)
+    copied = []
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, come_from: copied.append(to) or copy(to, come_from))
+    model = networks.Mlp().eval()
+    compiled = ms.compile(lambda x, y: model(x) + y, strict=True)
+    shape = networks.example(networks.Mlp)[0].shape
+    with torch.no_grad():
+        arguments = [(torch.randn(shape), torch.randn(1)) for _ in range(5)]
+        compiled(*arguments[0])
+        on_graphs(compiled)
+        for each in arguments[:3]:
+            compiled(*each)
+        copied.clear()
+        results = []
+        for each in arguments:
+            device.driver.extend([201] * 2 * refuses)
+            results.append(compiled(*each))
+    assert len(copied) == 2 * 5 * refuses  # in and out
+    for (x, y), result in zip(arguments, results, strict=True):
+        networks.assert_close(result, model(x) + y)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

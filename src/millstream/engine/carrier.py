@@ -50,16 +50,20 @@ class Carrier:
 def make_carrier(tensors: Sequence[Tensor]) -> Carrier | None:
     """A carrier for these tensors; ``None`` without a driver, or where one of them is no plain stretch of bytes."""
     driver = enqueuer()
-    if driver is None or not tensors or not all(map(_is_stretch, tensors)):
+    if driver is None or not tensors or not all(_on_device(each) and _is_stretch(each) for each in tensors):
         return None
     return Carrier(tensors, driver.prepare([tensor.nbytes for tensor in tensors]))
 
 
+def _on_device(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
 def _is_stretch(tensor: Tensor) -> bool:
-    """Whether the elements of a CUDA tensor follow each other in memory in some order, without gaps."""
+    """Whether the elements of a tensor follow each other in memory in some order, without gaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
             return False
         expected *= size
-    return tensor.is_cuda and tensor.numel() > 0 and not tensor.is_neg() and not tensor.is_conj()
+    return tensor.numel() > 0 and not tensor.is_neg() and not tensor.is_conj()
