@@ -88,6 +88,19 @@ def test_what_is_being_copied_stays_alive_until_it_is(team):
     filling.finish()  # once is enough
 
 
+def test_what_is_dropped_unfinished_is_copied_and_then_let_go(team):
+    """As an interrupt behind the compiled code, or in a finalizer, would have it."""
+    source = np.full(40 * CHUNK, 7, dtype=np.uint8)
+    to = np.zeros_like(source)
+    memory = [to, source]
+    noted = weakref.ref(source)
+    filling = team.begin(*(array("Q", [each]) for each in (to.ctypes.data, source.ctypes.data, to.nbytes)), 6, memory)
+    del memory, source
+    filling._capsule = None
+    assert (to == 7).all()
+    assert noted() is None
+
+
 def test_several_fillings_by_one_caller(team):
     sources = [np.full(20 * CHUNK, i, dtype=np.uint8) for i in range(3)]
     targets = [np.zeros_like(source) for source in sources]

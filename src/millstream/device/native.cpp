@@ -2,8 +2,10 @@
 // several threads, and enqueueing a copy between events.
 //
 // Contract
-// - `millstream_begin` lets helpers copy and returns at once; `millstream_finish`, called once from any thread, copies what
-//   is left and returns when all bytes are there. The memory on both sides must live so long.
+// - `millstream_begin` lets helpers copy and returns at once, with Python's lock held. `millstream_finish`, called from any
+//   thread, copies what is left and returns when all bytes are there; a second call returns at once.
+// - What `millstream_begin` returns is a capsule of Python's, which keeps the owner of the memory on both sides alive, and
+//   which finishes when it is dropped: Ctrl-C behind any line of Python cannot leave helpers to memory that is gone.
 // - Helpers are shared by the process, and work for one filling at a time.
 // - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and who is awake takes the next one.
 // - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none.
@@ -21,6 +23,15 @@
 #include <thread>
 #include <vector>
 
+// Of Python, whose headers need not be there.
+struct _object;
+extern "C" {
+_object* PyCapsule_New(void* pointer, const char* name, void (*destructor)(_object*));
+void* PyCapsule_GetPointer(_object* capsule, const char* name);
+void Py_IncRef(_object* object);
+void Py_DecRef(_object* object);
+}
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -32,8 +43,13 @@ constexpr auto kSpin = std::chrono::microseconds(500);
 
 // Pieces of memory on their way to other places.
 struct Filling {
-  Filling(size_t num_pieces, char* const* to, const char* const* from, const size_t* num_bytes, int num_threads)
-      : to(to, to + num_pieces), from(from, from + num_pieces), starts(num_pieces + 1), num_threads(num_threads) {
+  Filling(size_t num_pieces, char* const* to, const char* const* from, const size_t* num_bytes, int num_threads,
+          _object* owner)
+      : to(to, to + num_pieces),
+        from(from, from + num_pieces),
+        starts(num_pieces + 1),
+        num_threads(num_threads),
+        owner(owner) {
     for (size_t i = 0; i < num_pieces; ++i) starts[i + 1] = starts[i] + num_bytes[i];
   }
 
@@ -57,6 +73,9 @@ struct Filling {
   std::atomic<size_t> next{0};
   const int num_threads;
   int num_helpers = 0;
+  _object* const owner;
+  class Team* team = nullptr;
+  std::atomic<bool> finished{false};
 };
 
 class Team {
@@ -129,6 +148,17 @@ class Team {
   std::atomic<unsigned> generation_{0};
 };
 
+void finish_once(Filling* filling) {
+  if (!filling->finished.exchange(true)) filling->team->finish(*filling);
+}
+
+void drop(_object* capsule) {
+  auto* filling = static_cast<Filling*>(PyCapsule_GetPointer(capsule, nullptr));
+  finish_once(filling);
+  Py_DecRef(filling->owner);
+  delete filling;
+}
+
 // Of CUDA's driver interface.
 struct Driver {
   int (*copy)(uint64_t to, const void* from, size_t num_bytes, void* stream);
@@ -142,17 +172,21 @@ extern "C" {
 // Never dropped: its threads are somewhere in it when the process ends.
 Team* millstream_make_team(int num_helpers) { return new Team(num_helpers); }
 
-Filling* millstream_begin(Team* team, size_t num_pieces, char* const* to, const char* const* from,
-                          const size_t* num_bytes, int num_threads) {
-  Filling* filling = new Filling(num_pieces, to, from, num_bytes, num_threads);
+_object* millstream_begin(Team* team, size_t num_pieces, char* const* to, const char* const* from,
+                          const size_t* num_bytes, int num_threads, _object* owner) {
+  Filling* filling = new Filling(num_pieces, to, from, num_bytes, num_threads, owner);
+  _object* capsule = PyCapsule_New(filling, nullptr, drop);
+  if (capsule == nullptr) {
+    delete filling;
+    return nullptr;
+  }
+  Py_IncRef(owner);
+  filling->team = team;
   team->begin(*filling);
-  return filling;
+  return capsule;
 }
 
-void millstream_finish(Team* team, Filling* filling) {
-  team->finish(*filling);
-  delete filling;
-}
+void millstream_finish(Filling* filling) { finish_once(filling); }
 
 int millstream_enqueue(const Driver* driver, void* stream, size_t num_before, void* const* before, size_t num_copies,
                        const uint64_t* to, const void* const* from, const size_t* num_bytes, size_t num_after,

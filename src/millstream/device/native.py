@@ -127,11 +127,10 @@ class Filler:
     def __init__(self, path: Path) -> None:
         self.num_threads = min(num_processors(), MAX_THREADS)
         holding, releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
-        holding.millstream_make_team.restype = holding.millstream_begin.restype = ctypes.c_void_p
+        holding.millstream_make_team.restype, holding.millstream_begin.restype = ctypes.c_void_p, ctypes.py_object
         team = ctypes.c_void_p(holding.millstream_make_team(self.num_threads - 1))
         self._begin = functools.partial(holding.millstream_begin, team)
-        self._finish_soon = functools.partial(holding.millstream_finish, team)
-        self._finish = functools.partial(releasing.millstream_finish, team)
+        self._finish_soon, self._finish = holding.millstream_finish, releasing.millstream_finish
 
     def begin(
         self, to: array[int], sources: array[int], num_bytes: array[int], num_threads: int | None, owner: object
@@ -148,27 +147,28 @@ class Filler:
         pieces = map(_address, (to, sources, num_bytes))
         threads = ctypes.c_int(num_threads or self.num_threads)
         finish = self._finish if sum(num_bytes) > SHORT_BYTES else self._finish_soon
-        return Filling(self._begin(ctypes.c_size_t(len(to)), *pieces, threads), finish, owner)
+        return Filling(self._begin(ctypes.c_size_t(len(to)), *pieces, threads, ctypes.py_object(owner)), finish)
 
 
 class Filling:
-    """Memory that is being filled."""
+    """Memory that is being filled. When it is dropped, all is copied."""
 
-    __slots__ = ("_finish", "_handle", "_owner")
+    __slots__ = ("_capsule", "_finish")
 
-    def __init__(self, handle: int, finish: Callable[[ctypes.c_void_p], None], owner: object) -> None:
-        self._handle: int | None = handle
-        self._finish, self._owner = finish, owner
+    def __init__(self, capsule: object, finish: Callable[[ctypes.c_void_p], None]) -> None:
+        self._capsule: object | None = capsule
+        self._finish = finish
 
     def finish(self) -> None:
         """Return when all is copied; the calling thread helps."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._finish(ctypes.c_void_p(handle))
-            self._owner = None
+        capsule = self._capsule
+        if capsule is not None:
+            self._finish(ctypes.c_void_p(_pointer_in(capsule, None)))
+            self._capsule = None
 
-    def __del__(self) -> None:
-        self.finish()
+
+_pointer_in = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_in.restype, _pointer_in.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
 def num_processors() -> int:

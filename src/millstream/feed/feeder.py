@@ -343,6 +343,7 @@ class _Pass(Iterator[Any]):
         self.session = session
         self._progress = progress
         self._loader = loader
+        self._is_over = False
         # The session must not refer back to this object, or leaving a loop would not end the threads. Nor do they.
         self._finalizer = weakref.finalize(self, session.close, "")
         # The end of the interpreter is the device context's to order.
@@ -350,12 +351,12 @@ class _Pass(Iterator[Any]):
 
     def __next__(self) -> Any:
         session, progress = self.session, self._progress
-        had_finished = session.finished
         try:
             item = session.next_batch()
         except BaseException as error:
-            if isinstance(error, StopIteration) and session.finished and not had_finished:
+            if isinstance(error, StopIteration) and session.finished and not self._is_over:
                 progress.finish(self._loader)
+                self._is_over = True
             if session.closed:
                 # The finalizer is reachable for ever. By way of the session it leads to the error, to the frames that
                 # the error has passed, and to all their variables.

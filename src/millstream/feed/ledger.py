@@ -237,6 +237,7 @@ class Ledger:
         self._sums = _Sums()
         self._recent: deque[StepTimes] = deque(maxlen=NUM_KEPT)
         self._asked: Mark | int | None = None
+        self._got = -1  # number of the batch handed out last
         self._open: _Step | None = None  # the consumer has its batch and has not come back yet
         self._on_host: tuple[Times, int, int] | None = None  # the same on the CPU: asked and got at
         self._unread: deque[_Step] = deque()  # complete on the host; the device may not be there yet
@@ -251,6 +252,7 @@ class Ledger:
 
     def begin_pass(self) -> None:
         """A new pass: what was open has no end."""
+        self._got = -1
         self._open = self._on_host = self._asked = None
 
     def ask(self, mark: Callable[[], Mark | None], times: Times | None) -> None:
@@ -281,7 +283,8 @@ class Ledger:
 
     def get(self, times: Times, mark: Callable[[], Mark | None]) -> None:
         """The consumer has got a batch."""
-        self.num_batches += 1
+        self.num_batches += times.index != self._got  # or an interrupt has kept the consumer from getting it
+        self._got = times.index
         asked, self._asked = self._asked, None
         if isinstance(asked, int):
             self._on_host = times, asked, time.perf_counter_ns()

@@ -232,10 +232,10 @@ class Session:
             self._error = error
 
     def _stop_worker(self) -> None:
-        self._stopped.set()
         self._budget.cancel()
         self._sent.close()
         self._lane.stop()
+        self._stopped.set()  # last: who closes looks at it
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
@@ -312,10 +312,13 @@ class Session:
         Args:
             why: What a consumer that asks for more is told; if empty, it sees the end of the iteration.
         """
-        if self._pid != os.getpid() or not self._consumer_has_left.acquire(blocking=False):
+        if self._pid != os.getpid():
             return  # in a forked child there are no threads, and locks may be held for ever
-        self._why_closed = why
-        try:
+        if self._consumer_has_left.acquire(blocking=False):
+            self._why_closed = why
+        elif self._stopped.is_set():
+            return
+        try:  # again, too: an interrupt may have ended the first attempt
             self._stop_worker()
         finally:
             self._leave(JOIN_S)
