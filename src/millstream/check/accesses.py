@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from millstream.check.reports import Access, Action
-from millstream.graph import Allocate, Copy, Free, Launch, Plan, step_storages
+from millstream.graph import Allocate, Copy, Free, HappensBefore, Launch, Plan, step_storages
 
 USES = frozenset({Action.READ, Action.WRITE, Action.UPDATE})
 """What depends on a buffer's contents; the rest only takes its memory or gives it back."""
@@ -36,6 +38,15 @@ class Accesses:
             elif isinstance(step, (Allocate, Free)):
                 action = Action.ALLOCATE if isinstance(step, Allocate) else Action.FREE
                 self._add(plan.graph.storage_of[step.buffer], position, action)
+
+    @cached_property
+    def order(self) -> HappensBefore:
+        """Which steps of the plan are ordered before which.
+
+        Raises:
+            PlanError: A ``Wait`` names an event that no earlier ``Record`` records.
+        """
+        return HappensBefore(self.plan)
 
     def _add(self, buffer: str, position: int, action: Action) -> None:
         self.by_buffer.setdefault(buffer, []).append((position, action))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from millstream.check.accesses import USES, Accesses
 from millstream.check.reports import Overlap
 from millstream.errors import PlanError
-from millstream.graph import HappensBefore, MemoryLayout, OwnedRanges, Plan
+from millstream.graph import MemoryLayout, OwnedRanges, Plan
 
 
-def find_overlaps(plan: Plan, layout: MemoryLayout) -> list[Overlap]:
+def find_overlaps(plan: Plan, layout: MemoryLayout, accesses: Accesses | None = None) -> list[Overlap]:
     """Find buffers on the same bytes of ``layout`` of which one is not over before the other is first used.
 
     Each range of bytes is followed through its owners, in the order in which the host issues their first uses; it is
@@ -17,6 +17,7 @@ def find_overlaps(plan: Plan, layout: MemoryLayout) -> list[Overlap]:
     Args:
         plan: A plan without races.
         layout: Where its temporaries stand.
+        accesses: Of the plan, where they are known already.
 
     Returns:
         One entry per buffer that takes bytes too early and range taken, in host order of the taking.
@@ -25,8 +26,8 @@ def find_overlaps(plan: Plan, layout: MemoryLayout) -> list[Overlap]:
         PlanError: The layout names an unknown buffer or a view, or puts a buffer outside its arena.
     """
     _check_bounds(plan, layout)
-    order = HappensBefore(plan)
-    accesses = Accesses(plan)
+    accesses = accesses or Accesses(plan)
+    order = accesses.order
     uses = {
         buffer: [use for use in touched if use[1] in USES]
         for buffer, touched in accesses.by_buffer.items()

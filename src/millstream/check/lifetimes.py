@@ -7,7 +7,7 @@ from millstream.check.reports import Action, LifetimeError, LifetimeFault
 from millstream.graph import PLANNED_ROLES, Copy, HappensBefore, Launch, Plan, Role
 
 
-def find_lifetime_errors(plan: Plan) -> list[LifetimeError]:
+def find_lifetime_errors(plan: Plan, accesses: Accesses | None = None) -> list[LifetimeError]:
     """Find uses of memory in ``plan`` outside its life, and streams that are not joined, without running it.
 
     The life of a temporary or output begins where it is allocated: by an ``Allocate``, or by the launch of the operator
@@ -24,6 +24,7 @@ def find_lifetime_errors(plan: Plan) -> list[LifetimeError]:
 
     Args:
         plan: Steps in the order the host issues them, valid by ``validate_plan``.
+        accesses: Of the plan, where they are known already.
 
     Returns:
         One entry per offending pair of steps and buffer, in host order of the later step, then one per stream that is
@@ -32,8 +33,8 @@ def find_lifetime_errors(plan: Plan) -> list[LifetimeError]:
     Raises:
         PlanError: A ``Wait`` names an event that no earlier ``Record`` records.
     """
-    order = HappensBefore(plan)
-    accesses = Accesses(plan)
+    accesses = accesses or Accesses(plan)
+    order = accesses.order
     allocated_by = {buffer: kernel.id for kernel in plan.graph.kernels for buffer in kernel.allocates}
     launch_of = {step.kernel: position for position, step in enumerate(plan.steps) if isinstance(step, Launch)}
     errors: list[LifetimeError] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millstream.check.accesses import Accesses
 from millstream.check.layout import find_overlaps
 from millstream.check.lifetimes import find_lifetime_errors
 from millstream.check.races import find_races
@@ -25,10 +26,11 @@ def check_plan(plan: Plan, layout: MemoryLayout | None = None) -> None:
             tells the story of the first ones.
     """
     validate_plan(plan)
-    faults: list[Race | LifetimeError | Overlap] = [*find_races(plan), *find_lifetime_errors(plan)]
+    accesses = Accesses(plan)
+    faults: list[Race | LifetimeError | Overlap] = [*find_races(plan, accesses), *find_lifetime_errors(plan, accesses)]
     layout = layout or plan.layout
     if layout is not None:
-        faults += find_overlaps(plan, layout)
+        faults += find_overlaps(plan, layout, accesses)
     if not faults:
         return
     count = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"

@@ -9,7 +9,7 @@ from millstream.check.reports import Action, Race
 from millstream.graph import HappensBefore, Launch, Plan
 
 
-def find_races(plan: Plan) -> list[Race]:
+def find_races(plan: Plan, accesses: Accesses | None = None) -> list[Race]:
     """Find conflicting uses in ``plan`` that are not ordered as the program orders them, without running it.
 
     Two launches or copies *conflict* when they touch the same memory and at least one writes it. They must be ordered
@@ -23,6 +23,7 @@ def find_races(plan: Plan) -> list[Race]:
 
     Args:
         plan: Steps in the order the host issues them, valid by ``validate_plan``.
+        accesses: Of the plan, where they are known already.
 
     Returns:
         One entry per racing pair and buffer, in host order of the later use; empty exactly when the plan has no race.
@@ -30,8 +31,8 @@ def find_races(plan: Plan) -> list[Race]:
     Raises:
         PlanError: A ``Wait`` names an event that no earlier ``Record`` records.
     """
-    order = HappensBefore(plan)
-    accesses = Accesses(plan)
+    accesses = accesses or Accesses(plan)
+    order = accesses.order
     races = []
     for buffer, touched in accesses.by_buffer.items():
         uses = [use for use in touched if use[1] in USES]

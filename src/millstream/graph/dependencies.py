@@ -34,10 +34,7 @@ class Dependency:
 
 def touched_storages(graph: KernelGraph, kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the storages that a kernel reads and those it writes: aliases resolved, each once, in order."""
-    storage_of = graph.storage_of
-    reads = tuple(dict.fromkeys(storage_of[buffer] for buffer in kernel.reads))
-    writes = tuple(dict.fromkeys(storage_of[buffer] for buffer in kernel.writes))
-    return reads, writes
+    return graph.touched_by[kernel.id]
 
 
 def step_storages(graph: KernelGraph, step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -140,6 +140,19 @@ class KernelGraph:
             owners.update(dict.fromkeys(chain, owner))
         return owners
 
+    @cached_property
+    def touched_by(self) -> dict[int, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """For each kernel the storages that it reads and those that it writes: aliases resolved, each once, in order.
+
+        Raises:
+            GraphError: As ``storage_of``.
+        """
+        owner = self.storage_of.__getitem__
+        return {
+            kernel.id: (tuple(dict.fromkeys(map(owner, kernel.reads))), tuple(dict.fromkeys(map(owner, kernel.writes))))
+            for kernel in self.kernels
+        }
+
     def storage(self, buffer_id: str) -> str:
         """Return the id of the buffer that owns the memory of ``buffer_id``: itself, or the end of its aliases."""
         return self.storage_of[buffer_id]

@@ -36,8 +36,10 @@ def validate_graph(graph: KernelGraph) -> None:
         if kernel.id != position:
             text = f"stands at position {position}: kernel ids must count from 0 in program order"
             raise _kernel_error(kernel, None, text)
+        _check_names(graph, kernel)
+    for kernel in graph.kernels:
         _check_kernel(graph, kernel, written)
-        written.update(graph.storage_of[buffer] for buffer in kernel.writes)
+        written.update(graph.touched_by[kernel.id][1])
     _check_outputs(graph, written)
 
 
@@ -134,11 +136,14 @@ def _check_inputs(graph: KernelGraph) -> None:
             raise _buffer_error(buffer.id, text)
 
 
-def _check_kernel(graph: KernelGraph, kernel: Kernel, written: set[str]) -> None:
+def _check_names(graph: KernelGraph, kernel: Kernel) -> None:
     for verb, buffers in (("reads", kernel.reads), ("writes", kernel.writes), ("allocates", kernel.allocates)):
         for buffer in buffers:
             if buffer not in graph.buffer_of:
                 raise _kernel_error(kernel, buffer, f"{verb} unknown buffer {buffer!r}: add it to the buffers")
+
+
+def _check_kernel(graph: KernelGraph, kernel: Kernel, written: set[str]) -> None:
     if kernel.num_bytes < 0 or kernel.flops < 0:
         text = f"has num_bytes={kernel.num_bytes} and flops={kernel.flops}: neither can be negative"
         raise _kernel_error(kernel, None, text)

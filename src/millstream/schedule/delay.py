@@ -60,7 +60,7 @@ def delay_kernels(
         }
         best = (span[0] + (near_ns if stream_of[kernel] in near else 0), span[0], -stream_of[kernel])
         for stream, spans in enumerate(busy):
-            start = _latest_start(spans, needed_ns, duration)
+            start = _latest_start(spans, needed_ns, duration, span[0])
             ready_ns = max((over_ns[p] + wait_ns * (stream_of[p] != stream) for p in predecessors[kernel]), default=0)
             if start > span[0] and start >= ready_ns:
                 best = max(best, (start + (near_ns if stream in near else 0), start, -stream))
@@ -70,15 +70,17 @@ def delay_kernels(
     return Assignment.of(stream_of, start_ns, durations_ns)
 
 
-def _latest_start(spans: Sequence[tuple[int, int]], end_ns: int, duration: int) -> int:
-    """Return the latest start of a gap's last part that is long enough and over by a time; -1 if there is none."""
-    index = bisect_left(spans, (end_ns, 0))
-    while index >= 0:
-        end = min(end_ns, spans[index][0]) if index < len(spans) else end_ns
+def _latest_start(spans: Sequence[tuple[int, int]], end_ns: int, duration: int, least_ns: int) -> int:
+    """Return the latest start behind ``least_ns`` that leaves ``duration`` in a gap before ``end_ns``; else -1."""
+    index, end = bisect_left(spans, (end_ns, 0)), end_ns
+    while end - duration > least_ns:
         begin = spans[index - 1][1] if index else 0
         if end - begin >= duration:
             return end - duration
         index -= 1
+        if index < 0:
+            break
+        end = spans[index][0]
     return -1
 
 
