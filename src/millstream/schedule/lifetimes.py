@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from millstream.graph import PLANNED_ROLES, Allocate, Free, HappensBefore, Launch, MemoryLayout, Plan, step_storages
@@ -58,10 +59,15 @@ def derive_lifetimes(plan: Plan) -> dict[str, Lifetime]:
                 first.setdefault(storage, position)
                 last_on.setdefault(storage, {})[step.stream] = position
     order = HappensBefore(plan)
+
+    @functools.cache  # a kernel is the last to use several buffers
+    def behind(use: int) -> tuple[int, ...]:
+        return tuple([order.first_behind(stream, use) for stream in range(plan.num_streams)])
+
     lifetimes = {}
     for buffer, start in first.items():
         uses = tuple(sorted(last_on[buffer].values()))
-        reusable = tuple(max(order.first_behind(stream, use) for use in uses) for stream in range(plan.num_streams))
+        reusable = behind(uses[0]) if len(uses) == 1 else tuple(map(max, *map(behind, uses)))
         lifetimes[buffer] = Lifetime(buffer, start, plan.steps[start].stream, uses, reusable)
     return lifetimes
 
