@@ -23,6 +23,7 @@ from torch._inductor.utils import should_assume_input_aligned
 from millstream.errors import LoweringError
 from millstream.lower.fx_wrapper import collect_wrappers
 from millstream.lower.program import Program
+from millstream.lower.shortcuts import shortcuts
 from millstream.lower.translate import translate
 
 #: Options for a second attempt when Inductor itself fails. PyTorch 2.11 asserts while it reorders the loops of a kernel
@@ -143,7 +144,7 @@ def _lower(
     visible = frozenset(range(num_outputs))
     if phase is Phase.FORWARD:
         visible = frozenset(_visible_outputs(graph))
-    with collect_wrappers(options) as wrappers:
+    with collect_wrappers(options) as wrappers, shortcuts():
         arguments: Any = {**kwargs, "fx_wrapper": True}
         compile_fx_inner(graph, inputs, **arguments)
         aligned = aligned_inputs(inputs)

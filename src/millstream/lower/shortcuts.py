@@ -1,0 +1,52 @@
+"""Work that Inductor does for nothing, left out. What it generates stays the same, to the letter.
+
+Private APIs of Inductor's code generation; tried on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch._inductor.codegen.cpp import CppVecKernel
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._inductor.scheduler import SchedulerNode
+from torch._inductor.virtualized import V
+
+
+@contextlib.contextmanager
+def shortcuts() -> Iterator[None]:
+    """Generate code more quickly inside the ``with`` block: a fifth to a third of the time for C++ kernels.
+
+    - The rules by which operations get their dtypes are kept in one object, and filled in again for every operation of
+      every kernel. Once will do.
+    - A vectorised loop gets a kernel for what is left over behind the last full vector, also where that is nothing;
+      such a kernel is generated and dropped. Here it stays empty.
+
+    Not for several threads at once: Inductor itself compiles under one lock.
+    """
+    DtypePropagationOpsHandler()
+    fill_in, generate = DtypePropagationOpsHandler.__init__, SchedulerNode.codegen
+
+    def generate_if_used(self: SchedulerNode, index_vars: Sequence[Sequence[Any]]) -> None:
+        if not _is_for_nothing(V.kernel):
+            generate(self, index_vars)
+
+    DtypePropagationOpsHandler.__init__ = lambda self: None  # type: ignore[method-assign]
+    SchedulerNode.codegen = generate_if_used  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DtypePropagationOpsHandler.__init__ = fill_in  # type: ignore[method-assign]
+        SchedulerNode.codegen = generate  # type: ignore[method-assign]
+
+
+def _is_for_nothing(kernel: Any) -> bool:
+    """Whether this is the kernel of an empty rest. Reductions declare their accumulators in it, so those are kept."""
+    return (
+        isinstance(kernel, CppVecKernel)
+        and kernel.tail_size is not None
+        and kernel.tail_size == 0
+        and kernel.reduction_depth == len(kernel.itervars)
+    )
