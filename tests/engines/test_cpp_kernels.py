@@ -7,8 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from millstream.lower import cpp_kernels
-from millstream.lower.cpp_kernels import CppKernels
+from millstream.lower.cpp_kernels import BATCH, CppKernels
 from millstream.lower.fx_wrapper import NativeKernel
 
 
@@ -18,10 +17,9 @@ def definition(body, arguments):
     return f"async_compile.cpp_pybinding({types!r}, r'''\n{head}({', '.join(arguments)})\n{{{body}}}\n''')\n"
 
 
-def test_kernels_of_several_files_and_kinds_of_arguments(monkeypatch):
-    monkeypatch.setattr(cpp_kernels, "BATCH_CHARACTERS", 500)
+def test_kernels_of_several_files_and_kinds_of_arguments():
     kernels = CppKernels()
-    names = [f"cpp_{number}" for number in range(5)]
+    names = [f"cpp_{number}" for number in range(BATCH + 2)]
     for number, name in enumerate(names):
         body = f"for (int64_t i = 0; i < n; i++) out[i] = in[i] * f + {number};"
         kernels.add(name, definition(body, ["const float* in", "float* out", "const int64_t n", "double f"]))

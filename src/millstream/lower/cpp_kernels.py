@@ -9,26 +9,20 @@ Private APIs of Inductor's code cache; tried on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
-from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.exc import CppCompileError
 
-BATCH_CHARACTERS = 64_000
-"""So much source is compiled as one file: more saves compiler starts, a second each, less keeps more cores busy."""
-
-MAX_ARGUMENTS = 160
-"""Loops go into one kernel until it has so many arguments; Inductor's own limit is 500. An optimizer's kernel, the last
-one and by far the longest, is then compiled in parts, while the next part is still written."""
+BATCH = 6
+"""Kernels in a file: more save compiler starts, fewer keep more cores busy."""
 
 _SIMPLE = re.compile(r'\s*(#include [^\n]*\s+)*extern "C"\s+void\s+(?P<name>kernel)\(')
 
@@ -123,17 +117,6 @@ class _Libraries(CppPythonBindingsCodeCache):
         return library
 
 
-@contextlib.contextmanager
-def kernels_in_parts() -> Iterator[None]:
-    """Let Inductor end a C++ kernel where it has ``MAX_ARGUMENTS``."""
-    before = CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM
-    CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = MAX_ARGUMENTS
-    try:
-        yield
-    finally:
-        CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = before
-
-
 class CppKernels:
     """The C++ kernels of one graph, on their way from source to something to call."""
 
@@ -157,7 +140,7 @@ class CppKernels:
         self._sources[name] = source
         if source not in self.known and source not in self._waiting:
             self._waiting.append(source)
-            if sum(map(len, self._waiting)) >= BATCH_CHARACTERS:
+            if len(self._waiting) == BATCH:
                 self._compile()
 
     def collect(self) -> dict[str, Kernel]:

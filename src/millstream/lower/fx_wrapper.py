@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._pytree import tree_map_only
 
 from millstream.errors import LoweringError
-from millstream.lower.cpp_kernels import CppKernels, kernels_in_parts
+from millstream.lower.cpp_kernels import CppKernels
 from millstream.lower.operators import written_arguments
 
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so
@@ -251,7 +251,7 @@ def collect_wrappers(options: dict[str, Any]) -> Iterator[list[torch.fx.GraphMod
                 common.register_backend_for_device(
                     device, entry.scheduling, entry.wrapper_codegen, entry.cpp_wrapper_codegen, Wrapper
                 )
-        with config.patch({**options, **OPTIONS}), kernels_in_parts():
+        with config.patch({**options, **OPTIONS}):
             yield Wrapper.collected
     finally:
         common.device_codegens.update(saved)
