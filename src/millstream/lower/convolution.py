@@ -1,5 +1,6 @@
-"""What cuDNN can do for a convolution beyond what TorchInductor asks of it.
+"""What can be done for a convolution beyond what TorchInductor asks of cuDNN.
 
+- *Compute a small depthwise one by a kernel of our own*, see ``depthwise``.
 - *Write into memory of the plan's.* PyTorch's ``convolution`` takes no output argument, but what it calls does. With it
   a temporary can lie where the plan says, which matters on several streams: memory that an operator allocates can be
   reused only on the stream that it ran on.
@@ -12,19 +13,33 @@ Private PyTorch APIs, one function each; tried on torch 2.11 (CUDA).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from millstream.lower.depthwise import convolve_depthwise, is_small_depthwise
 
 _ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 
 
-def is_cudnn_convolution(node: torch.fx.Node) -> bool:
-    """Whether a node is a convolution that PyTorch gives to cuDNN as it is: no bias, and nothing to be copied first."""
+def find_writer(node: torch.fx.Node) -> Callable[..., None] | None:
+    """What computes a convolution into memory that it is given; ``None`` where nothing does, and for other nodes."""
     if node.target is not torch.ops.aten.convolution.default:
-        return False
-    values: Any = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in arguments_of(node)]
+        return None
+    values = _values(node)
+    if _on_device(values[0]) and is_small_depthwise(values, node.meta["val"]):
+        return convolve_depthwise
+    return convolve if _is_for_cudnn(values) else None
+
+
+def _values(node: torch.fx.Node) -> list[Any]:
+    return [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in arguments_of(node)]
+
+
+def _is_for_cudnn(values: list[Any]) -> bool:
+    """Whether PyTorch gives a convolution to cuDNN as it is: no bias, and nothing to be copied first."""
     image, weight, bias, stride, padding, dilation, transposed, output_padding, groups = values
     if bias is not None or transposed or not _on_device(image) or image.dim() not in _IMAGES or image.numel() == 0:
         return False
@@ -68,7 +83,7 @@ def find_epilogue(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node, to
         return None
     convolution, output = convolutions[0], written[0]
     bias = next(arg for arg in tensors if arg is not convolution and arg is not output)
-    if not is_cudnn_convolution(convolution) or not _only_bias_and_relu(node, convolution):
+    if find_writer(convolution) is not convolve or not _only_bias_and_relu(node, convolution):
         return None
     image, weight = (arg.meta["val"] for arg in arguments_of(convolution)[:2])
     values: Any = [each.meta["val"] for each in (convolution, bias, output)]

@@ -23,13 +23,8 @@ from torch.utils._pytree import tree_map
 
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
-from millstream.lower.convolution import (
-    arguments_of,
-    convolve,
-    convolve_relu,
-    find_epilogue,
-    is_cudnn_convolution,
-)
+from millstream.lower.convolution import arguments_of, convolve_relu, find_epilogue, find_writer
+from millstream.lower.depthwise import convolve_depthwise
 from millstream.lower.fx_wrapper import GeneratedKernel
 from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
 from millstream.lower.program import Call, Layout, Program, Value, View
@@ -179,25 +174,26 @@ class _Translator:
             )
         if isinstance(target, GeneratedKernel) and self._absorb(node):
             return
-        into = is_cudnn_convolution(node)
-        if into:
+        writer = find_writer(node)
+        if writer is not None:
             self._add_allocation(node, *layout_of(node.meta["val"]))
         reads, writes = self._accesses(node)
-        if into:
+        if writer is not None:
             writes = (*writes, node.name)
             self.filled.add(node.name)
         origins = node.meta.get("origins", ())
         value = node.meta.get("val")
         generated = isinstance(target, GeneratedKernel)
+        name = target.__name__ if generated else str(target)
         self.kernels.append(
             Kernel(
                 id=len(self.kernels),
-                name=target.__name__ if generated else str(target),
+                name=convolve_depthwise.__name__ if writer is convolve_depthwise else name,
                 kind=KernelKind.FUSED if generated else kind_of(target),
                 device=self._device_of(node, reads + writes),
                 reads=reads,
                 writes=writes,
-                num_bytes=self._traffic(node, writes) + (self.bytes[node.name] if into else 0),
+                num_bytes=self._traffic(node, writes) + (self.bytes[node.name] if writer is not None else 0),
                 flops=count_elementwise(set(origins))
                 if generated
                 else count_flops(target, node.args, node.kwargs, value),
@@ -205,16 +201,16 @@ class _Translator:
                 source=next(filter(None, map(source_line, origins)), ""),
             )
         )
-        if into:
+        if writer is not None:
             image, weight, _, stride, padding, dilation, _, _, groups = self._values(arguments_of(node))
-            call = Call(convolve, (image, weight, stride, padding, dilation, groups), {"out": Value(node.name)})
+            call = Call(writer, (image, weight, stride, padding, dilation, groups), {"out": Value(node.name)})
         elif generated and target.tuner is not None:
             call = Call(target.function, self._values(node.args), {}, stream_keyword="stream")
         else:
             callee = target.function if generated else node.meta.get("callee") or target
             call = Call(callee, self._values(node.args), self._values(dict(node.kwargs)))
         self.calls.append(call)
-        if isinstance(value, torch.Tensor) and "out" not in node.kwargs and not generated and not into:
+        if isinstance(value, torch.Tensor) and "out" not in node.kwargs and not generated and writer is None:
             self._bind_result(node, self.kernels[-1])
             self._extend(len(self.kernels) - 1, node)
             self.calls[-1] = replace(call, results=((None, node.name),))
