@@ -35,6 +35,7 @@ from millstream.capture.step_graph import Build, StepGraph
 from millstream.capture.trace import FoundLate, StateMissing, trace_step
 from millstream.device.likeness import Likeness
 from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
+from millstream.lower import ask_early
 from millstream.lower.tensors import place_of_implementation
 
 MAX_LATE = 32
@@ -224,6 +225,7 @@ class Step:
     def _capture(self, call: Call, found: Found) -> Any:
         """Trace, build, run and keep a graph for ``call``; a failure leaves everything as it was."""
         counts = CountsOnDevice()
+        ask_early(call.arguments)
         try:
             graph = self._trace(call, found, counts)
             result = self._build_and_run(call, graph)

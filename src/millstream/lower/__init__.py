@@ -2,12 +2,24 @@
 
 from typing import TYPE_CHECKING, Any
 
+from millstream.lower.probe import ask_early
 from millstream.lower.program import Call, Layout, Program, Value, View
 
 if TYPE_CHECKING:
     from millstream.lower.compile import Lowered, Phase, compile_graph, frozen_parameters
 
-__all__ = ["Call", "Layout", "Lowered", "Phase", "Program", "Value", "View", "compile_graph", "frozen_parameters"]
+__all__ = [
+    "Call",
+    "Layout",
+    "Lowered",
+    "Phase",
+    "Program",
+    "Value",
+    "View",
+    "ask_early",
+    "compile_graph",
+    "frozen_parameters",
+]
 
 
 def __getattr__(name: str) -> Any:

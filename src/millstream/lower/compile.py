@@ -22,6 +22,7 @@ from torch._inductor.utils import should_assume_input_aligned
 
 from millstream.errors import LoweringError
 from millstream.lower.fx_wrapper import collect_wrappers
+from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
 from millstream.lower.shortcuts import shortcuts
 from millstream.lower.translate import translate
@@ -88,6 +89,7 @@ def compile_graph(
         A callable on the flat inputs that returns the flat outputs.
     """
     options = dict(options or {})
+    ask_early(inputs)
 
     def inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.STEP if step_state is not None else _phase(kwargs)
