@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_train_options(parser: argparse.ArgumentParser) -> None:
     count, seconds = _number(int, 1), _number(float, 0)
-    parser.add_argument("--steps", type=count, help="steps of this run (the job's own number, within a minute)")
+    parser.add_argument("--steps", type=count, help="steps of this run (the job's own number, if time allows)")
     parser.add_argument("--seconds", type=seconds, help="end this run after so much time (no limit)")
     parser.add_argument(
         "--compare", type=_number(int, 0), default=20, help="steps to run eagerly too, and to compare (%(default)s)"

@@ -28,7 +28,8 @@ from millstream.cli.job import Carry, Job
 
 WARM_UP_STEPS = 3  # eager, which makes the optimizer's state; captured and compiled; recorded as a CUDA graph
 TOLERANCE = 1e-3  # relative, of a loss: float32 rounding that the steps amplify stays far below, a wrong gradient above
-DEFAULT_SECONDS = 60.0  # a run that the user gives no length ends then, whatever the machine
+DEFAULT_SECONDS = 150.0  # a run that the user gives no length ends then, compilation included, whatever the machine
+LEAST_SECONDS = 10.0  # but trains for so long
 REFRESH_SECONDS = 0.5  # a loss is read from the device, which waits for it, no more often than this
 
 EXIT_OK = 0
@@ -92,7 +93,7 @@ def train(
         make_job: Makes the job, fresh and the same each time.
         steps: Length of the run.
         seconds: Time after which the run ends, counted from the first step behind the compared ones. With neither, the
-            job's own number of steps and ``DEFAULT_SECONDS`` hold.
+            job's own number of steps holds, and ``DEFAULT_SECONDS`` counted from the beginning.
         compare: Steps to run eagerly too.
         resume: Checkpoint to start from.
         checkpoint: File to save to.
@@ -103,13 +104,15 @@ def train(
     Raises:
         ArgumentError: A file cannot be read or written, or the checkpoint is of another job.
     """
+    began = time.perf_counter()
     check_writable(checkpoint)
     console = Console(highlight=False, soft_wrap=True)
     job = make_job()
     console.print(f"[bold]{job.name}[/] on {job.device}: {job.title}")
     start = load_checkpoint(resume, job) if resume else None
-    if steps is None and seconds is None:
-        steps, seconds = job.steps, DEFAULT_SECONDS
+    has_length = steps is not None or seconds is not None
+    if not has_length:
+        steps = job.steps
     compare = compare if steps is None else min(compare, steps)
 
     def begin(captured: bool) -> Run:
@@ -121,6 +124,8 @@ def train(
     run = begin(captured=True)
     with closing(run.losses()) as losses:
         agree = _run_compared(console, run, losses, compare, eager) if eager else True
+        if not has_length:
+            seconds = max(DEFAULT_SECONDS - (time.perf_counter() - began), LEAST_SECONDS)
         if agree:
             _run_on(console, run, losses, None if steps is None else steps - compare, seconds)
     if not agree:
