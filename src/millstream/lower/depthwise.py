@@ -21,6 +21,7 @@ import math
 from typing import Any
 
 import torch
+from torch.utils._triton import has_triton
 
 MOST_OUTPUTS = 1 << 19
 """Beyond, the device is full, and cuDNN's kernel does more with it."""
@@ -60,7 +61,7 @@ def is_small_depthwise(arguments: list[Any], output: Any) -> bool:
 
 @functools.cache
 def _has_triton() -> bool:
-    return torch.utils._triton.has_triton()
+    return bool(has_triton())
 
 
 def convolve_depthwise(
