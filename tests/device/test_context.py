@@ -421,7 +421,7 @@ def test_the_runtime_is_looked_up_once(monkeypatch):
     monkeypatch.setattr(driver.ctypes, "CDLL", asked.append)
     driver._find.cache_clear()
     for _ in range(3):
-        with driver._capture_mode_of_thread(1):
+        with driver._CaptureModeOfThread(1):
             pass
     driver._find.cache_clear()
     assert len(asked) == 1

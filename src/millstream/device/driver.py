@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.device.guard import guard
+from millstream.device.guard import current_stream, guard
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
 from millstream.device.native import enqueuer
 from millstream.device.place import Place
@@ -194,7 +194,8 @@ class CudaDriver:
 
     def current_stream(self) -> Stream:
         """The calling thread's current stream on this device, whichever device is current."""
-        return torch.cuda.current_stream(self.place.index)  # of a number PyTorch makes more quickly than of a device
+        stream: Stream = current_stream(self.place.index)
+        return stream
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """PyTorch's own stream context: sets the device too, and restores both."""
@@ -238,11 +239,14 @@ class CudaDriver:
         compiled = enqueuer()
         # PyTorch creates an event when it is first recorded, and makes the thread ready for its device.
         befores, afters = [event.cuda_event for event in before], [event.cuda_event for event in after]
-        if compiled is None or not all(befores) or not all(afters) or not after:
+        if compiled is None or 0 in befores or 0 in afters or not after:
             return False
-        if not all(a.is_contiguous() and b.is_contiguous() and a.dtype == b.dtype for a, b in pairs):
-            return False
-        copies = [(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs if to.nbytes]
+        copies = []
+        for to, source in pairs:
+            if not (to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype):
+                return False
+            if num_bytes := to.nbytes:
+                copies.append((to.data_ptr(), source.data_ptr(), num_bytes))
         # After an error PyTorch is left to meet it, and to say what it is.
         return compiled.enqueue(stream.cuda_stream, befores, copies, afters) == 0
 
@@ -277,7 +281,7 @@ class CudaDriver:
         A new thread starts on device 0, whatever its parent used: without this its allocations and its streams would
         silently belong to another GPU.
         """
-        with guard(self.place), _capture_mode_of_thread(_THREAD_LOCAL):
+        with guard(self.place), _CaptureModeOfThread(_THREAD_LOCAL):
             yield
 
     def synchronize(self) -> None:
@@ -344,8 +348,7 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
-@contextmanager
-def _capture_mode_of_thread(mode: int) -> Iterator[None]:
+class _CaptureModeOfThread(AbstractContextManager[None]):
     """Let this thread query events and allocate while *another* thread captures in CUDA's default, global mode.
 
     In that mode one "potentially unsafe" call of any thread (``cudaEventQuery``, ``cudaMalloc``, ``cudaHostAlloc``)
@@ -353,15 +356,20 @@ def _capture_mode_of_thread(mode: int) -> Iterator[None]:
     ``cuThreadExchangeStreamCaptureMode`` (CUDA 10.1 and later) does; ``torch.cuda`` does not offer it. Where the call
     is not to be had (ROCm), nothing happens, and only captures that hold the capture lock are safe.
     """
-    exchange = _find("cuThreadExchangeStreamCaptureMode")
-    value = ctypes.c_int(mode)
-    if exchange is None or exchange(ctypes.byref(value)) != 0:
-        yield
-        return
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(value))  # the first exchange left the previous mode in ``value``
+
+    __slots__ = ("_exchange", "_mode")
+
+    def __init__(self, mode: int) -> None:
+        self._exchange = _find("cuThreadExchangeStreamCaptureMode")
+        self._mode = ctypes.byref(ctypes.c_int(mode))
+
+    def __enter__(self) -> None:
+        if self._exchange is not None and self._exchange(self._mode) != 0:
+            self._exchange = None
+
+    def __exit__(self, *_: object) -> None:
+        if self._exchange is not None:
+            self._exchange(self._mode)  # the first exchange left the previous mode there
 
 
 @functools.cache

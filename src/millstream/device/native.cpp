@@ -2,8 +2,9 @@
 // several threads, and enqueueing a copy between events.
 //
 // Contract
-// - `millstream_begin` lets helpers copy and returns at once, with Python's lock held. `millstream_finish`, called from any
-//   thread, copies what is left and returns when all bytes are there; a second call returns at once.
+// - `millstream_begin` lets helpers copy and returns at once. `millstream_finish`, called from any thread, copies what is left
+//   and returns when all bytes are there; a second call returns at once. Both are called with Python's lock held; the
+//   second gives it away meanwhile, unless that would take longer than the copy.
 // - What `millstream_begin` returns is a capsule of Python's, which keeps the owner of the memory on both sides alive, and
 //   which finishes when it is dropped: Ctrl-C behind any line of Python cannot leave helpers to memory that is gone.
 // - Helpers are shared by the process, and work for one filling at a time.
@@ -25,7 +26,10 @@
 
 // Of Python, whose headers need not be there.
 struct _object;
+struct _ts;
 extern "C" {
+_ts* PyEval_SaveThread();
+void PyEval_RestoreThread(_ts* state);
 _object* PyCapsule_New(void* pointer, const char* name, void (*destructor)(_object*));
 void* PyCapsule_GetPointer(_object* capsule, const char* name);
 void Py_IncRef(_object* object);
@@ -37,6 +41,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kChunkBytes = 64 << 10;
+constexpr size_t kShortBytes = 128 << 10;  // copied in less time than Python's lock takes to come back from another thread
 constexpr size_t kWakeBytes = 256 << 10;  // so many for each thread that is woken, which takes some 50 us
 constexpr int kMany = 4;  // helpers, so that one thread more is no matter
 constexpr auto kSpin = std::chrono::microseconds(500);
@@ -186,15 +191,27 @@ _object* millstream_begin(Team* team, size_t num_pieces, char* const* to, const 
   return capsule;
 }
 
-void millstream_finish(Filling* filling) { finish_once(filling); }
+void millstream_finish(_object* capsule) {
+  auto* filling = static_cast<Filling*>(PyCapsule_GetPointer(capsule, nullptr));
+  if (filling->starts.back() <= kShortBytes) return finish_once(filling);
+  _ts* state = PyEval_SaveThread();
+  finish_once(filling);
+  PyEval_RestoreThread(state);
+}
 
-int millstream_enqueue(const Driver* driver, void* stream, size_t num_before, void* const* before, size_t num_copies,
-                       const uint64_t* to, const void* const* from, const size_t* num_bytes, size_t num_after,
-                       void* const* after) {
+// `order`: the stream; how many events to record before, copies, and events behind; then each of these. A copy is where
+// to, where from, and how many bytes.
+int millstream_enqueue(const Driver* driver, const uint64_t* order) {
+  void* stream = reinterpret_cast<void*>(order[0]);
+  const uint64_t* copies = order + 4 + order[1];
+  const uint64_t* after = copies + 3 * order[2];
+  const uint64_t* end = after + order[3];
   int error = 0;
-  for (size_t i = 0; i < num_before && !error; ++i) error = driver->record(before[i], stream);
-  for (size_t i = 0; i < num_copies && !error; ++i) error = driver->copy(to[i], from[i], num_bytes[i], stream);
-  for (size_t i = 0; i < num_after && !error; ++i) error = driver->record(after[i], stream);
+  for (const uint64_t* at = order + 4; at < copies && !error; ++at)
+    error = driver->record(reinterpret_cast<void*>(*at), stream);
+  for (const uint64_t* at = copies; at < after && !error; at += 3)
+    error = driver->copy(at[0], reinterpret_cast<const void*>(at[1]), at[2], stream);
+  for (const uint64_t* at = after; at < end && !error; ++at) error = driver->record(reinterpret_cast<void*>(*at), stream);
   return error;
 }
 
