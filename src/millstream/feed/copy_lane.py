@@ -17,10 +17,9 @@ import sys
 import threading
 import time
 from array import array
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from millstream.feed.staging import SECTION_BYTES, PinnedRing, PinnedSlot, find_
 from millstream.feed.structure import Rebuild, as_tensor, split
 
 _NEVER = threading.Event()
+_AS_IT_IS = nullcontext()
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
 
@@ -47,10 +47,10 @@ class DeviceLoad:
 
     rebuild: Rebuild
     layout: Layout
-    sections: deque[Section]  # of the layout: those that are still to be staged
+    sections: Sequence[Section]  # of the layout: those that are still to be staged
     leaves: list[Any]  # on the host; emptied when they are not needed any more
     staged: Sequence[int]  # which leaves lie in the slot
-    others: dict[int, Any]  # the leaves that do not
+    others: Mapping[int, Any]  # the leaves that do not
     addresses: array[int] | None = None  # of the leaves, where their bytes can be copied as they are
     copy: tuple[Mark, Mark] | None = None
     staged_ns: int = 0
@@ -60,7 +60,7 @@ class DeviceLoad:
     slot: DeviceSlot | None = None
     loan: Loan | None = None
     ready: Event | None = None  # what the consumer's stream waits for
-    tensors: dict[int, Tensor] = field(default_factory=dict)  # by leaf, those that the user gets
+    tensors: Mapping[int, Tensor] | None = None  # by leaf, those that the user gets
     whole: Sequence[Tensor] | None = None  # the same where there are no others
     unused: Sequence[Tensor] = ()  # lent, but no part of what the user gets: dropped with the load
 
@@ -124,7 +124,7 @@ class CopyLane:
         leaves, rebuild = split(batch)
         addresses = None if self._likeness is None else self._likeness.find(leaves)
         if addresses is not None:  # nearly always
-            return DeviceLoad(rebuild, self._layout, deque(self._sections), leaves, range(len(leaves)), {}, addresses)
+            return DeviceLoad(rebuild, self._layout, self._sections, leaves, range(len(leaves)), {}, addresses)
         staged: list[int] = []
         others: dict[int, Any] = {}
         for i, leaf in enumerate(leaves):
@@ -142,7 +142,7 @@ class CopyLane:
             self._sections, self._whole = cut(self._layout, SECTION_BYTES), cut(self._layout, sys.maxsize)
         self._likeness = None if others else find_likeness(self._layout, host)
         addresses = find_addresses(self._layout, host)
-        sections = deque(self._whole if addresses is None else self._sections)
+        sections = self._whole if addresses is None else self._sections
         made = self._mark_own_work(others)
         return DeviceLoad(rebuild, self._layout, sections, host, staged, others, addresses, made=made)
 
@@ -152,7 +152,7 @@ class CopyLane:
         Always, even when they are pinned already: a source that yields the same memory again would otherwise overwrite
         a batch whose copy is still in flight, and a pageable one would make the copy block.
         """
-        section = load.sections.popleft()
+        section, *load.sections = load.sections
         with _out_of_inference_mode():
             load.pinned = self._pinned.begin_fill(load.layout, section, load.leaves, stopped, load.addresses)
         return load.pinned is not None
@@ -184,7 +184,7 @@ class CopyLane:
     def _stage_whole(self, load: DeviceLoad, stopped: threading.Event) -> bool:
         """Stage all of a batch at once, also what was sent before: the consumer may take his time to start it."""
         self.finish(load)
-        load.sections = deque(cut(load.layout, sys.maxsize))
+        load.sections = cut(load.layout, sys.maxsize)
         return self.stage(load, stopped)
 
     def finish(self, load: DeviceLoad) -> None:
@@ -215,8 +215,7 @@ class CopyLane:
         context, slot = self._context, load.slot
         assert slot is not None
         with _out_of_inference_mode():
-            with context.capture_lock:  # allocating ends captures of other threads
-                memories = self.ring.open(slot, load.layout, context.copy_stream)
+            memories = self.ring.open(slot, load.layout, context.copy_stream)
             if self._transform is None:
                 self._lend(load, memories)  # while helpers still stage
             checksums: dict[int, int] = {}
@@ -235,10 +234,11 @@ class CopyLane:
                 if not self.stage(load, stopped):
                     return False
                 load.waited_ns += time.perf_counter_ns() - began
-            with context.capture_lock:
-                if self._checker is not None:
+            if self._checker is not None:
+                with context.capture_lock:
                     self._checker.follow(load.layout, memories, slot, checksums)
-                if self._transform is not None:
+            if self._transform is not None:
+                with context.capture_lock:
                     self._apply(self._transform, load, memories)
         load.ready = slot.copied
         return True
@@ -250,7 +250,7 @@ class CopyLane:
         assert pinned is not None
         # Before the copy: an interrupt right behind it would leave slots that look as if nothing were under way.
         pinned.busy = slot.written = True
-        pairs = [(memories[parcel][first : first + source.numel()], source) for parcel, first, source in pinned.copies]
+        pairs = [(_cut_out(memories[parcel], first, source.numel()), source) for parcel, first, source in pinned.copies]
         with context.capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
             try:
                 context.copy(pairs, context.copy_stream, before=begin, after=(*end, pinned.copied, slot.copied))
@@ -285,10 +285,12 @@ class CopyLane:
         if load.made is not None:
             copy_stream.wait_event(load.made[0].event)
         with context.on(copy_stream):
-            batch = transform(load.rebuild([(raw | load.others)[i] for i in range(len(raw) + len(load.others))]))
+            leaves = {**raw, **load.others}
+            batch = transform(load.rebuild([leaves[i] for i in range(len(leaves))]))
             slot.copied.record(copy_stream)
         outputs, load.rebuild = split(batch)
-        load.others, load.tensors = {}, {}
+        others: dict[int, Any] = {}
+        tensors: dict[int, Tensor] = {}
         storages: dict[int, Tensor] = {}
         lands = [_is_plain(leaf) and leaf.device == self._device for leaf in outputs]
         uses_slot = any(
@@ -300,15 +302,15 @@ class CopyLane:
         for i, leaf in enumerate(outputs):
             pointer = leaf.untyped_storage().data_ptr() if lands[i] else 0
             if not lands[i] or pointer in foreign or not leaf.untyped_storage().nbytes():
-                load.others[i] = leaf
+                others[i] = leaf
                 continue
             if pointer in own:
                 storages[pointer] = lent[own[pointer]]
             elif pointer not in storages:
                 storages[pointer] = self.ring.lend_other(loan, whole_storage(leaf), copy_stream)
             memory = storages[pointer].view(leaf.dtype)
-            load.tensors[i] = memory.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset()).data
-        load.loan, load.unused = loan, lent
+            tensors[i] = memory.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset()).data
+        load.others, load.tensors, load.loan, load.unused = others, tensors, loan, lent
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
@@ -347,7 +349,7 @@ class CopyLane:
 
     def _complete(self, load: DeviceLoad, stream: Stream) -> Any:
         """Make the batch of what was staged and of what was not."""
-        tensors: dict[int, Any] = dict(load.tensors)
+        tensors: dict[int, Any] = dict(load.tensors or {})
         if load.made is not None:
             tensors |= self._take_over(load, load.made, stream)
         for i, leaf in load.others.items():
@@ -390,7 +392,7 @@ class CopyLane:
 
 def _out_of_inference_mode() -> AbstractContextManager[Any]:
     """The source may be a generator that has left that mode on."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
 
 
 def _can_be_staged(leaf: Any) -> bool:
@@ -404,6 +406,10 @@ def _can_be_staged(leaf: Any) -> bool:
 
 def _is_plain(leaf: Any) -> bool:
     return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_nested
+
+
+def _cut_out(memory: Tensor, first: int, num_bytes: int) -> Tensor:
+    return memory if memory.numel() == num_bytes else memory[first : first + num_bytes]  # nearly always all of it
 
 
 def _move(leaf: Any, device: torch.device) -> Any:

@@ -306,7 +306,7 @@ class Ledger:
     def read(self) -> None:
         """Read the steps that the device has finished. Any thread; who comes second leaves it to the first."""
         context = self.context
-        if context is None or context.closed or not self._reading.acquire(blocking=False):
+        if not self._unread or context is None or context.closed or not self._reading.acquire(blocking=False):
             return
         try:
             while self._unread:

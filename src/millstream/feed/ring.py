@@ -53,6 +53,8 @@ class DeviceSlot:
         copied: Where on the copy stream its present batch is complete.
         released: Where on the consumer's stream its last batch was dropped.
         parcels: Its memory; ``None`` where the user has kept it.
+        layout: What it was opened for last; ``None`` when it must be looked at again.
+        memories: Of the parcels that this layout has.
         written: Whether ``copied`` has been recorded since the memory was taken.
         loan: As what it was lent last, until it is taken again.
     """
@@ -61,6 +63,8 @@ class DeviceSlot:
     copied: Event
     released: Event
     parcels: list[Parcel | None] = field(default_factory=list)
+    layout: Layout | None = None
+    memories: list[Tensor] = field(default_factory=list)
     written: bool = False
     was_lent: bool = False
     loan: Loan | None = None
@@ -115,14 +119,18 @@ class Ring:
     def open(self, slot: DeviceSlot, layout: Layout, copy_stream: Stream) -> list[Tensor]:
         """Give the slot memory for a layout, and let ``copy_stream`` wait until it may be written.
 
-        The caller holds the capture lock.
-
         Raises:
             torch.OutOfMemoryError: There is none; what was there before still is.
         """
         if slot.was_lent:
             copy_stream.wait_event(slot.released)  # WAR: kernels that read the last batch
             slot.was_lent = False
+        if slot.layout is not layout:
+            self._fit(slot, layout, copy_stream)
+        return slot.memories
+
+    def _fit(self, slot: DeviceSlot, layout: Layout, copy_stream: Stream) -> None:
+        slot.layout, slot.memories = None, []
         slot.parcels += [None] * (len(layout.parcels) - len(slot.parcels))
         for i, parcel in enumerate(layout.parcels):
             present = slot.parcels[i]
@@ -130,12 +138,13 @@ class Ring:
                 slot.parcels[i] = self._allocate(parcel.num_bytes, copy_stream)
                 if present is not None:
                     self._order(copy_stream, present.home)  # all that was done with it happened before this point
-        memories = [parcel.memory for parcel in slot.parcels if parcel is not None]
-        return memories[: len(layout.parcels)]
+        parcels = slot.parcels[: len(layout.parcels)]
+        slot.memories = [parcel.memory for parcel in parcels if parcel is not None]
+        slot.layout = layout
 
     def _allocate(self, num_bytes: int, copy_stream: Stream) -> Parcel:
         home = self.stream
-        with self._context.on(home):
+        with self._context.capture_lock, self._context.on(home):  # allocating ends captures of other threads
             memory = self._context.allocate(num_bytes)
         # The memory may have been freed a moment ago by the host, while kernels on its stream still use it (WAR, WAW).
         self._order(home, copy_stream)
@@ -248,6 +257,7 @@ class Ring:
                         parcel.home.wait_event(slot.released)
         for slot in self.slots:
             slot.parcels.clear()
+            slot.memories = []
             slot.loan = None
             self._context.release_event(slot.copied)
             self._context.release_event(slot.released)
@@ -295,7 +305,7 @@ class Loan:
         for i, claim in enumerate(self.claims):
             if claim.acquire(blocking=False):
                 if self.leases[i]() is not None:  # otherwise an interrupt has met its finalizer
-                    self.slot.parcels[i] = None
+                    self.slot.layout, self.slot.memories, self.slot.parcels[i] = None, [], None
                     self._kept.add(i)
                     kept += 1
                 if self.is_last():

@@ -203,7 +203,10 @@ class Session:
                 note = prepared[1]
                 del prepared
                 pulled = time.perf_counter_ns()
-                self._budget.send(times.index, load.num_bytes)
+                if pace.alone:  # no more than this one is under way
+                    self._budget.check_size(load.num_bytes)
+                else:
+                    self._budget.send(times.index, load.num_bytes)
                 admitted = time.perf_counter_ns()
                 try:
                     if not lane.stage(load, stopped):
@@ -291,7 +294,7 @@ class Session:
 
     def _make_room(self, index: int) -> None:
         """Let another batch be made for one that is handed out."""
-        if self._gone[-1] < index:
+        if self._gone[-1] < index and not self._pace.alone:
             with suppress(ChannelClosed):
                 self._budget.receive_into(self._gone, timeout=0)
 
