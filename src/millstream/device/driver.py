@@ -23,7 +23,7 @@ from torch import Tensor
 
 from millstream.device.guard import current_stream, guard
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
-from millstream.device.native import enqueuer
+from millstream.device.native import enqueuer, lender
 from millstream.device.place import Place
 
 GraphPool = tuple[int, int]
@@ -124,7 +124,7 @@ class CpuDriver:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def lend(self, memory: Tensor, token: object) -> Tensor:
-        """By way of an array, which a tensor keeps alive."""
+        """See there."""
         return lend_host(memory, token)
 
     def copy(
@@ -213,7 +213,9 @@ class CudaDriver:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def lend(self, memory: Tensor, token: object) -> Tensor:
-        """By way of the CUDA array interface: PyTorch keeps the object that offers it as long as the memory is used."""
+        """By compiled code, or else by way of the CUDA array interface: PyTorch keeps the object that offers it."""
+        if (compiled := lender()) is not None:
+            return compiled.lend(memory, token)
         return torch.as_tensor(_Lent(memory, token), device=self.torch_device)
 
     def copy(
@@ -274,15 +276,13 @@ class CudaDriver:
         first, second = handle
         return (first, second)
 
-    @contextmanager
-    def in_thread(self) -> Iterator[None]:
+    def in_thread(self) -> AbstractContextManager[None]:
         """Set the thread's device, and keep its calls from killing captures made elsewhere.
 
         A new thread starts on device 0, whatever its parent used: without this its allocations and its streams would
         silently belong to another GPU.
         """
-        with guard(self.place), _CaptureModeOfThread(_THREAD_LOCAL):
-            yield
+        return _InThread(self.place)
 
     def synchronize(self) -> None:
         """Wait for all streams of the device, the user's included."""
@@ -309,7 +309,9 @@ class _LentArray(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def lend_host(memory: Tensor, token: object) -> Tensor:
-    """Do what ``Driver.lend`` does, for host memory."""
+    """Do what ``Driver.lend`` does, for host memory; without compiled code by an array that a tensor keeps alive."""
+    if (compiled := lender()) is not None:
+        return compiled.lend(memory, token)
     array = memory.numpy().view(_LentArray)
     array.token = token
     return torch.from_numpy(array)
@@ -348,28 +350,39 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
-class _CaptureModeOfThread(AbstractContextManager[None]):
+class _InThread(AbstractContextManager[None]):
     """Let this thread query events and allocate while *another* thread captures in CUDA's default, global mode.
 
     In that mode one "potentially unsafe" call of any thread (``cudaEventQuery``, ``cudaMalloc``, ``cudaHostAlloc``)
     destroys the capture. A thread escapes the rule by declaring itself thread-local, which the driver's
     ``cuThreadExchangeStreamCaptureMode`` (CUDA 10.1 and later) does; ``torch.cuda`` does not offer it. Where the call
     is not to be had (ROCm), nothing happens, and only captures that hold the capture lock are safe.
+
+    A feed without a worker enters it for every batch.
     """
 
-    __slots__ = ("_exchange", "_mode")
+    __slots__ = ("_exchange", "_guard", "_mode")
 
-    def __init__(self, mode: int) -> None:
+    def __init__(self, place: Place) -> None:
+        self._guard = guard(place)
         self._exchange = _find("cuThreadExchangeStreamCaptureMode")
-        self._mode = ctypes.byref(ctypes.c_int(mode))
+        self._mode = ctypes.byref(ctypes.c_int(_THREAD_LOCAL))
 
     def __enter__(self) -> None:
-        if self._exchange is not None and self._exchange(self._mode) != 0:
-            self._exchange = None
+        self._guard.__enter__()
+        try:
+            if self._exchange is not None and self._exchange(self._mode) != 0:
+                self._exchange = None
+        except BaseException:
+            self._guard.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        if self._exchange is not None:
-            self._exchange(self._mode)  # the first exchange left the previous mode there
+        try:
+            if self._exchange is not None:
+                self._exchange(self._mode)  # the first exchange left the previous mode there
+        finally:
+            self._guard.__exit__()
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 // What happens to every batch on its way to a device, and must not wait for the interpreter: filling pinned memory with
-// several threads, and enqueueing a copy between events.
+// several threads, enqueueing a copy between events, and offering memory to PyTorch.
 //
 // Contract
 // - `millstream_begin` lets helpers copy and returns at once. `millstream_finish`, called from any thread, copies what is left
@@ -9,6 +9,8 @@
 //   which finishes when it is dropped: Ctrl-C behind any line of Python cannot leave helpers to memory that is gone.
 // - Helpers are shared by the process, and work for one filling at a time.
 // - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and who is awake takes the next one.
+// - `millstream_lend` describes memory in the form of DLPack. Its owner is kept until who has taken it drops it, in whatever
+//   thread that is, or until the description is dropped and nobody has.
 // - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none.
 
 #include <pthread.h>
@@ -32,6 +34,10 @@ _ts* PyEval_SaveThread();
 void PyEval_RestoreThread(_ts* state);
 _object* PyCapsule_New(void* pointer, const char* name, void (*destructor)(_object*));
 void* PyCapsule_GetPointer(_object* capsule, const char* name);
+int PyCapsule_IsValid(_object* capsule, const char* name);
+int PyGILState_Ensure();
+void PyGILState_Release(int state);
+int Py_IsInitialized();
 void Py_IncRef(_object* object);
 void Py_DecRef(_object* object);
 }
@@ -164,6 +170,37 @@ void drop(_object* capsule) {
   delete filling;
 }
 
+// Of DLPack's interface, as of its version 0.2; later ones of this form are the same.
+struct Offer {
+  void* data;
+  int32_t device_type, device_index;
+  int32_t num_dimensions = 1;
+  uint8_t type_code = 1, type_bits = 8;  // unsigned integers
+  uint16_t type_lanes = 1;
+  int64_t* shape;
+  int64_t* strides = nullptr;  // dense
+  uint64_t offset = 0;
+  void* owner;
+  void (*let_go)(Offer*);
+  // What follows is not of the interface.
+  int64_t num_bytes;
+};
+
+void let_go(Offer* offer) {
+  if (Py_IsInitialized()) {
+    int state = PyGILState_Ensure();
+    Py_DecRef(static_cast<_object*>(offer->owner));
+    PyGILState_Release(state);
+  }
+  delete offer;
+}
+
+constexpr char kUntaken[] = "dltensor";  // who takes it renames it
+
+void drop_offer(_object* capsule) {
+  if (PyCapsule_IsValid(capsule, kUntaken)) let_go(static_cast<Offer*>(PyCapsule_GetPointer(capsule, kUntaken)));
+}
+
 // Of CUDA's driver interface.
 struct Driver {
   int (*copy)(uint64_t to, const void* from, size_t num_bytes, void* stream);
@@ -197,6 +234,19 @@ void millstream_finish(_object* capsule) {
   _ts* state = PyEval_SaveThread();
   finish_once(filling);
   PyEval_RestoreThread(state);
+}
+
+_object* millstream_lend(void* data, int64_t num_bytes, int device_type, int device_index, _object* owner) {
+  Offer* offer = new Offer{.data = data, .device_type = device_type, .device_index = device_index, .shape = nullptr,
+                           .owner = owner, .let_go = let_go, .num_bytes = num_bytes};
+  offer->shape = &offer->num_bytes;
+  _object* capsule = PyCapsule_New(offer, kUntaken, drop_offer);
+  if (capsule == nullptr) {
+    delete offer;
+    return nullptr;
+  }
+  Py_IncRef(owner);
+  return capsule;
 }
 
 // `order`: the stream; how many events to record before, copies, and events behind; then each of these. A copy is where

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from millstream.device.cache_folder import cache_folder
 
@@ -113,6 +114,39 @@ def enqueuer() -> Enqueuer | None:
         return None if path is None else Enqueuer(path, driver.cuMemcpyAsync, driver.cuEventRecord)
     except (OSError, AttributeError):
         return None
+
+
+@functools.cache
+def lender() -> Lender | None:
+    """The compiled code that lends memory; ``None`` where it cannot be had."""
+    path = build(_SOURCE, *_OPTIONS)
+    return None if path is None else Lender(path)
+
+
+class Lender:
+    """Offers memory to PyTorch as if another library owned it.
+
+    PyTorch's own ways from Python, by way of arrays or their interface, take several times as long: they parse a
+    dictionary, and ask the device whose memory it is.
+
+    Args:
+        path: Of the compiled code.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._offer = ctypes.PyDLL(str(path)).millstream_lend
+        number = ctypes.c_int
+        self._offer.argtypes = [ctypes.c_void_p, ctypes.c_int64, number, number, ctypes.py_object]
+        self._offer.restype = ctypes.py_object
+
+    def lend(self, memory: Tensor, token: object) -> Tensor:
+        """Do what ``Driver.lend`` does, for memory of the host or of a CUDA device."""
+        kind, index = (_HOST, 0) if memory.is_cpu else (_CUDA, memory.get_device())
+        # The token is dropped first: a tuple drops its last item first.
+        return torch.from_dlpack(self._offer(memory.data_ptr(), memory.numel(), kind, index, (memory, token)))
+
+
+_HOST, _CUDA = 1, 10 if torch.version.hip else 2  # of DLPack
 
 
 class Filler:

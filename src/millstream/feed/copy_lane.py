@@ -103,6 +103,7 @@ class CopyLane:
         self._likeness: Likeness | None = None  # to that batch, if all of its leaves are copied as they are
         self.slot: int | None = None
         self._stream = context.current_stream()  # the consumer's, when he asked last
+        self._copy_stream = context.copy_stream
 
     @property
     def num_kept(self) -> int:
@@ -200,8 +201,9 @@ class CopyLane:
             self._checker.verify(stopped, leave=0)
 
     def _take_slot(self, load: DeviceLoad) -> DeviceSlot | None:
-        if self._checker is not None or not self.ring.has_free:  # nothing else to do meanwhile
-            self.finish(load)
+        if self._checker is None and self.ring.has_free:
+            return self.ring.take()
+        self.finish(load)  # nothing else to do meanwhile
         began = time.perf_counter_ns()
         while (slot := self.ring.take()) is not None and self._checker is not None:
             if (checked := self._checker.rotate(slot)) is not None:
@@ -212,16 +214,15 @@ class CopyLane:
 
     def _start(self, load: DeviceLoad, stopped: threading.Event, *, measured: bool = False) -> bool:
         """Move the batch, section by section, each staged while the one before it is copied; false when stopped."""
-        context, slot = self._context, load.slot
+        context, copy_stream, slot = self._context, self._copy_stream, load.slot
         assert slot is not None
         with _out_of_inference_mode():
-            memories = self.ring.open(slot, load.layout, context.copy_stream)
+            memories = self.ring.open(slot, load.layout, copy_stream)
             if self._transform is None:
                 self._lend(load, memories)  # while helpers still stage
             checksums: dict[int, int] = {}
             if measured:
-                stream = context.copy_stream
-                load.copy = Mark(context, stream, record=False), Mark(context, stream, record=False)
+                load.copy = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
             begin, end = ((mark.event,) for mark in load.copy) if load.copy else ((), ())
             while True:
                 self.finish(load)
@@ -253,11 +254,11 @@ class CopyLane:
         pairs = [(_cut_out(memories[parcel], first, source.numel()), source) for parcel, first, source in pinned.copies]
         with context.capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
             try:
-                context.copy(pairs, context.copy_stream, before=begin, after=(*end, pinned.copied, slot.copied))
+                context.copy(pairs, self._copy_stream, before=begin, after=(*end, pinned.copied, slot.copied))
             except BaseException:
                 for event in (pinned.copied, slot.copied):  # behind whatever was enqueued
                     with suppress(RuntimeError):  # a device in an error state refuses
-                        event.record(context.copy_stream)
+                        event.record(self._copy_stream)
                 raise
 
     def _lend(self, load: DeviceLoad, memories: Sequence[Tensor]) -> None:
@@ -277,7 +278,7 @@ class CopyLane:
 
         Leaves that are not staged reach it as the source made them.
         """
-        context, slot, copy_stream = self._context, load.slot, self._context.copy_stream
+        context, slot, copy_stream = self._context, load.slot, self._copy_stream
         assert slot is not None
         raw = dict(zip(load.staged, view_leaves(load.layout, memories), strict=True))
         own = {memory.untyped_storage().data_ptr(): i for i, memory in enumerate(memories)}
