@@ -83,7 +83,7 @@ class Driver(Protocol):
         """Name a new memory pool for CUDA graphs."""
         ...
 
-    def in_thread(self) -> AbstractContextManager[None]:
+    def in_thread(self) -> AbstractContextManager[Any]:
         """Prepare a helper thread for calls to this device."""
         ...
 
@@ -276,7 +276,7 @@ class CudaDriver:
         first, second = handle
         return (first, second)
 
-    def in_thread(self) -> AbstractContextManager[None]:
+    def in_thread(self) -> AbstractContextManager[Any]:
         """Set the thread's device, and keep its calls from killing captures made elsewhere.
 
         A new thread starts on device 0, whatever its parent used: without this its allocations and its streams would
@@ -350,7 +350,7 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
-class _InThread(AbstractContextManager[None]):
+class _InThread(guard):
     """Let this thread query events and allocate while *another* thread captures in CUDA's default, global mode.
 
     In that mode one "potentially unsafe" call of any thread (``cudaEventQuery``, ``cudaMalloc``, ``cudaHostAlloc``)
@@ -361,28 +361,29 @@ class _InThread(AbstractContextManager[None]):
     A feed without a worker enters it for every batch.
     """
 
-    __slots__ = ("_exchange", "_guard", "_mode")
+    __slots__ = ("_exchange", "_mode")
 
     def __init__(self, place: Place) -> None:
-        self._guard = guard(place)
+        self._place = place  # which exists, unlike one that a guard may be asked for
         self._exchange = _find("cuThreadExchangeStreamCaptureMode")
         self._mode = ctypes.byref(ctypes.c_int(_THREAD_LOCAL))
 
-    def __enter__(self) -> None:
-        self._guard.__enter__()
+    def __enter__(self) -> Place:
+        place = super().__enter__()
         try:
             if self._exchange is not None and self._exchange(self._mode) != 0:
                 self._exchange = None
         except BaseException:
-            self._guard.__exit__()
+            super().__exit__()
             raise
+        return place
 
     def __exit__(self, *_: object) -> None:
         try:
             if self._exchange is not None:
                 self._exchange(self._mode)  # the first exchange left the previous mode there
         finally:
-            self._guard.__exit__()
+            super().__exit__()
 
 
 @functools.cache

@@ -32,8 +32,9 @@ class guard(AbstractContextManager[Place]):  # noqa: N801 - reads as a verb
     def __enter__(self) -> Place:
         place = self._place
         if place.kind != "cpu":
-            self._device = torch.cuda.current_device()
-            self._streams = [current_stream(index) for index in {self._device, place.index}]
+            self._device = device = torch.cuda.current_device()
+            indices = (device,) if device == place.index else (device, place.index)
+            self._streams = tuple(map(current_stream, indices))
             torch.cuda.set_device(place.index)  # also where it is: a new thread has no context of CUDA's before
         return place
 

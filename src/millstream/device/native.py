@@ -178,7 +178,7 @@ class Filler:
             num_threads: How many threads may take part, the one that finishes included; ``None`` for as many as help.
             owner: Keeps the memory on both sides, until all is copied.
         """
-        pieces = _address(to), _address(sources), _address(num_bytes)
+        pieces = to.buffer_info()[0], sources.buffer_info()[0], num_bytes.buffer_info()[0]
         threads = num_threads or self.num_threads
         return Filling(self._begin(self._team, len(to), *pieces, threads, owner), self._finish)
 
@@ -240,7 +240,7 @@ class Enqueuer:
         """
         counts = len(before), len(copies), len(after)
         order = array("Q", (stream, *counts, *before, *chain.from_iterable(copies), *after))
-        error: int = self._enqueue(_address(order))
+        error: int = self._enqueue(order.buffer_info()[0])
         return error
 
     def prepare(self, num_bytes: Sequence[int]) -> Copies:
@@ -267,8 +267,4 @@ class Copies:
     def enqueue(self, stream: int) -> int:
         """Enqueue them on the stream with this handle; the driver's first error, 0 for none."""
         self._order[0] = stream
-        return self._enqueue(_address(self._order))
-
-
-def _address(values: array[int]) -> int:
-    return values.buffer_info()[0]
+        return self._enqueue(self._order.buffer_info()[0])

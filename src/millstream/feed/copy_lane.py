@@ -18,7 +18,7 @@ import threading
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,17 @@ from millstream.feed.lane import Transform, misplaced
 from millstream.feed.layout import Layout, Section, cut, describe_leaves, plan_layout, view_leaves
 from millstream.feed.ledger import Mark
 from millstream.feed.ring import DeviceSlot, Loan, Ring, whole_storage
-from millstream.feed.staging import SECTION_BYTES, PinnedRing, PinnedSlot, find_addresses, find_likeness
+from millstream.feed.staging import (
+    SECTION_BYTES,
+    PinnedRing,
+    PinnedSlot,
+    find_addresses,
+    find_likeness,
+    out_of_inference_mode,
+)
 from millstream.feed.structure import Rebuild, as_tensor, split
 
 _NEVER = threading.Event()
-_AS_IT_IS = nullcontext()
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
 
@@ -154,8 +160,7 @@ class CopyLane:
         a batch whose copy is still in flight, and a pageable one would make the copy block.
         """
         section, *load.sections = load.sections
-        with _out_of_inference_mode():
-            load.pinned = self._pinned.begin_fill(load.layout, section, load.leaves, stopped, load.addresses)
+        load.pinned = self._pinned.begin_fill(load.layout, section, load.leaves, stopped, load.addresses)
         return load.pinned is not None
 
     def _mark_own_work(self, others: dict[int, Any]) -> tuple[Mark, Stream] | None:
@@ -216,7 +221,7 @@ class CopyLane:
         """Move the batch, section by section, each staged while the one before it is copied; false when stopped."""
         context, copy_stream, slot = self._context, self._copy_stream, load.slot
         assert slot is not None
-        with _out_of_inference_mode():
+        with out_of_inference_mode():
             memories = self.ring.open(slot, load.layout, copy_stream)
             if self._transform is None:
                 self._lend(load, memories)  # while helpers still stage
@@ -251,7 +256,12 @@ class CopyLane:
         assert pinned is not None
         # Before the copy: an interrupt right behind it would leave slots that look as if nothing were under way.
         pinned.busy = slot.written = True
-        pairs = [(_cut_out(memories[parcel], first, source.numel()), source) for parcel, first, source in pinned.copies]
+        pairs = []
+        for parcel, first, source in pinned.copies:
+            memory = memories[parcel]
+            if memory.numel() != source.numel():  # a part of the parcel
+                memory = memory[first : first + source.numel()]
+            pairs.append((memory, source))
         with context.capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
             try:
                 context.copy(pairs, self._copy_stream, before=begin, after=(*end, pinned.copied, slot.copied))
@@ -391,11 +401,6 @@ class CopyLane:
         self._pinned.close()
 
 
-def _out_of_inference_mode() -> AbstractContextManager[Any]:
-    """The source may be a generator that has left that mode on."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
-
-
 def _can_be_staged(leaf: Any) -> bool:
     """Whether the leaf is plain bytes on the host.
 
@@ -407,10 +412,6 @@ def _can_be_staged(leaf: Any) -> bool:
 
 def _is_plain(leaf: Any) -> bool:
     return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_nested
-
-
-def _cut_out(memory: Tensor, first: int, num_bytes: int) -> Tensor:
-    return memory if memory.numel() == num_bytes else memory[first : first + num_bytes]  # nearly always all of it
 
 
 def _move(leaf: Any, device: torch.device) -> Any:

@@ -152,9 +152,9 @@ class Ring:
 
     def lend(self, slot: DeviceSlot, count: int) -> tuple[Loan, list[Tensor]]:
         """Tensors over the first ``count`` parcels of a slot; they bring it back when all of them are gone."""
-        parcels = [parcel for parcel in slot.parcels[:count] if parcel is not None]
-        slot.loan = loan = Loan(self, slot, len(parcels))
-        leases = [Lease(loan, i, parcel.memory, parcel.home) for i, parcel in enumerate(parcels)]
+        slot.loan = loan = Loan(self, slot, count)
+        parcels = enumerate(slot.parcels[:count])
+        leases = [Lease(loan, i, parcel.memory, parcel.home) for i, parcel in parcels if parcel is not None]
         loan.leases = [weakref.ref(lease) for lease in leases]
         return loan, [self._context.lend(lease.memory, lease) for lease in leases]
 
@@ -174,8 +174,9 @@ class Ring:
         for _ in range(len(self._late)):
             self._let_go(*self._late.popleft())
         while len(self._loans) > 1:
-            self.num_kept += self._loans[0].forgo()
-            self._bring_back(self._loans[0])
+            oldest = self._loans[0]
+            self.num_kept += oldest.forgo()
+            self._bring_back(oldest)
             self._loans.popleft()
         for loan in self._loans:
             self._bring_back(loan)
@@ -211,7 +212,7 @@ class Ring:
                 self._free.put(loan)
                 loan.came_back = True
             return
-        with suppress(RuntimeError):  # a device in an error state refuses; that error was raised where it happened
+        try:
             if self._context.closed:
                 return
             if self._context.is_capturing():  # the event would become a part of somebody's graph
@@ -224,6 +225,8 @@ class Ring:
                 loan.came_back = True
             elif home is not None and home != stream:
                 self._order(stream, home)  # WAR: the allocator gives it out again on ``home`` at once
+        except RuntimeError:
+            pass  # a device in an error state refuses; that error was raised where it happened
 
     def _order(self, first: Stream, then: Stream) -> None:
         event = self._context.acquire_event()
@@ -277,6 +280,8 @@ class Loan:
         tickets: As many as parcels are still to come back or to be given up.
     """
 
+    __slots__ = ("_kept", "came_back", "claims", "forgone", "leases", "ring", "slot", "stream", "tickets")
+
     def __init__(self, ring: Ring, slot: DeviceSlot, num_parcels: int) -> None:
         self.ring = ring
         self.slot = slot
@@ -285,7 +290,7 @@ class Loan:
         self.leases: list[weakref.ref[Lease]] = []
         self.forgone = False
         self.came_back = num_parcels == 0
-        self._kept: set[int] = set()
+        self._kept: frozenset[int] = frozenset()
         self.tickets = deque(range(num_parcels))
 
     def is_last(self) -> bool:
@@ -309,7 +314,7 @@ class Loan:
             if claim.acquire(blocking=False):
                 if self.leases[i]() is not None:  # otherwise an interrupt has met its finalizer
                     self.slot.layout, self.slot.memories, self.slot.parcels[i] = None, [], None
-                    self._kept.add(i)
+                    self._kept |= {i}
                     kept += 1
                 if self.is_last():
                     self.ring._let_go(self, None, None)

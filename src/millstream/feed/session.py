@@ -97,7 +97,9 @@ class Session:
         self._ledger = ledger or Ledger(None)
         self._pace = pace or Pace(alone=False)
         self._count = 0  # of the batches made
-        self._budget: Channel[int] = Channel(depth, max_bytes)  # the numbers of the batches
+        self._budget = budget = Channel[int](depth, max_bytes)  # the numbers of the batches
+        # Without a worker no other batch is under way.
+        self._admit = budget.check_size if self._pace.alone else budget.send
         self._gone: deque[int] = deque([-1], maxlen=1)  # the last that has left it
         self._sent: Channel[Item] = Channel(depth)
         self._next: list[Item] = []  # one or none: there, and not handed out when he asked last; the consumer's
@@ -203,10 +205,7 @@ class Session:
                 note = prepared[1]
                 del prepared
                 pulled = time.perf_counter_ns()
-                if pace.alone:  # no more than this one is under way
-                    self._budget.check_size(load.num_bytes)
-                else:
-                    self._budget.send(times.index, load.num_bytes)
+                self._admit(times.index, load.num_bytes)
                 admitted = time.perf_counter_ns()
                 try:
                     if not lane.stage(load, stopped):
