@@ -2,10 +2,10 @@
 // several threads, enqueueing a copy between events, and offering memory to PyTorch.
 //
 // Contract
-// - `millstream_begin` lets helpers copy and returns at once. `millstream_finish`, called from any thread, copies what is left
-//   and returns when all bytes are there; a second call returns at once. Both are called with Python's lock held; the
-//   second gives it away meanwhile, unless that would take longer than the copy.
-// - What `millstream_begin` returns is a capsule of Python's, which keeps the owner of the memory on both sides alive, and
+// - `millstream_begin` lets helpers copy and returns at once; what is short it copies itself, and returns None.
+//   `millstream_finish`, called from any thread, copies what is left and returns when all bytes are there; a second call
+//   returns at once. Both are called with Python's lock held; the second gives it away meanwhile.
+// - What `millstream_begin` returns else is a capsule of Python's, which keeps the owner of the memory on both sides alive, and
 //   which finishes when it is dropped: Ctrl-C behind any line of Python cannot leave helpers to memory that is gone.
 // - Helpers are shared by the process, and work for one filling at a time.
 // - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and who is awake takes the next one.
@@ -22,6 +22,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -30,6 +31,7 @@
 struct _object;
 struct _ts;
 extern "C" {
+extern _object _Py_NoneStruct;
 _ts* PyEval_SaveThread();
 void PyEval_RestoreThread(_ts* state);
 _object* PyCapsule_New(void* pointer, const char* name, void (*destructor)(_object*));
@@ -216,6 +218,11 @@ Team* millstream_make_team(int num_helpers) { return new Team(num_helpers); }
 
 _object* millstream_begin(Team* team, size_t num_pieces, char* const* to, const char* const* from,
                           const size_t* num_bytes, int num_threads, _object* owner) {
+  if (std::accumulate(num_bytes, num_bytes + num_pieces, size_t{0}) <= kShortBytes) {
+    for (size_t i = 0; i < num_pieces; ++i) std::memcpy(to[i], from[i], num_bytes[i]);
+    Py_IncRef(&_Py_NoneStruct);
+    return &_Py_NoneStruct;
+  }
   Filling* filling = new Filling(num_pieces, to, from, num_bytes, num_threads, owner);
   _object* capsule = PyCapsule_New(filling, nullptr, drop);
   if (capsule == nullptr) {
@@ -230,7 +237,6 @@ _object* millstream_begin(Team* team, size_t num_pieces, char* const* to, const 
 
 void millstream_finish(_object* capsule) {
   auto* filling = static_cast<Filling*>(PyCapsule_GetPointer(capsule, nullptr));
-  if (filling->starts.back() <= kShortBytes) return finish_once(filling);
   _ts* state = PyEval_SaveThread();
   finish_once(filling);
   PyEval_RestoreThread(state);

@@ -184,12 +184,12 @@ class Filler:
 
 
 class Filling:
-    """Memory that is being filled. When it is dropped, all is copied."""
+    """Memory that is being filled; or that has been, if it is short. When it is dropped, all is copied."""
 
     __slots__ = ("_capsule", "_finish")
 
-    def __init__(self, capsule: object, finish: Callable[[object], None]) -> None:
-        self._capsule: object | None = capsule
+    def __init__(self, capsule: object | None, finish: Callable[[object], None]) -> None:
+        self._capsule = capsule
         self._finish = finish
 
     def finish(self) -> None:

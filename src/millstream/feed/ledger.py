@@ -262,8 +262,8 @@ class Ledger:
             mark: Notes where his stream stands.
             times: Of the batch that he will get, if it is there.
         """
-        now = time.perf_counter_ns()
         if self.context is None:
+            now = time.perf_counter_ns()
             if self._on_host is not None:
                 times, asked, got = self._on_host
                 self._on_host = None

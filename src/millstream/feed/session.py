@@ -16,7 +16,7 @@ taken away from who is still inside, and nobody waits for ever for a source that
 gives the lane back.
 
 How far the worker may run ahead is kept by the *budget*, a channel of which a batch takes a part from before it is
-staged until it is handed out.
+staged until it is handed out. Who is alone does not run ahead, and only looks whether a batch is too large for it.
 
 Ctrl-C may come at any moment of the consumer's, who may ask again all the same. So a batch stays the next one until the
 very end of handing it out, and all that is done before may be done again.
