@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from millstream.device import MAX_STREAMS, Event, Place, Stream, context, driver, guard
+from millstream.device import MAX_STREAMS, Event, Place, Stream, context, driver, guard, native
 from millstream.device.context import DeviceContext
 from millstream.device.driver import CpuDriver
 from millstream.errors import ArgumentError, DeviceError
@@ -371,8 +371,11 @@ def test_the_guard_of_an_absent_device(monkeypatch):
 # --- lending
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "virtual", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-def test_a_lent_tensor_tells_when_its_last_view_is_gone(device):
+def test_a_lent_tensor_tells_when_its_last_view_is_gone(device, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(driver, "lender", lambda: None)
     ctx = make_virtual_context()[0] if device == "virtual" else context(device)
 
     class Token:
@@ -393,6 +396,21 @@ def test_a_lent_tensor_tells_when_its_last_view_is_gone(device):
     del kept
     assert gone() is None
     ctx.close()
+
+
+def test_memory_that_nobody_takes_is_let_go(monkeypatch):
+    ctx, _ = make_virtual_context()
+
+    class Token:
+        pass
+
+    token = Token()
+    gone = weakref.ref(token)
+    monkeypatch.setattr(torch, "from_dlpack", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        native.Lender(native.build(native._SOURCE, *native._OPTIONS)).lend(ctx.allocate(256), token)
+    del token
+    assert gone() is None
 
 
 def test_a_lent_tensor_keeps_its_memory():
@@ -421,7 +439,7 @@ def test_the_runtime_is_looked_up_once(monkeypatch):
     monkeypatch.setattr(driver.ctypes, "CDLL", asked.append)
     driver._find.cache_clear()
     for _ in range(3):
-        with driver._capture_mode_of_thread(1):
+        with driver._InThread(Place("cpu")):
             pass
     driver._find.cache_clear()
     assert len(asked) == 1

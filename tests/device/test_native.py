@@ -77,15 +77,22 @@ def test_large_memory_wakes_sleeping_threads(team):
 
 
 def test_what_is_being_copied_stays_alive_until_it_is(team):
-    memory = np.zeros(CHUNK, dtype=np.uint8)
+    memory = np.zeros(4 * CHUNK, dtype=np.uint8)
     noted = weakref.ref(memory)
-    addresses = [array("Q", [memory.ctypes.data]), array("Q", [memory.ctypes.data]), array("Q", [CHUNK])]
+    addresses = [array("Q", [each]) for each in (memory.ctypes.data, memory.ctypes.data, memory.nbytes)]
     filling = team.begin(*addresses, 6, owner=memory)
     del memory
     assert noted() is not None
     filling.finish()
     assert noted() is None
     filling.finish()  # once is enough
+
+
+def test_what_is_short_is_copied_at_once(team):
+    source, to = np.full(CHUNK, 7, dtype=np.uint8), np.zeros(CHUNK, dtype=np.uint8)
+    filling = team.begin(*(array("Q", [each]) for each in (to.ctypes.data, source.ctypes.data, CHUNK)), 6, source)
+    assert (to == 7).all()
+    filling.finish()
 
 
 def test_what_is_dropped_unfinished_is_copied_and_then_let_go(team):

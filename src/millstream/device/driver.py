@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.device.guard import guard
+from millstream.device.guard import current_stream, guard
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
-from millstream.device.native import enqueuer
+from millstream.device.native import enqueuer, lender
 from millstream.device.place import Place
 
 GraphPool = tuple[int, int]
@@ -83,7 +83,7 @@ class Driver(Protocol):
         """Name a new memory pool for CUDA graphs."""
         ...
 
-    def in_thread(self) -> AbstractContextManager[None]:
+    def in_thread(self) -> AbstractContextManager[Any]:
         """Prepare a helper thread for calls to this device."""
         ...
 
@@ -124,7 +124,7 @@ class CpuDriver:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def lend(self, memory: Tensor, token: object) -> Tensor:
-        """By way of an array, which a tensor keeps alive."""
+        """See there."""
         return lend_host(memory, token)
 
     def copy(
@@ -194,7 +194,8 @@ class CudaDriver:
 
     def current_stream(self) -> Stream:
         """The calling thread's current stream on this device, whichever device is current."""
-        return torch.cuda.current_stream(self.place.index)  # of a number PyTorch makes more quickly than of a device
+        stream: Stream = current_stream(self.place.index)
+        return stream
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """PyTorch's own stream context: sets the device too, and restores both."""
@@ -212,7 +213,9 @@ class CudaDriver:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def lend(self, memory: Tensor, token: object) -> Tensor:
-        """By way of the CUDA array interface: PyTorch keeps the object that offers it as long as the memory is used."""
+        """By compiled code, or else by way of the CUDA array interface: PyTorch keeps the object that offers it."""
+        if (compiled := lender()) is not None:
+            return compiled.lend(memory, token)
         return torch.as_tensor(_Lent(memory, token), device=self.torch_device)
 
     def copy(
@@ -238,11 +241,14 @@ class CudaDriver:
         compiled = enqueuer()
         # PyTorch creates an event when it is first recorded, and makes the thread ready for its device.
         befores, afters = [event.cuda_event for event in before], [event.cuda_event for event in after]
-        if compiled is None or not all(befores) or not all(afters) or not after:
+        if compiled is None or 0 in befores or 0 in afters or not after:
             return False
-        if not all(a.is_contiguous() and b.is_contiguous() and a.dtype == b.dtype for a, b in pairs):
-            return False
-        copies = [(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs if to.nbytes]
+        copies = []
+        for to, source in pairs:
+            if not (to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype):
+                return False
+            if num_bytes := to.nbytes:
+                copies.append((to.data_ptr(), source.data_ptr(), num_bytes))
         # After an error PyTorch is left to meet it, and to say what it is.
         return compiled.enqueue(stream.cuda_stream, befores, copies, afters) == 0
 
@@ -270,15 +276,13 @@ class CudaDriver:
         first, second = handle
         return (first, second)
 
-    @contextmanager
-    def in_thread(self) -> Iterator[None]:
+    def in_thread(self) -> AbstractContextManager[Any]:
         """Set the thread's device, and keep its calls from killing captures made elsewhere.
 
         A new thread starts on device 0, whatever its parent used: without this its allocations and its streams would
         silently belong to another GPU.
         """
-        with guard(self.place), _capture_mode_of_thread(_THREAD_LOCAL):
-            yield
+        return _InThread(self.place)
 
     def synchronize(self) -> None:
         """Wait for all streams of the device, the user's included."""
@@ -305,7 +309,9 @@ class _LentArray(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def lend_host(memory: Tensor, token: object) -> Tensor:
-    """Do what ``Driver.lend`` does, for host memory."""
+    """Do what ``Driver.lend`` does, for host memory; without compiled code by an array that a tensor keeps alive."""
+    if (compiled := lender()) is not None:
+        return compiled.lend(memory, token)
     array = memory.numpy().view(_LentArray)
     array.token = token
     return torch.from_numpy(array)
@@ -344,24 +350,40 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
-@contextmanager
-def _capture_mode_of_thread(mode: int) -> Iterator[None]:
+class _InThread(guard):
     """Let this thread query events and allocate while *another* thread captures in CUDA's default, global mode.
 
     In that mode one "potentially unsafe" call of any thread (``cudaEventQuery``, ``cudaMalloc``, ``cudaHostAlloc``)
     destroys the capture. A thread escapes the rule by declaring itself thread-local, which the driver's
     ``cuThreadExchangeStreamCaptureMode`` (CUDA 10.1 and later) does; ``torch.cuda`` does not offer it. Where the call
     is not to be had (ROCm), nothing happens, and only captures that hold the capture lock are safe.
+
+    A feed without a worker enters it for every batch.
     """
-    exchange = _find("cuThreadExchangeStreamCaptureMode")
-    value = ctypes.c_int(mode)
-    if exchange is None or exchange(ctypes.byref(value)) != 0:
-        yield
-        return
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(value))  # the first exchange left the previous mode in ``value``
+
+    __slots__ = ("_exchange", "_mode")
+
+    def __init__(self, place: Place) -> None:
+        self._place = place  # which exists, unlike one that a guard may be asked for
+        self._exchange = _find("cuThreadExchangeStreamCaptureMode")
+        self._mode = ctypes.byref(ctypes.c_int(_THREAD_LOCAL))
+
+    def __enter__(self) -> Place:
+        place = super().__enter__()
+        try:
+            if self._exchange is not None and self._exchange(self._mode) != 0:
+                self._exchange = None
+        except BaseException:
+            super().__exit__()
+            raise
+        return place
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._exchange is not None:
+                self._exchange(self._mode)  # the first exchange left the previous mode there
+        finally:
+            super().__exit__()
 
 
 @functools.cache

@@ -1,13 +1,16 @@
 // What happens to every batch on its way to a device, and must not wait for the interpreter: filling pinned memory with
-// several threads, and enqueueing a copy between events.
+// several threads, enqueueing a copy between events, and offering memory to PyTorch.
 //
 // Contract
-// - `millstream_begin` lets helpers copy and returns at once, with Python's lock held. `millstream_finish`, called from any
-//   thread, copies what is left and returns when all bytes are there; a second call returns at once.
-// - What `millstream_begin` returns is a capsule of Python's, which keeps the owner of the memory on both sides alive, and
+// - `millstream_begin` lets helpers copy and returns at once; what is short it copies itself, and returns None.
+//   `millstream_finish`, called from any thread, copies what is left and returns when all bytes are there; a second call
+//   returns at once. Both are called with Python's lock held; the second gives it away meanwhile.
+// - What `millstream_begin` returns else is a capsule of Python's, which keeps the owner of the memory on both sides alive, and
 //   which finishes when it is dropped: Ctrl-C behind any line of Python cannot leave helpers to memory that is gone.
 // - Helpers are shared by the process, and work for one filling at a time.
 // - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and who is awake takes the next one.
+// - `millstream_lend` describes memory in the form of DLPack. Its owner is kept until who has taken it drops it, in whatever
+//   thread that is, or until the description is dropped and nobody has.
 // - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none.
 
 #include <pthread.h>
@@ -19,15 +22,24 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <vector>
 
 // Of Python, whose headers need not be there.
 struct _object;
+struct _ts;
 extern "C" {
+extern _object _Py_NoneStruct;
+_ts* PyEval_SaveThread();
+void PyEval_RestoreThread(_ts* state);
 _object* PyCapsule_New(void* pointer, const char* name, void (*destructor)(_object*));
 void* PyCapsule_GetPointer(_object* capsule, const char* name);
+int PyCapsule_IsValid(_object* capsule, const char* name);
+int PyGILState_Ensure();
+void PyGILState_Release(int state);
+int Py_IsInitialized();
 void Py_IncRef(_object* object);
 void Py_DecRef(_object* object);
 }
@@ -37,6 +49,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kChunkBytes = 64 << 10;
+constexpr size_t kShortBytes = 128 << 10;  // copied in less time than Python's lock takes to come back from another thread
 constexpr size_t kWakeBytes = 256 << 10;  // so many for each thread that is woken, which takes some 50 us
 constexpr int kMany = 4;  // helpers, so that one thread more is no matter
 constexpr auto kSpin = std::chrono::microseconds(500);
@@ -159,6 +172,37 @@ void drop(_object* capsule) {
   delete filling;
 }
 
+// Of DLPack's interface, as of its version 0.2; later ones of this form are the same.
+struct Offer {
+  void* data;
+  int32_t device_type, device_index;
+  int32_t num_dimensions = 1;
+  uint8_t type_code = 1, type_bits = 8;  // unsigned integers
+  uint16_t type_lanes = 1;
+  int64_t* shape;
+  int64_t* strides = nullptr;  // dense
+  uint64_t offset = 0;
+  void* owner;
+  void (*let_go)(Offer*);
+  // What follows is not of the interface.
+  int64_t num_bytes;
+};
+
+void let_go(Offer* offer) {
+  if (Py_IsInitialized()) {
+    int state = PyGILState_Ensure();
+    Py_DecRef(static_cast<_object*>(offer->owner));
+    PyGILState_Release(state);
+  }
+  delete offer;
+}
+
+constexpr char kUntaken[] = "dltensor";  // who takes it renames it
+
+void drop_offer(_object* capsule) {
+  if (PyCapsule_IsValid(capsule, kUntaken)) let_go(static_cast<Offer*>(PyCapsule_GetPointer(capsule, kUntaken)));
+}
+
 // Of CUDA's driver interface.
 struct Driver {
   int (*copy)(uint64_t to, const void* from, size_t num_bytes, void* stream);
@@ -174,6 +218,11 @@ Team* millstream_make_team(int num_helpers) { return new Team(num_helpers); }
 
 _object* millstream_begin(Team* team, size_t num_pieces, char* const* to, const char* const* from,
                           const size_t* num_bytes, int num_threads, _object* owner) {
+  if (std::accumulate(num_bytes, num_bytes + num_pieces, size_t{0}) <= kShortBytes) {
+    for (size_t i = 0; i < num_pieces; ++i) std::memcpy(to[i], from[i], num_bytes[i]);
+    Py_IncRef(&_Py_NoneStruct);
+    return &_Py_NoneStruct;
+  }
   Filling* filling = new Filling(num_pieces, to, from, num_bytes, num_threads, owner);
   _object* capsule = PyCapsule_New(filling, nullptr, drop);
   if (capsule == nullptr) {
@@ -186,15 +235,39 @@ _object* millstream_begin(Team* team, size_t num_pieces, char* const* to, const 
   return capsule;
 }
 
-void millstream_finish(Filling* filling) { finish_once(filling); }
+void millstream_finish(_object* capsule) {
+  auto* filling = static_cast<Filling*>(PyCapsule_GetPointer(capsule, nullptr));
+  _ts* state = PyEval_SaveThread();
+  finish_once(filling);
+  PyEval_RestoreThread(state);
+}
 
-int millstream_enqueue(const Driver* driver, void* stream, size_t num_before, void* const* before, size_t num_copies,
-                       const uint64_t* to, const void* const* from, const size_t* num_bytes, size_t num_after,
-                       void* const* after) {
+_object* millstream_lend(void* data, int64_t num_bytes, int device_type, int device_index, _object* owner) {
+  Offer* offer = new Offer{.data = data, .device_type = device_type, .device_index = device_index, .shape = nullptr,
+                           .owner = owner, .let_go = let_go, .num_bytes = num_bytes};
+  offer->shape = &offer->num_bytes;
+  _object* capsule = PyCapsule_New(offer, kUntaken, drop_offer);
+  if (capsule == nullptr) {
+    delete offer;
+    return nullptr;
+  }
+  Py_IncRef(owner);
+  return capsule;
+}
+
+// `order`: the stream; how many events to record before, copies, and events behind; then each of these. A copy is where
+// to, where from, and how many bytes.
+int millstream_enqueue(const Driver* driver, const uint64_t* order) {
+  void* stream = reinterpret_cast<void*>(order[0]);
+  const uint64_t* copies = order + 4 + order[1];
+  const uint64_t* after = copies + 3 * order[2];
+  const uint64_t* end = after + order[3];
   int error = 0;
-  for (size_t i = 0; i < num_before && !error; ++i) error = driver->record(before[i], stream);
-  for (size_t i = 0; i < num_copies && !error; ++i) error = driver->copy(to[i], from[i], num_bytes[i], stream);
-  for (size_t i = 0; i < num_after && !error; ++i) error = driver->record(after[i], stream);
+  for (const uint64_t* at = order + 4; at < copies && !error; ++at)
+    error = driver->record(reinterpret_cast<void*>(*at), stream);
+  for (const uint64_t* at = copies; at < after && !error; at += 3)
+    error = driver->copy(at[0], reinterpret_cast<const void*>(at[1]), at[2], stream);
+  for (const uint64_t* at = after; at < end && !error; ++at) error = driver->record(reinterpret_cast<void*>(*at), stream);
   return error;
 }
 

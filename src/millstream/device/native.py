@@ -21,18 +21,17 @@ import tempfile
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from millstream.device.cache_folder import cache_folder
 
 MAX_THREADS = 16
 """Fill pinned memory: more than a PCIe 5 bus needs."""
-
-SHORT_BYTES = 128 << 10
-"""Up to here one thread copies, in less time than the interpreter's lock takes to come back from another thread."""
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _OPTIONS = ("-pthread",)
@@ -117,6 +116,39 @@ def enqueuer() -> Enqueuer | None:
         return None
 
 
+@functools.cache
+def lender() -> Lender | None:
+    """The compiled code that lends memory; ``None`` where it cannot be had."""
+    path = build(_SOURCE, *_OPTIONS)
+    return None if path is None else Lender(path)
+
+
+class Lender:
+    """Offers memory to PyTorch as if another library owned it.
+
+    PyTorch's own ways from Python, by way of arrays or their interface, take several times as long: they parse a
+    dictionary, and ask the device whose memory it is.
+
+    Args:
+        path: Of the compiled code.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._offer = ctypes.PyDLL(str(path)).millstream_lend
+        number = ctypes.c_int
+        self._offer.argtypes = [ctypes.c_void_p, ctypes.c_int64, number, number, ctypes.py_object]
+        self._offer.restype = ctypes.py_object
+
+    def lend(self, memory: Tensor, token: object) -> Tensor:
+        """Do what ``Driver.lend`` does, for memory of the host or of a CUDA device."""
+        kind, index = (_HOST, 0) if memory.is_cpu else (_CUDA, memory.get_device())
+        # The token is dropped first: a tuple drops its last item first.
+        return torch.from_dlpack(self._offer(memory.data_ptr(), memory.numel(), kind, index, (memory, token)))
+
+
+_HOST, _CUDA = 1, 10 if torch.version.hip else 2  # of DLPack
+
+
 class Filler:
     """Copies host memory with several threads, which all callers in the process share.
 
@@ -126,11 +158,13 @@ class Filler:
 
     def __init__(self, path: Path) -> None:
         self.num_threads = min(num_processors(), MAX_THREADS)
-        holding, releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
-        holding.millstream_make_team.restype, holding.millstream_begin.restype = ctypes.c_void_p, ctypes.py_object
-        team = ctypes.c_void_p(holding.millstream_make_team(self.num_threads - 1))
-        self._begin = functools.partial(holding.millstream_begin, team)
-        self._finish_soon, self._finish = holding.millstream_finish, releasing.millstream_finish
+        library, pointer = ctypes.PyDLL(str(path)), ctypes.c_void_p
+        library.millstream_make_team.restype = pointer
+        self._team = pointer(library.millstream_make_team(self.num_threads - 1))
+        self._begin, self._finish = library.millstream_begin, library.millstream_finish
+        taken = [pointer, ctypes.c_size_t, *[pointer] * 3, ctypes.c_int, ctypes.py_object]
+        self._begin.argtypes, self._begin.restype = taken, ctypes.py_object
+        self._finish.argtypes, self._finish.restype = [ctypes.py_object], None
 
     def begin(
         self, to: array[int], sources: array[int], num_bytes: array[int], num_threads: int | None, owner: object
@@ -144,31 +178,25 @@ class Filler:
             num_threads: How many threads may take part, the one that finishes included; ``None`` for as many as help.
             owner: Keeps the memory on both sides, until all is copied.
         """
-        pieces = map(_address, (to, sources, num_bytes))
-        threads = ctypes.c_int(num_threads or self.num_threads)
-        finish = self._finish if sum(num_bytes) > SHORT_BYTES else self._finish_soon
-        return Filling(self._begin(ctypes.c_size_t(len(to)), *pieces, threads, ctypes.py_object(owner)), finish)
+        pieces = to.buffer_info()[0], sources.buffer_info()[0], num_bytes.buffer_info()[0]
+        threads = num_threads or self.num_threads
+        return Filling(self._begin(self._team, len(to), *pieces, threads, owner), self._finish)
 
 
 class Filling:
-    """Memory that is being filled. When it is dropped, all is copied."""
+    """Memory that is being filled; or that has been, if it is short. When it is dropped, all is copied."""
 
     __slots__ = ("_capsule", "_finish")
 
-    def __init__(self, capsule: object, finish: Callable[[ctypes.c_void_p], None]) -> None:
-        self._capsule: object | None = capsule
+    def __init__(self, capsule: object | None, finish: Callable[[object], None]) -> None:
+        self._capsule = capsule
         self._finish = finish
 
     def finish(self) -> None:
         """Return when all is copied; the calling thread helps."""
-        capsule = self._capsule
-        if capsule is not None:
-            self._finish(ctypes.c_void_p(_pointer_in(capsule, None)))
+        if self._capsule is not None:
+            self._finish(self._capsule)
             self._capsule = None
-
-
-_pointer_in = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_in.restype, _pointer_in.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
 def num_processors() -> int:
@@ -192,7 +220,9 @@ class Enqueuer:
     def __init__(self, path: Path, copy: Any, record: Any) -> None:
         self._functions = copy, record
         self._driver = (ctypes.c_void_p * 2)(*(ctypes.cast(each, ctypes.c_void_p).value for each in self._functions))
-        self._enqueue = ctypes.PyDLL(str(path)).millstream_enqueue
+        enqueue = ctypes.PyDLL(str(path)).millstream_enqueue
+        enqueue.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._enqueue = functools.partial(enqueue, self._driver)
 
     def enqueue(
         self, stream: int, before: Sequence[int], copies: Sequence[tuple[int, int, int]], after: Sequence[int]
@@ -208,25 +238,14 @@ class Enqueuer:
         Returns:
             The driver's first error; 0 for none.
         """
-        lists = [array("Q", before), *(array("Q", each) for each in zip(*copies, strict=True)), array("Q", after)]
-        first, *middle, last = lists
-        middle = middle or [first] * 3  # no copies, nothing read
-        size = ctypes.c_size_t
-        error: int = self._enqueue(
-            self._driver,
-            ctypes.c_void_p(stream),
-            size(len(before)),
-            _address(first),
-            size(len(copies)),
-            *map(_address, middle),
-            size(len(after)),
-            _address(last),
-        )
+        counts = len(before), len(copies), len(after)
+        order = array("Q", (stream, *counts, *before, *chain.from_iterable(copies), *after))
+        error: int = self._enqueue(order.buffer_info()[0])
         return error
 
     def prepare(self, num_bytes: Sequence[int]) -> Copies:
         """Make ready for copies of these lengths, to be enqueued again and again."""
-        return Copies(self._enqueue, self._driver, num_bytes)
+        return Copies(self._enqueue, num_bytes)
 
 
 class Copies:
@@ -237,20 +256,15 @@ class Copies:
         sources: Likewise.
     """
 
-    __slots__ = ("_arguments", "_driver", "_enqueue", "_num_bytes", "sources", "to")
+    __slots__ = ("_enqueue", "_order", "sources", "to")
 
-    def __init__(self, enqueue: Callable[..., int], driver: Any, num_bytes: Sequence[int]) -> None:
-        self._enqueue, self._driver = enqueue, driver
-        self._num_bytes = array("Q", num_bytes)
-        self.to, self.sources = array("Q", self._num_bytes), array("Q", self._num_bytes)
-        none = ctypes.c_size_t(0), None
-        lists = map(_address, (self.to, self.sources, self._num_bytes))
-        self._arguments = *none, ctypes.c_size_t(len(num_bytes)), *lists, *none
+    def __init__(self, enqueue: Callable[[int], int], num_bytes: Sequence[int]) -> None:
+        self._enqueue = enqueue
+        copies = [(0, 0, each) for each in num_bytes]
+        self._order = array("Q", (0, 0, len(copies), 0, *chain.from_iterable(copies)))
+        self.to, self.sources = (memoryview(self._order)[first::3] for first in (4, 5))
 
     def enqueue(self, stream: int) -> int:
         """Enqueue them on the stream with this handle; the driver's first error, 0 for none."""
-        return self._enqueue(self._driver, ctypes.c_void_p(stream), *self._arguments)
-
-
-def _address(values: array[int]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(values.buffer_info()[0])
+        self._order[0] = stream
+        return self._enqueue(self._order.buffer_info()[0])

@@ -77,10 +77,7 @@ class Channel(Generic[T]):
             ChannelClosed: The channel is closed, or was closed while this waited.
             TimeoutError: There was no room in time.
         """
-        if self.max_bytes is not None and num_bytes > self.max_bytes:
-            raise ArgumentError(
-                f"One thing of {num_bytes:,} bytes does not fit into a channel of max_bytes={self.max_bytes:,}."
-            )
+        self.check_size(thing, num_bytes)
         offer = _Offer(thing, num_bytes)
         try:
             with self._lock:
@@ -105,6 +102,17 @@ class Channel(Generic[T]):
                     self._held_bytes -= num_bytes
                 self._settle()
             raise
+
+    def check_size(self, thing: T, num_bytes: int) -> None:  # noqa: ARG002 - as ``send`` takes it
+        """Raise what ``send`` would for a thing of so many bytes, whatever lies in the channel.
+
+        Raises:
+            ArgumentError: The thing alone has more than ``max_bytes``.
+        """
+        if self.max_bytes is not None and num_bytes > self.max_bytes:
+            raise ArgumentError(
+                f"One thing of {num_bytes:,} bytes does not fit into a channel of max_bytes={self.max_bytes:,}."
+            )
 
     # --- consumers ---------------------------------------------------------------------------------------------------
 

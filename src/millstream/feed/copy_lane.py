@@ -17,10 +17,9 @@ import sys
 import threading
 import time
 from array import array
-from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +33,14 @@ from millstream.feed.lane import Transform, misplaced
 from millstream.feed.layout import Layout, Section, cut, describe_leaves, plan_layout, view_leaves
 from millstream.feed.ledger import Mark
 from millstream.feed.ring import DeviceSlot, Loan, Ring, whole_storage
-from millstream.feed.staging import SECTION_BYTES, PinnedRing, PinnedSlot, find_addresses, find_likeness
+from millstream.feed.staging import (
+    SECTION_BYTES,
+    PinnedRing,
+    PinnedSlot,
+    find_addresses,
+    find_likeness,
+    out_of_inference_mode,
+)
 from millstream.feed.structure import Rebuild, as_tensor, split
 
 _NEVER = threading.Event()
@@ -47,10 +53,10 @@ class DeviceLoad:
 
     rebuild: Rebuild
     layout: Layout
-    sections: deque[Section]  # of the layout: those that are still to be staged
+    sections: Sequence[Section]  # of the layout: those that are still to be staged
     leaves: list[Any]  # on the host; emptied when they are not needed any more
     staged: Sequence[int]  # which leaves lie in the slot
-    others: dict[int, Any]  # the leaves that do not
+    others: Mapping[int, Any]  # the leaves that do not
     addresses: array[int] | None = None  # of the leaves, where their bytes can be copied as they are
     copy: tuple[Mark, Mark] | None = None
     staged_ns: int = 0
@@ -60,7 +66,7 @@ class DeviceLoad:
     slot: DeviceSlot | None = None
     loan: Loan | None = None
     ready: Event | None = None  # what the consumer's stream waits for
-    tensors: dict[int, Tensor] = field(default_factory=dict)  # by leaf, those that the user gets
+    tensors: Mapping[int, Tensor] | None = None  # by leaf, those that the user gets
     whole: Sequence[Tensor] | None = None  # the same where there are no others
     unused: Sequence[Tensor] = ()  # lent, but no part of what the user gets: dropped with the load
 
@@ -103,6 +109,7 @@ class CopyLane:
         self._likeness: Likeness | None = None  # to that batch, if all of its leaves are copied as they are
         self.slot: int | None = None
         self._stream = context.current_stream()  # the consumer's, when he asked last
+        self._copy_stream = context.copy_stream
 
     @property
     def num_kept(self) -> int:
@@ -124,7 +131,7 @@ class CopyLane:
         leaves, rebuild = split(batch)
         addresses = None if self._likeness is None else self._likeness.find(leaves)
         if addresses is not None:  # nearly always
-            return DeviceLoad(rebuild, self._layout, deque(self._sections), leaves, range(len(leaves)), {}, addresses)
+            return DeviceLoad(rebuild, self._layout, self._sections, leaves, range(len(leaves)), {}, addresses)
         staged: list[int] = []
         others: dict[int, Any] = {}
         for i, leaf in enumerate(leaves):
@@ -142,7 +149,7 @@ class CopyLane:
             self._sections, self._whole = cut(self._layout, SECTION_BYTES), cut(self._layout, sys.maxsize)
         self._likeness = None if others else find_likeness(self._layout, host)
         addresses = find_addresses(self._layout, host)
-        sections = deque(self._whole if addresses is None else self._sections)
+        sections = self._whole if addresses is None else self._sections
         made = self._mark_own_work(others)
         return DeviceLoad(rebuild, self._layout, sections, host, staged, others, addresses, made=made)
 
@@ -152,9 +159,8 @@ class CopyLane:
         Always, even when they are pinned already: a source that yields the same memory again would otherwise overwrite
         a batch whose copy is still in flight, and a pageable one would make the copy block.
         """
-        section = load.sections.popleft()
-        with _out_of_inference_mode():
-            load.pinned = self._pinned.begin_fill(load.layout, section, load.leaves, stopped, load.addresses)
+        section, *load.sections = load.sections
+        load.pinned = self._pinned.begin_fill(load.layout, section, load.leaves, stopped, load.addresses)
         return load.pinned is not None
 
     def _mark_own_work(self, others: dict[int, Any]) -> tuple[Mark, Stream] | None:
@@ -184,7 +190,7 @@ class CopyLane:
     def _stage_whole(self, load: DeviceLoad, stopped: threading.Event) -> bool:
         """Stage all of a batch at once, also what was sent before: the consumer may take his time to start it."""
         self.finish(load)
-        load.sections = deque(cut(load.layout, sys.maxsize))
+        load.sections = cut(load.layout, sys.maxsize)
         return self.stage(load, stopped)
 
     def finish(self, load: DeviceLoad) -> None:
@@ -200,8 +206,9 @@ class CopyLane:
             self._checker.verify(stopped, leave=0)
 
     def _take_slot(self, load: DeviceLoad) -> DeviceSlot | None:
-        if self._checker is not None or not self.ring.has_free:  # nothing else to do meanwhile
-            self.finish(load)
+        if self._checker is None and self.ring.has_free:
+            return self.ring.take()
+        self.finish(load)  # nothing else to do meanwhile
         began = time.perf_counter_ns()
         while (slot := self.ring.take()) is not None and self._checker is not None:
             if (checked := self._checker.rotate(slot)) is not None:
@@ -212,17 +219,15 @@ class CopyLane:
 
     def _start(self, load: DeviceLoad, stopped: threading.Event, *, measured: bool = False) -> bool:
         """Move the batch, section by section, each staged while the one before it is copied; false when stopped."""
-        context, slot = self._context, load.slot
+        context, copy_stream, slot = self._context, self._copy_stream, load.slot
         assert slot is not None
-        with _out_of_inference_mode():
-            with context.capture_lock:  # allocating ends captures of other threads
-                memories = self.ring.open(slot, load.layout, context.copy_stream)
+        with out_of_inference_mode():
+            memories = self.ring.open(slot, load.layout, copy_stream)
             if self._transform is None:
                 self._lend(load, memories)  # while helpers still stage
             checksums: dict[int, int] = {}
             if measured:
-                stream = context.copy_stream
-                load.copy = Mark(context, stream, record=False), Mark(context, stream, record=False)
+                load.copy = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
             begin, end = ((mark.event,) for mark in load.copy) if load.copy else ((), ())
             while True:
                 self.finish(load)
@@ -235,10 +240,11 @@ class CopyLane:
                 if not self.stage(load, stopped):
                     return False
                 load.waited_ns += time.perf_counter_ns() - began
-            with context.capture_lock:
-                if self._checker is not None:
+            if self._checker is not None:
+                with context.capture_lock:
                     self._checker.follow(load.layout, memories, slot, checksums)
-                if self._transform is not None:
+            if self._transform is not None:
+                with context.capture_lock:
                     self._apply(self._transform, load, memories)
         load.ready = slot.copied
         return True
@@ -250,14 +256,19 @@ class CopyLane:
         assert pinned is not None
         # Before the copy: an interrupt right behind it would leave slots that look as if nothing were under way.
         pinned.busy = slot.written = True
-        pairs = [(memories[parcel][first : first + source.numel()], source) for parcel, first, source in pinned.copies]
+        pairs = []
+        for parcel, first, source in pinned.copies:
+            memory = memories[parcel]
+            if memory.numel() != source.numel():  # a part of the parcel
+                memory = memory[first : first + source.numel()]
+            pairs.append((memory, source))
         with context.capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
             try:
-                context.copy(pairs, context.copy_stream, before=begin, after=(*end, pinned.copied, slot.copied))
+                context.copy(pairs, self._copy_stream, before=begin, after=(*end, pinned.copied, slot.copied))
             except BaseException:
                 for event in (pinned.copied, slot.copied):  # behind whatever was enqueued
                     with suppress(RuntimeError):  # a device in an error state refuses
-                        event.record(context.copy_stream)
+                        event.record(self._copy_stream)
                 raise
 
     def _lend(self, load: DeviceLoad, memories: Sequence[Tensor]) -> None:
@@ -277,7 +288,7 @@ class CopyLane:
 
         Leaves that are not staged reach it as the source made them.
         """
-        context, slot, copy_stream = self._context, load.slot, self._context.copy_stream
+        context, slot, copy_stream = self._context, load.slot, self._copy_stream
         assert slot is not None
         raw = dict(zip(load.staged, view_leaves(load.layout, memories), strict=True))
         own = {memory.untyped_storage().data_ptr(): i for i, memory in enumerate(memories)}
@@ -285,10 +296,12 @@ class CopyLane:
         if load.made is not None:
             copy_stream.wait_event(load.made[0].event)
         with context.on(copy_stream):
-            batch = transform(load.rebuild([(raw | load.others)[i] for i in range(len(raw) + len(load.others))]))
+            leaves = {**raw, **load.others}
+            batch = transform(load.rebuild([leaves[i] for i in range(len(leaves))]))
             slot.copied.record(copy_stream)
         outputs, load.rebuild = split(batch)
-        load.others, load.tensors = {}, {}
+        others: dict[int, Any] = {}
+        tensors: dict[int, Tensor] = {}
         storages: dict[int, Tensor] = {}
         lands = [_is_plain(leaf) and leaf.device == self._device for leaf in outputs]
         uses_slot = any(
@@ -300,15 +313,15 @@ class CopyLane:
         for i, leaf in enumerate(outputs):
             pointer = leaf.untyped_storage().data_ptr() if lands[i] else 0
             if not lands[i] or pointer in foreign or not leaf.untyped_storage().nbytes():
-                load.others[i] = leaf
+                others[i] = leaf
                 continue
             if pointer in own:
                 storages[pointer] = lent[own[pointer]]
             elif pointer not in storages:
                 storages[pointer] = self.ring.lend_other(loan, whole_storage(leaf), copy_stream)
             memory = storages[pointer].view(leaf.dtype)
-            load.tensors[i] = memory.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset()).data
-        load.loan, load.unused = loan, lent
+            tensors[i] = memory.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset()).data
+        load.others, load.tensors, load.loan, load.unused = others, tensors, loan, lent
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
@@ -347,7 +360,7 @@ class CopyLane:
 
     def _complete(self, load: DeviceLoad, stream: Stream) -> Any:
         """Make the batch of what was staged and of what was not."""
-        tensors: dict[int, Any] = dict(load.tensors)
+        tensors: dict[int, Any] = dict(load.tensors or {})
         if load.made is not None:
             tensors |= self._take_over(load, load.made, stream)
         for i, leaf in load.others.items():
@@ -386,11 +399,6 @@ class CopyLane:
             self._checker.close()
         self.ring.close()
         self._pinned.close()
-
-
-def _out_of_inference_mode() -> AbstractContextManager[Any]:
-    """The source may be a generator that has left that mode on."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _can_be_staged(leaf: Any) -> bool:

@@ -262,8 +262,8 @@ class Ledger:
             mark: Notes where his stream stands.
             times: Of the batch that he will get, if it is there.
         """
-        now = time.perf_counter_ns()
         if self.context is None:
+            now = time.perf_counter_ns()
             if self._on_host is not None:
                 times, asked, got = self._on_host
                 self._on_host = None
@@ -306,7 +306,7 @@ class Ledger:
     def read(self) -> None:
         """Read the steps that the device has finished. Any thread; who comes second leaves it to the first."""
         context = self.context
-        if context is None or context.closed or not self._reading.acquire(blocking=False):
+        if not self._unread or context is None or context.closed or not self._reading.acquire(blocking=False):
             return
         try:
             while self._unread:

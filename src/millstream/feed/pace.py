@@ -57,7 +57,7 @@ class Pace:
 
     def begin_work(self) -> None:
         """A batch is about to be made."""
-        if len(self._work_ns) < MOST_TIMED:
+        if not self.alone and len(self._work_ns) < MOST_TIMED:
             self._began_ns = time.thread_time_ns()
 
     def end_work(self, pull_ns: int) -> None:
@@ -66,6 +66,8 @@ class Pace:
         Args:
             pull_ns: How long it took the source. A source that sleeps keeps the consumer waiting, not the processor.
         """
+        if self.alone:
+            return  # nobody asks: it is a part of what the consumer waits for
         self._num_made += 1
         if self._num_made > NUM_WARM:
             self._pulled_ns += pull_ns

@@ -53,6 +53,8 @@ class DeviceSlot:
         copied: Where on the copy stream its present batch is complete.
         released: Where on the consumer's stream its last batch was dropped.
         parcels: Its memory; ``None`` where the user has kept it.
+        layout: What it was opened for last; ``None`` when it must be looked at again.
+        memories: Of the parcels that this layout has.
         written: Whether ``copied`` has been recorded since the memory was taken.
         loan: As what it was lent last, until it is taken again.
     """
@@ -61,6 +63,8 @@ class DeviceSlot:
     copied: Event
     released: Event
     parcels: list[Parcel | None] = field(default_factory=list)
+    layout: Layout | None = None
+    memories: list[Tensor] = field(default_factory=list)
     written: bool = False
     was_lent: bool = False
     loan: Loan | None = None
@@ -115,14 +119,18 @@ class Ring:
     def open(self, slot: DeviceSlot, layout: Layout, copy_stream: Stream) -> list[Tensor]:
         """Give the slot memory for a layout, and let ``copy_stream`` wait until it may be written.
 
-        The caller holds the capture lock.
-
         Raises:
             torch.OutOfMemoryError: There is none; what was there before still is.
         """
         if slot.was_lent:
             copy_stream.wait_event(slot.released)  # WAR: kernels that read the last batch
             slot.was_lent = False
+        if slot.layout is not layout:
+            self._fit(slot, layout, copy_stream)
+        return slot.memories
+
+    def _fit(self, slot: DeviceSlot, layout: Layout, copy_stream: Stream) -> None:
+        slot.layout, slot.memories = None, []
         slot.parcels += [None] * (len(layout.parcels) - len(slot.parcels))
         for i, parcel in enumerate(layout.parcels):
             present = slot.parcels[i]
@@ -130,12 +138,13 @@ class Ring:
                 slot.parcels[i] = self._allocate(parcel.num_bytes, copy_stream)
                 if present is not None:
                     self._order(copy_stream, present.home)  # all that was done with it happened before this point
-        memories = [parcel.memory for parcel in slot.parcels if parcel is not None]
-        return memories[: len(layout.parcels)]
+        parcels = slot.parcels[: len(layout.parcels)]
+        slot.memories = [parcel.memory for parcel in parcels if parcel is not None]
+        slot.layout = layout
 
     def _allocate(self, num_bytes: int, copy_stream: Stream) -> Parcel:
         home = self.stream
-        with self._context.on(home):
+        with self._context.capture_lock, self._context.on(home):  # allocating ends captures of other threads
             memory = self._context.allocate(num_bytes)
         # The memory may have been freed a moment ago by the host, while kernels on its stream still use it (WAR, WAW).
         self._order(home, copy_stream)
@@ -143,9 +152,9 @@ class Ring:
 
     def lend(self, slot: DeviceSlot, count: int) -> tuple[Loan, list[Tensor]]:
         """Tensors over the first ``count`` parcels of a slot; they bring it back when all of them are gone."""
-        parcels = [parcel for parcel in slot.parcels[:count] if parcel is not None]
-        slot.loan = loan = Loan(self, slot, len(parcels))
-        leases = [Lease(loan, i, parcel.memory, parcel.home) for i, parcel in enumerate(parcels)]
+        slot.loan = loan = Loan(self, slot, count)
+        parcels = enumerate(slot.parcels[:count])
+        leases = [Lease(loan, i, parcel.memory, parcel.home) for i, parcel in parcels if parcel is not None]
         loan.leases = [weakref.ref(lease) for lease in leases]
         return loan, [self._context.lend(lease.memory, lease) for lease in leases]
 
@@ -165,8 +174,9 @@ class Ring:
         for _ in range(len(self._late)):
             self._let_go(*self._late.popleft())
         while len(self._loans) > 1:
-            self.num_kept += self._loans[0].forgo()
-            self._bring_back(self._loans[0])
+            oldest = self._loans[0]
+            self.num_kept += oldest.forgo()
+            self._bring_back(oldest)
             self._loans.popleft()
         for loan in self._loans:
             self._bring_back(loan)
@@ -202,7 +212,7 @@ class Ring:
                 self._free.put(loan)
                 loan.came_back = True
             return
-        with suppress(RuntimeError):  # a device in an error state refuses; that error was raised where it happened
+        try:
             if self._context.closed:
                 return
             if self._context.is_capturing():  # the event would become a part of somebody's graph
@@ -215,6 +225,8 @@ class Ring:
                 loan.came_back = True
             elif home is not None and home != stream:
                 self._order(stream, home)  # WAR: the allocator gives it out again on ``home`` at once
+        except RuntimeError:
+            pass  # a device in an error state refuses; that error was raised where it happened
 
     def _order(self, first: Stream, then: Stream) -> None:
         event = self._context.acquire_event()
@@ -248,6 +260,7 @@ class Ring:
                         parcel.home.wait_event(slot.released)
         for slot in self.slots:
             slot.parcels.clear()
+            slot.memories = []
             slot.loan = None
             self._context.release_event(slot.copied)
             self._context.release_event(slot.released)
@@ -267,6 +280,8 @@ class Loan:
         tickets: As many as parcels are still to come back or to be given up.
     """
 
+    __slots__ = ("_kept", "came_back", "claims", "forgone", "leases", "ring", "slot", "stream", "tickets")
+
     def __init__(self, ring: Ring, slot: DeviceSlot, num_parcels: int) -> None:
         self.ring = ring
         self.slot = slot
@@ -275,7 +290,7 @@ class Loan:
         self.leases: list[weakref.ref[Lease]] = []
         self.forgone = False
         self.came_back = num_parcels == 0
-        self._kept: set[int] = set()
+        self._kept: frozenset[int] = frozenset()
         self.tickets = deque(range(num_parcels))
 
     def is_last(self) -> bool:
@@ -284,7 +299,10 @@ class Loan:
 
     def is_over(self) -> bool:
         """Whether the user has nothing of it any more but what he was left, and all finalizers have ended."""
-        return all(i in self._kept or lease() is None for i, lease in enumerate(self.leases))
+        for i, lease in enumerate(self.leases):  # noqa: SIM110 - asked for every batch: a generator takes three times as long
+            if lease() is not None and i not in self._kept:
+                return False
+        return True
 
     def forgo(self) -> int:
         """Leave to the user what he still holds; how many parcels that is."""
@@ -295,8 +313,8 @@ class Loan:
         for i, claim in enumerate(self.claims):
             if claim.acquire(blocking=False):
                 if self.leases[i]() is not None:  # otherwise an interrupt has met its finalizer
-                    self.slot.parcels[i] = None
-                    self._kept.add(i)
+                    self.slot.layout, self.slot.memories, self.slot.parcels[i] = None, [], None
+                    self._kept |= {i}
                     kept += 1
                 if self.is_last():
                     self.ring._let_go(self, None, None)

@@ -16,7 +16,7 @@ taken away from who is still inside, and nobody waits for ever for a source that
 gives the lane back.
 
 How far the worker may run ahead is kept by the *budget*, a channel of which a batch takes a part from before it is
-staged until it is handed out.
+staged until it is handed out. Who is alone does not run ahead, and only looks whether a batch is too large for it.
 
 Ctrl-C may come at any moment of the consumer's, who may ask again all the same. So a batch stays the next one until the
 very end of handing it out, and all that is done before may be done again.
@@ -97,7 +97,9 @@ class Session:
         self._ledger = ledger or Ledger(None)
         self._pace = pace or Pace(alone=False)
         self._count = 0  # of the batches made
-        self._budget: Channel[int] = Channel(depth, max_bytes)  # the numbers of the batches
+        self._budget = budget = Channel[int](depth, max_bytes)  # the numbers of the batches
+        # Without a worker no other batch is under way.
+        self._admit = budget.check_size if self._pace.alone else budget.send
         self._gone: deque[int] = deque([-1], maxlen=1)  # the last that has left it
         self._sent: Channel[Item] = Channel(depth)
         self._next: list[Item] = []  # one or none: there, and not handed out when he asked last; the consumer's
@@ -203,7 +205,7 @@ class Session:
                 note = prepared[1]
                 del prepared
                 pulled = time.perf_counter_ns()
-                self._budget.send(times.index, load.num_bytes)
+                self._admit(times.index, load.num_bytes)
                 admitted = time.perf_counter_ns()
                 try:
                     if not lane.stage(load, stopped):
@@ -291,7 +293,7 @@ class Session:
 
     def _make_room(self, index: int) -> None:
         """Let another batch be made for one that is handed out."""
-        if self._gone[-1] < index:
+        if self._gone[-1] < index and not self._pace.alone:
             with suppress(ChannelClosed):
                 self._budget.receive_into(self._gone, timeout=0)
 

@@ -10,8 +10,9 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,9 @@ def wait_until_reached(context: DeviceContext, event: Event, stopped: threading.
         stopped.wait(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     return False
+
+
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +130,8 @@ class PinnedRing:
             return None
         slot.busy = False
         if section is not slot.section:
-            self._open(slot, layout, section)
+            with out_of_inference_mode():
+                self._open(slot, layout, section)
         if addresses is not None and self._filler is not None:
             if len(section.sources) < len(addresses) or section.num_bytes < layout.num_bytes:
                 addresses = array("Q", [addresses[number] + start for number, start, _, _ in section.sources])
@@ -134,7 +139,8 @@ class PinnedRing:
             slot.filling = self._filler.begin(slot.addresses, addresses, slot.lengths, self._threads, owner)
         else:
             try:
-                self._begin_copy(slot, layout, leaves)
+                with out_of_inference_mode():
+                    self._begin_copy(slot, layout, leaves)
             except BaseException:
                 slot.finish()
                 raise
@@ -252,3 +258,8 @@ def find_likeness(layout: Layout, leaves: Sequence[Tensor]) -> Likeness | None:
     with suppress(ValueError):
         return Likeness(leaves, place_of_implementation())
     return None
+
+
+def out_of_inference_mode() -> AbstractContextManager[Any]:
+    """The source may be a generator that has left that mode on."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS

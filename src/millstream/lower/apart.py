@@ -43,13 +43,15 @@ class Guest:
             # autocast, whatever became of them; nothing else sets inference mode.
             guard = torch._C._InferenceMode(self._modes.inference)
             try:
-                _exchange_modes(others, self._modes)
+                if self._modes is not others:  # nearly always both are those of a new thread
+                    _exchange_modes(others, self._modes)
                 return self._variables.run(function, *arguments)
             finally:
                 self._modes = _take_modes()
                 del guard
         finally:
-            _exchange_modes(self._modes, others)
+            if others is not self._modes:
+                _exchange_modes(self._modes, others)
             del function, arguments  # an error's traceback must not lead back to the error, see ``Session.next_batch``
 
 
@@ -87,9 +89,7 @@ def _take_modes() -> _Modes:
 
 
 def _exchange_modes(old: _Modes, new: _Modes) -> None:
-    """Put ``new`` in place, where ``old`` was taken."""
-    if new is old:
-        return
+    """Put ``new`` in place, where ``old`` was taken. To be called only where the two differ."""
     torch._C._set_grad_enabled(new.gradients)
     if new.autocast is not old.autocast:
         for kind, (enabled, dtype) in zip(_AUTOCAST, new.autocast, strict=True):

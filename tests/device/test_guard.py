@@ -1,0 +1,117 @@
+"""The guard, and what prepares a helper thread, on a CUDA that only writes down what is asked of it."""
+
+import sys
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from millstream.device import Place, driver
+from millstream.device.guard import current_stream, guard
+from millstream.errors import DeviceError
+
+
+class FakeCuda:
+    """Two devices: which is current, and which stream is on each."""
+
+    def __init__(self, monkeypatch):
+        self.device, self.handles, self.calls = 0, {0: 10, 1: 11}, []
+        for name in ("current_device", "set_device", "current_stream", "set_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", self.handles.get, raising=False)
+        monkeypatch.setattr(sys.modules[guard.__module__], "_streams", {})
+
+    def current_device(self):
+        return self.device
+
+    def set_device(self, index):
+        self.calls.append(("device", index))
+        self.device = index
+
+    def current_stream(self, index):
+        self.calls.append(("make", index))
+        return SimpleNamespace(cuda_stream=self.handles[index], device_index=index)
+
+    def set_stream(self, stream):
+        self.calls.append(("stream", stream.device_index, stream.cuda_stream))
+        self.handles[stream.device_index] = stream.cuda_stream
+        self.device = stream.device_index
+
+    @property
+    def state(self):
+        return self.device, dict(self.handles)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return FakeCuda(monkeypatch)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("disturbed", [(), (0,), (1,), (0, 1)])
+def test_device_and_streams_are_afterwards_what_they_were(cuda, index, disturbed):
+    before = cuda.state
+    with suppress(KeyError), guard(f"cuda:{index}") as place:
+        assert (place, cuda.device) == (Place("cuda", index), index)
+        for each in disturbed:
+            if each in (0, index):  # the streams of other devices are not its own
+                cuda.handles[each] += 100
+                cuda.device = each
+        raise KeyError
+    assert cuda.state == before
+
+
+def test_what_was_not_changed_is_not_set_again(cuda):
+    for _ in range(3):
+        cuda.calls.clear()
+        with guard("cuda:0"):
+            pass
+    assert cuda.calls == [("device", 0)]
+
+
+def test_a_stream_is_the_same_object_while_it_is_the_same_stream(cuda):
+    first = current_stream(0)
+    assert current_stream(0) is first
+    cuda.handles[0] = 12
+    second = current_stream(0)
+    assert (first.cuda_stream, second.cuda_stream) == (10, 12)
+    assert current_stream(1).cuda_stream == 11
+
+
+def test_a_device_that_is_not_there(cuda):
+    with pytest.raises(DeviceError, match=r"no cuda:7"):
+        guard(Place("cuda", 7))
+    assert cuda.calls == []
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_mode_of_captures_is_exchanged_and_exchanged_back(cuda, monkeypatch, refuses):
+    modes, mode = [], 0
+
+    def exchange(pointer):
+        nonlocal mode
+        value = pointer._obj
+        value.value, mode = mode, value.value
+        modes.append(mode)
+        return 1 if refuses else 0
+
+    monkeypatch.setattr(driver, "_find", lambda _: exchange)
+    before = cuda.state
+    with suppress(KeyError), driver._InThread(Place("cuda", 1)):
+        assert cuda.device == 1
+        raise KeyError
+    assert modes == ([1] if refuses else [1, 0])
+    assert cuda.state == before
+
+
+def test_a_thread_that_is_interrupted_while_it_is_prepared_is_left_as_it_was(cuda, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "_find", lambda _: interrupt)
+    before = cuda.state
+    with pytest.raises(KeyboardInterrupt), driver._InThread(Place("cuda", 1)):
+        pass
+    assert cuda.state == before
