@@ -1,6 +1,5 @@
 """The guard, and what prepares a helper thread, on a CUDA that only writes down what is asked of it."""
 
-import sys
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from millstream.device import Place, driver
-from millstream.device.guard import current_stream, guard
+from millstream.device.guard import guard
 from millstream.errors import DeviceError
 
 
@@ -17,11 +16,12 @@ class FakeCuda:
 
     def __init__(self, monkeypatch):
         self.device, self.handles, self.calls = 0, {0: 10, 1: 11}, []
-        for name in ("current_device", "set_device", "current_stream", "set_stream"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        for module, name in (
+            *((torch.cuda, name) for name in ("current_device", "set_device")),
+            *((torch.accelerator, name) for name in ("current_stream", "set_stream")),
+        ):
+            monkeypatch.setattr(module, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", self.handles.get, raising=False)
-        monkeypatch.setattr(sys.modules[guard.__module__], "_streams", {})
 
     def current_device(self):
         return self.device
@@ -31,12 +31,11 @@ class FakeCuda:
         self.device = index
 
     def current_stream(self, index):
-        self.calls.append(("make", index))
-        return SimpleNamespace(cuda_stream=self.handles[index], device_index=index)
+        return SimpleNamespace(handle=self.handles[index], device_index=index)
 
     def set_stream(self, stream):
-        self.calls.append(("stream", stream.device_index, stream.cuda_stream))
-        self.handles[stream.device_index] = stream.cuda_stream
+        self.calls.append(("stream", stream.device_index, stream.handle))
+        self.handles[stream.device_index] = stream.handle
         self.device = stream.device_index
 
     @property
@@ -69,15 +68,6 @@ def test_what_was_not_changed_is_not_set_again(cuda):
         with guard("cuda:0"):
             pass
     assert cuda.calls == [("device", 0)]
-
-
-def test_a_stream_is_the_same_object_while_it_is_the_same_stream(cuda):
-    first = current_stream(0)
-    assert current_stream(0) is first
-    cuda.handles[0] = 12
-    second = current_stream(0)
-    assert (first.cuda_stream, second.cuda_stream) == (10, 12)
-    assert current_stream(1).cuda_stream == 11
 
 
 def test_a_device_that_is_not_there(cuda):

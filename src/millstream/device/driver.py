@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.device.guard import current_stream, guard
+from millstream.device.guard import guard
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
 from millstream.device.native import enqueuer, lender
 from millstream.device.place import Place
@@ -194,8 +194,7 @@ class CudaDriver:
 
     def current_stream(self) -> Stream:
         """The calling thread's current stream on this device, whichever device is current."""
-        stream: Stream = current_stream(self.place.index)
-        return stream
+        return torch.cuda.current_stream(self.place.index)  # of a number PyTorch makes more quickly than of a device
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """PyTorch's own stream context: sets the device too, and restores both."""

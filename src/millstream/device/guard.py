@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ class guard(AbstractContextManager[Place]):  # noqa: N801 - reads as a verb
         if place.kind != "cpu":
             self._device = device = torch.cuda.current_device()
             indices = (device,) if device == place.index else (device, place.index)
-            self._streams = tuple(map(current_stream, indices))
+            self._streams = tuple(map(torch.accelerator.current_stream, indices))
             torch.cuda.set_device(place.index)  # also where it is: a new thread has no context of CUDA's before
         return place
 
@@ -43,23 +42,8 @@ class guard(AbstractContextManager[Place]):  # noqa: N801 - reads as a verb
             return
         # Nearly always they are what they were: to look is quicker than to set them again.
         for stream in self._streams:
-            if current_stream(stream.device_index) is not stream:
-                torch.cuda.set_stream(stream)
+            if torch.accelerator.current_stream(stream.device_index) != stream:
+                torch.accelerator.set_stream(stream)
         # Setting a stream also makes its device current, so the device comes last.
         if torch.cuda.current_device() != self._device:
             torch.cuda.set_device(self._device)
-
-
-_streams: dict[int, Any] = {}  # of each device the one that was current when somebody asked last
-
-
-def current_stream(index: int) -> Any:
-    """The calling thread's current stream on CUDA device ``index``, whichever device is current.
-
-    PyTorch makes a new object for each question, which takes ten times as long as to look whether it is the same
-    stream as before. By a private API that Inductor's code uses, too; tried on torch 2.11 and 2.13.
-    """
-    stream = _streams.get(index)
-    if stream is None or stream.cuda_stream != torch._C._cuda_getCurrentRawStream(index):
-        stream = _streams[index] = torch.cuda.current_stream(index)
-    return stream
