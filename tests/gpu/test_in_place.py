@@ -225,7 +225,8 @@ def test_training_with_a_compiled_model_copies():
     assert num_in_place(compiled) == 0
 
 
-# --- decided by time, of which tests on a shared device can tell nothing: what is decided is told here ------------------
+# --- decided by time -------------------------------------------------------------------------------------------------
+# Decided by time, which tells nothing where tests share a device: so here it is told what is decided.
 
 
 def test_a_copy_that_takes_much_of_a_call_is_avoided(monkeypatch):
