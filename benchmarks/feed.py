@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ from torch.utils.data import DataLoader
 from benchmarks.harness import Sample, alternate, synchronize, wall_ms
 from benchmarks.results import Row, ratio
 from benchmarks.suite import Settings, run_suite
+
+if TYPE_CHECKING:
+    from millstream.feed.feeder import Feed
+    from millstream.feed.ledger import Stats
 
 MIB = 1 << 20
 RATIOS = (0.25, 0.5, 0.8, 1.0, 2.0, 4.0)
@@ -108,7 +113,7 @@ def feed_timm(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]
     yield from PrefetchLoader(loader, device=device)
 
 
-def make_feed_of_images(batches: Sequence[Batch], device: torch.device) -> Way:
+def make_feed_of_images(batches: Sequence[Batch], device: torch.device) -> Feed:
     """``ms.feed``, normalising as timm does."""
     from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
@@ -119,8 +124,7 @@ def make_feed_of_images(batches: Sequence[Batch], device: torch.device) -> Way:
         for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
     )
     synchronize(device)
-    fed = ms.feed(batches, device, transform=lambda batch: [batch[0].float().sub_(mean).div_(std), batch[1]])
-    return lambda *_: iter(fed)
+    return ms.feed(batches, device, transform=lambda batch: [batch[0].float().sub_(mean).div_(std), batch[1]])
 
 
 PEERS: dict[str, Way] = {
@@ -249,6 +253,22 @@ def compare_ways(
     return [*rows, *failures] or [facts]
 
 
+def watch(fed: Feed, work: Callable[[], None], device: torch.device) -> Stats:
+    """What a feed says of three epochs, of which the later ones may be made in another way than the first."""
+    for _ in range(3):
+        for batch in fed:
+            work()
+            del batch
+        synchronize(device)
+    return fed.stats()
+
+
+def told(stats: Stats) -> list[str]:
+    """The same in a few words."""
+    hidden = [] if stats.hidden is None else [f"{stats.hidden:.1%} of copies hidden"]
+    return [*hidden, *(["no worker"] if stats.is_alone else [])]
+
+
 def run_loop(name: str, sizes: Sequence[int], copy_to_compute: float | None, settings: Settings) -> list[Row]:
     """A loop whose computation is the copy's time over ``copy_to_compute``; ``None``: no computation at all."""
     import millstream as ms
@@ -266,22 +286,13 @@ def run_loop(name: str, sizes: Sequence[int], copy_to_compute: float | None, set
         return [replace(facts, note="not timed: batches do not arrive as they were sent")]
     peers = {peer: way for peer, way in PEERS.items() if settings.wants(peer)}
     rows = compare_ways(facts, ours, peers, batches, settings, work)
-    fed = ms.feed(batches, device)
-    for _ in range(3):
-        for batch in fed:
-            work()
-            del batch
-        synchronize(device)
-    stats = fed.stats()
+    stats = watch(ms.feed(batches, device), work, device)
     parts = f"copy {copy:.3g}, stage {stage:.3g}, compute {compute:.3g} ms alone"
-    hidden = "" if stats.hidden is None else f"; {stats.hidden:.1%} of copies hidden"
-    if stats.is_alone:
-        hidden += "; no worker"
     own = rows[0].ours_ms
     assert own is not None
     assert facts.bound_ms is not None
-    over = f"; {own / facts.bound_ms:.3f} of the bound"
-    rows = [replace(row, note="; ".join(filter(None, (row.note, parts + hidden + over)))) for row in rows]
+    over = f"{own / facts.bound_ms:.3f} of the bound"
+    rows = [replace(row, note="; ".join(filter(None, (row.note, parts, *told(stats), over)))) for row in rows]
     if stats.copy_s:
         in_loop = stats.copy_s * 1e3
         rows.append(
@@ -328,15 +339,20 @@ def run_images(name: str, settings: Settings) -> list[Row]:
     batches = [made[i % 4] for i in range(BATCHES)]
     copy = copy_ms([leaf.nbytes for leaf in batches[0]], device)
     compute = 2 * copy
-    ours = make_feed_of_images(batches, device)
+    fed = make_feed_of_images(batches, device)
     if device.type == "cuda":
         theirs = list(feed_timm(batches[:4], device))
-        mine = list(islice(ours(batches, device), 4))
+        mine = list(islice(fed, 4))
         equal = all(torch.allclose(a, b) for x, y in zip(theirs, mine, strict=True) for a, b in zip(x, y, strict=True))
     else:
         equal = None
     facts = Row(name, "loop", bound_ms=compute, equal=equal)
-    return compare_ways(facts, ours, {"timm": feed_timm}, batches, settings, Work(device).of(compute))
+    work = Work(device).of(compute)
+    rows = compare_ways(facts, lambda *_: iter(fed), {"timm": feed_timm}, batches, settings, work)
+    stats = watch(fed, work, device)
+    shares = ", ".join(f"{cause} {share:.0%}" for cause, share in stats.shares.items())
+    parts = [f"copy {copy:.3g} ms alone", *told(stats), f"of each step {shares}"] if shares else told(stats)
+    return [replace(row, note="; ".join(filter(None, (row.note, *parts)))) for row in rows]
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
