@@ -33,6 +33,7 @@ from torch import Tensor
 
 from millstream.device import DeviceContext, Event, Stream
 from millstream.feed.layout import Layout
+from millstream.feed.ledger import Mark
 
 
 @dataclass(slots=True)
@@ -70,6 +71,23 @@ class DeviceSlot:
     loan: Loan | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Rest:
+    """Memory of another stream than the consumer's, which he has dropped.
+
+    Attributes:
+        memory: It.
+        home: The stream that it was allocated for.
+        stream: The consumer's.
+        mark: Where his work with it ends there; ``None`` where an interrupt came first.
+    """
+
+    memory: Tensor
+    home: Stream
+    stream: Stream
+    mark: Mark | None = None
+
+
 class Ring:
     """The slots of one device. The worker takes them, the consumer hands them out, finalizers bring them back.
 
@@ -89,6 +107,8 @@ class Ring:
             self._free.put(slot)
         self._loans: deque[Loan] = deque()  # handed out and perhaps still held; the consumer's
         self._late: deque[tuple[Loan, Tensor | None, Stream | None]] = deque()
+        self._resting: deque[Rest] = deque()
+        self._num_rested = 0  # of these, how many have rested for a batch
         self.num_kept = 0  # parcels that users have kept
         self.closed = False
 
@@ -122,6 +142,8 @@ class Ring:
         Raises:
             torch.OutOfMemoryError: There is none; what was there before still is.
         """
+        self._end_rest(self._num_rested)
+        self._num_rested = len(self._resting)
         if slot.was_lent:
             copy_stream.wait_event(slot.released)  # WAR: kernels that read the last batch
             slot.was_lent = False
@@ -224,9 +246,32 @@ class Ring:
                 self._free.put(loan)
                 loan.came_back = True
             elif home is not None and home != stream:
-                self._order(stream, home)  # WAR: the allocator gives it out again on ``home`` at once
+                rest = Rest(memory, home, stream)
+                self._resting.append(rest)  # first of all: an interrupt may end this
+                rest.mark = Mark(self._context, stream, timing=False)
+                if self.closed:
+                    self._end_rest(len(self._resting))
         except RuntimeError:
             pass  # a device in an error state refuses; that error was raised where it happened
+
+    def _end_rest(self, count: int) -> None:
+        """Let the oldest memory that rests go home: the allocator gives it out again there at once (WAR).
+
+        It rests while one batch is made. Were its stream to wait as soon as it is dropped, and this is the copy stream
+        for all that a transform has made, the next copy would wait for the step that has just been enqueued.
+        """
+        for _ in range(count):
+            try:
+                rest = self._resting[0]
+            except IndexError:  # another thread was here
+                return
+            with suppress(RuntimeError):
+                if rest.mark is None:
+                    self._order(rest.stream, rest.home)
+                else:
+                    rest.home.wait_event(rest.mark.event)
+            with suppress(ValueError):  # likewise
+                self._resting.remove(rest)
 
     def _order(self, first: Stream, then: Stream) -> None:
         event = self._context.acquire_event()
@@ -249,6 +294,7 @@ class Ring:
             self._bring_back(loan)
         self._loans.clear()
         self.closed = True
+        self._end_rest(len(self._resting))
         with suppress(RuntimeError):
             for slot in self.slots:
                 for parcel in slot.parcels:
