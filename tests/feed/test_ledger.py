@@ -154,14 +154,14 @@ def test_on_a_device(virtual_feed):
 def test_on_the_cpu_a_slow_source_is_named():
     def source():
         for i in range(6):
-            time.sleep(0.01)  # what a slow source does
+            time.sleep(0.05)  # what a slow source does
             yield torch.tensor([i])
 
     fed = feed(source(), "cpu")
     for _ in fed:
         pass
     stats = fed.stats()
-    assert stats.shares["source"] > 0.8
+    assert max(stats.shares, key=stats.shares.__getitem__) == "source"
     assert "DataLoader" in stats.verdict
     assert stats.hidden is None
 
