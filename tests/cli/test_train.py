@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 import millstream as ms
-from millstream.cli import main
+from millstream.cli import main, train
 from millstream.cli.train import WARM_UP_STEPS, find_largest_difference, run_stretch
 
 JOBS = {
@@ -103,6 +103,14 @@ def test_disagreement_is_a_failure(monkeypatch, capsys, tmp_path):
     assert run("train", "digits", "--steps 6") == 1
     assert "losses of 6 steps disagree: largest relative difference 9.9e-03" in capsys.readouterr().out
     assert not list(tmp_path.rglob("*.pt"))
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_time_of_a_run_without_a_length_begins_before_training(monkeypatch):
+    monkeypatch.setattr(train, "DEFAULT_SECONDS", 0.0)
+    monkeypatch.setattr(train, "LEAST_SECONDS", 0.0)
+    assert run("train", "digits", "--compare 4") == 0
+    assert load("runs/digits.pt")["done"] == 5
 
 
 @pytest.mark.usefixtures("eager")

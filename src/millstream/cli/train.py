@@ -29,7 +29,7 @@ from millstream.cli.job import Carry, Job
 WARM_UP_STEPS = 3  # eager, which makes the optimizer's state; captured and compiled; recorded as a CUDA graph
 TOLERANCE = 1e-3  # relative, of a loss: float32 rounding that the steps amplify stays far below, a wrong gradient above
 DEFAULT_SECONDS = 150.0  # a run that the user gives no length ends then, compilation included, whatever the machine
-LEAST_SECONDS = 10.0  # but trains for so long
+LEAST_SECONDS = 10.0  # but trains for so long, also where compilation took longer than all that
 REFRESH_SECONDS = 0.5  # a loss is read from the device, which waits for it, no more often than this
 
 EXIT_OK = 0

@@ -124,7 +124,7 @@ class CpuDriver:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def lend(self, memory: Tensor, token: object) -> Tensor:
-        """See there."""
+        """As ``lend_host`` does."""
         return lend_host(memory, token)
 
     def copy(

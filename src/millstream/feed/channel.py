@@ -77,7 +77,7 @@ class Channel(Generic[T]):
             ChannelClosed: The channel is closed, or was closed while this waited.
             TimeoutError: There was no room in time.
         """
-        self.check_size(thing, num_bytes)
+        self.check_size(num_bytes)
         offer = _Offer(thing, num_bytes)
         try:
             with self._lock:
@@ -103,7 +103,7 @@ class Channel(Generic[T]):
                 self._settle()
             raise
 
-    def check_size(self, thing: T, num_bytes: int) -> None:  # noqa: ARG002 - as ``send`` takes it
+    def check_size(self, num_bytes: int) -> None:
         """Raise what ``send`` would for a thing of so many bytes, whatever lies in the channel.
 
         Raises:

@@ -97,9 +97,7 @@ class Session:
         self._ledger = ledger or Ledger(None)
         self._pace = pace or Pace(alone=False)
         self._count = 0  # of the batches made
-        self._budget = budget = Channel[int](depth, max_bytes)  # the numbers of the batches
-        # Without a worker no other batch is under way.
-        self._admit = budget.check_size if self._pace.alone else budget.send
+        self._budget: Channel[int] = Channel(depth, max_bytes)  # the numbers of the batches
         self._gone: deque[int] = deque([-1], maxlen=1)  # the last that has left it
         self._sent: Channel[Item] = Channel(depth)
         self._next: list[Item] = []  # one or none: there, and not handed out when he asked last; the consumer's
@@ -223,6 +221,13 @@ class Session:
             return None
         finally:
             del iterator, self
+
+    def _admit(self, index: int, num_bytes: int) -> None:
+        """Wait until one more batch may be under way. Without a worker no other is."""
+        if self._pace.alone:
+            self._budget.check_size(num_bytes)
+        else:
+            self._budget.send(index, num_bytes)
 
     def _drop_source(self) -> None:
         """A DataLoader ends its worker processes when its iterator dies, and ``close`` shall not return before."""

@@ -1,15 +1,6 @@
 """Depthwise convolutions of few outputs, by a kernel of our own.
 
-cuDNN's is made for large batches. On an H200, in half precision, µs inside a CUDA graph, cuDNN's and ours:
-
-| outputs | 3 x 3 | 5 x 5 | 7 x 7 |
-|---|---|---|---|
-| 1 x 672 x 11 x 11 | 2.6, 1.9 | 5.7, 2.8 | |
-| 1 x 336 x 21 x 21 | 3.0, 2.2 | 6.2, 3.6 | 12.4, 6.1 |
-| 1 x 168 x 42 x 42 | 3.0, 2.9 | 7.3, 5.5 | |
-| 8 x 336 x 21 x 21 | | 9.6, 13.9 | |
-
-NASNet-A has 190 of them. How the kernel came to be: ``docs/decisions/0012``.
+cuDNN's is made for large batches; figures of both are in ``docs/decisions/0012``.
 
 Tried on torch 2.11, Triton 3.6.
 """

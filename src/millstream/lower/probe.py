@@ -36,4 +36,5 @@ def _ask_once() -> None:
         with suppress(Exception):  # who needs the answer asks again, and gets the error
             cpu_vec_isa.valid_vec_isa_list()
 
-    threading.Thread(target=ask, name="millstream-probe", daemon=True).start()
+    with suppress(RuntimeError):  # the system refuses the thread
+        threading.Thread(target=ask, name="millstream-probe", daemon=True).start()
