@@ -66,9 +66,10 @@ def test_a_tensor_of_another_form_is_left_to_pytorch(source, monkeypatch):
 def test_where_the_driver_refuses_it_is_said(host_driver):
     slot = torch.zeros(3)
     carried = carrier.make_carrier([slot])
-    host_driver.extend([700, 201])
+    host_driver.refuses = {"copy"}
     assert not carried.bring([torch.ones(3)])
     assert not carried.fetch([torch.empty(3)])
+    host_driver.refuses = set()
     assert carried.bring([torch.ones(3)])
 
 

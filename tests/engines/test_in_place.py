@@ -35,6 +35,7 @@ from millstream.lower import Phase
 from millstream.lower.tensors import storage_view
 from millstream.schedule import plan_serial
 from tests import networks
+from tests.engines.host_driver import GRAPH, launch
 
 MIB = 1 << 20
 
@@ -202,14 +203,23 @@ class PretendedGraph:
 
     latest = None
 
-    def __init__(self):
+    def __init__(self, keep_graph=False):
         PretendedGraph.latest = self
         self.launch = None
         self.num_replays = 0
+        self.entries, self.exits = [], []
+
+    def instantiate(self):
+        pass
+
+    def raw_cuda_graph_exec(self):
+        return GRAPH
 
     def replay(self):
         self.num_replays += 1
+        launch(self.entries)
         self.launch()
+        launch(self.exits)
 
     def pool(self):
         return (0, 7)
@@ -238,7 +248,10 @@ def device(monkeypatch, host_driver):
         seen.pools.append(pool)
         if seen.error is not None:
             raise seen.error
+        graph.num_before = len(host_driver.nodes)
         yield
+        nodes = host_driver.nodes[graph.num_before :]
+        graph.entries, graph.exits = nodes[: graph.num_entries], nodes[graph.num_entries :]
 
     def compile_recorded(program, plan, bound, *, context):
         run, graph = compile_plan(program, plan, bound), PretendedGraph.latest
@@ -247,6 +260,7 @@ def device(monkeypatch, host_driver):
             held = [at_address(item) for item in inputs]
             before = [item.clone() if isinstance(item, torch.Tensor) else None for item in held]
             outputs = run(inputs)
+            graph.num_entries = len(host_driver.nodes) - graph.num_before
             for item, value in zip(held, before, strict=True):  # a capture runs nothing
                 if value is not None:
                     storage_view(item).copy_(storage_view(value))
@@ -314,8 +328,14 @@ def aligned(shape, dtype=torch.float32):
     return memory[start : start + num_bytes].view(dtype).view(shape)
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-def test_inputs_and_results_are_copied_by_the_driver_or_else_by_pytorch(device, monkeypatch, refuses):
+@pytest.mark.parametrize(
+    ("refuses", "by_graph", "by_pytorch"),
+    [(set(), True, False), ({"set"}, False, False), ({"set", "copy"}, False, True)],
+    ids=["graph", "driver", "pytorch"],
+)
+def test_inputs_and_results_are_copied_by_the_graph_or_else_the_driver_or_else_pytorch(
+    device, monkeypatch, refuses, by_graph, by_pytorch
+):
     monkeypatch.setattr(in_place, "FORCED", False)
     copied = []
     copy = torch._foreach_copy_
@@ -330,11 +350,10 @@ def test_inputs_and_results_are_copied_by_the_driver_or_else_by_pytorch(device, 
         for each in arguments[:3]:
             compiled(*each)
         copied.clear()
-        results = []
-        for each in arguments:
-            device.driver.extend([201] * 2 * refuses)
-            results.append(compiled(*each))
-    assert len(copied) == 2 * 5 * refuses  # in and out
+        device.driver.num_set, device.driver.refuses = 0, refuses
+        results = [compiled(*each) for each in arguments]
+    assert (device.driver.num_set >= 5) == by_graph
+    assert len(copied) == 2 * 5 * by_pytorch  # in and out
     for (x, y), result in zip(arguments, results, strict=True):
         networks.assert_close(result, model(x) + y)
 

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from millstream.capture import torch_private
 from millstream.capture.assemble import Call, Workshop
 from millstream.capture.discover import Found, discover
 from millstream.capture.optimizers import CountsOnDevice, move_counts_to_host, number_places
@@ -344,7 +345,7 @@ def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def _ambient() -> tuple[Any, ...]:
     """Global modes under which a step runs and which its graph depends on."""
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if torch_private.is_any_autocast_enabled():
         dtypes = (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
         return (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), *dtypes)
     return (torch.is_grad_enabled(), torch.get_default_dtype())

@@ -145,6 +145,11 @@ def call_without_grad(function: Callable[[Any], Any], argument: Any) -> Any:
         torch._C._set_grad_enabled(before)
 
 
+def is_any_autocast_enabled() -> bool:
+    """Whether this thread computes in other types on any device; asked in every call. Tried on 2.11 and 2.13."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
 def count_hooks() -> int:
     """Number of hooks registered so far in this process, on tensors, modules and optimizers. Tried on 2.11 and 2.13."""
     return RemovableHandle.next_id
@@ -169,6 +174,7 @@ __all__ = [
     "graph_being_traced",
     "has_backward_hooks",
     "has_tensor_hooks",
+    "is_any_autocast_enabled",
     "is_real",
     "next_sequence_number",
     "no_compiled_modules",

@@ -209,6 +209,51 @@ struct Driver {
   int (*record)(void* event, void* stream);
 };
 
+// One end of CUDA_MEMCPY3D of cuda.h (CUDA 12 and 13), where memory is an address on a device.
+struct End {
+  size_t x, y, z, level;
+  int kind;
+  const void* host;
+  uint64_t device;
+  void *array, *reserved;
+  size_t pitch, height;
+};
+
+struct GraphCopy {
+  End from, to;
+  size_t width, height, depth;
+};
+
+static_assert(sizeof(GraphCopy) == 200);
+
+// A copy in a CUDA graph, one end of which lies elsewhere in each launch.
+struct Gate {
+  void* node;
+  GraphCopy copy;
+  bool leads_in;
+
+  uint64_t& outer() { return leads_in ? copy.from.device : copy.to.device; }
+};
+
+struct Gates {
+  int (*set)(void* graph, void* node, const GraphCopy* copy, void* context);  // of CUDA's driver interface
+  int (*enable)(void* graph, void* node, unsigned is_enabled);                // likewise
+  void* graph;
+  void* context;
+  std::vector<Gate> gates;
+  bool open = true;
+};
+
+int enable(Gates& gates, bool open) {
+  if (gates.open == open) return 0;
+  gates.open = true;  // while some may be: who is refused in the middle closes all of them
+  for (Gate& gate : gates.gates) {
+    if (int error = gates.enable(gates.graph, gate.node, open)) return error;
+  }
+  gates.open = open;
+  return 0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -270,5 +315,33 @@ int millstream_enqueue(const Driver* driver, const uint64_t* order) {
   for (const uint64_t* at = after; at < end && !error; ++at) error = driver->record(reinterpret_cast<void*>(*at), stream);
   return error;
 }
+
+Gates* millstream_make_gates(const void* set, const void* enable, void* graph, void* context) {
+  return new Gates{reinterpret_cast<decltype(Gates::set)>(set), reinterpret_cast<decltype(Gates::enable)>(enable), graph,
+                   context, {}};
+}
+
+void millstream_drop_gates(Gates* gates) { delete gates; }
+
+void millstream_add_gate(Gates* gates, void* node, const GraphCopy* copy, int leads_in) {
+  gates->gates.push_back({node, *copy, leads_in != 0});
+}
+
+// Let the copies happen in the launches to come, to and from these addresses; gives the driver's first error.
+int millstream_open_gates(Gates* gates, const uint64_t* addresses) {
+  for (Gate& gate : gates->gates) {
+    uint64_t address = *addresses++;
+    if (gate.outer() == address) continue;
+    gate.outer() = address;
+    if (int error = gates->set(gates->graph, gate.node, &gate.copy, gates->context)) {
+      gate.outer() = 0;  // not to be trusted again
+      return error;
+    }
+  }
+  return enable(*gates, true);
+}
+
+// Let them not happen.
+int millstream_close_gates(Gates* gates) { return enable(*gates, false); }
 
 }  // extern "C"

@@ -66,6 +66,11 @@ def build(source: Path, *options: str) -> Path | None:
     return target if _can_be_loaded(target) else None
 
 
+def build_native() -> Path | None:
+    """Compile this folder's own file, or find it compiled; ``None`` where that is not possible."""
+    return build(_SOURCE, *_OPTIONS)
+
+
 def load(source: Path, *options: str) -> ctypes.PyDLL | None:
     """``build`` a file and load it: its functions are called with the GIL. ``None`` where that is not possible."""
     path = build(source, *options)
@@ -101,14 +106,14 @@ def _can_be_loaded(library: Path) -> bool:
 @functools.cache
 def filler() -> Filler | None:
     """The compiled code that fills memory; ``None`` where it cannot be had."""
-    path = build(_SOURCE, *_OPTIONS)
+    path = build_native()
     return None if path is None else Filler(path)
 
 
 @functools.cache
 def enqueuer() -> Enqueuer | None:
     """The compiled code that enqueues copies on CUDA's streams; ``None`` where it, or CUDA's driver, cannot be had."""
-    path = build(_SOURCE, *_OPTIONS)
+    path = build_native()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         return None if path is None else Enqueuer(path, driver.cuMemcpyAsync, driver.cuEventRecord)
@@ -119,7 +124,7 @@ def enqueuer() -> Enqueuer | None:
 @functools.cache
 def lender() -> Lender | None:
     """The compiled code that lends memory; ``None`` where it cannot be had."""
-    path = build(_SOURCE, *_OPTIONS)
+    path = build_native()
     return None if path is None else Lender(path)
 
 

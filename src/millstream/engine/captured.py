@@ -14,6 +14,7 @@ from millstream.device.driver import GraphPool
 from millstream.device.graphs import capture
 from millstream.engine.arena import bind_arena
 from millstream.engine.carrier import make_carrier
+from millstream.engine.passage import Passage, make_passage
 from millstream.engine.source import compile_plan
 from millstream.graph import Plan, Role
 from millstream.lower import Lowered, Phase
@@ -95,7 +96,8 @@ class Captured:
         self.written = tuple(inputs[p] for p in static if program.inputs[p] in program.mutated)
         self.copy_in(inputs)
         self._memory = memory  # the graph reads slots for as long as it exists
-        outputs = self._capture(list(memory), pool)
+        passage = None if self._overlapping else make_passage(self._slots, [inputs[p] for p in self.slot_positions])
+        outputs = self._capture(list(memory), pool, passage)
         if self._phase is Phase.FORWARD:
             saved = [t for i, t in enumerate(outputs) if i not in lowered.visible and isinstance(t, torch.Tensor)]
             self.addresses = {tensor.data_ptr() for tensor in saved} | {a for a in self._addresses if a is not None}
@@ -113,14 +115,16 @@ class Captured:
         other.slot_positions, other._slots = tuple(position for position, _ in slots), [slot for _, slot in slots]
         other._incoming = make_carrier(other._slots)
         memory = [inputs[i] if i in positions else item for i, item in enumerate(self._memory)]
-        other._capture(memory, self.graph.pool())
+        other._capture(memory, self.graph.pool(), None)
         return other
 
-    def _capture(self, memory: list[Any], pool: GraphPool | None) -> list[Any]:
+    def _capture(self, memory: list[Any], pool: GraphPool | None, passage: Passage | None) -> list[Any]:
         """Capture the plan on these inputs; the list is emptied, and the outputs returned as the graph has them."""
         program, plan, context = self._program, self._plan, self._context
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph = torch.cuda.CUDAGraph(keep_graph=passage is not None)
         with capture(context, self.graph, pool):
+            if passage is not None:
+                passage.lead_in()
             if plan.num_streams > 2:
                 # CUDA starts branches that begin at nothing one by one, about 3 µs apart, but all that one kernel is
                 # followed by nearly at once (docs/decisions/0010).
@@ -133,9 +137,15 @@ class Captured:
             finally:
                 for event in run.events:
                     context.release_event(event)
-        self._handed_out = [i for i in range(len(outputs)) if i in self._copied and self._owns(i)]
-        self._results = [outputs[i] for i in self._handed_out]
+            self._handed_out = [i for i in range(len(outputs)) if i in self._copied and self._owns(i)]
+            self._results = [outputs[i] for i in self._handed_out]
+            leads_out = passage is not None and passage.lead_out(self._results)
+        if passage is not None:
+            with context.capture_lock:
+                self.graph.instantiate()
+            passage.settle(self.graph)
         self._outgoing = make_carrier(self._results)
+        self._passage = passage if leads_out and (self._outgoing or not self._results) else None
         self._outputs = [self._recipe(i, output) for i, output in enumerate(outputs)]
         return outputs
 
@@ -150,25 +160,41 @@ class Captured:
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run a call: the list of inputs is emptied, the list of outputs returned."""
+        passage = self._passage
+        if passage is not None:
+            outputs = self._make_outputs(inputs)
+            if passage.open([inputs[p] for p in self.slot_positions], [outputs[i] for i in self._handed_out]):
+                self.graph.replay()
+                self._copy_back(inputs)
+                return outputs
         self.copy_in(inputs)
         self.replay()
         return self.finish(inputs)
 
     def replay(self) -> None:
-        """Launch the graph on the current stream."""
+        """Launch the graph on the current stream, on what lies in its slots."""
+        if self._passage is not None:
+            self._passage.close()
         self.graph.replay()
 
     def finish(self, inputs: list[Any]) -> list[Any]:
         """Copy back what a replay wrote to inputs, empty their list, and return the outputs."""
-        for position in self._mutated:
-            copy_elements(inputs[position], self._memory[position])
-        outputs = [make(inputs) for make in self._outputs]
+        outputs = self._make_outputs(inputs)
         if self._outgoing is not None:
             copies = [outputs[i] for i in self._handed_out]
             if not self._outgoing.fetch(copies):
                 torch._foreach_copy_(copies, self._results)
-        inputs.clear()
+        self._copy_back(inputs)
         return outputs
+
+    def _make_outputs(self, inputs: Sequence[Any]) -> list[Any]:
+        """What the caller gets; what is copied for him is filled later."""
+        return [make(inputs) for make in self._outputs]
+
+    def _copy_back(self, inputs: list[Any]) -> None:
+        for position in self._mutated:
+            copy_elements(inputs[position], self._memory[position])
+        inputs.clear()
 
     def watch(self, outputs: Sequence[Any]) -> weakref.ref[torch.Tensor] | None:
         """A reference that lives as long as autograd holds what this forward call saved."""

@@ -1,7 +1,7 @@
 """Copies between a caller's tensors and a graph's memory, by the driver.
 
 An operator of PyTorch takes 5 to 15 µs of the host's time for each small tensor that it copies, which for a small graph
-is longer than launching it. The driver takes 2.
+is longer than launching it. The driver takes 2 to 7.
 """
 
 from __future__ import annotations
@@ -12,6 +12,26 @@ from torch import Tensor
 
 from millstream.device.native import Copies, enqueuer
 from millstream.lower.tensors import current_stream_handle
+
+
+class Forms:
+    """How tensors of a graph lie in memory, so that others can be copied to them as the bytes that they are.
+
+    Args:
+        tensors: On one CUDA device; they are not kept alive.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._forms = [(tensor.get_device(), tensor.stride(), tensor.dtype, tensor.nbytes) for tensor in tensors]
+
+    def find(self, sources: Sequence[Tensor]) -> list[int] | None:
+        """The addresses of as many tensors; ``None`` where one of them lies otherwise, or elsewhere."""
+        for source, form in zip(sources, self._forms, strict=True):
+            if (source.get_device(), source.stride(), source.dtype, source.nbytes) != form:
+                return None
+            if source.is_neg() or source.is_conj():  # bytes of which the values are yet to be made
+                return None
+        return [source.data_ptr() for source in sources]
 
 
 class Carrier:
@@ -25,34 +45,36 @@ class Carrier:
     def __init__(self, tensors: Sequence[Tensor], copies: Copies) -> None:
         self._index = tensors[0].get_device()
         self._copies = copies
-        self._forms = [(tensor.stride(), tensor.dtype, tensor.nbytes) for tensor in tensors]
+        self._forms = Forms(tensors)
         self._addresses = [tensor.data_ptr() for tensor in tensors]
 
     def bring(self, sources: Sequence[Tensor]) -> bool:
         """Copy tensors into the graph's memory; false, and nothing is copied, where the driver cannot."""
-        copies = self._copies
-        for i, (source, form) in enumerate(zip(sources, self._forms, strict=True)):
-            if (source.stride(), source.dtype, source.nbytes) != form or source.get_device() != self._index:
-                return False
-            if source.is_neg() or source.is_conj():  # bytes of which the values are yet to be made
-                return False
-            copies.sources[i], copies.to[i] = source.data_ptr(), self._addresses[i]
-        return copies.enqueue(current_stream_handle(self._index)) == 0
+        found = self._forms.find(sources)
+        return found is not None and self._carry(found, self._addresses)
 
     def fetch(self, targets: Sequence[Tensor]) -> bool:
         """Copy the graph's memory to new tensors of the same forms; false where the driver refuses."""
+        return self._carry(self._addresses, [target.data_ptr() for target in targets])
+
+    def _carry(self, sources: Sequence[int], to: Sequence[int]) -> bool:
         copies = self._copies
-        for i, (target, address) in enumerate(zip(targets, self._addresses, strict=True)):
-            copies.sources[i], copies.to[i] = address, target.data_ptr()
+        for i, (source, target) in enumerate(zip(sources, to, strict=True)):
+            copies.sources[i], copies.to[i] = source, target
         return copies.enqueue(current_stream_handle(self._index)) == 0
 
 
 def make_carrier(tensors: Sequence[Tensor]) -> Carrier | None:
     """A carrier for these tensors; ``None`` without a driver, or where one of them is no plain stretch of bytes."""
     driver = enqueuer()
-    if driver is None or not tensors or not all(_on_device(each) and _is_stretch(each) for each in tensors):
+    if driver is None or not tensors or not all(map(can_be_carried, tensors)):
         return None
     return Carrier(tensors, driver.prepare([tensor.nbytes for tensor in tensors]))
+
+
+def can_be_carried(tensor: Tensor) -> bool:
+    """Whether a tensor is on a device, and a stretch of bytes there that says all about it."""
+    return _on_device(tensor) and _is_stretch(tensor)
 
 
 def _on_device(tensor: Tensor) -> bool:

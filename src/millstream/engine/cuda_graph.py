@@ -129,7 +129,7 @@ class CudaGraphEngine:
         """Replay the graph on the inputs of the latest call, without copies in or out: for measurements."""
         if self._captured is None:
             raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")
-        self._captured.graph.replay()
+        self._captured.replay()
 
     def release(self) -> None:
         """Give the graph's memory back; a later call captures anew."""
