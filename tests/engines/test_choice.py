@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from millstream.cache import cache_folder
 from millstream.check import check_plan
 from millstream.cost import Costs, CostTable, KernelCost, format_table
-from millstream.device.cache_folder import cache_folder
 from millstream.engine import choice, store
 from millstream.engine.choice import (
     MARGIN,

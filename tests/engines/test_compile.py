@@ -1,6 +1,7 @@
 """``ms.compile``: the numbers of eager, for inference and training, whatever the calls are mixed with."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 
 import millstream as ms
 from millstream.api import executables
+from millstream.engine.build import why_not_graph
 from millstream.lower.fx_wrapper import collect_wrappers
 from tests import networks
 
@@ -227,3 +229,14 @@ def test_explain_shows_kernels_sources_and_memory():
     assert data["fallbacks"] == []
     with pytest.raises(ms.ArgumentError):
         ms.explain(model)
+
+
+def test_memory_that_graphs_could_not_give_back_is_not_captured(monkeypatch):
+    program = types.SimpleNamespace(
+        devices={"cuda:0"}, graph=types.SimpleNamespace(kernels=[types.SimpleNamespace(kind=None)], buffers=[])
+    )
+    for backend, obstacle in (("native", ""), ("cudaMallocAsync", "cannot take back")):
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda backend=backend: backend)
+        found = why_not_graph(types.SimpleNamespace(program=program))
+        assert obstacle in found
+        assert bool(found) == bool(obstacle)

@@ -1,6 +1,5 @@
 """On a GPU: inputs and results that a graph copies itself, from and to other places in each launch."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -38,18 +37,25 @@ def make_step(model, optimizer):
 def test_losses_and_state_are_those_of_copies_around_the_graph(streams, monkeypatch):
     torch.manual_seed(1)
     model = networks.Mlp().cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    step = ms.step(make_step(model, optimizer), strict=True, streams=streams)
+    for batch in batches(1)[:4]:
+        step(*batch)
+    passage = passage_of(step)
+    assert passage is not None
+    state = [*model.parameters(), *networks.optimizer_state(optimizer)]
+    start = [tensor.detach().clone() for tensor in state]
 
-    def train(*, by_graph):
-        if not by_graph:
-            monkeypatch.setattr("millstream.engine.captured.make_passage", lambda *_: None)
-        twin = copy.deepcopy(model)
-        optimizer = torch.optim.Adam(twin.parameters())
-        step = ms.step(make_step(twin, optimizer), strict=True, streams=streams)
+    def train():
+        with torch.no_grad():
+            for tensor, value in zip(state, start, strict=True):
+                tensor.copy_(value)
         losses = [step(*batch) for batch in batches()]  # the host runs ahead of the device, and keeps all of them
-        assert (passage_of(step) is not None) == by_graph
-        return losses, list(twin.parameters()), networks.optimizer_state(optimizer)
+        return [*losses, *(tensor.detach().clone() for tensor in state)]
 
-    ours, others = (torch.utils._pytree.tree_leaves(train(by_graph=each)) for each in (True, False))
+    ours = train()
+    monkeypatch.setattr(passage, "open", lambda *_: False)
+    others = train()
     assert len({loss.data_ptr() for loss in ours[:COUNT]}) == COUNT
     for one, other in zip(ours, others, strict=True):
         assert torch.equal(one, other)
@@ -84,25 +90,27 @@ def test_a_bare_replay_touches_nothing_of_the_callers():
 
 
 def test_inputs_of_every_kind_are_taken():
-    compiled = ms.compile(lambda x, y: x * 3 + y, strict=True)
+    compiled = ms.compile(lambda x, y: x * 2 + y, strict=True)
     with torch.no_grad():
         x, y = torch.randn(2, 6, 8, device="cuda").unbind()
         for _ in range(3):
             compiled(x, y)
         assert passage_of(compiled) is not None
         again = x.clone().requires_grad_()
-        assert torch.equal(compiled(again, y), x * 3 + y)
+        assert torch.equal(compiled(again, y), x * 2 + y)
         assert torch.equal(compiled(x, x), x * 3 + x)
         with torch.inference_mode():
-            assert torch.equal(compiled(x.clone(), y.clone()), x * 3 + y)
+            assert torch.equal(compiled(x.clone(), y.clone()), x * 2 + y)
         other = torch.randn(8, 6, device="cuda").t()  # other strides: a graph of its own, or a copy
-        assert torch.equal(compiled(other, y), other * 3 + y)
+        assert torch.equal(compiled(other, y), other * 2 + y)
 
 
 SCRIPT = """
+import warnings
 import torch
 import millstream as ms
-compiled = ms.compile(lambda x: x * 2 + 1, strict=True)
+warnings.simplefilter("ignore")  # of an allocator under which there are no graphs
+compiled = ms.compile(lambda x: x * 2 + 1)
 with torch.no_grad():
     for i in range(20):
         x = torch.full((1000,), float(i), device="cuda")
@@ -114,6 +122,7 @@ print("right")
 
 @pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:cudaMallocAsync"])
 def test_memory_of_other_allocators_is_copied_right(setting):
+    """Without graphs where their memory could not be given back."""
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=200, check=False

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.device.cache_folder import cache_folder
+from millstream.cache import cache_folder
 
 MAX_THREADS = 16
 """Fill pinned memory: more than a PCIe 5 bus needs."""

@@ -207,6 +207,8 @@ def why_not_graph(lowered: Lowered) -> str:
     graph = lowered.program.graph
     if lowered.program.devices == {"cpu"} or not graph.kernels:
         return "there are no kernels on a CUDA device."
+    if torch.cuda.get_allocator_backend() == "cudaMallocAsync":  # PyTorch 2.11 ends the process when it frees some
+        return "PyTorch's allocator is cudaMallocAsync, which cannot take back what a graph has allocated."
     if len(lowered.program.devices) > 1:
         return f"its kernels run on {', '.join(sorted(lowered.program.devices))}."
     for buffer in graph.buffers:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from millstream.cache import cache_folder, write
 from millstream.cost import CostTable, format_table, parse_table
-from millstream.device.cache_folder import cache_folder
 from millstream.errors import ArgumentError
 
 
@@ -73,13 +72,3 @@ def versions() -> dict[str, str]:
 
         libraries["triton"] = triton.__version__
     return libraries
-
-
-def write(path: Path, text: str) -> None:
-    """Replace a file at once, so that other processes read the old text or the new; where refused, do nothing."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # gone in any case, also where the disk is full
-            file = Path(folder) / path.name
-            file.write_text(text)
-            file.replace(path)

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 from millstream.errors import LoweringError
 from millstream.lower.cpp_kernels import CppKernels
 from millstream.lower.operators import written_arguments
+from millstream.lower.tuning import keep_choice
 
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so
 #: Inductor must not hand a dead buffer on; but only Inductor knows which kernels may write over an input that dies with
@@ -298,6 +299,8 @@ def import_kernels(prologue: str, lines: list[Any], cpp_kernels: CppKernels) -> 
         compiled = getattr(module, line.kernel_name)
         while hasattr(compiled, "result"):  # still compiling
             compiled = compiled.result()
+        if isinstance(compiled, CachingAutotuner):
+            keep_choice(compiled, bodies[line.kernel_name])
         kernels[line.kernel_name] = (compiled, bodies[line.kernel_name])
     return kernels
 
