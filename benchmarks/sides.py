@@ -108,6 +108,7 @@ def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Se
         bound_ms=bound_ms(executable),
         predicted_ms=predicted_ms(executable),
         equal=ours.verdict.equal,
+        note=ours.verdict.reason or None,
     )
     if not ours.verdict.equal:
         return [replace(facts, note=f"not timed: {ours.verdict.reason}")]
