@@ -105,6 +105,16 @@ def test_inputs_of_every_kind_are_taken():
         assert torch.equal(compiled(other, y), other * 2 + y)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_on_another_device_than_the_current_one():
+    compiled = ms.compile(lambda x: x * 2, strict=True)
+    with torch.no_grad():
+        for i in range(6):
+            x = torch.full((64,), float(i), device="cuda:1")
+            assert torch.equal(compiled(x), x * 2)
+        assert passage_of(compiled) is not None
+
+
 SCRIPT = """
 import warnings
 import torch
