@@ -18,7 +18,6 @@ from millstream.graph import (
     derive_dependencies,
     format_plan,
     parse_plan,
-    touched_storages,
 )
 from millstream.schedule import assign_chains, assign_list, assign_slack, derive_lifetimes, peak_bytes, plan_graph
 from millstream.schedule.delay import delay_kernels, sources
@@ -44,7 +43,7 @@ def test_packed_plans_are_safe_and_no_larger_than_their_buffers(case):
         return
     graph, layout = plan.graph, plan.layout
     inside = {buffer for kernel in graph.kernels for buffer in kernel.allocates}
-    written = {storage for kernel in graph.kernels for storage in touched_storages(graph, kernel)[1]}
+    written = {storage for kernel in graph.kernels for storage in graph.touched_by[kernel.id][1]}
     wanted = {name for name in written - inside if graph.buffer_of[name].role is Role.TEMPORARY}
     if not wanted:
         assert layout is None

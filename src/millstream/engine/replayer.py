@@ -23,7 +23,7 @@ import torch
 from millstream.device import DeviceContext, Event
 from millstream.engine import in_place
 from millstream.engine.in_place import LEAST_BYTES, SAMPLES, Addresses, Comparison, Landings
-from millstream.graph import Role, touched_storages
+from millstream.graph import Role
 from millstream.lower import Lowered, Phase
 from millstream.lower.tensors import storage_view
 
@@ -180,7 +180,7 @@ def bytes_in_place(lowered: Lowered, positions: Sequence[int], inputs: Sequence[
     program, graph = lowered.program, lowered.program.graph
     if in_place.FORCED is False or lowered.phase not in (Phase.INFERENCE, Phase.STEP):
         return {}
-    written = {storage for kernel in graph.kernels for storage in touched_storages(graph, kernel)[1]}
+    written = {storage for kernel in graph.kernels for storage in graph.touched_by[kernel.id][1]}
     num_bytes = {
         position: storage_view(inputs[position]).numel() * inputs[position].element_size()
         for position in positions

@@ -6,7 +6,6 @@ from millstream.graph.dependencies import (
     DependencyKind,
     derive_dependencies,
     step_storages,
-    touched_storages,
 )
 from millstream.graph.kernel_graph import Buffer, Kernel, KernelGraph, KernelKind, Role
 from millstream.graph.layout import MemoryLayout
@@ -52,7 +51,6 @@ __all__ = [
     "parse_graph",
     "parse_plan",
     "step_storages",
-    "touched_storages",
     "validate_graph",
     "validate_plan",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from millstream.graph.kernel_graph import Kernel, KernelGraph
+from millstream.graph.kernel_graph import KernelGraph
 from millstream.graph.plan import Copy, Launch, Step
 
 
@@ -32,15 +32,10 @@ class Dependency:
     buffer: str
 
 
-def touched_storages(graph: KernelGraph, kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the storages that a kernel reads and those it writes: aliases resolved, each once, in order."""
-    return graph.touched_by[kernel.id]
-
-
 def step_storages(graph: KernelGraph, step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the storages whose contents a step of a plan reads and those it writes; nothing but work has any."""
     if isinstance(step, Launch):
-        return touched_storages(graph, graph.kernels[step.kernel])
+        return graph.touched_by[step.kernel]
     if isinstance(step, Copy):
         return (graph.storage_of[step.source],), (graph.storage_of[step.destination],)
     return (), ()
@@ -66,7 +61,7 @@ def derive_dependencies(graph: KernelGraph) -> tuple[tuple[Dependency, ...], ...
     result = []
     for kernel in graph.kernels:
         found: dict[int, Dependency] = {}
-        reads, writes = touched_storages(graph, kernel)
+        reads, writes = graph.touched_by[kernel.id]
         for storage in reads:
             writer = last_writer.get(storage)
             if writer is not None and writer not in found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from millstream.errors import GraphError, PlanError
-from millstream.graph.dependencies import touched_storages
 from millstream.graph.kernel_graph import Buffer, Kernel, KernelGraph, Role
 from millstream.graph.plan import Allocate, Copy, Free, Launch, Plan, Record, Wait
 from millstream.graph.text import format_step
@@ -147,7 +146,7 @@ def _check_kernel(graph: KernelGraph, kernel: Kernel, written: set[str]) -> None
     if kernel.num_bytes < 0 or kernel.flops < 0:
         text = f"has num_bytes={kernel.num_bytes} and flops={kernel.flops}: neither can be negative"
         raise _kernel_error(kernel, None, text)
-    reads, writes = touched_storages(graph, kernel)
+    reads, writes = graph.touched_by[kernel.id]
     for storage in reads:
         role = graph.buffer_of[storage].role
         if role in PLANNED_ROLES and storage not in written:

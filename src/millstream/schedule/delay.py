@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 
-from millstream.graph import KernelGraph, Role, touched_storages
+from millstream.graph import KernelGraph, Role
 from millstream.schedule.assignment import Assignment
 
 _HEADROOM_WAITS = 8  # so many waits before it is needed a kernel should be over: times are not known exactly
@@ -88,7 +88,7 @@ def sources(graph: KernelGraph) -> list[int]:
     """Return the kernels that read no temporary: put off, they hold no memory, and their results take it later."""
     found = []
     for kernel in graph.kernels:
-        reads, writes = touched_storages(graph, kernel)
+        reads, writes = graph.touched_by[kernel.id]
         written = [graph.buffer_of[storage].role for storage in writes]
         reading = [graph.buffer_of[storage].role for storage in reads]
         if Role.TEMPORARY not in reading and all(role is Role.TEMPORARY for role in written):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.graph import KernelGraph, MemoryLayout, OwnedRanges, Role, touched_storages
+from millstream.graph import KernelGraph, MemoryLayout, OwnedRanges, Role
 from millstream.schedule.assignment import Assignment
 from millstream.schedule.memory import alignment_of
 
@@ -75,7 +75,7 @@ def _find_stays(graph: KernelGraph, assignment: Assignment, durations_ns: Sequen
     users: dict[str, list[int]] = {}
     writer: dict[str, int] = {}
     for kernel in assignment.launch_order():
-        reads, writes = touched_storages(graph, graph.kernels[kernel])
+        reads, writes = graph.touched_by[kernel]
         for storage in dict.fromkeys((*reads, *writes)):
             if storage in wanted:
                 users.setdefault(storage, []).append(kernel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millstream.graph import PLANNED_ROLES, Allocate, Free, KernelGraph, Launch, Plan, Role, Step, touched_storages
+from millstream.graph import PLANNED_ROLES, Allocate, Free, KernelGraph, Launch, Plan, Role, Step
 
 
 def plan_serial(graph: KernelGraph) -> Plan:
@@ -20,7 +20,7 @@ def plan_serial(graph: KernelGraph) -> Plan:
     Args:
         graph: A valid graph; see ``validate_graph``.
     """
-    touched = [touched_storages(graph, kernel) for kernel in graph.kernels]
+    touched = [graph.touched_by[kernel.id] for kernel in graph.kernels]
     last_use = {storage: kernel for kernel, pair in enumerate(touched) for part in pair for storage in part}
     role_of = {buffer.id: buffer.role for buffer in graph.buffers}
     steps: list[Step] = []

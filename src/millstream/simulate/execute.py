@@ -24,7 +24,6 @@ from millstream.graph import (
     Role,
     Step,
     Wait,
-    touched_storages,
 )
 
 Cell = tuple[str, int]
@@ -100,7 +99,7 @@ class _Memory:
         self.contents: dict[Cell, int] = {}
         self.first_writer: dict[str, int] = {}
         for kernel in graph.kernels:
-            for storage in touched_storages(graph, kernel)[1]:
+            for storage in graph.touched_by[kernel.id][1]:
                 self.first_writer.setdefault(storage, kernel.id)
         self.number_of = {buffer.id: number for number, buffer in enumerate(graph.buffers)}
         for buffer in graph.buffers:
@@ -123,7 +122,7 @@ class _Memory:
         A write may go through a view and leave the rest as it was, so it depends on the old value; only the first write
         of new memory does not.
         """
-        reads, writes = touched_storages(self.graph, kernel)
+        reads, writes = self.graph.touched_by[kernel.id]
         values = tuple(map(self.read, reads))
         old = tuple(self.read(storage) if self.first_writer[storage] != kernel.id else 0 for storage in writes)
         for storage in writes:

@@ -17,7 +17,6 @@ from millstream.graph import (
     Step,
     Wait,
     derive_dependencies,
-    touched_storages,
 )
 
 
@@ -70,7 +69,7 @@ class _SpreadPlan:
         self.rng = rng
         self.role_of = {buffer.id: buffer.role for buffer in graph.buffers}
         self.predecessors = [{found.kernel for found in each} for each in derive_dependencies(graph)]
-        self.touched = [touched_storages(graph, kernel) for kernel in graph.kernels]
+        self.touched = [graph.touched_by[kernel.id] for kernel in graph.kernels]
         self.users: dict[str, set[int]] = {}
         for kernel, (reads, writes) in enumerate(self.touched):
             for storage in (*reads, *writes):
