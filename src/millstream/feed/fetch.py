@@ -152,8 +152,9 @@ class _Result:
     others: dict[int, Any]  # the leaves that are on the host
     staged: Sequence[int] = ()  # the leaves that are on their way
     specs: Sequence[LeafSpec] = ()
-    offsets: Sequence[int] = ()  # of the leaves, from ``start``
-    start: int = 0  # in the ring
+    offsets: Sequence[int] = ()  # of the leaves, from its start
+    places: list[int] = field(default_factory=list)  # the one that it has, if any
+    stretch: _Stretch | None = None  # of the ring
     num_bytes: int = 0
     own: Tensor | None = None  # device memory of a large one
     ready: Mark | None = None  # behind the copy on the caller's stream
@@ -162,25 +163,41 @@ class _Result:
 
 
 @dataclass(slots=True)
+class _Stretch:
+    """A part of the ring."""
+
+    start: int
+    end: int
+    is_over: bool = False  # nobody uses it any more
+
+
+@dataclass(slots=True)
 class _Space:
-    """The ring's bytes, given out and taken back in order."""
+    """The ring's bytes, given out in order; what is over is given out again when all before it is."""
 
     size: int
-    taken: deque[tuple[int, int]] = field(default_factory=deque)  # start and end
+    taken: deque[_Stretch] = field(default_factory=deque)
 
-    def take(self, num_bytes: int) -> int | None:
-        """A stretch behind the last one, or at the beginning; ``None`` when there is no room."""
+    def take(self, result: _Result) -> None:
+        """Give a result a stretch behind the last one, or at the beginning; none when there is no room."""
+        num_bytes = result.num_bytes
         if not self.taken:
             start = 0
         else:
-            first, end = self.taken[0][0], self.taken[-1][1]
-            wrapped = self.taken[-1][0] < first
+            first, end = self.taken[0].start, self.taken[-1].end
+            wrapped = self.taken[-1].start < first
             limit = first if wrapped else self.size
             start = end if end + num_bytes <= limit else 0
             if start == 0 and (wrapped or num_bytes > first):
-                return None
-        self.taken.append((start, start + num_bytes))
-        return start
+                return
+        result.stretch = _Stretch(start, start + num_bytes)
+        self.taken.append(result.stretch)
+
+    def give_back(self, stretch: _Stretch) -> None:
+        """It is over; once is enough."""
+        stretch.is_over = True
+        while self.taken and self.taken[0].is_over:
+            self.taken.popleft()
 
 
 class Fetcher:
@@ -194,10 +211,13 @@ class Fetcher:
     def __init__(self, device: DeviceContext, depth: int = DEPTH) -> None:
         self.context = device
         self.closed = False
-        self._room: Channel[None] = Channel(depth)
+        self._places: Channel[int] = Channel(depth)  # those that are free
+        for place in range(depth):
+            self._places.send(place)
         self._orders: queue.SimpleQueue[_Result | None] = queue.SimpleQueue()
         self._space = _Space(RING_BYTES)
-        self._space_freed = threading.Condition()
+        self._space_lock = threading.Lock()
+        self._bells: list[queue.SimpleQueue[None]] = []  # of who waits for space
         self._ring: Tensor | None = None
         self._host: Tensor | None = None
         self._made: Mark | None = None  # behind the ring's allocation
@@ -234,20 +254,29 @@ class Fetcher:
         starts = [layout.parcels[parcel].start + start for parcel, start in layout.position]
         result.staged, result.specs, result.offsets = on_device, specs, starts
         result.num_bytes = layout.num_bytes
+        self._start()
         try:
-            self._room.send(None)
+            self._places.receive_into(result.places)
             with self._lock:
                 self._snapshot(result, [leaves[i] for i, _ in layout.sources], [i for i, _ in layout.sources])
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name="millstream-fetch", daemon=True)
-                    self._thread.start()
                 self._orders.put(result)
-        except ChannelClosed:
-            raise DeviceError(f"The context of {self.context.place} is closed; nothing can be fetched.") from None
-        except RuntimeError as error:  # of the device, from an earlier step perhaps: it belongs to the result
-            _fail(result, error)
-            with suppress(ChannelClosed):
-                self._room.receive(timeout=0)
+        except BaseException as error:
+            # Ctrl-C may come at any moment. The other thread sees what came of it, and takes everything back once.
+            self._orders.put(result)
+            if isinstance(error, ChannelClosed):
+                closed = f"The context of {self.context.place} is closed; nothing can be fetched."
+                raise DeviceError(closed) from None
+            if not isinstance(error, RuntimeError):
+                raise
+            _fail(result, error)  # of the device, from an earlier step perhaps: it belongs to the result
+
+    def _start(self) -> None:
+        if (self._thread is None or self._thread.ident is None) and not self.closed:
+            with self._lock, suppress(RuntimeError):  # it has just been started
+                self._thread = self._thread or threading.Thread(target=self._work, name="millstream-fetch", daemon=True)
+                self._thread.start()
+            if self.closed:  # meanwhile
+                self._orders.put(None)
 
     def _snapshot(self, result: _Result, sources: Sequence[Tensor], which: Sequence[int]) -> None:
         """Copy what the caller's stream will have made, on that stream."""
@@ -269,21 +298,36 @@ class Fetcher:
         result.ready = Mark(device, stream, timing=False)
 
     def _take_space(self, result: _Result, stream: Stream) -> Tensor:
-        if self._ring is None:
+        if self._made is None:
             with self.context.capture_lock:
-                self._ring = self.context.allocate(RING_BYTES)
-                self._host = self.context.pinned(RING_BYTES)
-            self._made = Mark(self.context, stream, timing=False)
+                ring, host = self.context.allocate(RING_BYTES), self.context.pinned(RING_BYTES)
+            made = Mark(self.context, stream, timing=False)
+            self._ring, self._host, self._made = ring, host, made  # at once: an interrupt may end this before
         assert self._made is not None
         if self._made.stream != stream:
             stream.wait_event(self._made.event)  # WAW: what the memory was before, on the stream that it was taken for
-        with self._space_freed:
-            while (start := self._space.take(result.num_bytes)) is None:
-                if self._stopped.is_set():
-                    raise ChannelClosed("The fetcher is closed.")
-                self._space_freed.wait()
-        result.start, result.host = start, self._host
-        return self._ring[start : start + result.num_bytes]
+        self._wait_for_space(result)
+        assert result.stretch is not None
+        assert self._ring is not None
+        result.host = self._host
+        return self._ring[result.stretch.start : result.stretch.end]
+
+    def _wait_for_space(self, result: _Result) -> None:
+        while True:
+            bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+            with self._space_lock:
+                self._space.take(result)
+                if result.stretch is not None:
+                    return
+                self._bells.append(bell)
+            if self._stopped.is_set():
+                raise ChannelClosed("The fetcher is closed.")
+            bell.get()
+
+    def _ring_bells(self) -> None:
+        bells, self._bells = self._bells, []
+        for bell in bells:
+            bell.put(None)
 
     def _can_be_staged(self, leaf: Any) -> bool:
         return (
@@ -301,10 +345,12 @@ class Fetcher:
             waiting: deque[_Result | None] = deque()
             while True:
                 if not waiting:
-                    waiting.append(self._orders.get())
+                    self._accept(self._orders.get(), waiting)
                 with suppress(queue.Empty):
                     while True:
-                        waiting.append(self._orders.get_nowait())
+                        self._accept(self._orders.get_nowait(), waiting)
+                if not waiting:
+                    continue
                 first = waiting.popleft()
                 if first is None:
                     return
@@ -316,6 +362,14 @@ class Fetcher:
                     del following
                 self._bring_all(batch)
                 del first, batch
+
+    def _accept(self, result: _Result | None, waiting: deque[_Result | None]) -> None:
+        if result is None:
+            waiting.append(None)
+        elif result.ready is None:  # its caller was interrupted, or met an error
+            self._free(result)
+        elif result not in waiting:  # as it is when its caller was interrupted right behind having sent it
+            waiting.append(result)
 
     def _is_ready(self, result: _Result) -> bool:
         assert result.ready is not None
@@ -336,7 +390,7 @@ class Fetcher:
                 _fail(result, error)
             else:
                 assert result.host is not None
-                base = result.start
+                base = 0 if result.stretch is None else result.stretch.start
                 views = [
                     view_leaf(result.host, base + offset, spec)
                     for offset, spec in zip(result.offsets, result.specs, strict=True)
@@ -355,10 +409,11 @@ class Fetcher:
                 result.host = device.pinned(result.num_bytes)
                 device.copy([(result.host, result.own)], stream)
                 self.num_copies += 1
-            elif runs and runs[-1][1] == result.start:
-                runs[-1][1] += result.num_bytes
             else:
-                runs.append([result.start, result.start + result.num_bytes])
+                assert result.stretch is not None
+                if not runs or runs[-1][1] != result.stretch.start:
+                    runs.append([result.stretch.start, result.stretch.start])
+                runs[-1][1] = result.stretch.end
         for start, end in runs:
             assert self._ring is not None
             assert self._host is not None
@@ -367,16 +422,17 @@ class Fetcher:
         return Mark(device, stream, timing=False)
 
     def _free(self, result: _Result) -> None:
-        if result.own is None:
-            with self._space_freed:
-                self._space.taken.popleft()
-                self._space_freed.notify_all()
-        elif result.host is not None:
+        if result.own is not None and result.host is not None:
             # The copy is over, or the device is of no use any more; so the memory may go back to the caller's stream.
             self.context.release_pinned(result.host)
         result.own = result.host = result.ready = None
+        with self._space_lock:
+            if result.stretch is not None:
+                self._space.give_back(result.stretch)
+            self._ring_bells()
         with suppress(ChannelClosed):
-            self._room.receive(timeout=0)
+            while result.places:
+                self._places.send(result.places.pop())
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -385,13 +441,13 @@ class Fetcher:
         if self.closed:
             return
         self.closed = True
-        self._room.cancel()
+        self._places.cancel()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._orders.put(None)
             self._thread.join(JOIN_S)
             self._stopped.set()
-            with self._space_freed:
-                self._space_freed.notify_all()
+            with self._space_lock:
+                self._ring_bells()
             self._thread.join(JOIN_S)
         if self._host is not None and not self.context.closed:
             self.context.release_pinned(self._host)
