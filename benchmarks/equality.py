@@ -39,6 +39,7 @@ HOPELESS = 0.5  # where eager as a whole is this far off, nothing can be shown
 NEIGHBOURS = 4  # runs of eager's beside the plain one: not all of five are lucky
 COMPILED_FACTOR = 1.25  # beyond the loop around torch.compile, where that is farther off than eager is forgiven
 COMPILED_TENSOR_FACTOR = 2.0
+COMPILED_LIMIT = 5.0  # times eager's error: what is farther off than that is no rounding
 TF32_EPS = 2.0**-10
 
 
@@ -141,7 +142,7 @@ class _GroupJudge:
             self._allow()
 
     def hear_compiled(self, distances: Mapping[str, float]) -> None:
-        if isfinite(norm(distances)):
+        if norm(distances) / self._scale <= min(COMPILED_LIMIT * self.eager_error, HOPELESS):
             self._compiled = distances
             self._allow()
 
@@ -173,14 +174,15 @@ class _GroupJudge:
         errors = {name: distance / self._scale_of[name] for name, distance in distances.items()}
         typical = median(errors.values())
         self._allowed_of = {
-            name: max(
-                5 * self._floor,
-                TENSOR_FACTOR * max(error, typical),
-                COMPILED_TENSOR_FACTOR * self._compiled.get(name, 0.0) / self._scale_of[name],
-            )
+            name: max(5 * self._floor, TENSOR_FACTOR * max(error, typical))
             for name, error in errors.items()
             if error <= WITNESS and self._size_of[name] > ULPS * self._rounding_of[name]
         }
+        for name, distance in self._compiled.items():
+            if name in self._allowed_of:
+                error, allowed = distance / self._scale_of[name], self._allowed_of.pop(name)
+                if error <= allowed:  # otherwise this tensor is no witness
+                    self._allowed_of[name] = max(allowed, COMPILED_TENSOR_FACTOR * error)
 
     def _changes(self, values: Tensors) -> dict[str, Tensor]:
         """What became of each value since the start; the value itself where there is no start."""

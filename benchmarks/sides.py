@@ -124,10 +124,12 @@ def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Se
         for peer in asked:
             row = replace(timing, baseline=peer.name)
             if isinstance(peer, Failure):
-                rows.append(replace(row, note=f"{peer.name} not run: {peer.reason}"))
+                rows.append(replace(row, note=join(row.note, f"{peer.name} not run: {peer.reason}")))
             elif not peer.verdict.equal:
-                rows.append(replace(row, note=f"{peer.name} not timed: {peer.verdict.reason}"))
+                rows.append(replace(row, note=join(row.note, f"{peer.name} not timed: {peer.verdict.reason}")))
             else:
+                if peer.verdict.reason:
+                    row = replace(row, note=join(row.note, f"{peer.name}: {peer.verdict.reason}"))
                 theirs = samples[peer.name].median
                 rows.append(
                     replace(
@@ -138,6 +140,11 @@ def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Se
                     )
                 )
     return rows
+
+
+def join(*notes: str | None) -> str:
+    """One note of several."""
+    return "; ".join(note for note in notes if note)
 
 
 def bound_ms(executable: Any) -> float | None:

@@ -85,6 +85,18 @@ def test_compiled_kernels_that_are_close_change_nothing():
     assert not judge.reconsider(wrong).equal
 
 
+def test_a_wrong_loop_around_torch_compile_excuses_nobody():
+    start, precise, noisy = training(noise=0.02)
+    judge = Judge(precise, noisy(), torch.bfloat16, start)
+    trained = noisy()["parameters"]
+    backwards = {"parameters": {name: 2 * old - trained[name] for name, old in start["parameters"].items()}}
+    nothing = {"parameters": dict(start["parameters"])}
+    wrong = judge.judge(backwards)
+    judge.hear_compiled(wrong)
+    assert not judge.reconsider(wrong).equal
+    assert not judge.reconsider(judge.judge(nothing)).equal
+
+
 def test_compiled_kernels_that_overflowed_or_gave_other_results_are_not_heard():
     start, precise, noisy = training(noise=0.02)
     judge = Judge(precise, noisy(), torch.bfloat16, start)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import millstream as ms
 from millstream.api import executables
 from millstream.device import context
-from millstream.engine import captured, cuda_graph, in_place
+from millstream.engine import captured, cuda_graph, in_place, passage
 from millstream.engine.captured import Family
 from millstream.engine.choice import Scheduling
 from millstream.engine.in_place import (
@@ -356,6 +356,21 @@ def test_inputs_and_results_are_copied_by_the_graph_or_else_the_driver_or_else_p
     assert len(copied) == 2 * 5 * by_pytorch  # in and out
     for (x, y), result in zip(arguments, results, strict=True):
         networks.assert_close(result, model(x) + y)
+
+
+@pytest.mark.parametrize("refuses", ["capture", "enable"])
+def test_where_the_driver_refuses_a_captured_copy_there_is_a_graph_all_the_same(device, monkeypatch, refuses):
+    monkeypatch.setattr(in_place, "FORCED", False)
+    monkeypatch.setattr(passage, "_refused", [])
+    compiled = ms.compile(lambda x: x * 2, strict=True)
+    with torch.no_grad():
+        compiled(torch.ones(3))
+        engine = on_graphs(compiled)
+        device.driver.refuses = {refuses}
+        for i in range(4):
+            assert torch.equal(compiled(torch.full((3,), float(i))), torch.full((3,), 2.0 * i))
+    assert engine.captured
+    assert engine._captured._passage is None
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -122,6 +122,7 @@ def test_where_the_driver_refuses_all_gates_are_closed_for_good(host_driver, ref
     host_driver.refuses = Refusing(refuse)
     assert not way.open([torch.ones(3)], [torch.ones(2)])  # at its second gate
     assert not any(node.happens for node in host_driver.nodes)
+    assert way.is_shut
     num_set = host_driver.num_set
     assert not way.open([torch.ones(3)], [torch.ones(2)])
     assert host_driver.num_set == num_set
@@ -138,11 +139,23 @@ class Refusing:
 
 
 def test_gates_that_cannot_be_closed_are_an_error_and_no_wrong_copy(host_driver):
-    way = settled([torch.zeros(3)], [])
-    assert way.open([torch.ones(3)], [])
-    host_driver.refuses = {"enable"}
+    slots = [torch.zeros(3), torch.zeros(2)]
+    way = settled(slots, [])
+    sources = [torch.ones(3), torch.ones(2)]
+    assert way.open(sources, [])
+    asked = []
+    host_driver.refuses = Refusing(lambda name: name == "enable" and (asked.append(name) or len(asked) == 2))
     with pytest.raises(RuntimeError, match="switch a copy off"):
-        way.close()
+        way.close()  # the first is, the second is not
+    host_driver.refuses = set()
+    assert way.open(sources, [])
+    launch(host_driver.nodes)
+    assert all(map(torch.equal, slots, sources))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_refused(monkeypatch):
+    monkeypatch.setattr(passage, "_refused", [])
 
 
 @pytest.mark.parametrize("refused", ["capture", "tell_node", "get"])
@@ -151,6 +164,7 @@ def test_a_capture_that_is_refused_is_an_error(host_driver, refused):
     host_driver.refuses = {refused}
     with pytest.raises(RuntimeError, match="refused to capture a copy"):
         way.lead_in()
+    assert make_passage([torch.zeros(3)], [torch.zeros(3)]) is None  # not tried again
 
 
 def test_without_a_context_there_are_no_gates(host_driver):

@@ -63,16 +63,47 @@ def test_where_nothing_can_be_written_the_process_remembers(folder, monkeypatch)
     assert blocks(second) == [(8, 4)]
 
 
-@pytest.mark.parametrize("other", ["source", "configurations", "device"])
+@pytest.mark.parametrize("other", ["source", "device"])
 def test_others_are_tuned_for_themselves(other, monkeypatch):
     first = make_tuner()
     keep_choice(first, SOURCE)
     tune(first, 0)
-    second = make_tuner(config(1), config(8)) if other == "configurations" else make_tuner()
+    second = make_tuner()
     if other == "device":
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "another GPU")
     keep_choice(second, SOURCE + (" # other" if other == "source" else ""))
     assert len(second.launchers) > 1
+
+
+@pytest.mark.parametrize("others", [(config(8, warps=8),), (config(8), config(8, warps=8), config(4)), (config(4),)])
+def test_what_was_found_is_taken_from_among_others(others):
+    """Upstream derives configurations from those that it has, not always the same ones."""
+    first, second = make_tuner(), make_tuner(config(1), *others)
+    keep_choice(first, SOURCE)
+    tune(first, 0)
+    keep_choice(second, SOURCE)
+    assert blocks(second) == [(1, 4)]
+
+
+def test_what_is_not_there_any_more_is_found_anew():
+    first, second, third = make_tuner(), make_tuner(config(2), config(4)), make_tuner(config(2), config(4))
+    keep_choice(first, SOURCE)
+    tune(first, 0)
+    keep_choice(second, SOURCE)
+    assert len(second.launchers) == 2
+    tune(second, 1)
+    keep_choice(third, SOURCE)
+    assert blocks(third) == [(4, 4)]
+
+
+def test_the_first_of_two_that_tune_at_once_is_kept():
+    first, second, third = make_tuner(), make_tuner(), make_tuner()
+    keep_choice(first, SOURCE)
+    keep_choice(second, SOURCE)
+    tune(first, 0)
+    tune(second, 1)
+    keep_choice(third, SOURCE)
+    assert blocks(third) == [(1, 4)]
 
 
 def test_upstream_is_told_as_well():
@@ -83,13 +114,13 @@ def test_upstream_is_told_as_well():
     assert told == [((tuner.launchers[0].config, 17), {"triton_cache_hash": "?"})]
 
 
-def test_a_configuration_found_in_another_way_is_tuned_again():
-    """Coordinate descent goes on from the fastest to one that was not among them."""
+def test_where_coordinate_descent_went_on_to_is_upstreams():
     first, second = make_tuner(), make_tuner()
     keep_choice(first, SOURCE)
-    first.save_cache_hook(config(1024), 17)
+    first.save_cache_hook(config(8), 17)
+    first.save_cache_hook(config(1024), 17, found_by_coordesc=True)
     keep_choice(second, SOURCE)
-    assert len(second.launchers) == 3
+    assert blocks(second) == [(8, 4)]  # from where it goes on
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"XBLOCK"', '{"XBLOCK": 3}', "\xff"])

@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -241,12 +242,12 @@ struct Gates {
   void* graph;
   void* context;
   std::vector<Gate> gates;
-  bool open = true;
+  std::optional<bool> open = true;  // none: some may be
 };
 
 int enable(Gates& gates, bool open) {
   if (gates.open == open) return 0;
-  gates.open = true;  // while some may be: who is refused in the middle closes all of them
+  gates.open.reset();
   for (Gate& gate : gates.gates) {
     if (int error = gates.enable(gates.graph, gate.node, open)) return error;
   }

@@ -159,6 +159,7 @@ def build(
         obstacle = why_not_graph(lowered)
         if not obstacle and engine == "streams":
             return Executable(streams_engine(lowered, scheduling), notes)
+        obstacle = obstacle or why_not_capture()
         if not obstacle:
             family = family or Family()
             return Executable(
@@ -176,6 +177,13 @@ def build(
         if engine is not None or not on_cpu:
             refuse(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}")
     return Executable(SerialEngine(lowered, plan), notes)
+
+
+def why_not_capture() -> str:
+    """Say in a few words why nothing can be captured on any CUDA device; empty when it can."""
+    if torch.cuda.get_allocator_backend() == "cudaMallocAsync":  # PyTorch 2.11 ends the process when it frees some
+        return "PyTorch's allocator is cudaMallocAsync, which cannot take back what a graph has allocated."
+    return ""
 
 
 def streams_engine(lowered: Lowered, scheduling: Scheduling) -> StreamsEngine:
@@ -207,8 +215,6 @@ def why_not_graph(lowered: Lowered) -> str:
     graph = lowered.program.graph
     if lowered.program.devices == {"cpu"} or not graph.kernels:
         return "there are no kernels on a CUDA device."
-    if torch.cuda.get_allocator_backend() == "cudaMallocAsync":  # PyTorch 2.11 ends the process when it frees some
-        return "PyTorch's allocator is cudaMallocAsync, which cannot take back what a graph has allocated."
     if len(lowered.program.devices) > 1:
         return f"its kernels run on {', '.join(sorted(lowered.program.devices))}."
     for buffer in graph.buffers:

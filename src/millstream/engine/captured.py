@@ -167,6 +167,8 @@ class Captured:
                 self.graph.replay()
                 self._copy_back(inputs)
                 return outputs
+            if passage.is_shut:
+                self._passage = None
         self.copy_in(inputs)
         self.replay()
         return self.finish(inputs)

@@ -30,6 +30,7 @@ import torch
 from millstream.cost import Costs
 from millstream.device import DeviceContext, context, guard
 from millstream.device.driver import GraphPool
+from millstream.engine import passage
 from millstream.engine.captured import Captured, Family
 from millstream.engine.choice import Scheduling
 from millstream.engine.planner import Planner
@@ -127,9 +128,10 @@ class CudaGraphEngine:
 
     def replay(self) -> None:
         """Replay the graph on the inputs of the latest call, without copies in or out: for measurements."""
-        if self._captured is None:
-            raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")
-        self._captured.replay()
+        with self._lock:
+            if self._captured is None:
+                raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")
+            self._captured.replay()
 
     def release(self) -> None:
         """Give the graph's memory back; a later call captures anew."""
@@ -163,10 +165,13 @@ class CudaGraphEngine:
             if self._planner is not None and not self._settled:
                 self._settle(self._planner, inputs)
             self._captures += 1
+            passages = passage.allowed()
             try:
                 self._captured = self._try(self.plan, inputs, self._pool)
             except (RuntimeError, torch.AcceleratorError) as error:
                 self._repair()
+                if passages and not passage.allowed():  # the driver has refused a copy: then around the graph
+                    return self._capture(inputs)
                 if self.plan is not self._serial.plan:  # one stream may still do
                     self.plan = self._serial.plan
                     return self._capture(inputs)

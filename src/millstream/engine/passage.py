@@ -23,6 +23,19 @@ MOST_BYTES = 1 << 20
 """So much is copied in this way, inputs and results together: to copy more takes longer than to ask for it."""
 
 
+_refused: list[str] = []  # what the driver has, in this process
+
+
+def allowed() -> bool:
+    """Whether the driver has not yet refused a copy that was to be captured."""
+    return not _refused
+
+
+def _refuse(what: str) -> RuntimeError:
+    _refused.append(what)
+    return RuntimeError(f"CUDA's driver refused to {what}.")
+
+
 class Passage:
     """A graph's copies of its inputs and results: captured with it, and led elsewhere for each call.
 
@@ -72,7 +85,7 @@ class Passage:
         stream = current_stream_handle(inner.get_device())
         made = self._keeper.capture_copy(to.data_ptr(), source.data_ptr(), inner.nbytes, stream)
         if made is None:
-            raise RuntimeError("CUDA's driver refused to capture a copy.")
+            raise _refuse("capture a copy")
         self._copies.append((*made, leads_in))
 
     def settle(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -83,7 +96,12 @@ class Passage:
         """
         self._gates = self._keeper.gates(graph.raw_cuda_graph_exec(), self._copies)
         if self._gates is None or not self._gates.close():
-            raise RuntimeError("CUDA's driver refused to switch a copy off.")
+            raise _refuse("switch a copy off")
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether it will open for no call any more."""
+        return self._gates is None
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -123,6 +141,11 @@ class Passage:
 def make_passage(slots: Sequence[Tensor], examples: Sequence[Tensor]) -> Passage | None:
     """A passage to these slots; ``None`` where the driver has none, or it is not worth one."""
     keeper = gatekeeper()
-    if keeper is None or not all(map(can_be_carried, slots)) or sum(slot.nbytes for slot in slots) > MOST_BYTES:
+    if (
+        keeper is None
+        or not allowed()
+        or not all(map(can_be_carried, slots))
+        or sum(slot.nbytes for slot in slots) > MOST_BYTES
+    ):
         return None
     return Passage(keeper, slots, examples)

@@ -32,20 +32,24 @@ def keep_choice(tuner: Any, source: str) -> None:
         source: Of its kernel.
     """
     with contextlib.suppress(AttributeError, TypeError):  # not as upstream's used to be
-        choices = [_describe(launcher.config) for launcher in tuner.launchers]
+        launchers = list(tuner.launchers)  # another thread may run it meanwhile
+        choices = [_describe(launcher.config) for launcher in launchers]
         if len(choices) < 2 or tuner.device_props.type != "cuda":
             return
-        path = _path(source, choices, torch.cuda.get_device_name(tuner.device_props.index))
+        path = _path(source, torch.cuda.get_device_name(tuner.device_props.index))
         if (known := _read(path)) in choices:
-            tuner.launchers = [tuner.launchers[choices.index(known)]]
+            tuner.launchers = [launchers[choices.index(known)]]
             return
         save = tuner.save_cache_hook
 
         def remember(config: Any, *args: Any, **kwargs: Any) -> None:
             if save:
                 save(config, *args, **kwargs)
-            _known[path] = choice = _describe(config)
-            write(path, json.dumps(choice))
+            choice = _describe(config)
+            # Not what coordinate descent went on to; and what another process has noted meanwhile stays.
+            if choice in choices and _read(path) not in choices:
+                _known[path] = choice
+                write(path, json.dumps(choice))
 
         tuner.save_cache_hook = remember
 
@@ -54,8 +58,9 @@ def _describe(config: Any) -> Choice:
     return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def _path(source: str, choices: list[Choice], device: str) -> Path:
-    facts = json.dumps([source, choices, device, torch.__version__, _triton_version()], sort_keys=True)
+def _path(source: str, device: str) -> Path:
+    # Not the configurations: upstream adds some that it derives, in one process more than in another.
+    facts = json.dumps([source, device, torch.__version__, _triton_version()])
     return cache_folder() / "tuning" / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.json"
 
 
