@@ -24,9 +24,9 @@ own memory planning.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from benchmarks.equality import Judge, Results, Verdict, check_dependence
 from benchmarks.harness import MemoryMeter, Run, full_precision, queue_behind_spin
 from benchmarks.models import Batch, Inference, Training
-from benchmarks.sides import WARM_CALLS, Failure, Side, capture, timed
+from benchmarks.sides import WARM_CALLS, Side, capture, timed
 
 Call = Callable[..., Tensor]
 MEMORY_PLANNING: dict[str, Any] = {"memory_planning": True}
@@ -246,16 +246,6 @@ class TrainingJudge:
     def judge(self, results: Results, *, losses_only: bool = False) -> Verdict:
         """Judge the results of a side; by its losses only where its parameters have other names."""
         return self._losses.judge(results) if losses_only else self._judge.judge(results)
-
-    def reconsider(self, sides: Sequence[Side | Failure]) -> list[Any]:
-        """Judge all sides once more, by how far off the loop around torch.compile is."""
-        for side in sides:
-            if side.name == "compile loop" and isinstance(side, Side):
-                self._judge.hear_compiled(side.verdict)
-        return [
-            replace(side, verdict=self._judge.reconsider(side.verdict)) if isinstance(side, Side) else side
-            for side in sides
-        ]
 
 
 def trainee(problem: Training, dtype: torch.dtype | None = None, **options: bool) -> Trainee:

@@ -7,17 +7,12 @@ much farther from that than eager itself is.
 One run of eager's may come out right by luck. So its error is sampled: by the plain run, and by runs on neighbouring
 inputs, which rounding cannot tell from the input itself. All are compared with the precise run of the input as it is,
 in the sense of a backward error (Higham, Accuracy and Stability of Numerical Algorithms, section 1.5).
-
-Kernels of torch.compile round elsewhere than eager's operators: what they fuse is not rounded in between, but may be
-read by one kernel before it is rounded and by another after that. Training Inception-v3 in bfloat16 they are 3.7 times
-as far off as eager. So where the user's own loop around torch.compile is judged in the same run, the judge hears how
-far off that is, and forgives a side hardly more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from math import hypot, isfinite
 from statistics import fmean, median
@@ -37,27 +32,16 @@ WITNESS = 0.2  # a tensor that eager gets worse than this is mostly rounding; on
 ULPS = 50  # a change of fewer units in the last place of the value tells more about rounding than about the change
 HOPELESS = 0.5  # where eager as a whole is this far off, nothing can be shown
 NEIGHBOURS = 4  # runs of eager's beside the plain one: not all of five are lucky
-COMPILED_FACTOR = 1.25  # beyond the loop around torch.compile, where that is farther off than eager is forgiven
-COMPILED_TENSOR_FACTOR = 2.0
-COMPILED_LIMIT = 5.0  # times eager's error: what is farther off than that is no rounding
 TF32_EPS = 2.0**-10
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found.
-
-    Attributes:
-        equal: Whether the side computes what eager computes.
-        error: How far off it is.
-        reason: Why it is not equal, or what it took to be; mostly empty when equal.
-        distances: From the precise run, by group and tensor; empty where results cannot be compared.
-    """
+    """What was found; ``reason`` is empty when equal."""
 
     equal: bool
     error: float
     reason: str = ""
-    distances: Mapping[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
 
 
 class Judge:
@@ -86,34 +70,11 @@ class Judge:
         for name, group in self._groups.items():
             group.hear(eager[name])
 
-    def hear_compiled(self, verdict: Verdict) -> None:
-        """Take up how far off the loop around torch.compile was found to be."""
-        for name, distances in verdict.distances.items():
-            self._groups[name].hear_compiled(distances)
-
     def judge(self, results: Results) -> Verdict:
         """Compare the results of a side; the verdict is that of the first group that differs."""
-        found = {name: group.measure(results[name]) for name, group in self._groups.items()}
-        verdict = self._decide({name: each for name, each in found.items() if not isinstance(each, Verdict)})
-        for each in found.values():
-            if isinstance(each, Verdict):  # nothing that could be judged once more
-                return each if verdict.equal else replace(verdict, distances={})
-        return verdict
-
-    def reconsider(self, verdict: Verdict) -> Verdict:
-        """Judge once more what was judged before, by what was heard since."""
-        if not verdict.distances:
-            return verdict
-        after = self._decide(verdict.distances)
-        if after.equal and not verdict.equal:
-            return replace(after, reason=f"as torch.compile's own kernels, {verdict.reason}")
-        return after
-
-    def _decide(self, distances: Mapping[str, Mapping[str, float]]) -> Verdict:
-        verdicts = [self._groups[name].judge(each) for name, each in distances.items()]
+        verdicts = [group.judge(results[name]) for name, group in self._groups.items()]
         wrong = [verdict for verdict in verdicts if not verdict.equal]
-        verdict = wrong[0] if wrong else Verdict(True, max((verdict.error for verdict in verdicts), default=0.0))
-        return replace(verdict, distances=distances)
+        return wrong[0] if wrong else Verdict(True, max(verdict.error for verdict in verdicts))
 
 
 class _GroupJudge:
@@ -132,7 +93,6 @@ class _GroupJudge:
         }
         self._rounding_of = {name: self._rounding(name, value) for name, value in eager.items()}
         self._runs = [self._distances(eager)]
-        self._compiled: Mapping[str, float] = {}
         self._allow()
 
     def hear(self, eager: Tensors) -> None:
@@ -141,19 +101,12 @@ class _GroupJudge:
             self._runs.append(distances)
             self._allow()
 
-    def hear_compiled(self, distances: Mapping[str, float]) -> None:
-        if norm(distances) / self._scale <= min(COMPILED_LIMIT * self.eager_error, HOPELESS):
-            self._compiled = distances
-            self._allow()
-
-    def measure(self, results: Tensors) -> Mapping[str, float] | Verdict:
-        if results.keys() != self._precise.keys():
-            return Verdict(False, float("inf"), f"other results: {sorted(results.keys() ^ self._precise.keys())[:4]}")
-        return self._distances(results)
-
-    def judge(self, distances: Mapping[str, float]) -> Verdict:
+    def judge(self, results: Tensors) -> Verdict:
         if not self.eager_error <= HOPELESS:
             return Verdict(False, self.eager_error, f"eager itself is {self.eager_error:.2g} off a precise run")
+        if results.keys() != self._precise.keys():
+            return Verdict(False, float("inf"), f"other results: {sorted(results.keys() ^ self._precise.keys())[:4]}")
+        distances = self._distances(results)
         error = norm(distances) / self._scale
         if not error <= self.allowed:
             return Verdict(False, error, f"differs from eager: error {error:.2g}, allowed {self.allowed:.2g}")
@@ -169,8 +122,7 @@ class _GroupJudge:
         self.eager_error = norm(distances) / self._scale
         stored = norm(self._rounding_of) / self._scale  # when every value is one unit off
         factor = TOTAL_FACTOR if self._count > FEW else TENSOR_FACTOR
-        compiled = COMPILED_FACTOR * norm(self._compiled) / self._scale
-        self.allowed = max(self._floor, factor * self.eager_error, stored, compiled)
+        self.allowed = max(self._floor, factor * self.eager_error, stored)
         errors = {name: distance / self._scale_of[name] for name, distance in distances.items()}
         typical = median(errors.values())
         self._allowed_of = {
@@ -178,11 +130,6 @@ class _GroupJudge:
             for name, error in errors.items()
             if error <= WITNESS and self._size_of[name] > ULPS * self._rounding_of[name]
         }
-        for name, distance in self._compiled.items():
-            if name in self._allowed_of:
-                error, allowed = distance / self._scale_of[name], self._allowed_of.pop(name)
-                if error <= allowed:  # otherwise this tensor is no witness
-                    self._allowed_of[name] = max(allowed, COMPILED_TENSOR_FACTOR * error)
 
     def _changes(self, values: Tensors) -> dict[str, Tensor]:
         """What became of each value since the start; the value itself where there is no start."""

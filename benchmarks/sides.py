@@ -108,7 +108,6 @@ def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Se
         bound_ms=bound_ms(executable),
         predicted_ms=predicted_ms(executable),
         equal=ours.verdict.equal,
-        note=ours.verdict.reason or None,
     )
     if not ours.verdict.equal:
         return [replace(facts, note=f"not timed: {ours.verdict.reason}")]
@@ -124,12 +123,10 @@ def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Se
         for peer in asked:
             row = replace(timing, baseline=peer.name)
             if isinstance(peer, Failure):
-                rows.append(replace(row, note=join(row.note, f"{peer.name} not run: {peer.reason}")))
+                rows.append(replace(row, note=f"{peer.name} not run: {peer.reason}"))
             elif not peer.verdict.equal:
-                rows.append(replace(row, note=join(row.note, f"{peer.name} not timed: {peer.verdict.reason}")))
+                rows.append(replace(row, note=f"{peer.name} not timed: {peer.verdict.reason}"))
             else:
-                if peer.verdict.reason:
-                    row = replace(row, note=join(row.note, f"{peer.name}: {peer.verdict.reason}"))
                 theirs = samples[peer.name].median
                 rows.append(
                     replace(
@@ -140,11 +137,6 @@ def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Se
                     )
                 )
     return rows
-
-
-def join(*notes: str | None) -> str:
-    """One note of several."""
-    return "; ".join(note for note in notes if note)
 
 
 def bound_ms(executable: Any) -> float | None:

@@ -56,7 +56,6 @@ def run_case(case: TrainingCase, settings: Settings, baselines: tuple[str, ...] 
         and (name != "compile loop fused" or problem.has_fused_optimizer)
     ]
     peers = build_each(asked, lambda name: build_training(problem, name, judge, plan_memory=settings.plan_memory))
-    mine, *peers = judge.reconsider([mine, *peers])
     return compare(case.name, mine, peers, settings)
 
 

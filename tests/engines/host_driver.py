@@ -3,11 +3,23 @@
 import ctypes
 import types
 
+import torch
+
 from millstream.device import gates
 
 STREAM = 77
 CONTEXT, GRAPH = 55, 66
 POINTER, NUMBER, SIZE, STATUS = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int
+
+OTHER_FORMS = {
+    "sizes": torch.ones(4, 3),
+    "strides": torch.ones(4, 3).t(),
+    "dtype": torch.ones(3, 4, dtype=torch.int32),
+    "device": torch.ones(3, 4, device="meta"),
+    "negated": torch._neg_view(torch.ones(3, 4)),
+    "expanded": torch.ones(1, 4).expand(3, 4),
+}
+"""Tensors that must not be copied as the bytes they are to where a dense one of 3 x 4 lies."""
 
 
 class HostDriver:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.engine import carrier
+from tests.engines.host_driver import OTHER_FORMS
 
 pytestmark = pytest.mark.usefixtures("host_driver")
 
@@ -43,18 +44,7 @@ def test_what_is_no_stretch_of_bytes_is_not_carried(slot):
     assert carrier.make_carrier([torch.zeros(3), slot]) is None
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        torch.ones(4, 3),
-        torch.ones(4, 3).t(),
-        torch.ones(3, 4, dtype=torch.int32),
-        torch.ones(3, 4, device="meta"),
-        torch._neg_view(torch.ones(3, 4)),
-        torch.ones(1, 4).expand(3, 4),
-    ],
-    ids=["sizes", "strides", "dtype", "device", "negated", "expanded"],
-)
+@pytest.mark.parametrize("source", OTHER_FORMS.values(), ids=OTHER_FORMS)
 def test_a_tensor_of_another_form_is_left_to_pytorch(source, monkeypatch):
     get_device = torch.Tensor.get_device
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1 if self.is_meta else get_device(self))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import millstream as ms
 from millstream.api import executables
 from millstream.device import context
-from millstream.engine import captured, cuda_graph, in_place, passage
+from millstream.engine import captured, cuda_graph, in_place
 from millstream.engine.captured import Family
 from millstream.engine.choice import Scheduling
 from millstream.engine.in_place import (
@@ -361,7 +361,6 @@ def test_inputs_and_results_are_copied_by_the_graph_or_else_the_driver_or_else_p
 @pytest.mark.parametrize("refuses", ["capture", "enable"])
 def test_where_the_driver_refuses_a_captured_copy_there_is_a_graph_all_the_same(device, monkeypatch, refuses):
     monkeypatch.setattr(in_place, "FORCED", False)
-    monkeypatch.setattr(passage, "_refused", [])
     compiled = ms.compile(lambda x: x * 2, strict=True)
     with torch.no_grad():
         compiled(torch.ones(3))

@@ -1,6 +1,7 @@
 """Results on their way to the host, on the CPU and on a virtual device that runs everything at once."""
 
 import asyncio
+import sys
 import threading
 import time
 import types
@@ -18,6 +19,7 @@ from millstream.errors import ArgumentError, DeviceError, FeedError
 from millstream.feed import fetch, fetch_each
 from millstream.feed import fetch as fetch_function
 from millstream.feed.fetch import LARGE_BYTES, RING_BYTES, Fetcher, _Space
+from millstream.feed.ledger import Mark
 from tests.device.virtual_device import make_virtual_context
 from tests.feed.interrupts import interrupt_everywhere
 
@@ -238,6 +240,34 @@ def test_ctrl_c_at_any_moment_loses_no_place_and_no_space():
         ctx.close()
 
     assert interrupt_everywhere(run, "/feed/fetch.py", "/feed/channel.py") > 20
+
+
+def test_space_of_a_call_that_ctrl_c_ended_is_free_when_its_stream_is_through_and_not_before(monkeypatch):
+    ctx, _ = make_virtual_context("eager")
+    fetcher, marks = Fetcher(ctx), []
+    ctx.attach(fetcher)
+    reached, asked = threading.Event(), threading.Event()
+
+    def wait(context, event, stopped):
+        asked.set()
+        return reached.wait(DEADLINE_S)
+
+    def mark(*arguments, **options):
+        marks.append(arguments)
+        if len(marks) == 2:  # the first is of the ring itself; this one stands behind the copy into it
+            raise KeyboardInterrupt
+        return Mark(*arguments, **options)
+
+    module = sys.modules[Fetcher.__module__]  # whose name in its package is that of the function
+    monkeypatch.setattr(module, "wait_until_reached", wait)
+    monkeypatch.setattr(module, "Mark", mark)
+    with pytest.raises(KeyboardInterrupt):
+        fetcher.put(torch.tensor(1.0))
+    assert asked.wait(DEADLINE_S)
+    assert len(fetcher._space.taken) == 1
+    reached.set()
+    ctx.close()
+    assert not fetcher._space.taken
 
 
 def test_ctrl_c_in_the_first_call_leaves_a_fetcher_that_works():

@@ -52,6 +52,9 @@ class Gatekeeper:
         path: Of the compiled code.
         driver: CUDA's driver.
 
+    Attributes:
+        has_refused: Whether the driver has refused anything that makes a gate; it is not to be asked again.
+
     Raises:
         AttributeError: It lacks a function.
     """
@@ -61,6 +64,7 @@ class Gatekeeper:
         self._look, self._context = driver.cuGraphMemcpyNodeGetParams, driver.cuCtxGetCurrent
         functions = driver.cuGraphExecMemcpyNodeSetParams, driver.cuGraphNodeSetEnabled
         self._kept = functions
+        self.has_refused = False
         self._functions = [ctypes.cast(each, ctypes.c_void_p) for each in functions]
         library, pointer = ctypes.PyDLL(str(path)), ctypes.c_void_p
         self.make, self.drop, self.add = (
@@ -84,10 +88,7 @@ class Gatekeeper:
         if self._copy(ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes), handle) != 0:
             return None
         status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
-        nodes, count = (
-            ctypes.POINTER(ctypes.c_void_p)(),
-            ctypes.c_size_t(),
-        )  # what the stream's next launch comes behind
+        nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()  # what the next launch comes behind
         found = (status, number, graph, nodes, count)
         if self._find(handle, *map(ctypes.byref, found)) != 0 or count.value != 1 or nodes[0] is None:
             return None

@@ -11,7 +11,8 @@
 // - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and who is awake takes the next one.
 // - `millstream_lend` describes memory in the form of DLPack. Its owner is kept until who has taken it drops it, in whatever
 //   thread that is, or until the description is dropped and nobody has.
-// - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none.
+// - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none; so do `millstream_open_gates` and
+//   `millstream_close_gates`, which let copies within a graph happen, or not, in the launches to come. Behind an error some may.
 
 #include <pthread.h>
 #include <signal.h>

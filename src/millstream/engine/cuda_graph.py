@@ -165,12 +165,12 @@ class CudaGraphEngine:
             if self._planner is not None and not self._settled:
                 self._settle(self._planner, inputs)
             self._captures += 1
-            passages = passage.allowed()
+            with_passage = passage.can_be_made()
             try:
                 self._captured = self._try(self.plan, inputs, self._pool)
             except (RuntimeError, torch.AcceleratorError) as error:
                 self._repair()
-                if passages and not passage.allowed():  # the driver has refused a copy: then around the graph
+                if with_passage and not passage.can_be_made():  # the driver has refused a copy: then around the graph
                     return self._capture(inputs)
                 if self.plan is not self._serial.plan:  # one stream may still do
                     self.plan = self._serial.plan

@@ -23,19 +23,6 @@ MOST_BYTES = 1 << 20
 """So much is copied in this way, inputs and results together: to copy more takes longer than to ask for it."""
 
 
-_refused: list[str] = []  # what the driver has, in this process
-
-
-def allowed() -> bool:
-    """Whether the driver has not yet refused a copy that was to be captured."""
-    return not _refused
-
-
-def _refuse(what: str) -> RuntimeError:
-    _refused.append(what)
-    return RuntimeError(f"CUDA's driver refused to {what}.")
-
-
 class Passage:
     """A graph's copies of its inputs and results: captured with it, and led elsewhere for each call.
 
@@ -48,7 +35,7 @@ class Passage:
     def __init__(self, keeper: Gatekeeper, slots: Sequence[Tensor], examples: Sequence[Tensor]) -> None:
         self._keeper = keeper
         self._forms = Forms(slots)
-        self._slots, self._results = slots, list[Tensor]()
+        self._slots = slots
         self._copies: list[tuple[int, GraphCopy, bool]] = []
         self._outer: list[Tensor] = []  # what is copied from and to in the capture, and never read or written
         self._gates: Gates | None = None
@@ -75,7 +62,6 @@ class Passage:
             return False
         for result in results:
             self._add(result, leads_in=False)
-        self._results = list(results)
         return True
 
     def _add(self, inner: Tensor, *, leads_in: bool) -> None:
@@ -85,7 +71,7 @@ class Passage:
         stream = current_stream_handle(inner.get_device())
         made = self._keeper.capture_copy(to.data_ptr(), source.data_ptr(), inner.nbytes, stream)
         if made is None:
-            raise _refuse("capture a copy")
+            raise self._refused("capture a copy")
         self._copies.append((*made, leads_in))
 
     def settle(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -95,8 +81,9 @@ class Passage:
             RuntimeError: The driver refuses.
         """
         self._gates = self._keeper.gates(graph.raw_cuda_graph_exec(), self._copies)
-        if self._gates is None or not self._gates.close():
-            raise _refuse("switch a copy off")
+        if self._gates is None:
+            raise self._refused("tell of a context")
+        self.close()
 
     @property
     def is_shut(self) -> bool:
@@ -135,7 +122,17 @@ class Passage:
             RuntimeError: The driver refuses.
         """
         if self._gates is not None and not self._gates.close():
-            raise RuntimeError("CUDA's driver refused to switch a copy off.")
+            raise self._refused("switch a copy off")
+
+    def _refused(self, what: str) -> RuntimeError:
+        self._keeper.has_refused = True
+        return RuntimeError(f"CUDA's driver refused to {what}.")
+
+
+def can_be_made() -> bool:
+    """Whether the driver has what it takes, and has refused none of it yet."""
+    keeper = gatekeeper()
+    return keeper is not None and not keeper.has_refused
 
 
 def make_passage(slots: Sequence[Tensor], examples: Sequence[Tensor]) -> Passage | None:
@@ -143,7 +140,7 @@ def make_passage(slots: Sequence[Tensor], examples: Sequence[Tensor]) -> Passage
     keeper = gatekeeper()
     if (
         keeper is None
-        or not allowed()
+        or keeper.has_refused
         or not all(map(can_be_carried, slots))
         or sum(slot.nbytes for slot in slots) > MOST_BYTES
     ):

@@ -18,6 +18,7 @@ import torch
 from millstream.cache import cache_folder, write
 from millstream.cost import CostTable, format_table, parse_table
 from millstream.errors import ArgumentError
+from millstream.lower.tuning import versions
 
 
 class Store:
@@ -62,13 +63,3 @@ class Store:
             if isinstance(choices, dict):
                 return choices
         return {}
-
-
-def versions() -> dict[str, str]:
-    """Everything that the time of a kernel depends on beside the device."""
-    libraries = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    with contextlib.suppress(ImportError):
-        import triton  # pyrefly: ignore[missing-import]
-
-        libraries["triton"] = triton.__version__
-    return libraries

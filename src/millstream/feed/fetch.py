@@ -281,7 +281,7 @@ class Fetcher:
     def _snapshot(self, result: _Result, sources: Sequence[Tensor], which: Sequence[int]) -> None:
         """Copy what the caller's stream will have made, on that stream."""
         device = self.context
-        stream = device.current_stream()
+        stream = result.home = device.current_stream()
         with torch.inference_mode(False), torch.no_grad():
             if result.num_bytes >= LARGE_BYTES:
                 with device.capture_lock:
@@ -294,7 +294,6 @@ class Fetcher:
                 pairs[0][0].copy_(pairs[0][1])
             else:
                 torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
-        result.home = stream
         result.ready = Mark(device, stream, timing=False)
 
     def _take_space(self, result: _Result, stream: Stream) -> Tensor:
@@ -367,6 +366,11 @@ class Fetcher:
         if result is None:
             waiting.append(None)
         elif result.ready is None:  # its caller was interrupted, or met an error
+            with suppress(RuntimeError):  # a device in an error state does nothing any more
+                if result.stretch is not None and result.home is not None:
+                    # A copy into the stretch may have been enqueued; who gets it next may work on another stream (WAW).
+                    end = Mark(self.context, result.home, timing=False)
+                    wait_until_reached(self.context, end.event, self._stopped)
             self._free(result)
         elif result not in waiting:  # as it is when its caller was interrupted right behind having sent it
             waiting.append(result)
@@ -425,7 +429,7 @@ class Fetcher:
         if result.own is not None and result.host is not None:
             # The copy is over, or the device is of no use any more; so the memory may go back to the caller's stream.
             self.context.release_pinned(result.host)
-        result.own = result.host = result.ready = None
+        result.own = result.host = result.ready = result.home = None
         with self._space_lock:
             if result.stretch is not None:
                 self._space.give_back(result.stretch)

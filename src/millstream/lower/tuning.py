@@ -60,16 +60,18 @@ def _describe(config: Any) -> Choice:
 
 def _path(source: str, device: str) -> Path:
     # Not the configurations: upstream adds some that it derives, in one process more than in another.
-    facts = json.dumps([source, device, torch.__version__, _triton_version()])
+    facts = json.dumps([source, device, versions()], sort_keys=True)
     return cache_folder() / "tuning" / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.json"
 
 
-def _triton_version() -> str | None:
+def versions() -> dict[str, str]:
+    """Everything that the time of a kernel depends on beside the device, and so what is chosen by it."""
+    libraries = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
     with contextlib.suppress(ImportError):
         import triton  # pyrefly: ignore[missing-import]
 
-        return str(triton.__version__)
-    return None
+        libraries["triton"] = triton.__version__
+    return libraries
 
 
 def _read(path: Path) -> Choice | None:
