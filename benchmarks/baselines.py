@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.equality import Judge, Results, Verdict, check_dependence
-from benchmarks.harness import MemoryMeter, Run, full_precision, queue_behind_spin
+from benchmarks.harness import MemoryMeter, Run, SoundPools, full_precision, queue_behind_spin
 from benchmarks.models import Batch, Inference, Training
 from benchmarks.sides import WARM_CALLS, Side, capture, timed
 
@@ -221,10 +221,11 @@ class TrainingJudge:
         wide = torch.float64 if problem.dtype == torch.float32 else torch.float32
         start = trainee(problem).state()
         twin = trainee(problem, wide)
-        with full_precision():
+        with full_precision(), SoundPools():
             precise = self.results(twin, problem.make_step(twin.model, twin.optimizer, precise=True))
         plain = trainee(problem)
-        eager = self.results(plain, problem.make_step(plain.model, plain.optimizer))
+        with SoundPools():
+            eager = self.results(plain, problem.make_step(plain.model, plain.optimizer))
         self._judge = Judge(precise, eager, problem.dtype, start)
         self._losses = Judge({"losses": precise["losses"]}, {"losses": eager["losses"]}, problem.dtype)
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 Run = Callable[[], Any]
 
@@ -243,6 +245,20 @@ def full_precision() -> Iterator[None]:
     finally:
         torch.backends.cudnn.allow_tf32 = allowed
         torch.set_float32_matmul_precision(precision)
+
+
+class SoundPools(TorchFunctionMode):
+    """Average pooling on contiguous images in the body: for the runs that others are judged by.
+
+    On a GPU, PyTorch's gradient of padded average pooling is wrong where images are channels_last (pytorch#188344, in
+    torch 2.11). Compiled steps get it right, and would be refused by a judge that does not.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.avg_pool2d:
+            image, *rest = args
+            args = (image.contiguous(), *rest)
+        return func(*args, **(kwargs or {}))
 
 
 def forget_case(device: torch.device) -> None:

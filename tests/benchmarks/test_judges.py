@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.baselines import InferenceJudge, TrainingJudge, trainee
+from benchmarks.harness import SoundPools
 from benchmarks.inference import SampledInferenceJudge
 from benchmarks.models import TRAINING, Inference, TrainingCase, labelled, language, shape
 from benchmarks.networks import small_cnn
@@ -134,3 +135,14 @@ def test_eager_runs_on_neighbours_with_the_same_random_numbers(has_tokens):
     for run in others:
         assert not torch.equal(run[0][1], x)
         torch.testing.assert_close(run[0][1], x, rtol=2.0**-8, atol=0)
+
+
+@pytest.mark.parametrize("pool", [nn.AvgPool2d(3, 1, 1), lambda x: nn.functional.avg_pool2d(x, 3, padding=1)])
+def test_average_pools_of_who_is_judged_by_never_see_channels_last(pool):
+    x = torch.randn(2, 4, 6, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
+    with SoundPools():
+        y = pool(x)
+    assert y.is_contiguous()
+    assert not pool(x).is_contiguous()
+    assert torch.equal(y, pool(x))
+    assert all(map(torch.equal, *([torch.autograd.grad(out.square().sum(), x)[0]] for out in (y, pool(x)))))

@@ -22,6 +22,7 @@ from torch._inductor.utils import should_assume_input_aligned
 
 from millstream.errors import LoweringError
 from millstream.lower.fx_wrapper import collect_wrappers
+from millstream.lower.pooling import decompositions
 from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
 from millstream.lower.shortcuts import shortcuts
@@ -118,7 +119,7 @@ def compile_graph(
         # A cached AOT artefact would skip the lowering, which is all we are here for.
         functorch_config.patch(enable_autograd_cache=False),
     ):
-        return compile_fx(gm, list(inputs), inner_compile=inner)  # type: ignore[no-any-return, arg-type]
+        return compile_fx(gm, list(inputs), inner, decompositions=decompositions())  # type: ignore[no-any-return, arg-type]
 
 
 @contextlib.contextmanager
