@@ -305,7 +305,8 @@ def capture_step(problem: Training, options: dict[str, Any]) -> tuple[Trainee, T
         The side, the loss of its eager step, and the captured step.
     """
     side = trainee(problem, fused=True, capturable=True)
-    first_loss = problem.make_step(side.model, side.optimizer)(*problem.batches[0]).detach()
+    with SoundPools():
+        first_loss = problem.make_step(side.model, side.optimizer)(*problem.batches[0]).detach()
     compiled = torch.compile(side.model, fullgraph=True, dynamic=False, options=options)
     with side.unchanged():
         captured = capture_called(problem.make_step(compiled, side.optimizer), problem.batches[1], problem.device)

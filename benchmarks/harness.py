@@ -248,7 +248,7 @@ def full_precision() -> Iterator[None]:
 
 
 class SoundPools(TorchFunctionMode):
-    """Average pooling on contiguous images in the body: for the runs that others are judged by.
+    """Average pooling on contiguous images in the body: for eager's steps that others are judged by, or begin with.
 
     On a GPU, PyTorch's gradient of padded average pooling is wrong where images are channels_last (pytorch#188344, in
     torch 2.11). Compiled steps get it right, and would be refused by a judge that does not.
