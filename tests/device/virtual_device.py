@@ -147,16 +147,27 @@ class VirtualDevice:
         return lend_host(memory, token)
 
     def copy(self, pairs, stream, before, after):
-        for event in before:
-            event.record(stream)
+        self.prepare_copy(pairs, stream, before, after)()
+
+    def prepare_copy(self, pairs, stream, before, after):
         # A source on this device is not kept alive by the queue either: who frees it too early reads what came after.
+        found = []
         for destination, source in pairs:
             to, come_from = self._find_raw(destination), self._find_raw(source)
-            to = destination.numpy() if to is None else to
-            come_from = source.numpy() if come_from is None else come_from
-            stream.enqueue(lambda to=to, come_from=come_from: np.copyto(to, come_from))
-        for event in after:
-            event.record(stream)
+            found.append(
+                (destination.numpy() if to is None else to, source.numpy() if come_from is None else come_from)
+            )
+
+        def enqueue():
+            for event in before:
+                event.record(stream)
+            for to, come_from in found:
+                stream.enqueue(lambda to=to, come_from=come_from: np.copyto(to, come_from))
+            for event in after:
+                event.record(stream)
+            return 0
+
+        return enqueue
 
     def pin(self, num_bytes):
         if self.refuse_to_pin:

@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
@@ -318,6 +318,18 @@ class DeviceContext:
         """
         self._check_open()
         self._driver.copy(pairs, stream, before, after)
+
+    def prepare_copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Stream, *, after: Sequence[Event]
+    ) -> Callable[[], int] | None:
+        """``copy`` as a function that may be called often, with little left to do for Python.
+
+        It keeps no tensor alive: nobody may call it when one is gone. It gives 0 if all was enqueued, as ``copy`` does
+        where it raises no error; if not, ``copy`` is to be asked, which raises. ``None`` where nothing can be prepared,
+        as before the events have been recorded for the first time.
+        """
+        self._check_open()
+        return self._driver.prepare_copy(pairs, stream, (), after)
 
     def synchronize(self) -> None:
         """Block the host until the device has done all work given to it, by anyone."""

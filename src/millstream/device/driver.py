@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,6 +72,15 @@ class Driver(Protocol):
         """Record events, enqueue copies to the first of each pair, record events.
 
         Asynchronous to the host when the host's side is pinned.
+        """
+        ...
+
+    def prepare_copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Stream, before: Sequence[Event], after: Sequence[Event]
+    ) -> Callable[[], int] | None:
+        """What does the same each time that it is called, but for errors, of which it gives the number; 0 for none.
+
+        It keeps no memory alive. ``None`` where nothing can be prepared.
         """
         ...
 
@@ -137,6 +146,15 @@ class CpuDriver:
             destination.copy_(source)
         for event in after:
             event.record(stream)
+
+    def prepare_copy(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],  # noqa: ARG002
+        stream: Stream,  # noqa: ARG002
+        before: Sequence[Event],  # noqa: ARG002
+        after: Sequence[Event],  # noqa: ARG002
+    ) -> None:
+        """Nothing can be."""
 
     def pin(self, num_bytes: int) -> Tensor:
         """Plain memory: no other device will read it."""
@@ -224,8 +242,10 @@ class CudaDriver:
 
         From pageable memory the call returns once the driver has taken the source's bytes.
         """
-        if self._enqueue(pairs, stream, before, after):
+        enqueue = self.prepare_copy(pairs, stream, before, after)
+        if enqueue is not None and enqueue() == 0:
             return
+        # After an error PyTorch is left to meet it, and to say what it is.
         for event in before:
             event.record(stream)
         with self.on(stream):
@@ -234,22 +254,22 @@ class CudaDriver:
         for event in after:
             event.record(stream)
 
-    def _enqueue(
+    def prepare_copy(
         self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Any, before: Sequence[Any], after: Sequence[Any]
-    ) -> bool:
+    ) -> Callable[[], int] | None:
+        """In compiled code, for bytes that lie close together, and events that have been recorded before."""
         compiled = enqueuer()
         # PyTorch creates an event when it is first recorded, and makes the thread ready for its device.
         befores, afters = [event.cuda_event for event in before], [event.cuda_event for event in after]
         if compiled is None or 0 in befores or 0 in afters or not after:
-            return False
+            return None
         copies = []
         for to, source in pairs:
             if not (to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype):
-                return False
+                return None
             if num_bytes := to.nbytes:
                 copies.append((to.data_ptr(), source.data_ptr(), num_bytes))
-        # After an error PyTorch is left to meet it, and to say what it is.
-        return compiled.enqueue(stream.cuda_stream, befores, copies, afters) == 0
+        return compiled.order(stream.cuda_stream, befores, copies, afters)
 
     def pin(self, num_bytes: int) -> Tensor:
         """Allocate page-locked memory. Slow, and forbidden while a graph is captured (hold the capture lock).

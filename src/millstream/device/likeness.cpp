@@ -4,6 +4,8 @@
 // - `millstream_compare` gives 1 only if every item of the list is a tensor that may be treated as the one it stands for:
 //   of the same kind (layout, subclass, laziness: all that PyTorch dispatches by), device, dtype, sizes, strides and
 //   demand for a gradient; and if no two of them share a storage. 0 means no more than: let Python look.
+// - It takes Python's objects as its builtins do (`METH_FASTCALL`): the likeness' address, the list, and the address of a
+//   place for the items' addresses.
 // - The caller holds Python's lock.
 
 #include <Python.h>
@@ -86,11 +88,14 @@ int millstream_add(Likeness* likeness, PyObject* tensor) {
   }
 }
 
-int millstream_compare(Likeness* likeness, PyObject* leaves, uint64_t* addresses) {
+PyObject* millstream_compare(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  auto* likeness = static_cast<Likeness*>(PyLong_AsVoidPtr(arguments[0]));
+  auto* addresses = static_cast<uint64_t*>(PyLong_AsVoidPtr(arguments[2]));
+  if (PyErr_Occurred()) return nullptr;
   try {
-    return compare(*likeness, leaves, addresses);
+    return PyBool_FromLong(compare(*likeness, arguments[1], addresses));
   } catch (const std::exception&) {  // a tensor without memory
-    return 0;
+    Py_RETURN_FALSE;
   }
 }
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from millstream.device.native import load, torch_options
+from millstream.device.native import as_builtin, load, torch_options
 
 _SOURCE = Path(__file__).with_name("likeness.cpp")
 
@@ -36,15 +36,18 @@ class Likeness:
             raise ValueError("There is no compiled code.")
         self._drop = library.millstream_drop
         self._handle = handle = ctypes.c_void_p(library.millstream_make(id(Tensor), place))
-        self._compare = functools.partial(library.millstream_compare, handle)
-        self._num_leaves = len(leaves)
+        self._addresses = array("Q", bytes(8 * len(leaves)))
+        self._place = self._addresses.buffer_info()[0]
+        self._compare = functools.partial(_compare(library), handle.value)
         if not all(library.millstream_add(handle, id(leaf)) for leaf in leaves):
             raise ValueError("These leaves are beyond the compiled code.")
 
     def find(self, leaves: list[Any]) -> array[int] | None:
-        """The addresses of leaves that look the same, no two with a storage in common; ``None`` where they do not."""
-        addresses = array("Q", bytes(8 * self._num_leaves))
-        return addresses if self._compare(id(leaves), addresses.buffer_info()[0]) else None
+        """The addresses of leaves that look the same, no two with a storage in common; ``None`` where they do not.
+
+        The array is this object's own: the next call writes into it.
+        """
+        return self._addresses if self._compare(leaves, self._place) else None
 
     def __del__(self) -> None:
         if hasattr(self, "_drop"):
@@ -59,5 +62,9 @@ def _load() -> ctypes.PyDLL | None:
     library.millstream_make.argtypes, library.millstream_make.restype = [pointer, ctypes.c_size_t], pointer
     library.millstream_drop.argtypes, library.millstream_drop.restype = [pointer], None
     library.millstream_add.argtypes = [pointer, pointer]
-    library.millstream_compare.argtypes = [pointer, pointer, pointer]
     return library
+
+
+@functools.cache
+def _compare(library: ctypes.PyDLL) -> Callable[..., bool]:
+    return as_builtin(library, "millstream_compare")

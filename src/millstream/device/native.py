@@ -77,6 +77,34 @@ def load(source: Path, *options: str) -> ctypes.PyDLL | None:
     return None if path is None else ctypes.PyDLL(str(path))
 
 
+class _Definition(ctypes.Structure):
+    """Python's ``PyMethodDef``."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
+
+
+_FASTCALL = 0x80  # METH_FASTCALL of Python's headers
+_definitions: list[_Definition] = []  # Python refers to them for as long as there are the builtins
+_new_builtin = ctypes.pythonapi.PyCFunction_NewEx
+_new_builtin.restype, _new_builtin.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
+
+
+def as_builtin(library: ctypes.PyDLL, name: str) -> Callable[..., Any]:
+    """See a function of ``library`` that takes Python's objects, and how many, as one of Python's builtins.
+
+    Through ctypes a call takes a microsecond, and so 0.1.
+    """
+    function = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    _definitions.append(_Definition(name.encode(), function, _FASTCALL, None))
+    builtin: Callable[..., Any] = _new_builtin(ctypes.addressof(_definitions[-1]), None, None)
+    return builtin
+
+
 def torch_options() -> tuple[str, ...]:
     """Options for ``build``: a file that looks into Python's objects and PyTorch's tensors."""
     root = Path(torch.__file__).parent
@@ -139,14 +167,12 @@ class Lender:
     """
 
     def __init__(self, path: Path) -> None:
-        self._offer = ctypes.PyDLL(str(path)).millstream_lend
-        number = ctypes.c_int
-        self._offer.argtypes = [ctypes.c_void_p, ctypes.c_int64, number, number, ctypes.py_object]
-        self._offer.restype = ctypes.py_object
+        self._offer = as_builtin(ctypes.PyDLL(str(path)), "millstream_lend")
 
     def lend(self, memory: Tensor, token: object) -> Tensor:
         """Do what ``Driver.lend`` does, for memory of the host or of a CUDA device."""
-        kind, index = (_HOST, 0) if memory.is_cpu else (_CUDA, memory.get_device())
+        index = memory.get_device()  # below 0 for the host's
+        kind, index = (_CUDA, index) if index >= 0 else (_HOST, 0)
         # The token is dropped first: a tuple drops its last item first.
         return torch.from_dlpack(self._offer(memory.data_ptr(), memory.numel(), kind, index, (memory, token)))
 
@@ -165,10 +191,9 @@ class Filler:
         self.num_threads = min(num_processors(), MAX_THREADS)
         library, pointer = ctypes.PyDLL(str(path)), ctypes.c_void_p
         library.millstream_make_team.restype = pointer
-        self._team = pointer(library.millstream_make_team(self.num_threads - 1))
-        self._begin, self._finish = library.millstream_begin, library.millstream_finish
-        taken = [pointer, ctypes.c_size_t, *[pointer] * 3, ctypes.c_int, ctypes.py_object]
-        self._begin.argtypes, self._begin.restype = taken, ctypes.py_object
+        team = library.millstream_make_team(self.num_threads - 1)
+        self._begin = functools.partial(as_builtin(library, "millstream_begin"), team)
+        self._finish = library.millstream_finish
         self._finish.argtypes, self._finish.restype = [ctypes.py_object], None
 
     def begin(
@@ -185,7 +210,7 @@ class Filler:
         """
         pieces = to.buffer_info()[0], sources.buffer_info()[0], num_bytes.buffer_info()[0]
         threads = num_threads or self.num_threads
-        return Filling(self._begin(self._team, len(to), *pieces, threads, owner), self._finish)
+        return Filling(self._begin(len(to), *pieces, threads, owner), self._finish)
 
 
 class Filling:
@@ -225,9 +250,8 @@ class Enqueuer:
     def __init__(self, path: Path, copy: Any, record: Any) -> None:
         self._functions = copy, record
         self._driver = (ctypes.c_void_p * 2)(*(ctypes.cast(each, ctypes.c_void_p).value for each in self._functions))
-        enqueue = ctypes.PyDLL(str(path)).millstream_enqueue
-        enqueue.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        self._enqueue = functools.partial(enqueue, self._driver)
+        enqueue = as_builtin(ctypes.PyDLL(str(path)), "millstream_enqueue")
+        self._enqueue = functools.partial(enqueue, ctypes.addressof(self._driver))
 
     def enqueue(
         self, stream: int, before: Sequence[int], copies: Sequence[tuple[int, int, int]], after: Sequence[int]
@@ -243,10 +267,15 @@ class Enqueuer:
         Returns:
             The driver's first error; 0 for none.
         """
+        return self.order(stream, before, copies, after)()
+
+    def order(
+        self, stream: int, before: Sequence[int], copies: Sequence[tuple[int, int, int]], after: Sequence[int]
+    ) -> Callable[[], int]:
+        """The same as a function, which does it each time that it is called."""
         counts = len(before), len(copies), len(after)
         order = array("Q", (stream, *counts, *before, *chain.from_iterable(copies), *after))
-        error: int = self._enqueue(order.buffer_info()[0])
-        return error
+        return functools.partial(self._enqueue, order.buffer_info()[0], order)
 
     def prepare(self, num_bytes: Sequence[int]) -> Copies:
         """Make ready for copies of these lengths, to be enqueued again and again."""

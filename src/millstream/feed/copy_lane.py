@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +44,7 @@ from millstream.feed.staging import (
 from millstream.feed.structure import Rebuild, as_tensor, split
 
 _NEVER = threading.Event()
+_NOTHING: tuple[None, Callable[[], int]] = None, lambda: 1
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
 
@@ -110,6 +111,10 @@ class CopyLane:
         self.slot: int | None = None
         self._stream = context.current_stream()  # the consumer's, when he asked last
         self._copy_stream = context.copy_stream
+        # Of a batch that nothing else is done to on the copy stream, one event tells both that the pinned slot was read
+        # and that the device's slot was written.
+        self._shares_event = transform is None and checker is None
+        self._in_thread = context.in_thread()
 
     @property
     def num_kept(self) -> int:
@@ -118,7 +123,7 @@ class CopyLane:
 
     def in_thread(self) -> AbstractContextManager[None]:
         """Set the device, and keep the thread from killing captures of others."""
-        return self._context.in_thread()
+        return self._in_thread  # one for all batches: one thread at a time makes any
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
@@ -246,30 +251,44 @@ class CopyLane:
             if self._transform is not None:
                 with context.capture_lock:
                     self._apply(self._transform, load, memories)
-        load.ready = slot.copied
+        load.ready = slot.ready
         return True
 
     def _copy(self, load: DeviceLoad, memories: Sequence[Tensor], begin: Sequence[Event], end: Sequence[Event]) -> None:
-        """Enqueue the copies of what is staged."""
+        """Enqueue the copies of what is staged.
+
+        Behind those of a whole batch the pinned slot's event is recorded only, for the device's slot as well. It may be
+        recorded again before who waits for the latter has done so: when the pinned slot is sent anew, on the same
+        stream. He then waits for more than he must, and never for less, nor for anything that waits for him: what was
+        enqueued before he waits can only wait for what was enqueued even before. (Nor does it happen while a batch is
+        under way, since there are more pinned slots than batches.)
+        """
         context, slot, pinned = self._context, load.slot, load.pinned
         assert slot is not None
         assert pinned is not None
+        shares_event = self._shares_event and pinned.num_bytes == load.layout.num_bytes
         # Before the copy: an interrupt right behind it would leave slots that look as if nothing were under way.
         pinned.busy = slot.written = True
-        pairs = []
-        for parcel, first, source in pinned.copies:
-            memory = memories[parcel]
-            if memory.numel() != source.numel():  # a part of the parcel
-                memory = memory[first : first + source.numel()]
-            pairs.append((memory, source))
         with context.capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
             try:
-                context.copy(pairs, self._copy_stream, before=begin, after=(*end, pinned.copied, slot.copied))
+                if not (shares_event and not begin and self._send_again(slot, pinned)):
+                    pairs = _pair(pinned, memories)
+                    events = (pinned.copied,) if shares_event else (pinned.copied, slot.copied)
+                    context.copy(pairs, self._copy_stream, before=begin, after=(*end, *events))
+                    if shares_event and (send := context.prepare_copy(pairs, self._copy_stream, after=events)):
+                        slot.sends[pinned] = pinned.copies, send
+                slot.other = pinned.copied if shares_event else None
             except BaseException:
+                slot.other = None
                 for event in (pinned.copied, slot.copied):  # behind whatever was enqueued
                     with suppress(RuntimeError):  # a device in an error state refuses
                         event.record(self._copy_stream)
                 raise
+
+    def _send_again(self, slot: DeviceSlot, pinned: PinnedSlot) -> bool:
+        """Enqueue the copy between two slots as it was prepared, if they are what they were then."""
+        copies, send = slot.sends.get(pinned, _NOTHING)
+        return copies is pinned.copies and send() == 0
 
     def _lend(self, load: DeviceLoad, memories: Sequence[Tensor]) -> None:
         assert load.slot is not None
@@ -355,7 +374,7 @@ class CopyLane:
         batch = self._complete(load, stream) if load.whole is None else load.rebuild(load.whole)
         if load.loan is not None:
             self.ring.hand_out(load.loan, stream)
-            self.slot = load.loan.slot.number if load.loan.claims else None
+            self.slot = load.loan.slot.number if load.loan.num_parcels else None
         return batch
 
     def _complete(self, load: DeviceLoad, stream: Stream) -> Any:
@@ -399,6 +418,17 @@ class CopyLane:
             self._checker.close()
         self.ring.close()
         self._pinned.close()
+
+
+def _pair(pinned: PinnedSlot, memories: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Where the bytes in a pinned slot go, and they."""
+    pairs = []
+    for parcel, first, source in pinned.copies:
+        memory = memories[parcel]
+        if memory.numel() != source.numel():  # a part of the parcel
+            memory = memory[first : first + source.numel()]
+        pairs.append((memory, source))
+    return pairs
 
 
 def _can_be_staged(leaf: Any) -> bool:

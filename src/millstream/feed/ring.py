@@ -11,8 +11,8 @@ for him, and the ring takes new memory in its place. So nothing that can be read
 nothing allocates nothing, and nobody can make a feed wait for ever.
 
 What is said of host code may happen in any thread and at any moment, since tensors die where garbage is collected. So
-dropping takes no lock; each decision that two threads could take is a lock acquired without waiting, or an item popped
-from a deque, which only one of them gets.
+dropping takes no lock; each decision that two threads could take is an item popped from a list or a dict, which only one
+of them gets.
 
 Python drops an interrupt that meets a finalizer, and with it the rest of what that was to do. So when the consumer asks
 for a batch he looks whether what he has dropped came back, and brings it back if not. It may then do so twice, which
@@ -22,11 +22,12 @@ does no harm: what comes back is the loan, and a slot is taken for it once.
 from __future__ import annotations
 
 import queue
-import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,12 +52,14 @@ class DeviceSlot:
     Attributes:
         number: Tells it from the others; the tensors of a slot keep their addresses from batch to batch, as long as the
             batches look alike and are not kept.
-        copied: Where on the copy stream its present batch is complete.
+        copied: Where on the copy stream its present batch is complete, if nobody else's event stands there.
+        other: The event of who else has one there.
         released: Where on the consumer's stream its last batch was dropped.
         parcels: Its memory; ``None`` where the user has kept it.
         layout: What it was opened for last; ``None`` when it must be looked at again.
         memories: Of the parcels that this layout has.
-        written: Whether ``copied`` has been recorded since the memory was taken.
+        sends: By the pinned slot that a batch comes from: what enqueues its copy, and the list that this was made for.
+        written: Whether a copy has been enqueued since the memory was taken.
         loan: As what it was lent last, until it is taken again.
     """
 
@@ -66,9 +69,21 @@ class DeviceSlot:
     parcels: list[Parcel | None] = field(default_factory=list)
     layout: Layout | None = None
     memories: list[Tensor] = field(default_factory=list)
+    sends: dict[Any, tuple[Any, Callable[[], int]]] = field(default_factory=dict)
+    other: Event | None = None
     written: bool = False
     was_lent: bool = False
     loan: Loan | None = None
+
+    @property
+    def ready(self) -> Event:
+        """Behind the copies of its present batch, and what else was done to it on the copy stream."""
+        return self.other or self.copied
+
+    def close(self) -> None:
+        """Forget what it was opened for: it has other memory from here on."""
+        self.layout, self.memories = None, []
+        self.sends.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -142,8 +157,9 @@ class Ring:
         Raises:
             torch.OutOfMemoryError: There is none; what was there before still is.
         """
-        self._end_rest(self._num_rested)
-        self._num_rested = len(self._resting)
+        if self._resting or self._num_rested:
+            self._end_rest(self._num_rested)
+            self._num_rested = len(self._resting)
         if slot.was_lent:
             copy_stream.wait_event(slot.released)  # WAR: kernels that read the last batch
             slot.was_lent = False
@@ -152,7 +168,7 @@ class Ring:
         return slot.memories
 
     def _fit(self, slot: DeviceSlot, layout: Layout, copy_stream: Stream) -> None:
-        slot.layout, slot.memories = None, []
+        slot.close()
         slot.parcels += [None] * (len(layout.parcels) - len(slot.parcels))
         for i, parcel in enumerate(layout.parcels):
             present = slot.parcels[i]
@@ -175,10 +191,13 @@ class Ring:
     def lend(self, slot: DeviceSlot, count: int) -> tuple[Loan, list[Tensor]]:
         """Tensors over the first ``count`` parcels of a slot; they bring it back when all of them are gone."""
         slot.loan = loan = Loan(self, slot, count)
-        parcels = enumerate(slot.parcels[:count])
-        leases = [Lease(loan, i, parcel.memory, parcel.home) for i, parcel in parcels if parcel is not None]
-        loan.leases = [weakref.ref(lease) for lease in leases]
-        return loan, [self._context.lend(lease.memory, lease) for lease in leases]
+        lent: list[Tensor] = []
+        for parcel in slot.parcels[:count]:
+            if parcel is not None:
+                lease = Lease(loan, len(lent), parcel.memory, parcel.home)
+                loan.leases.append(weakref.ref(lease))
+                lent.append(self._context.lend(parcel.memory, lease))
+        return loan, lent
 
     def lend_other(self, loan: Loan, memory: Tensor, home: Stream) -> Tensor:
         """A tensor over memory that is no slot's but shall go back to its stream in order all the same."""
@@ -195,13 +214,16 @@ class Ring:
         """The consumer asks for a batch: what he still holds of older ones than the last is his own from here on."""
         for _ in range(len(self._late)):
             self._let_go(*self._late.popleft())
-        while len(self._loans) > 1:
-            oldest = self._loans[0]
-            self.num_kept += oldest.forgo()
-            self._bring_back(oldest)
-            self._loans.popleft()
-        for loan in self._loans:
-            self._bring_back(loan)
+        loans = self._loans
+        while len(loans) > 1:
+            oldest = loans[0]
+            if oldest.tickets or not oldest.came_back:
+                self.num_kept += oldest.forgo()
+                self._bring_back(oldest)
+            oldest.forgone = True
+            loans.popleft()
+        if loans:
+            self._bring_back(loans[0])
 
     def _bring_back(self, loan: Loan) -> None:
         if not loan.came_back and loan.slot.loan is loan and loan.is_over():
@@ -221,7 +243,7 @@ class Ring:
         loan = lease.loan
         if self.closed and not loan.forgone:
             return  # never handed out; ``close`` has seen to its memory
-        if lease.index is None or not loan.claims[lease.index].acquire(blocking=False):
+        if lease.index is None or not loan.claims.pop(lease.index, False):
             self._let_go(loan, lease.memory, lease.home)  # a parcel that has left the ring, or was none of it
         elif loan.is_last():
             self._let_go(loan, None, None)
@@ -301,16 +323,19 @@ class Ring:
                     # The memory is freed here, so its stream may use it again at once: not before the copy into it is
                     # over, nor before a consumer on another stream is done.
                     if parcel is not None and slot.written:
-                        parcel.home.wait_event(slot.copied)
+                        parcel.home.wait_event(slot.ready)
                     if parcel is not None and slot.was_lent:
                         parcel.home.wait_event(slot.released)
         for slot in self.slots:
             slot.parcels.clear()
-            slot.memories = []
+            slot.close()
             slot.loan = None
             self._context.release_event(slot.copied)
             self._context.release_event(slot.released)
         self.slots.clear()
+
+
+_NONE: frozenset[int] = frozenset()
 
 
 class Loan:
@@ -319,25 +344,27 @@ class Loan:
     Attributes:
         slot: Where it lies.
         stream: The consumer's; ``None`` before it was handed out.
-        claims: One per parcel: who acquires it decides whether the parcel comes back or stays with the user.
+        claims: One per parcel, by its number: who pops it decides whether the parcel comes back or stays with the user.
+        num_parcels: How many parcels it had.
         leases: Of the parcels.
         forgone: Whether the ring has given up what had not come back.
         came_back: Whether the slot is free again, or will be when nobody captures any more.
         tickets: As many as parcels are still to come back or to be given up.
     """
 
-    __slots__ = ("_kept", "came_back", "claims", "forgone", "leases", "ring", "slot", "stream", "tickets")
+    __slots__ = ("_kept", "came_back", "claims", "forgone", "leases", "num_parcels", "ring", "slot", "stream", "tickets")
 
     def __init__(self, ring: Ring, slot: DeviceSlot, num_parcels: int) -> None:
         self.ring = ring
         self.slot = slot
         self.stream: Stream | None = None
-        self.claims = [threading.Lock() for _ in range(num_parcels)]
+        self.num_parcels = num_parcels
+        self.claims = dict.fromkeys(range(num_parcels), True)
         self.leases: list[weakref.ref[Lease]] = []
         self.forgone = False
         self.came_back = num_parcels == 0
-        self._kept: frozenset[int] = frozenset()
-        self.tickets = deque(range(num_parcels))
+        self._kept: frozenset[int] = _NONE
+        self.tickets = list(range(num_parcels))
 
     def is_last(self) -> bool:
         """Count one parcel as come back or given up; true for exactly one caller, the last."""
@@ -356,10 +383,11 @@ class Loan:
         kept = 0
         if not self.tickets:  # nothing
             return kept
-        for i, claim in enumerate(self.claims):
-            if claim.acquire(blocking=False):
+        for i in range(self.num_parcels):
+            if self.claims.pop(i, False):
                 if self.leases[i]() is not None:  # otherwise an interrupt has met its finalizer
-                    self.slot.layout, self.slot.memories, self.slot.parcels[i] = None, [], None
+                    self.slot.close()
+                    self.slot.parcels[i] = None
                     self._kept |= {i}
                     kept += 1
                 if self.is_last():

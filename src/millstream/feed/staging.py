@@ -76,6 +76,11 @@ class PinnedSlot:
     copies: list[tuple[int, int, Tensor]] = field(default_factory=list)  # to which parcel, from which byte on, and what
     filling: Filling | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """How much of a batch it is open for."""
+        return 0 if self.section is None else self.section.num_bytes
+
     def finish(self) -> None:
         """Return when the batch lies in the slot."""
         if self.filling is not None:
@@ -175,8 +180,9 @@ class PinnedRing:
         num_slots = len(self._slots)
         if num_slots >= self._num_slots:
             oldest = self._slots[0]
-            with self._context.capture_lock:
-                oldest.busy = oldest.busy and not oldest.copied.query()
+            if oldest.busy:
+                with self._context.capture_lock:
+                    oldest.busy = not oldest.copied.query()
             if not oldest.busy or num_slots == MAX_SLOTS or self._num_bytes + num_bytes > SLACK_BYTES:
                 return oldest
         self._slots.appendleft(PinnedSlot(self._context.acquire_event()))
