@@ -149,10 +149,10 @@ class CpuDriver:
 
     def prepare_copy(
         self,
-        pairs: Sequence[tuple[Tensor, Tensor]],  # noqa: ARG002
-        stream: Stream,  # noqa: ARG002
-        before: Sequence[Event],  # noqa: ARG002
-        after: Sequence[Event],  # noqa: ARG002
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        stream: Stream,
+        before: Sequence[Event],
+        after: Sequence[Event],
     ) -> None:
         """Nothing can be."""
 
@@ -184,6 +184,7 @@ class CudaDriver:
         self.place = place
         self.torch_device = place.torch_device
         self._anchors: list[torch.cuda.CUDAGraph] = []
+        self._current: torch.cuda.Stream | None = None  # the stream that was current when somebody asked last
 
     def make_stream(self, *, high_priority: bool) -> Stream:
         """Make a stream that never blocks on the default stream.
@@ -212,7 +213,11 @@ class CudaDriver:
 
     def current_stream(self) -> Stream:
         """The calling thread's current stream on this device, whichever device is current."""
-        return torch.cuda.current_stream(self.place.index)  # of a number PyTorch makes more quickly than of a device
+        index, found = self.place.index, self._current
+        # PyTorch's class for CUDA takes a microsecond to make an object, which is nearly always the same.
+        if found is None or found.stream_id != torch.accelerator.current_stream(index).stream_id:
+            found = self._current = torch.cuda.current_stream(index)
+        return found
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """PyTorch's own stream context: sets the device too, and restores both."""
@@ -377,21 +382,24 @@ class _InThread(guard):
     ``cuThreadExchangeStreamCaptureMode`` (CUDA 10.1 and later) does; ``torch.cuda`` does not offer it. Where the call
     is not to be had (ROCm), nothing happens, and only captures that hold the capture lock are safe.
 
-    A feed without a worker enters it for every batch.
+    A feed without a worker enters one and the same for every batch.
     """
 
-    __slots__ = ("_exchange", "_mode")
+    __slots__ = ("_exchange", "_mode", "_pointer")
 
     def __init__(self, place: Place) -> None:
         self._place = place  # which exists, unlike one that a guard may be asked for
         self._exchange = _find("cuThreadExchangeStreamCaptureMode")
-        self._mode = ctypes.byref(ctypes.c_int(_THREAD_LOCAL))
+        self._mode = ctypes.c_int()
+        self._pointer = ctypes.byref(self._mode)
 
     def __enter__(self) -> Place:
         place = super().__enter__()
         try:
-            if self._exchange is not None and self._exchange(self._mode) != 0:
-                self._exchange = None
+            if self._exchange is not None:
+                self._mode.value = _THREAD_LOCAL
+                if self._exchange(self._pointer) != 0:
+                    self._exchange = None
         except BaseException:
             super().__exit__()
             raise
@@ -400,7 +408,7 @@ class _InThread(guard):
     def __exit__(self, *_: object) -> None:
         try:
             if self._exchange is not None:
-                self._exchange(self._mode)  # the first exchange left the previous mode there
+                self._exchange(self._pointer)  # the first exchange left the previous mode there
         finally:
             super().__exit__()
 

@@ -187,20 +187,28 @@ void drop(_object* capsule) {
   delete filling;
 }
 
+constexpr int kMostDimensions = 8;
+
+// How memory is to be seen, as Python writes it down: sizes and strides come last.
+struct Form {
+  void* data;
+  int64_t device_type, device_index, type_code, type_bits, num_dimensions, extents[2 * kMostDimensions];
+};
+
 // Of DLPack's interface, as of its version 0.2; later ones of this form are the same.
 struct Offer {
   void* data;
   int32_t device_type, device_index;
-  int32_t num_dimensions = 1;
-  uint8_t type_code = 1, type_bits = 8;  // unsigned integers
+  int32_t num_dimensions;
+  uint8_t type_code, type_bits;
   uint16_t type_lanes = 1;
   int64_t* shape;
-  int64_t* strides = nullptr;  // dense
+  int64_t* strides;
   uint64_t offset = 0;
   void* owner;
   void (*let_go)(Offer*);
   // What follows is not of the interface.
-  int64_t num_bytes;
+  int64_t extents[2 * kMostDimensions];
 };
 
 void let_go(Offer* offer) {
@@ -276,14 +284,14 @@ extern "C" {
 // Never dropped: its threads are somewhere in it when the process ends.
 Team* millstream_make_team(int num_helpers) { return new Team(num_helpers); }
 
-// Of a team, a number of pieces, where they go, where they are, their lengths, a number of threads, and an owner.
+// Of a team, a number of pieces, where they go, their lengths, a number of threads, where they are, and an owner.
 _object* millstream_begin(_object*, _object* const* arguments, ptrdiff_t) {
   auto* team = pointer<Team>(arguments[0]);
   size_t num_pieces = count(arguments[1]);
   auto* to = pointer<char* const>(arguments[2]);
-  auto* from = pointer<const char* const>(arguments[3]);
-  auto* num_bytes = pointer<const size_t>(arguments[4]);
-  int num_threads = static_cast<int>(count(arguments[5]));
+  auto* num_bytes = pointer<const size_t>(arguments[3]);
+  int num_threads = static_cast<int>(count(arguments[4]));
+  auto* from = pointer<const char* const>(arguments[5]);
   _object* owner = arguments[6];
   if (PyErr_Occurred()) return nullptr;
   if (std::accumulate(num_bytes, num_bytes + num_pieces, size_t{0}) <= kShortBytes) {
@@ -310,18 +318,23 @@ void millstream_finish(_object* capsule) {
   PyEval_RestoreThread(state);
 }
 
-// Of an address, a number of bytes, a type of device and its number, and an owner.
+// Of the address of a form, what keeps that alive, and an owner.
 _object* millstream_lend(_object*, _object* const* arguments, ptrdiff_t) {
-  _object* owner = arguments[4];
-  Offer* offer = new Offer{.data = pointer<void>(arguments[0]),
-                           .device_type = static_cast<int32_t>(count(arguments[2])),
-                           .device_index = static_cast<int32_t>(count(arguments[3])),
-                           .shape = nullptr,
+  auto* form = pointer<const Form>(arguments[0]);
+  _object* owner = arguments[2];
+  if (PyErr_Occurred()) return nullptr;
+  Offer* offer = new Offer{.data = form->data,
+                           .device_type = static_cast<int32_t>(form->device_type),
+                           .device_index = static_cast<int32_t>(form->device_index),
+                           .num_dimensions = static_cast<int32_t>(form->num_dimensions),
+                           .type_code = static_cast<uint8_t>(form->type_code),
+                           .type_bits = static_cast<uint8_t>(form->type_bits),
                            .owner = owner,
-                           .let_go = let_go,
-                           .num_bytes = static_cast<int64_t>(count(arguments[1]))};
-  offer->shape = &offer->num_bytes;
-  _object* capsule = PyErr_Occurred() ? nullptr : PyCapsule_New(offer, kUntaken, drop_offer);
+                           .let_go = let_go};
+  std::copy_n(form->extents, 2 * form->num_dimensions, offer->extents);
+  offer->shape = offer->extents;
+  offer->strides = offer->extents + form->num_dimensions;
+  _object* capsule = PyCapsule_New(offer, kUntaken, drop_offer);
   if (capsule == nullptr) {
     delete offer;
     return nullptr;

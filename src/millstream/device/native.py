@@ -171,13 +171,38 @@ class Lender:
 
     def lend(self, memory: Tensor, token: object) -> Tensor:
         """Do what ``Driver.lend`` does, for memory of the host or of a CUDA device."""
-        index = memory.get_device()  # below 0 for the host's
-        kind, index = (_CUDA, index) if index >= 0 else (_HOST, 0)
+        offer = self.prepare(memory, torch.uint8, memory.size(), memory.stride())
+        assert offer is not None
         # The token is dropped first: a tuple drops its last item first.
-        return torch.from_dlpack(self._offer(memory.data_ptr(), memory.numel(), kind, index, (memory, token)))
+        return torch.from_dlpack(offer((memory, token)))
+
+    def prepare(
+        self, memory: Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
+    ) -> Callable[[object], object] | None:
+        """What offers ``memory``, seen as a tensor of this form, to ``torch.from_dlpack``, each time that it is called.
+
+        It takes what shall be kept alive until the tensor, and all that is seen through it, is gone: ``memory``, among
+        others, which it does not keep alive itself. ``None`` for what DLPack does not know.
+        """
+        code = _CODES.get(dtype)
+        if code is None or len(size) > _MOST_DIMENSIONS:
+            return None
+        index = memory.get_device()  # below 0 for the host's
+        device = (_CUDA, index) if index >= 0 else (_HOST, 0)
+        form = array("q", (memory.data_ptr(), *device, code, 8 * dtype.itemsize, len(size), *size, *stride))
+        return functools.partial(self._offer, form.buffer_info()[0], form)
 
 
 _HOST, _CUDA = 1, 10 if torch.version.hip else 2  # of DLPack
+_MOST_DIMENSIONS = 8  # of ``native.cpp``
+_CODES = {
+    **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64), 0),
+    **dict.fromkeys((torch.uint8, torch.uint16, torch.uint32, torch.uint64), 1),
+    **dict.fromkeys((torch.float16, torch.float32, torch.float64), 2),
+    torch.bfloat16: 4,
+    **dict.fromkeys((torch.complex64, torch.complex128), 5),
+    torch.bool: 6,
+}
 
 
 class Filler:
@@ -208,9 +233,22 @@ class Filler:
             num_threads: How many threads may take part, the one that finishes included; ``None`` for as many as help.
             owner: Keeps the memory on both sides, until all is copied.
         """
-        pieces = to.buffer_info()[0], sources.buffer_info()[0], num_bytes.buffer_info()[0]
-        threads = num_threads or self.num_threads
-        return Filling(self._begin(len(to), *pieces, threads, owner), self._finish)
+        return self.prepare(to, num_bytes, num_threads)(sources, owner)
+
+    def prepare(
+        self, to: array[int], num_bytes: array[int], num_threads: int | None
+    ) -> Callable[[array[int], object], Filling]:
+        """``begin`` for pieces of memory that are filled again and again: what it takes else is left to each time."""
+        begin = functools.partial(
+            self._begin, len(to), to.buffer_info()[0], num_bytes.buffer_info()[0], num_threads or self.num_threads
+        )
+
+        def fill(sources: array[int], owner: object) -> Filling:
+            capsule = begin(sources.buffer_info()[0], owner, to, num_bytes)
+            return _FILLED if capsule is None else Filling(capsule, finish)
+
+        finish = self._finish
+        return fill
 
 
 class Filling:
@@ -227,6 +265,9 @@ class Filling:
         if self._capsule is not None:
             self._finish(self._capsule)
             self._capsule = None
+
+
+_FILLED = Filling(None, lambda _: None)
 
 
 def num_processors() -> int:

@@ -224,33 +224,37 @@ class CopyLane:
 
     def _start(self, load: DeviceLoad, stopped: threading.Event, *, measured: bool = False) -> bool:
         """Move the batch, section by section, each staged while the one before it is copied; false when stopped."""
+        if torch.is_inference_mode_enabled():
+            with out_of_inference_mode():
+                return self._start(load, stopped, measured=measured)
         context, copy_stream, slot = self._context, self._copy_stream, load.slot
         assert slot is not None
-        with out_of_inference_mode():
-            memories = self.ring.open(slot, load.layout, copy_stream)
-            if self._transform is None:
-                self._lend(load, memories)  # while helpers still stage
-            checksums: dict[int, int] = {}
-            if measured:
-                load.copy = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
-            begin, end = ((mark.event,) for mark in load.copy) if load.copy else ((), ())
-            while True:
-                self.finish(load)
-                if self._checker is not None and load.pinned is not None:
-                    self._checker.add(checksums, load.pinned)
-                self._copy(load, memories, begin, () if load.sections else end)
-                if not load.sections:
-                    break
-                begin, began = (), time.perf_counter_ns()
-                if not self.stage(load, stopped):
-                    return False
-                load.waited_ns += time.perf_counter_ns() - began
-            if self._checker is not None:
-                with context.capture_lock:
-                    self._checker.follow(load.layout, memories, slot, checksums)
-            if self._transform is not None:
-                with context.capture_lock:
-                    self._apply(self._transform, load, memories)
+        memories = self.ring.open(slot, load.layout, copy_stream)
+        if self._transform is None:
+            self._lend(load)  # while helpers still stage
+        checksums: dict[int, int] = {}
+        begin: tuple[Event, ...] = ()
+        end: tuple[Event, ...] = ()
+        if measured:
+            first, last = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
+            load.copy, begin, end = (first, last), (first.event,), (last.event,)
+        while True:
+            self.finish(load)
+            if self._checker is not None and load.pinned is not None:
+                self._checker.add(checksums, load.pinned)
+            self._copy(load, memories, begin, () if load.sections else end)
+            if not load.sections:
+                break
+            begin, began = (), time.perf_counter_ns()
+            if not self.stage(load, stopped):
+                return False
+            load.waited_ns += time.perf_counter_ns() - began
+        if self._checker is not None:
+            with context.capture_lock:
+                self._checker.follow(load.layout, memories, slot, checksums)
+        if self._transform is not None:
+            with context.capture_lock:
+                self._apply(self._transform, load, memories)
         load.ready = slot.ready
         return True
 
@@ -290,13 +294,11 @@ class CopyLane:
         copies, send = slot.sends.get(pinned, _NOTHING)
         return copies is pinned.copies and send() == 0
 
-    def _lend(self, load: DeviceLoad, memories: Sequence[Tensor]) -> None:
+    def _lend(self, load: DeviceLoad) -> None:
         assert load.slot is not None
-        loan, lent = self.ring.lend(load.slot, len(memories))
-        if not memories:
+        load.loan, leaves = self.ring.lend_leaves(load.slot, load.layout)
+        if not load.layout.parcels:
             self.ring.give_back(load.slot)  # nothing of it will ever be dropped
-        load.loan = loan
-        leaves = view_leaves(load.layout, lent)
         if load.others:
             load.tensors = dict(zip(load.staged, leaves, strict=True))
         else:

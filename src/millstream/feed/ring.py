@@ -11,8 +11,8 @@ for him, and the ring takes new memory in its place. So nothing that can be read
 nothing allocates nothing, and nobody can make a feed wait for ever.
 
 What is said of host code may happen in any thread and at any moment, since tensors die where garbage is collected. So
-dropping takes no lock; each decision that two threads could take is an item popped from a list or a dict, which only one
-of them gets.
+dropping takes no lock; each decision that two threads could take is an item popped from a list or a dict, which only
+one of them gets.
 
 Python drops an interrupt that meets a finalizer, and with it the rest of what that was to do. So when the consumer asks
 for a batch he looks whether what he has dropped came back, and brings it back if not. It may then do so twice, which
@@ -24,7 +24,7 @@ from __future__ import annotations
 import queue
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from millstream.device import DeviceContext, Event, Stream
-from millstream.feed.layout import Layout
+from millstream.device.native import lender
+from millstream.feed.layout import Layout, view_leaves
 from millstream.feed.ledger import Mark
 
 
@@ -58,6 +59,7 @@ class DeviceSlot:
         parcels: Its memory; ``None`` where the user has kept it.
         layout: What it was opened for last; ``None`` when it must be looked at again.
         memories: Of the parcels that this layout has.
+        offers: What offers each of them as the leaf that lies there, if one does, and compiled code can.
         sends: By the pinned slot that a batch comes from: what enqueues its copy, and the list that this was made for.
         written: Whether a copy has been enqueued since the memory was taken.
         loan: As what it was lent last, until it is taken again.
@@ -69,6 +71,7 @@ class DeviceSlot:
     parcels: list[Parcel | None] = field(default_factory=list)
     layout: Layout | None = None
     memories: list[Tensor] = field(default_factory=list)
+    offers: Sequence[Callable[[object], object]] = ()
     sends: dict[Any, tuple[Any, Callable[[], int]]] = field(default_factory=dict)
     other: Event | None = None
     written: bool = False
@@ -82,7 +85,7 @@ class DeviceSlot:
 
     def close(self) -> None:
         """Forget what it was opened for: it has other memory from here on."""
-        self.layout, self.memories = None, []
+        self.layout, self.memories, self.offers = None, [], ()
         self.sends.clear()
 
 
@@ -178,6 +181,7 @@ class Ring:
                     self._order(copy_stream, present.home)  # all that was done with it happened before this point
         parcels = slot.parcels[: len(layout.parcels)]
         slot.memories = [parcel.memory for parcel in parcels if parcel is not None]
+        slot.offers = _prepare_offers(layout, slot.memories)
         slot.layout = layout
 
     def _allocate(self, num_bytes: int, copy_stream: Stream) -> Parcel:
@@ -198,6 +202,21 @@ class Ring:
                 loan.leases.append(weakref.ref(lease))
                 lent.append(self._context.lend(parcel.memory, lease))
         return loan, lent
+
+    def lend_leaves(self, slot: DeviceSlot, layout: Layout) -> tuple[Loan, list[Tensor]]:
+        """The leaves of a batch in a slot that is open for its layout; they bring it back when all of them are gone."""
+        if not slot.offers:
+            loan, lent = self.lend(slot, len(slot.memories))
+            return loan, view_leaves(layout, lent)
+        slot.loan = loan = Loan(self, slot, len(slot.offers))
+        leaves: list[Any] = [None] * len(slot.offers)
+        for i, offer in enumerate(slot.offers):
+            parcel = slot.parcels[i]
+            assert parcel is not None
+            lease = Lease(loan, i, parcel.memory, parcel.home)
+            loan.leases.append(weakref.ref(lease))
+            leaves[layout.owners[i]] = torch.from_dlpack(offer(lease))  # it keeps the memory as well
+        return loan, leaves
 
     def lend_other(self, loan: Loan, memory: Tensor, home: Stream) -> Tensor:
         """A tensor over memory that is no slot's but shall go back to its stream in order all the same."""
@@ -352,7 +371,18 @@ class Loan:
         tickets: As many as parcels are still to come back or to be given up.
     """
 
-    __slots__ = ("_kept", "came_back", "claims", "forgone", "leases", "num_parcels", "ring", "slot", "stream", "tickets")
+    __slots__ = (
+        "_kept",
+        "came_back",
+        "claims",
+        "forgone",
+        "leases",
+        "num_parcels",
+        "ring",
+        "slot",
+        "stream",
+        "tickets",
+    )
 
     def __init__(self, ring: Ring, slot: DeviceSlot, num_parcels: int) -> None:
         self.ring = ring
@@ -405,6 +435,21 @@ class Lease:
 
     def __del__(self) -> None:
         self.loan.ring._drop(self)
+
+
+def _prepare_offers(layout: Layout, memories: Sequence[Tensor]) -> Sequence[Callable[[object], object]]:
+    """What offers each parcel's memory as the leaf in it: makes one tensor of it, and not three."""
+    compiled = lender()
+    if compiled is None:
+        return ()
+    offers: list[Callable[[object], object]] = []
+    for i, memory in zip(layout.owners, memories, strict=False):  # there may be none
+        spec = layout.specs[i]
+        offer = compiled.prepare(memory, spec.dtype, spec.size, spec.stride)
+        if offer is None:
+            return ()
+        offers.append(offer)
+    return offers
 
 
 def whole_storage(tensor: Tensor) -> Tensor:

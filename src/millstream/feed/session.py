@@ -162,7 +162,7 @@ class Session:
         with self._inside:
             self._insider = threading.get_ident()
             try:
-                if self.closed:
+                if self._consumer_has_left.locked():
                     return
                 with self._lane.in_thread():
                     item = self._guest.run(self._make, times)
@@ -173,7 +173,7 @@ class Session:
             except BaseException as error:  # noqa: BLE001 - raised in its place, and again
                 self._fail(error)
             finally:
-                if self.closed:
+                if self._consumer_has_left.locked():
                     self._give_back()
                 del self
 
@@ -202,9 +202,12 @@ class Session:
                 load = lane.describe(prepared[0])
                 note = prepared[1]
                 del prepared
-                pulled = time.perf_counter_ns()
-                self._admit(times.index, load.num_bytes)
-                admitted = time.perf_counter_ns()
+                admitted = pulled = time.perf_counter_ns()
+                if pace.alone:  # no other is under way
+                    self._budget.check_size(load.num_bytes)
+                else:
+                    self._budget.send(times.index, load.num_bytes)  # waits until one more may be under way
+                    admitted = time.perf_counter_ns()
                 try:
                     if not lane.stage(load, stopped):
                         return None
@@ -221,13 +224,6 @@ class Session:
             return None
         finally:
             del iterator, self
-
-    def _admit(self, index: int, num_bytes: int) -> None:
-        """Wait until one more batch may be under way. Without a worker no other is."""
-        if self._pace.alone:
-            self._budget.check_size(num_bytes)
-        else:
-            self._budget.send(index, num_bytes)
 
     def _drop_source(self) -> None:
         """A DataLoader ends its worker processes when its iterator dies, and ``close`` shall not return before."""
@@ -259,13 +255,13 @@ class Session:
         """
         if self._pid != os.getpid():
             raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
-        if not self.closed:
-            lane, ledger = self._lane, self._ledger
-            self._pace.ask()
+        if not self._consumer_has_left.locked():
+            lane, ledger, pace = self._lane, self._ledger, self._pace
+            pace.ask()
             lane.reclaim()
             if self._next and self._next[0].load is None:
                 self._next.clear()
-            if not self._next and self._pace.alone:
+            if not self._next and pace.alone:
                 times = self._begin_times()
                 ledger.ask(lane.mark, times)
                 self._make_alone(times)
@@ -278,8 +274,9 @@ class Session:
                 item = self._next[0]
                 item.batch = lane.deliver(item.load)
                 ledger.get(item.times, lane.mark)
-                self._pace.deliver()
-                self._make_room(item.times.index)
+                pace.deliver()
+                if not pace.alone:
+                    self._make_room(item.times.index)
                 return item
             if not self.closed:  # or it was closed while this waited
                 self._failure, self.finished = self._error, self._error is None
@@ -298,7 +295,7 @@ class Session:
 
     def _make_room(self, index: int) -> None:
         """Let another batch be made for one that is handed out."""
-        if self._gone[-1] < index and not self._pace.alone:
+        if self._gone[-1] < index:
             with suppress(ChannelClosed):
                 self._budget.receive_into(self._gone, timeout=0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +73,7 @@ class PinnedSlot:
     pieces: list[Tensor] = field(default_factory=list)  # where the section's sources go, if it is a whole batch
     addresses: array[int] = field(default_factory=lambda: array("Q"))  # where its sources go
     lengths: array[int] = field(default_factory=lambda: array("Q"))  # of the same, in bytes
+    fill: Callable[[array[int], object], Filling] | None = None  # begins to do so, if compiled code can
     copies: list[tuple[int, int, Tensor]] = field(default_factory=list)  # to which parcel, from which byte on, and what
     filling: Filling | None = None
 
@@ -137,11 +138,10 @@ class PinnedRing:
         if section is not slot.section:
             with out_of_inference_mode():
                 self._open(slot, layout, section)
-        if addresses is not None and self._filler is not None:
+        if addresses is not None and slot.fill is not None:
             if len(section.sources) < len(addresses) or section.num_bytes < layout.num_bytes:
                 addresses = array("Q", [addresses[number] + start for number, start, _, _ in section.sources])
-            owner = slot.memory, leaves
-            slot.filling = self._filler.begin(slot.addresses, addresses, slot.lengths, self._threads, owner)
+            slot.filling = slot.fill(addresses, (slot.memory, leaves))
         else:
             try:
                 with out_of_inference_mode():
@@ -191,7 +191,7 @@ class PinnedRing:
     def _open(self, slot: PinnedSlot, layout: Layout, section: Section) -> None:
         """Make views of the slot's memory for a section, and replace the memory if it is too small."""
         num_bytes = section.num_bytes
-        slot.section, slot.pieces, slot.copies = None, [], []
+        slot.section, slot.fill, slot.pieces, slot.copies = None, None, [], []
         if slot.memory is None or slot.memory.numel() < num_bytes:
             if slot.memory is not None:
                 self._context.release_pinned(slot.memory)  # its copy is over
@@ -210,6 +210,8 @@ class PinnedRing:
             address = memory.data_ptr()
             slot.addresses = array("Q", [address + start for _, _, start, _ in section.sources])
             slot.lengths = array("Q", [length for _, _, _, length in section.sources])
+            if self._filler is not None:
+                slot.fill = self._filler.prepare(slot.addresses, slot.lengths, self._threads)
             if num_bytes == layout.num_bytes:
                 slot.pieces = [_see_piece(memory, layout, number) for number in range(len(layout.sources))]
         slot.section = section
