@@ -1,6 +1,7 @@
 """The compiled code: every byte copied, once, by however many threads, and calls in the right order."""
 
 import ctypes
+import gc
 import multiprocessing
 import random
 import shutil
@@ -10,6 +11,7 @@ from array import array
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -193,6 +195,60 @@ def test_nothing_follows_an_error():
     driver = FakeDriver(fails_at=2)
     assert driver.enqueuer().enqueue(77, [1], [(10, 11, 5), (20, 21, 6)], [2]) == 700
     assert len(driver.calls) == 2
+
+
+def test_an_order_can_be_given_again():
+    driver = FakeDriver(fails_at=6)
+    give = driver.enqueuer().order(77, [], [(10, 11, 5)], [2])
+    gc.collect()  # nobody but it knows what is ordered
+    assert [give(), give(), give()] == [0, 0, 700]
+    assert driver.calls == [("copy", 10, 11, 5, 77), ("record", 2, 77)] * 3
+
+
+def test_what_is_no_address_is_an_error():
+    compiled = native.as_builtin(ctypes.PyDLL(str(native.build_native())), "millstream_enqueue")
+    with pytest.raises(TypeError):
+        compiled("here", 0)
+
+
+@pytest.mark.parametrize("dtype", [*native._CODES])
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    [((3, 4), (4, 1)), ((3, 4), (1, 3)), ((), ()), ((5,), (1,)), ((2, 3), (0, 1)), ((1,) * 8, (1,) * 8)],
+)
+def test_memory_is_lent_in_the_form_that_was_prepared(dtype, size, stride):
+    lender = native.Lender(native.build_native())
+    memory = torch.arange(256).to(torch.uint8).remainder_(2)
+    expected = memory.view(dtype).as_strided(size, stride)
+    offer = lender.prepare(memory, dtype, size, stride)
+    lent = [torch.from_dlpack(offer(memory)) for _ in range(2)]
+    for each in lent:
+        assert (each.dtype, each.size(), each.stride()) == (dtype, torch.Size(size), stride)
+        assert each.data_ptr() == memory.data_ptr()
+        assert torch.equal(each, expected)
+
+
+def test_what_has_no_form_is_not_prepared():
+    lender = native.Lender(native.build_native())
+    memory = torch.zeros(256, dtype=torch.uint8)
+    assert lender.prepare(memory, torch.float8_e4m3fn, (1,), (1,)) is None
+    assert lender.prepare(memory, torch.uint8, (1,) * 9, (1,) * 9) is None
+
+
+def test_an_offer_keeps_what_it_is_given_and_no_more():
+    class Token:
+        pass
+
+    lender, memory = native.Lender(native.build_native()), torch.zeros(256, dtype=torch.uint8)
+    noted, token = weakref.ref(memory), Token()
+    offer, known = lender.prepare(memory, torch.float32, (64,), (1,)), weakref.ref(token)
+    view = torch.from_dlpack(offer((memory, token)))[3:]
+    del memory, token
+    assert noted() is not None
+    assert known() is not None
+    del view
+    assert noted() is None
+    assert known() is None
 
 
 def test_prepared_copies_go_where_they_are_told_each_time():

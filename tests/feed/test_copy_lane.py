@@ -15,11 +15,12 @@ from millstream.errors import FallbackWarning, FeedError
 from millstream.feed import copy_lane, register, staging
 from millstream.feed.copy_lane import CopyLane
 from millstream.feed.layout import cut, describe_leaves, plan_layout
+from millstream.feed.ledger import Ledger
 from millstream.feed.many_lane import ManyLane
 from millstream.feed.pace import Pace, PaceMaker
-from millstream.feed.ring import Loan, Ring
+from millstream.feed.ring import DeviceSlot, Loan, Ring
 from millstream.feed.session import Session
-from tests.device.virtual_device import make_virtual_context
+from tests.device.virtual_device import VirtualEvent, make_virtual_context
 from tests.feed.conftest import feed_threads
 
 MOODS = ["eager", "lazy", "random"]
@@ -213,8 +214,36 @@ def test_memory_does_not_go_back_under_a_copy_that_was_interrupted(virtual_feed,
     monkeypatch.setattr(device.context, "copy", interrupt)
     with pytest.raises(KeyboardInterrupt):
         next(passing)
+    assert_nothing_is_overwritten(fed, device, passing)
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_nor_under_one_that_was_prepared(virtual_feed, monkeypatch, when):
+    monkeypatch.setattr(PaceMaker, "begin_pass", lambda self, may_be_alone: Pace(alone=may_be_alone))
+    fed, device = virtual_feed([torch.full((64,), float(i)) for i in range(40)], 2, "eager")
+    passing = iter(fed)
+    for _ in range(30):
+        next(passing)
+    device.mood = "lazy"
+
+    def interrupt(send):
+        if when == "behind":
+            send()
+        raise KeyboardInterrupt
+
+    for slot in fed._lane.ring.slots:
+        assert slot.sends
+        slot.sends = {
+            pinned: (copies, lambda send=send: interrupt(send)) for pinned, (copies, send) in slot.sends.items()
+        }
+    with pytest.raises(KeyboardInterrupt):
+        next(passing)
+    assert_nothing_is_overwritten(fed, device, passing)
+
+
+def assert_nothing_is_overwritten(fed, device, passing):
     blocks = [slot.memory.data_ptr() for slot in fed._lane._pinned._slots if slot.busy]
-    del passing
+    passing.session.close("")
     fed.close()
     assert device.context.pinned(256).data_ptr() not in blocks  # the copy is still to read them
     mine = device.allocate(256)
@@ -279,6 +308,96 @@ def test_a_slot_that_is_filled_while_it_is_held_is_caught(virtual_feed, monkeypa
     monkeypatch.setattr(Loan, "forgo", forgo)
     outcomes = [run_once(virtual_feed, seed, mood, keep=0.8) for seed in range(20) for mood in MOODS]
     assert not all(outcomes)
+
+
+def test_copies_that_were_prepared_for_other_memory_are_caught(virtual_feed, monkeypatch):
+    monkeypatch.setattr(DeviceSlot, "close", lambda slot: setattr(slot, "layout", None))  # it keeps what was prepared
+    assert not all(run_prepared(virtual_feed, seed, keep=0.5) for seed in range(30))
+
+
+def test_copies_that_were_prepared_for_other_bytes_are_not_enqueued(virtual_feed):
+    """As where a batch was staged in sections, and then whole because memory was short: its layout is the same."""
+    fed, _ = virtual_feed([torch.ones(64) for _ in range(30)], 2, "eager")
+    passing = iter(fed)
+    for _ in range(20):
+        next(passing)
+    lane = fed._lane
+    slot, pinned = next((slot, pinned) for slot in lane.ring.slots for pinned in slot.sends)
+    fed.close()
+    copies, send = pinned.copies, (lambda: 0)
+    slot.sends[pinned] = copies, send
+    assert lane._send_again(slot, pinned)
+    pinned.copies = [*copies]  # it was opened anew
+    assert not lane._send_again(slot, pinned)
+
+
+def run_prepared(virtual_feed, seed, **options):
+    """Many batches of one form, and then a few of others, so that most copies are prepared ones."""
+    rng = random.Random(seed)
+    sizes = [64] * 20 + [rng.choice([64, 300, 5000]) for _ in range(20)]
+    batches = [make_batch(i, 1, size) for i, size in enumerate(sizes)]
+    fed, device = virtual_feed(batches, 2, rng.choice(MOODS), seed)
+    right = train(fed, device, batches, rng, **options)
+    settle(device)
+    return right
+
+
+@pytest.mark.parametrize("mood", MOODS)
+def test_prepared_copies_carry_the_right_bytes(virtual_feed, mood):
+    for seed in range(30):
+        assert run_prepared(virtual_feed, seed, keep=0.1), seed
+
+
+def test_a_batch_that_looks_like_the_one_before_takes_two_records(virtual_feed, monkeypatch):
+    monkeypatch.setattr(PaceMaker, "begin_pass", lambda self, may_be_alone: Pace(alone=may_be_alone))
+    fed, device = virtual_feed([torch.ones(64) for _ in range(40)], 2, "eager")
+    records, prepared = [], []
+    record, prepare = VirtualEvent.record, device.prepare_copy
+    monkeypatch.setattr(Ledger, "is_due", lambda *_: False)
+    monkeypatch.setattr(device, "prepare_copy", lambda *arguments: prepared.append(None) or prepare(*arguments))
+    passing = iter(fed)
+    for _ in range(30):
+        next(passing)  # and drop it
+    monkeypatch.setattr(
+        VirtualEvent, "record", lambda self, stream=None: records.append(stream) or record(self, stream)
+    )
+    prepared.clear()
+    for _ in range(6):
+        next(passing)
+    assert records == [device.context.copy_stream, device.default] * 6  # behind the copy, and where it was dropped
+    assert not prepared
+    fed.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_slots_are_free_when_the_copy_enqueued_last_is_over(late):
+    """And not when the one that was staged last is: a batch for which memory was short is sent late."""
+    ctx, device = make_virtual_context("lazy")
+    device.run_some = lambda: None  # no time passes while it is asked
+    leaves = [torch.ones(64)]
+    layout = plan_layout(describe_leaves(leaves))
+    ring = staging.PinnedRing(ctx, 3, None)
+
+    def fill():
+        slot = ring.begin_fill(layout, *cut(layout, sys.maxsize), leaves, threading.Event())
+        slot.finish()
+        return slot
+
+    def send(slot):
+        slot.busy, ring.last = True, slot
+        slot.copied.record(ctx.copy_stream)
+
+    first, second, third = fill(), fill(), fill()
+    for slot in (second, third) if late else (first, second, third):
+        send(slot)
+    device.synchronize()
+    if late:
+        send(first)
+    found = ring._find(layout.num_bytes)
+    assert (found is first) is not late  # else it takes a new one
+    assert [slot.busy for slot in (first, second, third)] == ([True] * 3 if late else [False] * 3)
+    device.synchronize()
+    ring.close()
 
 
 def test_a_missing_wait_at_the_end_is_caught(virtual_feed, monkeypatch):

@@ -394,14 +394,14 @@ class _InThread(guard):
         self._pointer = ctypes.byref(self._mode)
 
     def __enter__(self) -> Place:
-        place = super().__enter__()
+        place = guard.__enter__(self)
         try:
             if self._exchange is not None:
                 self._mode.value = _THREAD_LOCAL
                 if self._exchange(self._pointer) != 0:
                     self._exchange = None
         except BaseException:
-            super().__exit__()
+            guard.__exit__(self)
             raise
         return place
 
@@ -410,7 +410,7 @@ class _InThread(guard):
             if self._exchange is not None:
                 self._exchange(self._pointer)  # the first exchange left the previous mode there
         finally:
-            super().__exit__()
+            guard.__exit__(self)
 
 
 @functools.cache

@@ -32,8 +32,10 @@ class guard(AbstractContextManager[Place]):  # noqa: N801 - reads as a verb
         place = self._place
         if place.kind != "cpu":
             self._device = device = torch.cuda.current_device()
-            indices = (device,) if device == place.index else (device, place.index)
-            self._streams = tuple(map(torch.accelerator.current_stream, indices))
+            stream = torch.accelerator.current_stream(place.index)
+            self._streams = [stream]
+            if device != place.index:
+                self._streams.insert(0, torch.accelerator.current_stream(device))
             torch.cuda.set_device(place.index)  # also where it is: a new thread has no context of CUDA's before
         return place
 

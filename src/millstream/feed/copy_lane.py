@@ -271,10 +271,11 @@ class CopyLane:
         assert slot is not None
         assert pinned is not None
         shares_event = self._shares_event and pinned.num_bytes == load.layout.num_bytes
-        # Before the copy: an interrupt right behind it would leave slots that look as if nothing were under way.
-        pinned.busy = slot.written = True
         with context.capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
             try:
+                # Before the copy: an interrupt behind it would leave slots that look as if nothing were under way.
+                pinned.busy = slot.written = True
+                self._pinned.last = pinned
                 if not (shares_event and not begin and self._send_again(slot, pinned)):
                     pairs = _pair(pinned, memories)
                     events = (pinned.copied,) if shares_event else (pinned.copied, slot.copied)

@@ -389,12 +389,12 @@ class Loan:
         self.slot = slot
         self.stream: Stream | None = None
         self.num_parcels = num_parcels
-        self.claims = dict.fromkeys(range(num_parcels), True)
+        self.claims = dict.fromkeys(range(num_parcels), True) if num_parcels != 1 else {0: True}
         self.leases: list[weakref.ref[Lease]] = []
         self.forgone = False
         self.came_back = num_parcels == 0
         self._kept: frozenset[int] = _NONE
-        self.tickets = list(range(num_parcels))
+        self.tickets = [*range(num_parcels)]
 
     def is_last(self) -> bool:
         """Count one parcel as come back or given up; true for exactly one caller, the last."""

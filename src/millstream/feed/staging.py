@@ -109,6 +109,7 @@ class PinnedRing:
         self._num_slots = num_slots
         self._slots: deque[PinnedSlot] = deque()  # the oldest first
         self._num_bytes = 0  # of all slots
+        self.last: PinnedSlot | None = None  # whose copy was enqueued last
 
     def begin_fill(
         self,
@@ -181,12 +182,25 @@ class PinnedRing:
         if num_slots >= self._num_slots:
             oldest = self._slots[0]
             if oldest.busy:
-                with self._context.capture_lock:
-                    oldest.busy = not oldest.copied.query()
+                self._look(oldest)
             if not oldest.busy or num_slots == MAX_SLOTS or self._num_bytes + num_bytes > SLACK_BYTES:
                 return oldest
         self._slots.appendleft(PinnedSlot(self._context.acquire_event()))
         return self._slots[0]
+
+    def _look(self, oldest: PinnedSlot) -> None:
+        """Ask the device about a slot; if possible about all at once, so that the next few batches need not ask.
+
+        All copies are enqueued on one stream, so where the last is over, all are. Which one that is must be noted: a
+        batch for which memory was short is sent by the consumer, behind others that were staged after it.
+        """
+        with self._context.capture_lock:  # under which copies are enqueued
+            last = self.last
+            if last is not None and last.busy and last.copied.query():
+                for slot in self._slots:
+                    slot.busy = False
+            elif last is not oldest:
+                oldest.busy = not oldest.copied.query()
 
     def _open(self, slot: PinnedSlot, layout: Layout, section: Section) -> None:
         """Make views of the slot's memory for a section, and replace the memory if it is too small."""

@@ -117,15 +117,18 @@ def split(batch: Any) -> tuple[list[Any], Rebuild]:
     return leaves, rebuild
 
 
+_TENSORS = frozenset((Tensor,))
+
+
 def _split_flat(batch: Any) -> tuple[list[Any], Rebuild] | None:
     """The same for a plain container of nothing but tensors, as most batches are; it may hold hundreds."""
     kind = type(batch)
     if kind is dict:
         leaves, keys = list(batch.values()), list(batch)
         return (
-            (leaves, lambda values: dict(zip(keys, values, strict=True))) if {*map(type, leaves)} == {Tensor} else None
+            (leaves, lambda values: dict(zip(keys, values, strict=True))) if {*map(type, leaves)} == _TENSORS else None
         )
-    if (kind is list or kind is tuple) and {*map(type, batch)} == {Tensor}:
+    if (kind is list or kind is tuple) and {*map(type, batch)} == _TENSORS:
         return list(batch), kind
     return None
 
