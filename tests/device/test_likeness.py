@@ -105,3 +105,11 @@ def test_without_a_compiler_there_is_none(monkeypatch):
     monkeypatch.setattr(likeness, "_load", lambda: None)
     with pytest.raises(ValueError, match="compiled"):
         likeness_of([EXAMPLE])
+
+
+def test_what_was_found_does_not_change_with_the_next_question():
+    leaves, others = [torch.ones(3)], [torch.ones(3)]
+    likeness = Likeness(leaves, place_of_implementation())
+    found = likeness.find(leaves)
+    assert likeness.find(others)[0] == others[0].data_ptr()
+    assert found[0] == leaves[0].data_ptr()

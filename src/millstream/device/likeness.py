@@ -43,11 +43,8 @@ class Likeness:
             raise ValueError("These leaves are beyond the compiled code.")
 
     def find(self, leaves: list[Any]) -> array[int] | None:
-        """The addresses of leaves that look the same, no two with a storage in common; ``None`` where they do not.
-
-        The array is this object's own: the next call writes into it.
-        """
-        return self._addresses if self._compare(leaves, self._place) else None
+        """The addresses of leaves that look the same, no two with a storage in common; ``None`` where they do not."""
+        return self._addresses[:] if self._compare(leaves, self._place) else None
 
     def __del__(self) -> None:
         if hasattr(self, "_drop"):
