@@ -41,9 +41,10 @@ from millstream.feed.staging import (
     find_likeness,
     out_of_inference_mode,
 )
-from millstream.feed.structure import Rebuild, as_tensor, split
+from millstream.feed.structure import Rebuild, as_tensor, open_plain, split
 
 _NEVER = threading.Event()
+_NO_OTHERS: Mapping[int, Any] = {}
 _NOTHING: tuple[None, Callable[[], int]] = None, lambda: 1
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
@@ -133,10 +134,14 @@ class CopyLane:
         Raises:
             FeedError: A tensor lives on a third device, or something is of a type that is not known.
         """
+        if self._likeness is not None:
+            leaves, rebuild = open_plain(batch) or split(batch)
+            addresses = self._likeness.find(leaves)
+            if addresses is not None:  # nearly always; then there is nothing else in it
+                return DeviceLoad(
+                    rebuild, self._layout, self._sections, leaves, range(len(leaves)), _NO_OTHERS, addresses
+                )
         leaves, rebuild = split(batch)
-        addresses = None if self._likeness is None else self._likeness.find(leaves)
-        if addresses is not None:  # nearly always
-            return DeviceLoad(rebuild, self._layout, self._sections, leaves, range(len(leaves)), {}, addresses)
         staged: list[int] = []
         others: dict[int, Any] = {}
         for i, leaf in enumerate(leaves):
@@ -211,8 +216,8 @@ class CopyLane:
             self._checker.verify(stopped, leave=0)
 
     def _take_slot(self, load: DeviceLoad) -> DeviceSlot | None:
-        if self._checker is None and self.ring.has_free:
-            return self.ring.take()
+        if self._checker is None and (free := self.ring.take_free()) is not None:
+            return free
         self.finish(load)  # nothing else to do meanwhile
         began = time.perf_counter_ns()
         while (slot := self.ring.take()) is not None and self._checker is not None:

@@ -286,9 +286,11 @@ class Ledger:
         self.num_batches += times.index != self._got  # or an interrupt has kept the consumer from getting it
         self._got = times.index
         asked, self._asked = self._asked, None
+        if asked is None:
+            return
         if isinstance(asked, int):
             self._on_host = times, asked, time.perf_counter_ns()
-        elif isinstance(asked, Mark) and times.measured and (here := mark()) is not None:
+        elif times.measured and (here := mark()) is not None:
             self._open = _Step(times, asked, here)
 
     # --- the worker's side -------------------------------------------------------------------------------------------

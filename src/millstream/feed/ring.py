@@ -132,10 +132,15 @@ class Ring:
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
-    @property
-    def has_free(self) -> bool:
-        """Whether ``take`` returns at once, as far as one can tell."""
-        return not self._free.empty()
+    def take_free(self) -> DeviceSlot | None:
+        """A free slot, if there is one at this moment, and the ring was not stopped. Nobody else takes any."""
+        while not self._free.empty():
+            if (found := self._free.get()) is None:
+                self._free.put(None)
+                return None
+            if (slot := self._accept(found)) is not None:
+                return slot
+        return None
 
     def take(self) -> DeviceSlot | None:
         """Block until a slot is free; ``None`` when the ring was stopped."""
@@ -389,7 +394,7 @@ class Loan:
         self.slot = slot
         self.stream: Stream | None = None
         self.num_parcels = num_parcels
-        self.claims = dict.fromkeys(range(num_parcels), True) if num_parcels != 1 else {0: True}
+        self.claims = {0: True} if num_parcels == 1 else dict.fromkeys(range(num_parcels), True)
         self.leases: list[weakref.ref[Lease]] = []
         self.forgone = False
         self.came_back = num_parcels == 0

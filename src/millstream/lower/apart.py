@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 _AUTOCAST = ("cuda", "cpu")
 
-# Asked twice for each batch.
+# Called for each batch.
+_InferenceMode = torch._C._InferenceMode
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_inference_mode_enabled, _is_grad_enabled = torch.is_inference_mode_enabled, torch.is_grad_enabled
 _count_functions, _count_dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
@@ -46,7 +47,7 @@ class Guest:
         try:
             # Its end puts the gradient and inference modes of its beginning in place again, and says whether there is
             # autocast, whatever became of them; nothing else sets inference mode.
-            guard = torch._C._InferenceMode(self._modes.inference)
+            guard = _InferenceMode(self._modes.inference)
             try:
                 if self._modes is not others:  # nearly always both are those of a new thread
                     _exchange_modes(others, self._modes)
