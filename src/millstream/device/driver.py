@@ -179,12 +179,13 @@ class CudaDriver:
         place: The device; it exists.
     """
 
+    _current: torch.cuda.Stream | None = None  # the stream that was current when somebody asked last
+
     def __init__(self, place: Place) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.place = place
         self.torch_device = place.torch_device
         self._anchors: list[torch.cuda.CUDAGraph] = []
-        self._current: torch.cuda.Stream | None = None  # the stream that was current when somebody asked last
 
     def make_stream(self, *, high_priority: bool) -> Stream:
         """Make a stream that never blocks on the default stream.
