@@ -64,6 +64,16 @@ def test_kernels_that_need_different_things_run_well_together():
     assert simulate(TWO_STREAMS, Costs((part,) * 4)).end_ns == 30  # one and a half times too much
 
 
+def test_neighbours_cost_each_other_time_also_where_there_is_room():
+    def ends(crowding, share=0.1):
+        return simulate(TWO_STREAMS, Costs((KernelCost(1000, share, share),) * 4, crowding=crowding)).end_ns
+
+    assert [ends(0.0), ends(0.07), ends(0.5)] == [2000, 2140, 3000]
+    assert [ends(0.07, share=0.75), ends(0.5, share=0.75)] == [3210, 4000]  # 4000: one after another
+    alone = simulate(plan_serial(GRAPH), Costs((KernelCost(1000),) * 4, crowding=0.07))
+    assert alone.end_ns == 4000
+
+
 def test_a_kernel_speeds_up_when_the_device_has_room_again():
     long, short = KernelCost(20, 1.0, 0.0), KernelCost(5, 1.0, 0.0)
     timeline = simulate(TWO_STREAMS, Costs((long, KernelCost(0), short, KernelCost(0))))

@@ -37,7 +37,8 @@ def costs(draw, graph, shortest_ns):
     kernels = tuple(
         KernelCost(rng.randint(*bounds), *(share * rng.random() for share in shares)) for _ in graph.kernels
     )
-    return Costs(tuple(kernels), draw(st.sampled_from([0, 1500, 100_000]), label="wait"))
+    wait_ns = draw(st.sampled_from([0, 1500, 100_000]), label="wait")
+    return Costs(tuple(kernels), wait_ns, crowding=draw(st.sampled_from([0.0, 0.07, 0.9]), label="crowding"))
 
 
 @st.composite

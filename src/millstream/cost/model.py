@@ -31,11 +31,13 @@ class Costs:
         kernels: By kernel id.
         wait_ns: How much later than on its own stream a kernel starts when it has to wait for another stream.
         start_ns: Least time between the starts of two kernels, on whichever streams.
+        crowding: By what part of its time every other kernel on the device slows a kernel down.
     """
 
     kernels: tuple[KernelCost, ...]
     wait_ns: int = 0
     start_ns: int = 0
+    crowding: float = 0.0
 
     @property
     def total_ns(self) -> int:

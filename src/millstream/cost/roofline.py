@@ -23,6 +23,7 @@ class DeviceLimits:
         launch_ns: Least time from the start of a kernel to that of the next one on the stream.
         wait_ns: How much later a kernel starts when it waits for another stream.
         start_ns: Least time between the starts of two kernels, on whichever streams.
+        crowding: By what part of its time every other kernel on the device slows a kernel down.
     """
 
     bytes_per_s: float
@@ -31,6 +32,7 @@ class DeviceLimits:
     launch_ns: int
     wait_ns: int
     start_ns: int = 0
+    crowding: float = 0.0
 
 
 H200 = DeviceLimits(
@@ -40,6 +42,7 @@ H200 = DeviceLimits(
     launch_ns=840,  # measured: a tiny kernel inside a CUDA graph
     wait_ns=400,  # measured: an edge between streams inside a CUDA graph (docs/decisions/0010)
     start_ns=300,  # measured: what made the simulator agree with eight towers on eight streams
+    crowding=0.07,  # measured: what made it agree with the plans of four networks (docs/decisions/0014)
 )
 """One NVIDIA H200, kernels launched from a CUDA graph."""
 
@@ -61,10 +64,12 @@ class Roofline:
     def estimate(self, graph: KernelGraph) -> Costs:
         """Estimate the costs of every kernel of a graph."""
         limits = [self._limits_of(kernel) for kernel in graph.kernels]
-        wait_ns, start_ns = (
-            max(each, default=0) for each in ((x.wait_ns for x in limits), (x.start_ns for x in limits))
+        return Costs(
+            tuple(self._cost(kernel) for kernel in graph.kernels),
+            max((each.wait_ns for each in limits), default=0),
+            max((each.start_ns for each in limits), default=0),
+            max((each.crowding for each in limits), default=0.0),
         )
-        return Costs(tuple(self._cost(kernel) for kernel in graph.kernels), wait_ns, start_ns)
 
     def _limits_of(self, kernel: Kernel) -> DeviceLimits:
         return self._limits or (CPU if kernel.device.partition(":")[0] == "cpu" else H200)

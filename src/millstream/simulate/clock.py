@@ -20,7 +20,9 @@ def simulate(plan: Plan, costs: Costs, *, shared: bool = True, issue_ns: int = 0
         - A stream works on one thing at a time, in the order in which it was issued.
         - A kernel takes its ``duration_ns`` while the device has room. When the kernels that run together would need
           more than the whole of its arithmetic units or of its memory bandwidth, those that use that resource slow down
-          in proportion, so that nothing is gained by overfilling the device.
+          in proportion, so that nothing is gained by overfilling the device. Every kernel beside it takes another
+          ``crowding`` of its time, also where there is room. All in all, to run together never takes longer than to run
+          one after another.
         - The device starts at most one kernel every ``start_ns``.
         - A stream that waits for another goes on ``wait_ns`` after the event, or at once if that is past.
         - Copies take no time: their cost is not known here.
@@ -126,12 +128,17 @@ class _Clock:
 
     def _rates(self) -> dict[int, float]:
         """How fast each running kernel works, as a share of its speed when alone."""
+        count = len(self.running)
+        if not self.shared or count <= 1:
+            return dict.fromkeys(self.running, 1.0)
+        crowd = 1.0 + self.costs.crowding * (count - 1)
         compute = max(1.0, sum(r.cost.compute_share for r in self.running.values()))
         memory = max(1.0, sum(r.cost.memory_share for r in self.running.values()))
-        if not self.shared or compute == memory == 1.0:
-            return dict.fromkeys(self.running, 1.0)
+        if compute == memory == 1.0:
+            return dict.fromkeys(self.running, 1.0 / min(crowd, count))
         return {
-            stream: 1.0 / max(compute if r.cost.compute_share else 1.0, memory if r.cost.memory_share else 1.0)
+            stream: 1.0
+            / min(crowd * max(compute if r.cost.compute_share else 1.0, memory if r.cost.memory_share else 1.0), count)
             for stream, r in self.running.items()
         }
 
