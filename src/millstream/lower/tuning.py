@@ -12,12 +12,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import time
+from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from millstream.cache import cache_folder, write
+
+PATIENCE_S = 20.0
+"""Longer than it takes to measure a kernel, its compilation included."""
 
 Choice = dict[str, Any]  # of a configuration: block sizes, warps, stages
 
@@ -32,26 +38,58 @@ def keep_choice(tuner: Any, source: str) -> None:
         source: Of its kernel.
     """
     with contextlib.suppress(AttributeError, TypeError):  # not as upstream's used to be
-        launchers = list(tuner.launchers)  # another thread may run it meanwhile
-        choices = [_describe(launcher.config) for launcher in launchers]
-        if len(choices) < 2 or tuner.device_props.type != "cuda":
+        measure = tuner.benchmark_all_configs
+        if len(_launchers(tuner)) < 2 or tuner.device_props.type != "cuda":
             return
         path = _path(source, torch.cuda.get_device_name(tuner.device_props.index))
-        if (known := _read(path)) in choices:
-            tuner.launchers = [launchers[choices.index(known)]]
+        if (known := _find(tuner, path)) is not None:
+            tuner.launchers = [known]
             return
-        save = tuner.save_cache_hook
 
-        def remember(config: Any, *args: Any, **kwargs: Any) -> None:
-            if save:
-                save(config, *args, **kwargs)
-            choice = _describe(config)
-            # Not what coordinate descent went on to; and what another process has noted meanwhile stays.
-            if choice in choices and _read(path) not in choices:
-                _known[path] = choice
-                write(path, json.dumps(choice))
+        def measure_alone(*args: Any, **kwargs: Any) -> dict[Any, float]:
+            with _alone(path):
+                if (known := _find(tuner, path)) is not None:  # another process has found it meanwhile
+                    return {known: 0.0}
+                timings: dict[Any, float] = measure(*args, **kwargs)
+                fastest = min(timings, key=lambda launcher: timings[launcher])
+                if timings[fastest] < inf:  # it could be launched
+                    _known[path] = _describe(fastest.config)
+                    write(path, json.dumps(_known[path]))
+                return timings
 
-        tuner.save_cache_hook = remember
+        tuner.benchmark_all_configs = measure_alone
+
+
+def _launchers(tuner: Any) -> list[Any]:
+    return list(tuner.launchers)  # another thread may run it meanwhile
+
+
+def _find(tuner: Any, path: Path) -> Any:
+    """What launches the configuration that was found fastest, if there is such."""
+    known = _read(path)
+    return next((each for each in _launchers(tuner) if _describe(each.config) == known), None)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes from measuring the same kernel: each would take what it found itself.
+
+    Where the system has no such lock, or somebody does not give it back for ``PATIENCE_S``, it goes on without.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("a"))
+            deadline = time.monotonic() + PATIENCE_S
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.01)
+        yield
 
 
 def _describe(config: Any) -> Choice:
