@@ -36,15 +36,15 @@ class Likeness:
             raise ValueError("There is no compiled code.")
         self._drop = library.millstream_drop
         self._handle = handle = ctypes.c_void_p(library.millstream_make(id(Tensor), place))
-        self._addresses = array("Q", bytes(8 * len(leaves)))
-        self._place = self._addresses.buffer_info()[0]
+        self._blank = array("Q", bytes(8 * len(leaves)))
         self._compare = functools.partial(_compare(library), handle.value)
         if not all(library.millstream_add(handle, id(leaf)) for leaf in leaves):
             raise ValueError("These leaves are beyond the compiled code.")
 
     def find(self, leaves: list[Any]) -> array[int] | None:
         """The addresses of leaves that look the same, no two with a storage in common; ``None`` where they do not."""
-        return self._addresses[:] if self._compare(leaves, self._place) else None
+        addresses = self._blank[:]
+        return addresses if self._compare(leaves, addresses.buffer_info()[0]) else None
 
     def __del__(self) -> None:
         if hasattr(self, "_drop"):

@@ -343,8 +343,8 @@ _object* millstream_lend(_object*, _object* const* arguments, ptrdiff_t) {
   return capsule;
 }
 
-// Of a driver and an order: the stream; how many events to record before, copies, and events behind; then each of these. A copy is where
-// to, where from, and how many bytes.
+// Of a driver and an order: the stream; how many events to record before, copies, and events behind; then each of these.
+// A copy is where to, where from, and how many bytes.
 _object* millstream_enqueue(_object*, _object* const* arguments, ptrdiff_t) {
   auto* driver = pointer<const Driver>(arguments[0]);
   auto* order = pointer<const uint64_t>(arguments[1]);  // whatever comes behind keeps it alive

@@ -200,12 +200,8 @@ class Ring:
     def lend(self, slot: DeviceSlot, count: int) -> tuple[Loan, list[Tensor]]:
         """Tensors over the first ``count`` parcels of a slot; they bring it back when all of them are gone."""
         slot.loan = loan = Loan(self, slot, count)
-        lent: list[Tensor] = []
-        for parcel in slot.parcels[:count]:
-            if parcel is not None:
-                lease = Lease(loan, len(lent), parcel.memory, parcel.home)
-                loan.leases.append(weakref.ref(lease))
-                lent.append(self._context.lend(parcel.memory, lease))
+        parcels = (parcel for parcel in slot.parcels[:count] if parcel is not None)
+        lent = [self._context.lend(parcel.memory, loan.lease(parcel)) for parcel in parcels]
         return loan, lent
 
     def lend_leaves(self, slot: DeviceSlot, layout: Layout) -> tuple[Loan, list[Tensor]]:
@@ -218,9 +214,7 @@ class Ring:
         for i, offer in enumerate(slot.offers):
             parcel = slot.parcels[i]
             assert parcel is not None
-            lease = Lease(loan, i, parcel.memory, parcel.home)
-            loan.leases.append(weakref.ref(lease))
-            leaves[layout.owners[i]] = torch.from_dlpack(offer(lease))  # it keeps the memory as well
+            leaves[layout.owners[i]] = torch.from_dlpack(offer(loan.lease(parcel)))  # which keeps the memory as well
         return loan, leaves
 
     def lend_other(self, loan: Loan, memory: Tensor, home: Stream) -> Tensor:
@@ -400,6 +394,12 @@ class Loan:
         self.came_back = num_parcels == 0
         self._kept: frozenset[int] = _NONE
         self.tickets = [*range(num_parcels)]
+
+    def lease(self, parcel: Parcel) -> Lease:
+        """What keeps the next parcel of the batch from coming back."""
+        lease = Lease(self, len(self.leases), parcel.memory, parcel.home)
+        self.leases.append(weakref.ref(lease))
+        return lease
 
     def is_last(self) -> bool:
         """Count one parcel as come back or given up; true for exactly one caller, the last."""
