@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millstream.feed.layout import describe_leaves, plan_layout, view_leaves
-from millstream.feed.ring import Loan, Ring
+from millstream.feed.ring import Lease, Loan, Ring
 from tests.device.virtual_device import make_virtual_context
 
 SIZES = [10, 300, 70_000]
@@ -163,3 +163,10 @@ class RingModel(RuleBasedStateMachine):
 
 TestRingModel = RingModel.TestCase
 TestRingModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_a_lease_whose_making_was_interrupted_ends_in_silence(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    Lease.__new__(Lease)
+    assert not told

@@ -436,10 +436,12 @@ class Lease:
     __slots__ = ("__weakref__", "home", "index", "loan", "memory")
 
     def __init__(self, loan: Loan, index: int | None, memory: Tensor, home: Stream) -> None:
-        self.loan, self.index, self.memory, self.home = loan, index, memory, home
+        self.index, self.memory, self.home = index, memory, home
+        self.loan = loan  # last: without it, an interrupt has met the making of this, and nobody was lent anything
 
     def __del__(self) -> None:
-        self.loan.ring._drop(self)
+        if hasattr(self, "loan"):
+            self.loan.ring._drop(self)
 
 
 def _prepare_offers(layout: Layout, memories: Sequence[Tensor]) -> Sequence[Callable[[object], object]]:
