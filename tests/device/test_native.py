@@ -175,7 +175,7 @@ class FakeDriver:
 def test_copies_are_enqueued_between_the_records():
     driver = FakeDriver()
     copies = [(1 << 47, 11, 5), (2000, 21, 6)]
-    assert driver.enqueuer().enqueue(77, [1], copies, [2, 3]) == 0
+    assert driver.enqueuer().order(77, [1], copies, [2, 3])() == 0
     assert driver.calls == [
         ("record", 1, 77),
         ("copy", 1 << 47, 11, 5, 77),
@@ -187,13 +187,13 @@ def test_copies_are_enqueued_between_the_records():
 
 def test_without_copies_there_are_records_only():
     driver = FakeDriver()
-    assert driver.enqueuer().enqueue(77, [], [], [2]) == 0
+    assert driver.enqueuer().order(77, [], [], [2])() == 0
     assert driver.calls == [("record", 2, 77)]
 
 
 def test_nothing_follows_an_error():
     driver = FakeDriver(fails_at=2)
-    assert driver.enqueuer().enqueue(77, [1], [(10, 11, 5), (20, 21, 6)], [2]) == 700
+    assert driver.enqueuer().order(77, [1], [(10, 11, 5), (20, 21, 6)], [2])() == 700
     assert len(driver.calls) == 2
 
 

@@ -218,6 +218,7 @@ def test_costs_and_choices_are_kept_on_disk_and_used_again(monkeypatch, tmp_path
     model, x, _ = towers()
     first, before = called(ms.compile(model, strict=True), x)
     assert {path.name.partition("-")[0] for path in tmp_path.glob("*.json")} == {"costs", "plans"}
+    assert {path.name for path in tmp_path.iterdir() if path.suffix not in (".json", ".so")} <= {"tuning"}
     # As in another process: nothing is remembered but what lies on disk.
     torch._dynamo.reset()
     monkeypatch.setattr(planner, "_tables", {})

@@ -395,14 +395,14 @@ class _InThread(guard):
         self._pointer = ctypes.byref(self._mode)
 
     def __enter__(self) -> Place:
-        place = guard.__enter__(self)
+        place = super().__enter__()
         try:
             if self._exchange is not None:
                 self._mode.value = _THREAD_LOCAL
                 if self._exchange(self._pointer) != 0:
                     self._exchange = None
         except BaseException:
-            guard.__exit__(self)
+            super().__exit__()
             raise
         return place
 
@@ -411,7 +411,7 @@ class _InThread(guard):
             if self._exchange is not None:
                 self._exchange(self._pointer)  # the first exchange left the previous mode there
         finally:
-            guard.__exit__(self)
+            super().__exit__()
 
 
 @functools.cache

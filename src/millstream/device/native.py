@@ -294,26 +294,19 @@ class Enqueuer:
         enqueue = as_builtin(ctypes.PyDLL(str(path)), "millstream_enqueue")
         self._enqueue = functools.partial(enqueue, ctypes.addressof(self._driver))
 
-    def enqueue(
+    def order(
         self, stream: int, before: Sequence[int], copies: Sequence[tuple[int, int, int]], after: Sequence[int]
-    ) -> int:
-        """Record events, copy, and record events.
+    ) -> Callable[[], int]:
+        """What records events, copies, and records events, each time that it is called.
+
+        It gives the driver's first error; 0 for none.
 
         Args:
             stream: Its handle.
             before: Handles of events.
             copies: Of each where to, where from, and how many bytes.
             after: Handles of events.
-
-        Returns:
-            The driver's first error; 0 for none.
         """
-        return self.order(stream, before, copies, after)()
-
-    def order(
-        self, stream: int, before: Sequence[int], copies: Sequence[tuple[int, int, int]], after: Sequence[int]
-    ) -> Callable[[], int]:
-        """The same as a function, which does it each time that it is called."""
         counts = len(before), len(copies), len(after)
         order = array("Q", (stream, *counts, *before, *chain.from_iterable(copies), *after))
         return functools.partial(self._enqueue, order.buffer_info()[0], order)

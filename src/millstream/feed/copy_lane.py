@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +41,9 @@ from millstream.feed.staging import (
     find_likeness,
     out_of_inference_mode,
 )
-from millstream.feed.structure import Rebuild, as_tensor, open_plain, split
+from millstream.feed.structure import Rebuild, as_tensor, split
 
 _NEVER = threading.Event()
-_NO_OTHERS: Mapping[int, Any] = {}
-_NOTHING: tuple[None, Callable[[], int]] = None, lambda: 1
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
 
@@ -134,14 +132,10 @@ class CopyLane:
         Raises:
             FeedError: A tensor lives on a third device, or something is of a type that is not known.
         """
-        if self._likeness is not None:
-            leaves, rebuild = open_plain(batch) or split(batch)
-            addresses = self._likeness.find(leaves)
-            if addresses is not None:  # nearly always; then there is nothing else in it
-                return DeviceLoad(
-                    rebuild, self._layout, self._sections, leaves, range(len(leaves)), _NO_OTHERS, addresses
-                )
         leaves, rebuild = split(batch)
+        addresses = None if self._likeness is None else self._likeness.find(leaves)
+        if addresses is not None:  # nearly always
+            return DeviceLoad(rebuild, self._layout, self._sections, leaves, range(len(leaves)), {}, addresses)
         staged: list[int] = []
         others: dict[int, Any] = {}
         for i, leaf in enumerate(leaves):
@@ -216,7 +210,7 @@ class CopyLane:
             self._checker.verify(stopped, leave=0)
 
     def _take_slot(self, load: DeviceLoad) -> DeviceSlot | None:
-        if self._checker is None and (free := self.ring.take_free()) is not None:
+        if self._checker is None and (free := self.ring.take(wait=False)) is not None:
             return free
         self.finish(load)  # nothing else to do meanwhile
         began = time.perf_counter_ns()
@@ -229,37 +223,33 @@ class CopyLane:
 
     def _start(self, load: DeviceLoad, stopped: threading.Event, *, measured: bool = False) -> bool:
         """Move the batch, section by section, each staged while the one before it is copied; false when stopped."""
-        if torch.is_inference_mode_enabled():
-            with out_of_inference_mode():
-                return self._start(load, stopped, measured=measured)
         context, copy_stream, slot = self._context, self._copy_stream, load.slot
         assert slot is not None
-        memories = self.ring.open(slot, load.layout, copy_stream)
-        if self._transform is None:
-            self._lend(load)  # while helpers still stage
-        checksums: dict[int, int] = {}
-        begin: tuple[Event, ...] = ()
-        end: tuple[Event, ...] = ()
-        if measured:
-            first, last = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
-            load.copy, begin, end = (first, last), (first.event,), (last.event,)
-        while True:
-            self.finish(load)
-            if self._checker is not None and load.pinned is not None:
-                self._checker.add(checksums, load.pinned)
-            self._copy(load, memories, begin, () if load.sections else end)
-            if not load.sections:
-                break
-            begin, began = (), time.perf_counter_ns()
-            if not self.stage(load, stopped):
-                return False
-            load.waited_ns += time.perf_counter_ns() - began
-        if self._checker is not None:
-            with context.capture_lock:
-                self._checker.follow(load.layout, memories, slot, checksums)
-        if self._transform is not None:
-            with context.capture_lock:
-                self._apply(self._transform, load, memories)
+        with out_of_inference_mode():
+            memories = self.ring.open(slot, load.layout, copy_stream)
+            if self._transform is None:
+                self._lend(load)  # while helpers still stage
+            checksums: dict[int, int] = {}
+            if measured:
+                load.copy = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
+            begin, end = ((mark.event,) for mark in load.copy) if load.copy else ((), ())
+            while True:
+                self.finish(load)
+                if self._checker is not None and load.pinned is not None:
+                    self._checker.add(checksums, load.pinned)
+                self._copy(load, memories, begin, () if load.sections else end)
+                if not load.sections:
+                    break
+                begin, began = (), time.perf_counter_ns()
+                if not self.stage(load, stopped):
+                    return False
+                load.waited_ns += time.perf_counter_ns() - began
+            if self._checker is not None:
+                with context.capture_lock:
+                    self._checker.follow(load.layout, memories, slot, checksums)
+            if self._transform is not None:
+                with context.capture_lock:
+                    self._apply(self._transform, load, memories)
         load.ready = slot.ready
         return True
 
@@ -297,8 +287,8 @@ class CopyLane:
 
     def _send_again(self, slot: DeviceSlot, pinned: PinnedSlot) -> bool:
         """Enqueue the copy between two slots as it was prepared, if they are what they were then."""
-        copies, send = slot.sends.get(pinned, _NOTHING)
-        return copies is pinned.copies and send() == 0
+        copies, send = slot.sends.get(pinned) or (None, None)
+        return send is not None and copies is pinned.copies and send() == 0
 
     def _lend(self, load: DeviceLoad) -> None:
         assert load.slot is not None
@@ -382,7 +372,7 @@ class CopyLane:
         batch = self._complete(load, stream) if load.whole is None else load.rebuild(load.whole)
         if load.loan is not None:
             self.ring.hand_out(load.loan, stream)
-            self.slot = load.loan.slot.number if load.loan.num_parcels else None
+            self.slot = load.loan.slot.number if load.loan.leases else None
         return batch
 
     def _complete(self, load: DeviceLoad, stream: Stream) -> Any:

@@ -132,22 +132,14 @@ class Ring:
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
-    def take_free(self) -> DeviceSlot | None:
-        """A free slot, if there is one at this moment, and the ring was not stopped. Nobody else takes any."""
-        while not self._free.empty():
+    def take(self, *, wait: bool = True) -> DeviceSlot | None:
+        """A slot that is free, or will be; ``None`` when there is none now and none is waited for, or none will be."""
+        while wait or not self._free.empty():  # nobody else takes any
             if (found := self._free.get()) is None:
-                self._free.put(None)
-                return None
+                self._free.put(None)  # stopped: whoever asks again shall not wait either
+                break
             if (slot := self._accept(found)) is not None:
                 return slot
-        return None
-
-    def take(self) -> DeviceSlot | None:
-        """Block until a slot is free; ``None`` when the ring was stopped."""
-        while (found := self._free.get()) is not None:
-            if (slot := self._accept(found)) is not None:
-                return slot
-        self._free.put(None)  # whoever asks again shall not wait either
         return None
 
     def _accept(self, found: DeviceSlot | Loan) -> DeviceSlot | None:
@@ -165,9 +157,8 @@ class Ring:
         Raises:
             torch.OutOfMemoryError: There is none; what was there before still is.
         """
-        if self._resting or self._num_rested:
-            self._end_rest(self._num_rested)
-            self._num_rested = len(self._resting)
+        self._end_rest(self._num_rested)
+        self._num_rested = len(self._resting)
         if slot.was_lent:
             copy_stream.wait_event(slot.released)  # WAR: kernels that read the last batch
             slot.was_lent = False
@@ -235,10 +226,8 @@ class Ring:
         loans = self._loans
         while len(loans) > 1:
             oldest = loans[0]
-            if oldest.tickets or not oldest.came_back:
-                self.num_kept += oldest.forgo()
-                self._bring_back(oldest)
-            oldest.forgone = True
+            self.num_kept += oldest.forgo()
+            self._bring_back(oldest)
             loans.popleft()
         if loans:
             self._bring_back(loans[0])
@@ -353,9 +342,6 @@ class Ring:
         self.slots.clear()
 
 
-_NONE: frozenset[int] = frozenset()
-
-
 class Loan:
     """One batch in the user's hands.
 
@@ -363,36 +349,23 @@ class Loan:
         slot: Where it lies.
         stream: The consumer's; ``None`` before it was handed out.
         claims: One per parcel, by its number: who pops it decides whether the parcel comes back or stays with the user.
-        num_parcels: How many parcels it had.
         leases: Of the parcels.
         forgone: Whether the ring has given up what had not come back.
         came_back: Whether the slot is free again, or will be when nobody captures any more.
         tickets: As many as parcels are still to come back or to be given up.
     """
 
-    __slots__ = (
-        "_kept",
-        "came_back",
-        "claims",
-        "forgone",
-        "leases",
-        "num_parcels",
-        "ring",
-        "slot",
-        "stream",
-        "tickets",
-    )
+    __slots__ = ("_kept", "came_back", "claims", "forgone", "leases", "ring", "slot", "stream", "tickets")
 
     def __init__(self, ring: Ring, slot: DeviceSlot, num_parcels: int) -> None:
         self.ring = ring
         self.slot = slot
         self.stream: Stream | None = None
-        self.num_parcels = num_parcels
-        self.claims = {0: True} if num_parcels == 1 else dict.fromkeys(range(num_parcels), True)
+        self.claims = dict.fromkeys(range(num_parcels), True)
         self.leases: list[weakref.ref[Lease]] = []
         self.forgone = False
         self.came_back = num_parcels == 0
-        self._kept: frozenset[int] = _NONE
+        self._kept: frozenset[int] = frozenset()
         self.tickets = [*range(num_parcels)]
 
     def lease(self, parcel: Parcel) -> Lease:
@@ -418,7 +391,7 @@ class Loan:
         kept = 0
         if not self.tickets:  # nothing
             return kept
-        for i in range(self.num_parcels):
+        for i in [*self.claims]:
             if self.claims.pop(i, False):
                 if self.leases[i]() is not None:  # otherwise an interrupt has met its finalizer
                     self.slot.close()

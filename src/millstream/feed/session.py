@@ -162,7 +162,7 @@ class Session:
         with self._inside:
             self._insider = threading.get_ident()
             try:
-                if self._consumer_has_left.locked():
+                if self.closed:
                     return
                 with self._lane.in_thread():
                     item = self._guest.run(self._make, times)
@@ -173,7 +173,7 @@ class Session:
             except BaseException as error:  # noqa: BLE001 - raised in its place, and again
                 self._fail(error)
             finally:
-                if self._consumer_has_left.locked():
+                if self.closed:
                     self._give_back()
                 del self
 
@@ -255,7 +255,7 @@ class Session:
         """
         if self._pid != os.getpid():
             raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
-        if not self._consumer_has_left.locked():
+        if not self.closed:
             lane, ledger, pace = self._lane, self._ledger, self._pace
             pace.ask()
             lane.reclaim()

@@ -117,23 +117,16 @@ def split(batch: Any) -> tuple[list[Any], Rebuild]:
     return leaves, rebuild
 
 
-_TENSORS = frozenset((Tensor,))
-
-
 def _split_flat(batch: Any) -> tuple[list[Any], Rebuild] | None:
     """The same for a plain container of nothing but tensors, as most batches are; it may hold hundreds."""
-    flat = open_plain(batch)
-    return flat if flat is not None and {*map(type, flat[0])} == _TENSORS else None
-
-
-def open_plain(batch: Any) -> tuple[list[Any], Rebuild] | None:
-    """``split`` for a plain container, if there is nothing but tensors in it: which is the caller's to find out."""
     kind = type(batch)
-    if kind is list or kind is tuple:
-        return list(batch), kind
     if kind is dict:
-        keys = list(batch)
-        return list(batch.values()), lambda values: dict(zip(keys, values, strict=True))
+        leaves, keys = list(batch.values()), list(batch)
+        return (
+            (leaves, lambda values: dict(zip(keys, values, strict=True))) if {*map(type, leaves)} == {Tensor} else None
+        )
+    if (kind is list or kind is tuple) and {*map(type, batch)} == {Tensor}:
+        return list(batch), kind
     return None
 
 

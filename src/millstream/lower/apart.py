@@ -22,15 +22,9 @@ T = TypeVar("T")
 
 _AUTOCAST = ("cuda", "cpu")
 
-# Called for each batch.
-_InferenceMode = torch._C._InferenceMode
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_is_inference_mode_enabled, _is_grad_enabled = torch.is_inference_mode_enabled, torch.is_grad_enabled
-_count_functions, _count_dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-
 _STACKS: tuple[tuple[Callable[[], int], Callable[[], Any], Callable[[Any], None]], ...] = (
-    (_count_functions, overrides._pop_mode, overrides._push_mode),
-    (_count_dispatches, _python_dispatch._pop_mode, _python_dispatch._push_mode),
+    (torch._C._len_torch_function_stack, overrides._pop_mode, overrides._push_mode),
+    (torch._C._len_torch_dispatch_stack, _python_dispatch._pop_mode, _python_dispatch._push_mode),
 )
 
 
@@ -47,7 +41,7 @@ class Guest:
         try:
             # Its end puts the gradient and inference modes of its beginning in place again, and says whether there is
             # autocast, whatever became of them; nothing else sets inference mode.
-            guard = _InferenceMode(self._modes.inference)
+            guard = torch._C._InferenceMode(self._modes.inference)
             try:
                 if self._modes is not others:  # nearly always both are those of a new thread
                     _exchange_modes(others, self._modes)
@@ -77,9 +71,9 @@ _NEW = _Modes()
 
 def _take_modes() -> _Modes:
     """Read the thread's modes, and take those off that are put back by adding to what is there."""
-    has_autocast = _is_any_autocast_enabled()
-    has_stacks = _count_functions() or _count_dispatches()
-    inference, gradients = _is_inference_mode_enabled(), _is_grad_enabled()
+    has_autocast = torch._C._is_any_autocast_enabled()
+    has_stacks = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     if gradients and not (inference or has_autocast or has_stacks):
         return _NEW  # nearly always
     autocast, nesting, stacks, default_device = _NEW[2:]
