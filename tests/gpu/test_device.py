@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
+from millstream.device.graphs import capture
 from millstream.errors import DeviceError
 
 pytestmark = pytest.mark.gpu
@@ -122,6 +123,28 @@ def test_graphs_share_the_pool(gpu):
         graph.replay()
         assert bool((output == 3).all())
     assert graphs[0].pool() == gpu.graph_pool == graphs[1].pool()
+
+
+def test_a_capture_leaves_a_replay_that_is_under_way_its_random_numbers(gpu):
+    def capture_numbers():
+        graph = torch.cuda.CUDAGraph()
+        with gpu.graph_lock, capture(gpu, graph):
+            torch.cuda._sleep(20_000_000)  # ten milliseconds in which a replay has begun and not drawn yet
+            return graph, torch.rand(1000, device="cuda:0")
+
+    graph, numbers = capture_numbers()
+
+    def draw(meanwhile):
+        torch.manual_seed(0)
+        drawn = []
+        for _ in range(3):
+            graph.replay()
+            drawn.append(numbers.clone())
+            meanwhile()
+        return drawn
+
+    for alone, beside in zip(draw(lambda: None), draw(capture_numbers), strict=True):
+        assert torch.equal(alone, beside)
 
 
 def test_is_capturing(gpu):

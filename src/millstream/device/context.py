@@ -184,6 +184,13 @@ class DeviceContext:
             )
         self._idle_events[timing].append(event)
 
+    def order(self, first: Stream, then: Stream) -> None:
+        """Let ``then`` wait for what has been enqueued on ``first``."""
+        event = self.acquire_event()
+        event.record(first)
+        then.wait_event(event)
+        self.release_event(event)
+
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def pinned(self, num_bytes: int, *, reserve_bytes: int = 0) -> Tensor:
@@ -270,10 +277,7 @@ class DeviceContext:
         stream = self._driver.current_stream()
         if stream != self._graph_stream:
             if self._graph_stream is not None:
-                event = self.acquire_event()
-                event.record(self._graph_stream)
-                stream.wait_event(event)
-                self.release_event(event)
+                self.order(self._graph_stream, stream)
             self._graph_stream = stream
             self._graph_stream_handle = getattr(stream, "cuda_stream", None)
 

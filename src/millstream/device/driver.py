@@ -291,14 +291,9 @@ class CudaDriver:
         An empty graph stays in it: a pool that no graph uses any more while a tensor still lies in it cannot be
         captured into again (PyTorch 2.11 asserts).
         """
-        handle = torch.cuda.graph_pool_handle()
-        anchor = torch.cuda.CUDAGraph()
-        with guard(self.place), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch doubts that an empty graph is meant
-            with torch.cuda.graph(anchor, pool=handle, capture_error_mode="thread_local"):
-                pass
-        self._anchors.append(anchor)
-        first, second = handle
+        first, second = torch.cuda.graph_pool_handle()
+        with guard(self.place):
+            self._anchors.append(capture_nothing((first, second)))
         return (first, second)
 
     def in_thread(self) -> AbstractContextManager[Any]:
@@ -312,6 +307,21 @@ class CudaDriver:
     def synchronize(self) -> None:
         """Wait for all streams of the device, the user's included."""
         torch.cuda.synchronize(self.torch_device)
+
+
+def capture_nothing(pool: GraphPool | None = None) -> torch.cuda.CUDAGraph:
+    """Capture an empty graph on the current device, behind all of its work and in front of the current stream's.
+
+    Args:
+        pool: For its memory; ``None`` for one of its own.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch doubts that an empty graph is meant
+        with torch.cuda.graph(graph, pool, stream, "thread_local"):  # type: ignore[arg-type]
+            pass
+    torch.cuda.current_stream().wait_stream(stream)  # where the random offset was reset, see ``graphs.capture``
+    return graph
 
 
 class _Lent:

@@ -18,15 +18,25 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     Like ``torch.cuda.graph``, but other threads' calls do no harm, the host does not wait for the device, and PyTorch's
     caches are not emptied first, which takes longer than capturing a few kernels.
 
+    All graphs of a device read their random seed and offset in one place, which PyTorch resets on the capturing stream
+    when a capture begins. So that happens behind the replays before it and in front of those to come: a capture is a
+    use of what graphs share, as a replay is.
+
     Args:
-        context: Of the device, which must be current.
+        context: Of the device, which must be current; its ``graph_lock`` is held.
         graph: An empty one.
         pool: Memory shared with other graphs; ``None`` gives the graph its own.
     """
-    with context.capture_lock, context.on(context.stream(0)):
-        handles = () if pool is None else (pool,)
-        graph.capture_begin(*handles, capture_error_mode="thread_local")  # type: ignore[arg-type]
-        try:
-            yield
-        finally:
-            graph.capture_end()
+    context.enter_graphs()
+    caller, stream = context.current_stream(), context.stream(0)
+    context.order(caller, stream)
+    try:
+        with context.capture_lock, context.on(stream):
+            handles = () if pool is None else (pool,)
+            graph.capture_begin(*handles, capture_error_mode="thread_local")  # type: ignore[arg-type]
+            try:
+                yield
+            finally:
+                graph.capture_end()
+    finally:
+        context.order(stream, caller)

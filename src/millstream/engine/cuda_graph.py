@@ -21,7 +21,6 @@ two informed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ import torch
 
 from millstream.cost import Costs
 from millstream.device import DeviceContext, context, guard
-from millstream.device.driver import GraphPool
+from millstream.device.driver import GraphPool, capture_nothing
 from millstream.engine import passage
 from millstream.engine.captured import Captured, Family
 from millstream.engine.choice import Scheduling
@@ -247,7 +246,5 @@ class CudaGraphEngine:
 
 def restore_generator(context: DeviceContext) -> None:
     """Let the device's random generator work again: a failed capture leaves it waiting for the capture's end."""
-    with guard(context.place), context.capture_lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an empty graph is what is wanted here
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            pass
+    with guard(context.place), context.capture_lock:
+        capture_nothing()

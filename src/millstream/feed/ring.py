@@ -174,7 +174,7 @@ class Ring:
             if present is None or present.memory.numel() < parcel.num_bytes:
                 slot.parcels[i] = self._allocate(parcel.num_bytes, copy_stream)
                 if present is not None:
-                    self._order(copy_stream, present.home)  # all that was done with it happened before this point
+                    self._context.order(copy_stream, present.home)  # what was done with it, was before
         parcels = slot.parcels[: len(layout.parcels)]
         slot.memories = [parcel.memory for parcel in parcels if parcel is not None]
         slot.offers = _prepare_offers(layout, slot.memories)
@@ -185,7 +185,7 @@ class Ring:
         with self._context.capture_lock, self._context.on(home):  # allocating ends captures of other threads
             memory = self._context.allocate(num_bytes)
         # The memory may have been freed a moment ago by the host, while kernels on its stream still use it (WAR, WAW).
-        self._order(home, copy_stream)
+        self._context.order(home, copy_stream)
         return Parcel(memory, home)
 
     def lend(self, slot: DeviceSlot, count: int) -> tuple[Loan, list[Tensor]]:
@@ -296,17 +296,11 @@ class Ring:
                 return
             with suppress(RuntimeError):
                 if rest.mark is None:
-                    self._order(rest.stream, rest.home)
+                    self._context.order(rest.stream, rest.home)
                 else:
                     rest.home.wait_event(rest.mark.event)
             with suppress(ValueError):  # likewise
                 self._resting.remove(rest)
-
-    def _order(self, first: Stream, then: Stream) -> None:
-        event = self._context.acquire_event()
-        event.record(first)
-        then.wait_event(event)
-        self._context.release_event(event)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
