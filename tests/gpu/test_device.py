@@ -138,6 +138,7 @@ def test_a_capture_leaves_a_replay_that_is_under_way_its_random_numbers(gpu):
         torch.manual_seed(0)
         drawn = []
         for _ in range(3):
+            torch.cuda.synchronize()  # it shall begin at once
             graph.replay()
             drawn.append(numbers.clone())
             meanwhile()
