@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millstream.device import DeviceContext
 from millstream.errors import FallbackWarning, FeedError
 from millstream.feed import copy_lane, register, staging
 from millstream.feed.copy_lane import CopyLane
@@ -110,20 +111,26 @@ def run_once(virtual_feed, seed, mood, plant=None, **options):
 # --- right under every order of events
 
 
+@pytest.fixture(params=[False, True], ids=["", "alone"])
+def alone(request, monkeypatch):
+    """Whether passes have no worker."""
+    monkeypatch.setattr(PaceMaker, "begin_pass", lambda self, may_be_alone: Pace(alone=request.param))
+
+
 @pytest.mark.parametrize("mood", MOODS)
-def test_kernels_see_the_right_bytes_whenever_they_run(virtual_feed, mood):
+def test_kernels_see_the_right_bytes_whenever_they_run(virtual_feed, mood, alone):
     for seed in range(60):
         assert run_once(virtual_feed, seed, mood), seed
 
 
 @pytest.mark.parametrize("mood", MOODS)
-def test_also_when_the_consumer_changes_streams(virtual_feed, mood):
+def test_also_when_the_consumer_changes_streams(virtual_feed, mood, alone):
     for seed in range(60):
         assert run_once(virtual_feed, seed, mood, switch=True, keep=0.5), seed
 
 
 @pytest.mark.parametrize("mood", MOODS)
-def test_also_when_the_loop_is_left_early(virtual_feed, mood):
+def test_also_when_the_loop_is_left_early(virtual_feed, mood, alone):
     for seed in range(60):
         assert run_once(virtual_feed, seed, mood, stop_after=seed % 4), seed
 
@@ -414,7 +421,7 @@ def test_a_missing_wait_at_the_end_is_caught(virtual_feed, monkeypatch):
 
 
 def test_a_missing_wait_of_the_old_stream_is_caught(virtual_feed, monkeypatch):
-    monkeypatch.setattr(Ring, "_order", lambda self, first, then: None)
+    monkeypatch.setattr(DeviceContext, "order", lambda self, first, then: None)
     outcomes = [run_once(virtual_feed, seed, "lazy", switch=True, keep=0.5) for seed in range(60)]
     assert not all(outcomes)
 

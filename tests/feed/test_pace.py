@@ -3,17 +3,21 @@
 import asyncio
 import contextlib
 import contextvars
+import queue
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, cycle
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, IterableDataset
 
 from millstream.errors import FeedError
 from millstream.feed import feed, session
+from millstream.feed.copy_lane import CopyLane
 from millstream.feed.ledger import Ledger
 from millstream.feed.pace import MOST_TIMED, NUM_TIMED, NUM_WARM, Pace, PaceMaker
 from tests.feed.conftest import WAYS, feed_threads
@@ -29,6 +33,13 @@ def note_calls(monkeypatch, owner, name, calls):
         return real(*arguments)
 
     monkeypatch.setattr(owner, name, call)
+
+
+class Counting(IterableDataset):
+    """Six numbers, of which nobody knows where they come from."""
+
+    def __iter__(self):
+        return iter(numbers(6))
 
 
 ALONE = pytest.mark.parametrize("make_feed", WAYS[2:], indirect=True)
@@ -359,6 +370,68 @@ def test_where_an_event_loop_runs_a_source_may_run_one_of_its_own(monkeypatch):
     assert asyncio.run(consume()) == [([0, 1, 2], False)] * 3
     assert values(fed) == [0, 1, 2]
     assert fed.stats().is_alone
+
+
+# --- pulling ahead without a worker
+
+
+@ALONE
+def test_a_source_that_waits_for_what_the_loop_does(make_feed):
+    """Asked before the loop has done it, it would wait for ever."""
+    results = queue.SimpleQueue()
+    results.put(0.0)
+
+    def source():
+        for _ in range(5):
+            yield torch.tensor([results.get(timeout=10)])
+
+    for batch in make_feed(source()):
+        results.put(batch.item() + 1)
+    assert results.get() == 5
+
+
+@pytest.mark.parametrize("make_feed", WAYS[3:], indirect=True)
+@pytest.mark.parametrize(
+    ("loader", "options", "ahead"),
+    [
+        (numbers(6), {}, 1),
+        (DataLoader(numbers(6), batch_size=None), {}, 1),
+        (numbers(6), {"depth": 1}, 0),
+        (iter(numbers(6)), {}, 0),
+        (DataLoader(Counting(), batch_size=None), {}, 0),
+    ],
+    ids=["list", "loader", "depth 1", "iterator", "iterable dataset"],
+)
+def test_how_far_who_is_alone_looks_ahead(make_feed, loader, options, ahead):
+    passing = iter(make_feed(loader, **options))
+    seen = [(batch.item(), len(passing.session._ahead)) for batch in passing]
+    assert seen == [(float(i), ahead) for i in range(5)] + [(5.0, 0)]
+
+
+@pytest.mark.parametrize("make_feed", WAYS[3:], indirect=True)
+def test_what_is_pulled_ahead_is_staged_when_there_is_room(make_feed, monkeypatch):
+    staged = []
+    stage = CopyLane.stage
+    monkeypatch.setattr(CopyLane, "stage", lambda lane, load, stopped: staged.append(1) or stage(lane, load, stopped))
+    units = [1, 2, 3, 3, 1]
+    batches = [torch.full((256 * unit,), unit, dtype=torch.uint8) for unit in units]
+    for room, num_staged in ((6, (2, 3, 4, 5, 5)), (5, (2, 3, 3, 5, 5))):
+        staged.clear()
+        fed = make_feed(batches, max_bytes=256 * room)
+        seen = [(torch.equal(batch, sent), len(staged)) for batch, sent in zip(fed, batches, strict=True)]
+        assert seen == [(True, number) for number in num_staged]
+
+
+@pytest.mark.parametrize("make_feed", WAYS[3:], indirect=True)
+def test_what_was_pulled_ahead_is_given_back(make_feed):
+    batches = [torch.ones(100_000) for _ in range(4)]
+    gone = [weakref.ref(batch) for batch in batches]
+    fed = make_feed(batches)
+    for _ in fed:
+        break
+    fed.loader = batches = None
+    fed.close()
+    assert [each() for each in gone] == [None] * 4
 
 
 # --- endings without a worker

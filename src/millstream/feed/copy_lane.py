@@ -120,6 +120,11 @@ class CopyLane:
         """Parcels that the user has kept."""
         return self.ring.num_kept
 
+    @property
+    def stages_beside(self) -> bool:
+        """Helpers of compiled code do."""
+        return self._pinned.has_helpers
+
     def in_thread(self) -> AbstractContextManager[None]:
         """Set the device, and keep the thread from killing captures of others."""
         return self._in_thread  # one for all batches: one thread at a time makes any

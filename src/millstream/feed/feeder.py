@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from millstream.device import Place, context
 from millstream.errors import ArgumentError, FeedError
@@ -95,7 +96,8 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     begins to iterate and then used in the worker thread only. At most ``depth + 1`` batches are pulled ahead, so a
     loader that is an iterator itself has advanced by as much when the loop is left early. Where the steps of a pass
     were so short, and its batches so cheap, that a thread may cost more than it hides, a later pass is tried without:
-    then each batch is made in your thread when you ask for it, and what proves faster is kept. A loader that yields the
+    then each batch is made in your thread when you ask for it (one further is pulled if the loader is a sequence, or a
+    ``DataLoader`` over one), and what proves faster is kept. A loader that yields the
     same tensors again with new content is safe with a GPU; on the CPU, where nothing is copied, it must yield new ones.
     Random numbers that the loader draws in this process come from the same global generator that the training loop
     uses, at times that vary: give it a generator of its own, or worker processes, where runs must repeat exactly.
@@ -195,6 +197,7 @@ class Feed:
             prepare=self._make_prepare(skip, stateful),
             ledger=ledger,
             pace=self._pace_maker.begin_pass(may_be_alone=self.places is None and not self._options.check),
+            may_look_ahead=_is_stored(self.loader),
         )
         begun = _Pass(session, self._progress, self.loader)
         context(self.place).attach(session)
@@ -334,6 +337,13 @@ class Feed:
         state = ", closed" if self._closed else ""
         places = ", ".join(map(str, self.places or [self.place]))
         return f"<Feed of {type(self.loader).__name__} to {places}, depth {self.depth}{state}>"
+
+
+def _is_stored(loader: Any) -> bool:
+    """Whether its batches are made of what is there, so that none of them can depend on what the loop does."""
+    if isinstance(loader, DataLoader):
+        return not isinstance(loader.dataset, IterableDataset)
+    return isinstance(loader, Sequence)
 
 
 class _Pass(Iterator[Any]):

@@ -16,7 +16,8 @@ taken away from who is still inside, and nobody waits for ever for a source that
 gives the lane back.
 
 How far the worker may run ahead is kept by the *budget*, a channel of which a batch takes a part from before it is
-staged until it is handed out. Who is alone does not run ahead, and only looks whether a batch is too large for it.
+staged until it is handed out. Who is alone makes each batch when it is asked for. But where the source may be asked
+early he pulls the one behind it as well, and has helpers stage it while he computes.
 
 Ctrl-C may come at any moment of the consumer's, who may ask again all the same. So a batch stays the next one until the
 very end of handing it out, and all that is done before may be done again.
@@ -57,12 +58,14 @@ class Item:
         load: What the lane knows about it; ``None`` when it was handed out.
         times: What the ledger knows about it.
         note: What travels with it.
+        is_staged: Whether staging has at least begun.
         batch: What the user gets, when all else is ready.
     """
 
     load: Any
     times: Times
     note: Any
+    is_staged: bool = False
     batch: Any = None
 
 
@@ -78,6 +81,8 @@ class Session:
         prepare: Called in the worker with each batch, right after it was pulled.
         ledger: Where times are noted.
         pace: Says whether there is a worker, and is told how long things take.
+        may_look_ahead: Whether the source gives a batch whatever becomes of the one before. One that waits for what the
+            loop does with that must not be asked by the loop's own thread before.
     """
 
     def __init__(
@@ -90,17 +95,21 @@ class Session:
         prepare: Prepare = lambda batch: (batch, None),
         ledger: Ledger | None = None,
         pace: Pace | None = None,
+        may_look_ahead: bool = False,
     ) -> None:
         self._iterator: Iterator[Any] | None = iterator
         self._lane = lane
         self._prepare = prepare
         self._ledger = ledger or Ledger(None)
         self._pace = pace or Pace(alone=False)
-        self._count = 0  # of the batches made
+        self._count = 0  # of the batches pulled
+        self._looks_ahead = may_look_ahead and depth > 1 and lane.stages_beside
+        self._max_bytes = max_bytes
         self._budget: Channel[int] = Channel(depth, max_bytes)  # the numbers of the batches
         self._gone: deque[int] = deque([-1], maxlen=1)  # the last that has left it
         self._sent: Channel[Item] = Channel(depth)
         self._next: list[Item] = []  # one or none: there, and not handed out when he asked last; the consumer's
+        self._ahead: list[Item] = []  # one or none: pulled, and not sent before he asks again; of who is alone
         self._error: BaseException | None = None  # with which the source, or the way to the device, ended
         self._traceback: TracebackType | None = None  # of that error, as it was when it arose
         self._failure: BaseException | None = None  # the same, once the consumer has got all that came before
@@ -162,26 +171,52 @@ class Session:
         with self._inside:
             self._insider = threading.get_ident()
             try:
-                if self.closed:
+                if self.closed or self._error is not None:
                     return
                 with self._lane.in_thread():
-                    item = self._guest.run(self._make, times)
-                if item is not None:
-                    self._next += (item,)
+                    self._guest.run(self._make_and_look_ahead, times)
             except ChannelClosed:
                 pass  # closed meanwhile, by the source itself or by another thread
-            except BaseException as error:  # noqa: BLE001 - raised in its place, and again
+            except BaseException as error:
                 self._fail(error)
+                if self._next and not isinstance(error, Exception):
+                    raise  # an interrupt shall not wait for its place behind a batch that is there
             finally:
                 if self.closed:
                     self._give_back()
                 del self
+
+    def _make_and_look_ahead(self, times: Times) -> None:
+        try:
+            item = self._ahead[0] if self._ahead else self._pull(times)
+            if item is None or not ((item.is_staged or self._stage(item)) and self._send(item)):
+                return
+            self._ahead.clear()
+            self._next += (item,)
+            if self._looks_ahead and (ahead := self._pull(self._begin_times())) is not None:
+                self._ahead += (ahead,)
+                if self._max_bytes is None or item.load.num_bytes + ahead.load.num_bytes <= self._max_bytes:
+                    self._stage(ahead)
+        finally:
+            del self
 
     def _begin_times(self) -> Times:
         return Times(self._count, self._ledger.is_due(self._count))
 
     def _make(self, times: Times) -> Item | None:
         """Pull the next batch, stage it and start its copy; ``None`` when there is none, or when stopped."""
+        try:
+            item = self._pull(times)
+            if item is not None:
+                self._budget.send(times.index, item.load.num_bytes)  # waits until one more may be under way
+                if self._stage(item) and self._send(item):
+                    return item
+            return None
+        finally:
+            del self
+
+    def _pull(self, times: Times) -> Item | None:
+        """Take the next batch from the source and look at it; ``None`` when there is none, or when stopped."""
         iterator, lane, pace, stopped = self._iterator, self._lane, self._pace, self._stopped
         try:
             while iterator is not None and not stopped.is_set():
@@ -191,6 +226,7 @@ class Session:
                     batch = next(iterator)
                 except StopIteration:
                     lane.end_sending(stopped)
+                    self._drop_source()  # who is alone may ask again
                     return None
                 finally:
                     if not self._count:
@@ -200,30 +236,42 @@ class Session:
                 if prepared is None:
                     continue
                 load = lane.describe(prepared[0])
-                note = prepared[1]
-                del prepared
-                admitted = pulled = time.perf_counter_ns()
-                if pace.alone:  # no other is under way
-                    self._budget.check_size(load.num_bytes)
-                else:
-                    self._budget.send(times.index, load.num_bytes)  # waits until one more may be under way
-                    admitted = time.perf_counter_ns()
-                try:
-                    if not lane.stage(load, stopped):
-                        return None
-                    self._ledger.read()  # while others stage
-                    if not lane.send(load, stopped, measured=times.measured):
-                        return None
-                finally:
-                    lane.finish(load)
-                pace.end_work(pulled - began)
-                times.pull_ns, times.stage_ns = (began, pulled), (admitted, load.staged_ns)
-                times.num_bytes, times.copy = load.num_bytes, load.copy
+                self._budget.check_size(load.num_bytes)
+                times.pull_ns, times.num_bytes = (began, time.perf_counter_ns()), load.num_bytes
                 self._count += 1
-                return Item(load, times, note)
+                return Item(load, times, prepared[1])
             return None
         finally:
             del iterator, self
+
+    def _stage(self, item: Item) -> bool:
+        """Begin to copy the batch to where it is sent from; false when stopped."""
+        began = time.perf_counter_ns()
+        try:
+            item.is_staged = self._lane.stage(item.load, self._stopped)
+        finally:
+            if not item.is_staged:
+                self._lane.finish(item.load)
+            del self
+        item.times.stage_ns = began, time.perf_counter_ns()
+        return item.is_staged
+
+    def _send(self, item: Item) -> bool:
+        """Start the copy of a batch as soon as it is staged; false when stopped."""
+        load, times, lane, pace = item.load, item.times, self._lane, self._pace
+        went_on = time.perf_counter_ns()
+        try:
+            self._ledger.read()  # while others stage
+            if not lane.send(load, self._stopped, measured=times.measured):
+                return False
+        finally:
+            lane.finish(load)
+            del self
+        began, paused = times.stage_ns
+        times.stage_ns = began, paused + max(load.staged_ns - went_on, 0)
+        times.copy = load.copy
+        pace.end_work(times.pull_ns[1] - times.pull_ns[0])
+        return True
 
     def _drop_source(self) -> None:
         """A DataLoader ends its worker processes when its iterator dies, and ``close`` shall not return before."""
@@ -262,7 +310,7 @@ class Session:
             if self._next and self._next[0].load is None:
                 self._next.clear()
             if not self._next and pace.alone:
-                times = self._begin_times()
+                times = self._ahead[0].times if self._ahead else self._begin_times()
                 ledger.ask(lane.mark, times)
                 self._make_alone(times)
             elif not self._next:
@@ -277,6 +325,7 @@ class Session:
                 pace.deliver()
                 if not pace.alone:
                     self._make_room(item.times.index)
+                del self  # an error met in looking ahead leads back to this frame, too
                 return item
             if not self.closed:  # or it was closed while this waited
                 self._failure, self.finished = self._error, self._error is None
@@ -354,12 +403,16 @@ class Session:
         self._lane.close()
         self._sent.cancel()
         self._next.clear()
+        self._ahead.clear()
         self._guest.run(self._drop_source)  # whose last part runs as the others did, if there was no worker
 
 
 def _skip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Drop the session's own frames from the front: they tell the user nothing, and they keep the session alive."""
-    own = {each.__code__ for each in (Session._work, Session._make_alone, Guest.run, Session._make)}
+    alone = Session._make_alone, Guest.run, Session._make_and_look_ahead
+    own = {
+        each.__code__ for each in (Session._work, Session._make, *alone, Session._pull, Session._stage, Session._send)
+    }
     while traceback is not None and traceback.tb_frame.f_code in own:
         traceback = traceback.tb_next
     return traceback
