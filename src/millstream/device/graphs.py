@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,7 +32,7 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     caller, stream = context.current_stream(), context.stream(0)
     context.order(caller, stream)
     try:
-        with context.capture_lock, context.on(stream):
+        with context.capture_lock, context.on(stream), _no_collection():
             handles = () if pool is None else (pool,)
             graph.capture_begin(*handles, capture_error_mode="thread_local")  # type: ignore[arg-type]
             try:
@@ -40,3 +41,15 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
                 graph.capture_end()
     finally:
         context.order(stream, caller)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let garbage wait: a graph that dies in the thread which captures another one ends the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,82 @@
+"""Capturing, on a device made of software: what replays and captures share, and what must not happen meanwhile."""
+
+import gc
+import random
+
+import pytest
+
+from millstream.device import DeviceContext
+from millstream.device.graphs import capture
+from tests.device.virtual_device import make_virtual_context
+
+
+class Graph:
+    """As those of PyTorch 2.11: a capture resets, on its stream, the offset that all replays read."""
+
+    def __init__(self, device, memory):
+        self.device, self.memory = device, memory
+
+    def capture_begin(self, *_, **__):
+        self.device.current_stream().enqueue(lambda: self.memory.update(offset=0))
+
+    def capture_end(self):
+        pass
+
+    def replay(self, offset, drawn):
+        stream = self.device.current_stream()
+        stream.enqueue(lambda: self.memory.update(offset=offset))
+        stream.enqueue(lambda: drawn.append(self.memory["offset"]))
+
+
+def run(seed, mood):
+    """Replays and captures in any order, on several streams; whether each replay has drawn from its own offset."""
+    rng = random.Random(seed)
+    ctx, device = make_virtual_context(mood, seed)
+    streams = [ctx.current_stream(), *(ctx.stream(i) for i in range(1, 4))]
+    graph, drawn = Graph(device, {}), []
+    for offset in range(1, 30):
+        with ctx.on(rng.choice(streams)):
+            ctx.enter_graphs()
+            graph.replay(offset, drawn)
+        if rng.random() < 0.4:
+            with ctx.on(rng.choice(streams)), capture(ctx, graph):
+                pass
+    ctx.synchronize()
+    return drawn == list(range(1, 30))
+
+
+@pytest.mark.parametrize("mood", ["eager", "lazy", "random"])
+def test_a_capture_leaves_replays_their_random_offset(mood):
+    for seed in range(60):
+        assert run(seed, mood), seed
+
+
+def test_a_missing_wait_is_seen(monkeypatch):
+    monkeypatch.setattr(DeviceContext, "order", lambda *_: None)
+    assert not all(run(seed, "random") for seed in range(20))
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_no_garbage_is_collected_meanwhile(was_enabled):
+    class Cyclic:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            died.append(gc.isenabled())
+
+    died = []
+    ctx, device = make_virtual_context("eager", 0)
+    try:
+        if not was_enabled:
+            gc.disable()
+        with pytest.raises(ZeroDivisionError), capture(ctx, Graph(device, {})):
+            Cyclic()
+            made = [[] for _ in range(100_000)]
+            assert not died
+            len(made) / 0
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
+    made = [[] for _ in range(100_000)]
+    assert died == [True]
