@@ -82,5 +82,5 @@ def test_no_garbage_is_collected_meanwhile(was_enabled):
         assert gc.isenabled() == was_enabled
     finally:
         gc.enable()
-    assert len([[] for _ in range(100_000)])
-    assert died == [True]
+    made = [[] for _ in range(100_000)]
+    assert (len(made), died) == (100_000, [True])
