@@ -39,7 +39,9 @@ def fill(filler, sizes, num_threads, seed=0):
     sources = [rng.integers(0, 255, size, dtype=np.uint8) for size in sizes]
     targets = [np.full(size + 2 * EDGE, 255, dtype=np.uint8) for size in sizes]
     addresses = [[each.ctypes.data + EDGE for each in targets], [each.ctypes.data for each in sources], sizes]
-    filling = filler.begin(*(array("Q", each) for each in addresses), num_threads, owner=None)
+    filling = filler.begin(
+        *(array("Q", each) for each in addresses), num_threads, owner=None, past_caches=seed % 2 == 1
+    )
     if seed % 3 == 1:
         threading.Event().wait(1e-4)  # the helpers may do it all
     if seed % 3 == 2:

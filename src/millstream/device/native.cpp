@@ -70,13 +70,11 @@ constexpr size_t kChunkBytes = 64 << 10;
 constexpr size_t kShortBytes = 128 << 10;  // copied in less time than Python's lock takes to come back from another thread
 constexpr size_t kWakeBytes = 256 << 10;  // so many for each thread that is woken, which takes some 50 us
 constexpr size_t kLine = 64;  // bytes
-constexpr size_t kMostPast = 12 << 20;  // of longer fillings the caches have let go themselves when the device comes
-constexpr size_t kLeastPast = 1 << 10;  // of a piece
+constexpr size_t kLeastPast = 1 << 10;  // of a piece that is copied past caches
 constexpr int kMany = 4;  // helpers, so that one thread more is no matter
 constexpr auto kSpin = std::chrono::microseconds(500);
 
-// A copy that the processor's caches keep nothing of. A device reads bytes from memory twice as fast as from the caches of
-// processors that have just written them (docs/decisions/0015).
+// A copy that the processor's caches keep nothing of.
 void copy_past_caches(char* to, const char* from, size_t num_bytes) {
 #ifdef __SSE2__
   if (num_bytes >= kLeastPast) {
@@ -101,17 +99,19 @@ void copy_past_caches(char* to, const char* from, size_t num_bytes) {
 
 void copy_plainly(char* to, const char* from, size_t num_bytes) { std::memcpy(to, from, num_bytes); }
 
+using Copy = decltype(copy_plainly);
+
 // Pieces of memory on their way to other places.
 struct Filling {
   Filling(size_t num_pieces, char* const* to, const char* const* from, const size_t* num_bytes, int num_threads,
-          _object* owner)
-      : to(to, to + num_pieces),
+          Copy* copy, _object* owner)
+      : copy(copy),
+        to(to, to + num_pieces),
         from(from, from + num_pieces),
         starts(num_pieces + 1),
         num_threads(num_threads),
         owner(owner) {
     for (size_t i = 0; i < num_pieces; ++i) starts[i + 1] = starts[i] + num_bytes[i];
-    copy = starts.back() <= kMostPast ? copy_past_caches : copy_plainly;
   }
 
   // False when there is none left.
@@ -128,7 +128,7 @@ struct Filling {
     return true;
   }
 
-  void (*copy)(char* to, const char* from, size_t num_bytes);
+  Copy* const copy;
   std::vector<char*> to;
   std::vector<const char*> from;
   std::vector<size_t> starts;  // of each piece, if all lay one behind the other; and the end
@@ -318,22 +318,24 @@ extern "C" {
 // Never dropped: its threads are somewhere in it when the process ends.
 Team* millstream_make_team(int num_helpers) { return new Team(num_helpers); }
 
-// Of a team, a number of pieces, where they go, their lengths, a number of threads, where they are, and an owner.
+// Of a team, a number of pieces, where they go, their lengths, a number of threads, whether to copy past caches, where the
+// pieces are, and an owner.
 _object* millstream_begin(_object*, _object* const* arguments, ptrdiff_t) {
   auto* team = pointer<Team>(arguments[0]);
   size_t num_pieces = count(arguments[1]);
   auto* to = pointer<char* const>(arguments[2]);
   auto* num_bytes = pointer<const size_t>(arguments[3]);
   int num_threads = static_cast<int>(count(arguments[4]));
-  auto* from = pointer<const char* const>(arguments[5]);
-  _object* owner = arguments[6];
+  Copy* copy = count(arguments[5]) ? copy_past_caches : copy_plainly;
+  auto* from = pointer<const char* const>(arguments[6]);
+  _object* owner = arguments[7];
   if (PyErr_Occurred()) return nullptr;
   if (std::accumulate(num_bytes, num_bytes + num_pieces, size_t{0}) <= kShortBytes) {
-    for (size_t i = 0; i < num_pieces; ++i) copy_past_caches(to[i], from[i], num_bytes[i]);
+    for (size_t i = 0; i < num_pieces; ++i) copy(to[i], from[i], num_bytes[i]);
     Py_IncRef(&_Py_NoneStruct);
     return &_Py_NoneStruct;
   }
-  Filling* filling = new Filling(num_pieces, to, from, num_bytes, num_threads, owner);
+  Filling* filling = new Filling(num_pieces, to, from, num_bytes, num_threads, copy, owner);
   _object* capsule = PyCapsule_New(filling, nullptr, drop);
   if (capsule == nullptr) {
     delete filling;

@@ -222,7 +222,14 @@ class Filler:
         self._finish.argtypes, self._finish.restype = [ctypes.py_object], None
 
     def begin(
-        self, to: array[int], sources: array[int], num_bytes: array[int], num_threads: int | None, owner: object
+        self,
+        to: array[int],
+        sources: array[int],
+        num_bytes: array[int],
+        num_threads: int | None,
+        owner: object,
+        *,
+        past_caches: bool = False,
     ) -> Filling:
         """Begin to copy pieces of memory, and return at once.
 
@@ -232,15 +239,21 @@ class Filler:
             num_bytes: Their lengths.
             num_threads: How many threads may take part, the one that finishes included; ``None`` for as many as help.
             owner: Keeps the memory on both sides, until all is copied.
+            past_caches: Whether the processors' caches shall keep nothing of it, where that is possible.
         """
-        return self.prepare(to, num_bytes, num_threads)(sources, owner)
+        return self.prepare(to, num_bytes, num_threads, past_caches=past_caches)(sources, owner)
 
     def prepare(
-        self, to: array[int], num_bytes: array[int], num_threads: int | None
+        self, to: array[int], num_bytes: array[int], num_threads: int | None, *, past_caches: bool = False
     ) -> Callable[[array[int], object], Filling]:
         """``begin`` for pieces of memory that are filled again and again: what it takes else is left to each time."""
         begin = functools.partial(
-            self._begin, len(to), to.buffer_info()[0], num_bytes.buffer_info()[0], num_threads or self.num_threads
+            self._begin,
+            len(to),
+            to.buffer_info()[0],
+            num_bytes.buffer_info()[0],
+            num_threads or self.num_threads,
+            past_caches,
         )
 
         def fill(sources: array[int], owner: object) -> Filling:

@@ -29,6 +29,10 @@ their bytes pass through so little pinned memory that the processor's cache can 
 H200, staging and copies then hardly slow each other down: a loop that waits for nothing else takes 1.03 times as long
 as its copies, and not 1.6. So it does with sections of 8 MiB, in each of which Python has its part."""
 
+PAST_CACHES_BYTES = 12 << 20
+"""Batches up to this are staged past the processors' caches: a device reads lines that they have just written half as
+fast as memory. Of longer ones the caches have let go when their turn comes (docs/decisions/0015)."""
+
 MAX_SLOTS = 32
 """Enough for steps of 50 µs."""
 
@@ -173,6 +177,7 @@ class PinnedRing:
                 slot.lengths if whole else array("Q", [slot.lengths[k] for k in as_bytes]),
                 self._threads,
                 (slot.memory, leaves),
+                past_caches=layout.num_bytes <= PAST_CACHES_BYTES,
             )
         if others:
             sources = [
@@ -230,7 +235,8 @@ class PinnedRing:
             slot.addresses = array("Q", [address + start for _, _, start, _ in section.sources])
             slot.lengths = array("Q", [length for _, _, _, length in section.sources])
             if self._filler is not None:
-                slot.fill = self._filler.prepare(slot.addresses, slot.lengths, self._threads)
+                past_caches = layout.num_bytes <= PAST_CACHES_BYTES
+                slot.fill = self._filler.prepare(slot.addresses, slot.lengths, self._threads, past_caches=past_caches)
             if num_bytes == layout.num_bytes:
                 slot.pieces = [_see_piece(memory, layout, number) for number in range(len(layout.sources))]
         slot.section = section
