@@ -398,6 +398,22 @@ def test_a_lent_tensor_tells_when_its_last_view_is_gone(device, compiled, monkey
     ctx.close()
 
 
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "arrays"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e5m2])
+@pytest.mark.parametrize("device", ["cpu", "virtual", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_what_is_lent_has_the_form_of_its_memory(device, dtype, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(driver, "lender", lambda: None)
+    ctx = make_virtual_context()[0] if device == "virtual" else context(device)
+    memory = ctx.allocate(1024).fill_(1).view(dtype)[3:].as_strided((4, 2, 3), (6, 1, 2), 7)
+    lent = ctx.lend(memory, object())
+    assert (lent.data_ptr(), lent.dtype, lent.device) == (memory.data_ptr(), memory.dtype, memory.device)
+    assert (lent.size(), lent.stride()) == (memory.size(), memory.stride())
+    assert not lent._is_view()
+    assert lent.untyped_storage()._cdata != memory.untyped_storage()._cdata
+    ctx.close()
+
+
 def test_memory_that_nobody_takes_is_let_go(monkeypatch):
     ctx, _ = make_virtual_context()
 

@@ -137,6 +137,39 @@ def test_a_transform_sees_each_batch_and_its_result_is_delivered(make_feed):
     assert all(bool((batch["turned"] == i).all()) and bool((batch["scaled"] == 2 * i + 1).all()) for i, batch in kept)
 
 
+FORMS = {
+    "as it came": lambda x: x,
+    "a part": lambda x: x[1:, 2:],
+    "twice": lambda x: (x, x),
+    "two views of it": lambda x: (x[0], x.t()),
+    "two views of what is new": lambda x: (x + 1).unbind(),
+    "one view of what is new": lambda x: (x + 1)[:, ::2],
+    "new, of other bytes": lambda x: x.to(torch.float8_e5m2),
+    "seen otherwise": lambda x: x.view(torch.int32),
+    "a repeated row": lambda x: (x[:1] + 1).expand(5, -1),
+    "conjugated, and not yet computed": lambda x: torch.complex(x, x).conj(),
+    "nothing": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("transform", FORMS.values(), ids=FORMS)
+def test_whatever_comes_out_of_a_transform_arrives(make_feed, transform):
+    batches = [[torch.arange(12.0).view(3, 4) + i, torch.tensor([i])] for i in range(6)]
+
+    def both(batch):
+        return transform(batch[0]), batch[1]
+
+    kept = []
+    for batch, sent in zip(make_feed(batches, transform=both), batches, strict=True):
+        kept.append((batch, both(sent)))  # so that every other one leaves the ring
+        if len(kept) == 3:
+            kept.pop(0)
+        for got, wanted in kept:
+            for a, b in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(wanted), strict=True):
+                assert torch.equal(a.float() if a.is_floating_point() else a, b.float() if b.is_floating_point() else b)
+                assert (a.dtype, a.size(), a.stride()) == (b.dtype, b.size(), b.stride())
+
+
 def test_a_transform_that_keeps_nothing_of_the_slot_gives_it_back_at_once(virtual_feed):
     fed, device = virtual_feed(
         [torch.full((100,), float(i)) for i in range(30)], mood="eager", transform=lambda x: x + 1

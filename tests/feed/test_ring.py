@@ -58,7 +58,8 @@ class RingModel(RuleBasedStateMachine):
             self.context.copy([(memory[: parcel.num_bytes], source)], self.copy_stream)
         slot.copied.record(self.copy_stream)
         slot.written = True
-        loan, lent = self.ring.lend(slot, len(memories))
+        loan = self.ring.begin_loan(slot, range(len(memories)))
+        lent = [self.ring.lend_bytes(loan, number) for number in range(len(memories))]
         self.under_way.append((loan, view_leaves(layout, lent), self.number, slot))
 
     @rule(drop_last=st.booleans())

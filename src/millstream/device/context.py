@@ -294,7 +294,7 @@ class DeviceContext:
         return self._driver.allocate(num_bytes)
 
     def lend(self, memory: Tensor, token: object) -> Tensor:
-        """See ``memory`` (uint8, one dimension, not empty) as a tensor that tells when nobody uses it any more.
+        """See ``memory`` (a plain tensor, not empty) as one of the same form that tells when nobody uses it any more.
 
         The result and its views have a storage of their own over the same bytes. It keeps ``token`` alive, and
         ``memory``; when the last of them is gone, both are dropped, in whatever thread that happens.

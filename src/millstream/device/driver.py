@@ -63,7 +63,7 @@ class Driver(Protocol):
         ...
 
     def lend(self, memory: Tensor, token: object) -> Tensor:
-        """A tensor over the bytes of ``memory`` that keeps ``token`` and ``memory`` until its last view is gone."""
+        """The same as ``memory``, in a storage that keeps ``token`` and ``memory`` until its last view is gone."""
         ...
 
     def copy(
@@ -237,9 +237,9 @@ class CudaDriver:
 
     def lend(self, memory: Tensor, token: object) -> Tensor:
         """By compiled code, or else by way of the CUDA array interface: PyTorch keeps the object that offers it."""
-        if (compiled := lender()) is not None:
-            return compiled.lend(memory, token)
-        return torch.as_tensor(_Lent(memory, token), device=self.torch_device)
+        if (compiled := lender()) is not None and (lent := compiled.lend(memory, token)) is not None:
+            return lent
+        return _see_alike(torch.as_tensor(_Lent(whole_storage(memory), token), device=self.torch_device), memory)
 
     def copy(
         self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Stream, before: Sequence[Event], after: Sequence[Event]
@@ -329,7 +329,7 @@ class _Lent:
 
     def __init__(self, memory: Tensor, token: object) -> None:
         self.memory, self.token = memory, token
-        address = memory.untyped_storage().data_ptr() + int(memory.storage_offset())
+        address = memory.data_ptr()
         self.__cuda_array_interface__ = {
             "data": (address, False),
             "shape": (memory.numel(),),
@@ -345,11 +345,23 @@ class _LentArray(np.ndarray[Any, np.dtype[np.uint8]]):
 
 def lend_host(memory: Tensor, token: object) -> Tensor:
     """Do what ``Driver.lend`` does, for host memory; without compiled code by an array that a tensor keeps alive."""
-    if (compiled := lender()) is not None:
-        return compiled.lend(memory, token)
-    array = memory.numpy().view(_LentArray)
+    if (compiled := lender()) is not None and (lent := compiled.lend(memory, token)) is not None:
+        return lent
+    array = whole_storage(memory).numpy().view(_LentArray)
     array.token = token
-    return torch.from_numpy(array)
+    return _see_alike(torch.from_numpy(array), memory)
+
+
+def whole_storage(tensor: Tensor) -> Tensor:
+    """The bytes of the storage under ``tensor``, as a uint8 tensor."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _see_alike(whole: Tensor, example: Tensor) -> Tensor:
+    """See the bytes of a storage as ``example`` sees those of its own."""
+    empty = torch.empty(0, dtype=example.dtype, device=whole.device)
+    return empty.set_(whole.untyped_storage(), int(example.storage_offset()), example.size(), example.stride())
 
 
 def _processors_near(place: Place) -> set[int]:

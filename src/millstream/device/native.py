@@ -169,12 +169,11 @@ class Lender:
     def __init__(self, path: Path) -> None:
         self._offer = as_builtin(ctypes.PyDLL(str(path)), "millstream_lend")
 
-    def lend(self, memory: Tensor, token: object) -> Tensor:
-        """Do what ``Driver.lend`` does, for memory of the host or of a CUDA device."""
-        offer = self.prepare(memory, torch.uint8, memory.size(), memory.stride())
-        assert offer is not None
+    def lend(self, memory: Tensor, token: object) -> Tensor | None:
+        """Do what ``Driver.lend`` does, for memory of the host or of a CUDA device; ``None`` for what DLPack lacks."""
+        offer = self.prepare(memory, memory.dtype, memory.size(), memory.stride())
         # The token is dropped first: a tuple drops its last item first.
-        return torch.from_dlpack(offer((memory, token)))
+        return None if offer is None else torch.from_dlpack(offer((memory, token)))
 
     def prepare(
         self, memory: Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]

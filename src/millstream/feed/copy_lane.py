@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from millstream.device import DeviceContext, Event, Stream
+from millstream.device.driver import whole_storage
 from millstream.device.likeness import Likeness
 from millstream.errors import FeedError
 from millstream.feed.checking import Checker
 from millstream.feed.lane import Transform, misplaced
 from millstream.feed.layout import Layout, Section, cut, describe_leaves, plan_layout, view_leaves
 from millstream.feed.ledger import Mark
-from millstream.feed.ring import DeviceSlot, Loan, Ring, whole_storage
+from millstream.feed.ring import DeviceSlot, Loan, Ring
 from millstream.feed.staging import (
     SECTION_BYTES,
     PinnedRing,
@@ -68,7 +69,6 @@ class DeviceLoad:
     ready: Event | None = None  # what the consumer's stream waits for
     tensors: Mapping[int, Tensor] | None = None  # by leaf, those that the user gets
     whole: Sequence[Tensor] | None = None  # the same where there are no others
-    unused: Sequence[Tensor] = ()  # lent, but no part of what the user gets: dropped with the load
 
     @property
     def num_bytes(self) -> int:
@@ -270,17 +270,18 @@ class CopyLane:
         context, slot, pinned = self._context, load.slot, load.pinned
         assert slot is not None
         assert pinned is not None
-        shares_event = self._shares_event and pinned.num_bytes == load.layout.num_bytes
+        is_whole = pinned.num_bytes == load.layout.num_bytes
+        shares_event = self._shares_event and is_whole
         with context.capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
             try:
                 # Before the copy: an interrupt behind it would leave slots that look as if nothing were under way.
                 pinned.busy = slot.written = True
                 self._pinned.last = pinned
-                if not (shares_event and not begin and self._send_again(slot, pinned)):
+                if begin or not (is_whole and self._send_again(slot, pinned)):
                     pairs = _pair(pinned, memories)
                     events = (pinned.copied,) if shares_event else (pinned.copied, slot.copied)
                     context.copy(pairs, self._copy_stream, before=begin, after=(*end, *events))
-                    if shares_event and (send := context.prepare_copy(pairs, self._copy_stream, after=events)):
+                    if is_whole and (send := context.prepare_copy(pairs, self._copy_stream, after=events)):
                         slot.sends[pinned] = pinned.copies, send
                 slot.other = pinned.copied if shares_event else None
             except BaseException:
@@ -310,40 +311,48 @@ class CopyLane:
 
         Leaves that are not staged reach it as the source made them.
         """
-        context, slot, copy_stream = self._context, load.slot, self._copy_stream
+        context, slot, copy_stream, ring = self._context, load.slot, self._copy_stream, self.ring
         assert slot is not None
-        raw = dict(zip(load.staged, view_leaves(load.layout, memories), strict=True))
-        own = {memory.untyped_storage().data_ptr(): i for i, memory in enumerate(memories)}
+        slot.raw = slot.raw or view_leaves(load.layout, memories)
+        leaves = dict(zip(load.staged, (leaf.detach() for leaf in slot.raw), strict=True)) | {**load.others}
         foreign = {leaf.untyped_storage().data_ptr() for leaf in load.others.values() if _is_plain(leaf)}
         if load.made is not None:
             copy_stream.wait_event(load.made[0].event)
         with context.on(copy_stream):
-            leaves = {**raw, **load.others}
             batch = transform(load.rebuild([leaves[i] for i in range(len(leaves))]))
+            outputs, load.rebuild = split(batch)
+            outputs = [leaf.resolve_conj().resolve_neg() if _is_plain(leaf) else leaf for leaf in outputs]
             slot.copied.record(copy_stream)
-        outputs, load.rebuild = split(batch)
         others: dict[int, Any] = {}
-        tensors: dict[int, Tensor] = {}
-        storages: dict[int, Tensor] = {}
-        lands = [_is_plain(leaf) and leaf.device == self._device for leaf in outputs]
-        uses_slot = any(
-            on and leaf.untyped_storage().data_ptr() in own for on, leaf in zip(lands, outputs, strict=True)
-        )
-        loan, lent = self.ring.lend(slot, len(memories)) if uses_slot else (Loan(self.ring, slot, 0), [])
-        if not uses_slot:
-            self.ring.give_back(slot)
+        found: dict[int, list[int]] = {}  # by storage, the outputs that lie there
         for i, leaf in enumerate(outputs):
-            pointer = leaf.untyped_storage().data_ptr() if lands[i] else 0
-            if not lands[i] or pointer in foreign or not leaf.untyped_storage().nbytes():
-                others[i] = leaf
-                continue
-            if pointer in own:
-                storages[pointer] = lent[own[pointer]]
-            elif pointer not in storages:
-                storages[pointer] = self.ring.lend_other(loan, whole_storage(leaf), copy_stream)
-            memory = storages[pointer].view(leaf.dtype)
-            tensors[i] = memory.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset()).data
-        load.others, load.tensors, load.loan, load.unused = others, tensors, loan, lent
+            if _is_plain(leaf) and leaf.device == self._device and (storage := leaf.untyped_storage()).nbytes():
+                pointer = storage.data_ptr()
+                if pointer not in foreign:
+                    found.setdefault(pointer, []).append(i)
+                    continue
+            others[i] = leaf
+        own = {memory.data_ptr(): number for number, memory in enumerate(memories)}
+        loan = ring.begin_loan(slot, [own[pointer] for pointer in found if pointer in own])
+        if loan.came_back:
+            ring.give_back(slot)
+        tensors: dict[int, Tensor] = {}
+        for pointer, together in found.items():
+            number, leaf = own.get(pointer), outputs[together[0]]
+            if len(together) > 1:
+                whole = (
+                    ring.lend_other(loan, whole_storage(leaf), copy_stream)
+                    if number is None
+                    else ring.lend_bytes(loan, number)
+                )
+                tensors |= {i: _see_in(whole, outputs[i]) for i in together}
+            elif number is None:
+                tensors[together[0]] = ring.lend_other(loan, leaf, copy_stream)
+            elif slot.offers and load.layout.fits(number, leaf):
+                tensors[together[0]] = ring.lend_leaf(loan, number)
+            else:
+                tensors[together[0]] = _see_in(ring.lend_bytes(loan, number), leaf)
+        load.others, load.tensors, load.loan = others, tensors, loan
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
@@ -432,6 +441,11 @@ def _pair(pinned: PinnedSlot, memories: Sequence[Tensor]) -> list[tuple[Tensor, 
             memory = memory[first : first + source.numel()]
         pairs.append((memory, source))
     return pairs
+
+
+def _see_in(memory: Tensor, leaf: Tensor) -> Tensor:
+    """See a place in memory as a leaf that lies at the same place of its storage."""
+    return memory.view(leaf.dtype).as_strided(leaf.size(), leaf.stride(), leaf.storage_offset()).data
 
 
 def _can_be_staged(leaf: Any) -> bool:

@@ -100,6 +100,12 @@ class Layout:
     views: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]
     owners: tuple[int, ...]
 
+    def fits(self, number: int, leaf: Tensor) -> bool:
+        """Whether a tensor in the memory of a parcel is the one leaf in it."""
+        spec = self.specs[self.owners[number]]
+        form = leaf.dtype, leaf.size(), leaf.stride(), leaf.storage_offset()
+        return form == (spec.dtype, spec.size, spec.stride, 0)
+
 
 def describe_leaves(leaves: Sequence[Tensor]) -> tuple[LeafSpec, ...]:
     """Say how plain host tensors will look on the device, and which of them share memory there."""

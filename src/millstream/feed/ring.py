@@ -60,6 +60,7 @@ class DeviceSlot:
         layout: What it was opened for last; ``None`` when it must be looked at again.
         memories: Of the parcels that this layout has.
         offers: What offers each of them as the leaf that lies there, if one does, and compiled code can.
+        raw: Its memory as the leaves of the batch, for a transform; empty until one asks.
         sends: By the pinned slot that a batch comes from: what enqueues its copy, and the list that this was made for.
         written: Whether a copy has been enqueued since the memory was taken.
         loan: As what it was lent last, until it is taken again.
@@ -72,6 +73,7 @@ class DeviceSlot:
     layout: Layout | None = None
     memories: list[Tensor] = field(default_factory=list)
     offers: Sequence[Callable[[object], object]] = ()
+    raw: Sequence[Tensor] = ()
     sends: dict[Any, tuple[Any, Callable[[], int]]] = field(default_factory=dict)
     other: Event | None = None
     written: bool = False
@@ -85,7 +87,7 @@ class DeviceSlot:
 
     def close(self) -> None:
         """Forget what it was opened for: it has other memory from here on."""
-        self.layout, self.memories, self.offers = None, [], ()
+        self.layout, self.memories, self.offers, self.raw = None, [], (), ()
         self.sends.clear()
 
 
@@ -188,28 +190,33 @@ class Ring:
         self._context.order(home, copy_stream)
         return Parcel(memory, home)
 
-    def lend(self, slot: DeviceSlot, count: int) -> tuple[Loan, list[Tensor]]:
-        """Tensors over the first ``count`` parcels of a slot; they bring it back when all of them are gone."""
-        slot.loan = loan = Loan(self, slot, count)
-        parcels = (parcel for parcel in slot.parcels[:count] if parcel is not None)
-        lent = [self._context.lend(parcel.memory, loan.lease(parcel)) for parcel in parcels]
-        return loan, lent
+    def begin_loan(self, slot: DeviceSlot, parcels: Sequence[int]) -> Loan:
+        """A loan of some parcels of a slot. Each is to be lent; they bring the slot back when all of them are gone."""
+        slot.loan = loan = Loan(self, slot, parcels)
+        return loan
+
+    def lend_bytes(self, loan: Loan, number: int) -> Tensor:
+        """A parcel as its bytes."""
+        lease = loan.lease(number)
+        return self._context.lend(lease.memory, lease)
+
+    def lend_leaf(self, loan: Loan, number: int) -> Tensor:
+        """A parcel as the leaf that is alone in it, where the slot has an offer of that."""
+        return torch.from_dlpack(loan.slot.offers[number](loan.lease(number)))  # which keeps the memory as well
 
     def lend_leaves(self, slot: DeviceSlot, layout: Layout) -> tuple[Loan, list[Tensor]]:
         """The leaves of a batch in a slot that is open for its layout; they bring it back when all of them are gone."""
+        numbers = range(len(slot.memories))
+        loan = self.begin_loan(slot, numbers)
         if not slot.offers:
-            loan, lent = self.lend(slot, len(slot.memories))
-            return loan, view_leaves(layout, lent)
-        slot.loan = loan = Loan(self, slot, len(slot.offers))
-        leaves: list[Any] = [None] * len(slot.offers)
-        for i, offer in enumerate(slot.offers):
-            parcel = slot.parcels[i]
-            assert parcel is not None
-            leaves[layout.owners[i]] = torch.from_dlpack(offer(loan.lease(parcel)))  # which keeps the memory as well
+            return loan, view_leaves(layout, [self.lend_bytes(loan, number) for number in numbers])
+        leaves: list[Any] = [None] * len(numbers)
+        for number, owner in enumerate(layout.owners):
+            leaves[owner] = self.lend_leaf(loan, number)
         return loan, leaves
 
     def lend_other(self, loan: Loan, memory: Tensor, home: Stream) -> Tensor:
-        """A tensor over memory that is no slot's but shall go back to its stream in order all the same."""
+        """The same as a tensor that is in no slot, but shall go back to its stream in order all the same."""
         return self._context.lend(memory, Lease(loan, None, memory, home))
 
     def give_back(self, slot: DeviceSlot) -> None:
@@ -351,21 +358,23 @@ class Loan:
 
     __slots__ = ("_kept", "came_back", "claims", "forgone", "leases", "ring", "slot", "stream", "tickets")
 
-    def __init__(self, ring: Ring, slot: DeviceSlot, num_parcels: int) -> None:
+    def __init__(self, ring: Ring, slot: DeviceSlot, parcels: Sequence[int]) -> None:
         self.ring = ring
         self.slot = slot
         self.stream: Stream | None = None
-        self.claims = dict.fromkeys(range(num_parcels), True)
-        self.leases: list[weakref.ref[Lease]] = []
+        self.claims = dict.fromkeys(parcels, True)
+        self.leases: dict[int, weakref.ref[Lease]] = {}
         self.forgone = False
-        self.came_back = num_parcels == 0
+        self.came_back = not parcels
         self._kept: frozenset[int] = frozenset()
-        self.tickets = [*range(num_parcels)]
+        self.tickets = [*parcels]
 
-    def lease(self, parcel: Parcel) -> Lease:
-        """What keeps the next parcel of the batch from coming back."""
-        lease = Lease(self, len(self.leases), parcel.memory, parcel.home)
-        self.leases.append(weakref.ref(lease))
+    def lease(self, number: int) -> Lease:
+        """What keeps a parcel from coming back."""
+        parcel = self.slot.parcels[number]
+        assert parcel is not None
+        lease = Lease(self, number, parcel.memory, parcel.home)
+        self.leases[number] = weakref.ref(lease)
         return lease
 
     def is_last(self) -> bool:
@@ -374,7 +383,7 @@ class Loan:
 
     def is_over(self) -> bool:
         """Whether the user has nothing of it any more but what he was left, and all finalizers have ended."""
-        for i, lease in enumerate(self.leases):  # noqa: SIM110 - asked for every batch: a generator takes three times as long
+        for i, lease in self.leases.items():  # noqa: SIM110 - asked for every batch: a generator takes three times as long
             if lease() is not None and i not in self._kept:
                 return False
         return True
@@ -424,10 +433,3 @@ def _prepare_offers(layout: Layout, memories: Sequence[Tensor]) -> Sequence[Call
             return ()
         offers.append(offer)
     return offers
-
-
-def whole_storage(tensor: Tensor) -> Tensor:
-    """The bytes of the storage under ``tensor``, as a uint8 tensor."""
-    storage = tensor.untyped_storage()
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
