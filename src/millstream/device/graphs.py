@@ -19,9 +19,9 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     Like ``torch.cuda.graph``, but other threads' calls do no harm, the host does not wait for the device, and PyTorch's
     caches are not emptied first, which takes longer than capturing a few kernels.
 
-    All graphs of a device read their random seed and offset in one place, which PyTorch resets on the capturing stream
-    when a capture begins. So that happens behind the replays before it and in front of those to come: a capture is a
-    use of what graphs share, as a replay is.
+    All graphs of a device read their random seed and offset in one place, which PyTorch (before pytorch#176752) resets
+    on the capturing stream when a capture begins. So that happens behind the replays before it and in front of those to
+    come: a capture is a use of what graphs share, as a replay is.
 
     Args:
         context: Of the device, which must be current; its ``graph_lock`` is held.

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -311,7 +311,7 @@ class CopyLane:
 
         Leaves that are not staged reach it as the source made them.
         """
-        context, slot, copy_stream, ring = self._context, load.slot, self._copy_stream, self.ring
+        context, slot, copy_stream = self._context, load.slot, self._copy_stream
         assert slot is not None
         slot.raw = slot.raw or view_leaves(load.layout, memories)
         leaves = dict(zip(load.staged, (leaf.detach() for leaf in slot.raw), strict=True)) | {**load.others}
@@ -323,36 +323,39 @@ class CopyLane:
             outputs, load.rebuild = split(batch)
             outputs = [leaf.resolve_conj().resolve_neg() if _is_plain(leaf) else leaf for leaf in outputs]
             slot.copied.record(copy_stream)
-        others: dict[int, Any] = {}
+        self._lend_outputs(load, outputs, foreign, memories)
+
+    def _lend_outputs(
+        self, load: DeviceLoad, outputs: Sequence[Any], foreign: Set[int], memories: Sequence[Tensor]
+    ) -> None:
+        """Lend what a transform has returned, but for tensors in storages that are not to be lent."""
+        slot, home, ring = load.slot, self._copy_stream, self.ring
+        assert slot is not None
+        load.others = others = {}
         found: dict[int, list[int]] = {}  # by storage, the outputs that lie there
         for i, leaf in enumerate(outputs):
-            if _is_plain(leaf) and leaf.device == self._device and (storage := leaf.untyped_storage()).nbytes():
-                pointer = storage.data_ptr()
-                if pointer not in foreign:
-                    found.setdefault(pointer, []).append(i)
-                    continue
-            others[i] = leaf
+            lies_here = _is_plain(leaf) and leaf.device == self._device
+            storage = leaf.untyped_storage() if lies_here else None
+            if storage is not None and storage.nbytes() and storage.data_ptr() not in foreign:
+                found.setdefault(storage.data_ptr(), []).append(i)
+            else:
+                others[i] = leaf
         own = {memory.data_ptr(): number for number, memory in enumerate(memories)}
-        loan = ring.begin_loan(slot, [own[pointer] for pointer in found if pointer in own])
+        load.loan = loan = ring.begin_loan(slot, [own[pointer] for pointer in found if pointer in own])
         if loan.came_back:
             ring.give_back(slot)
-        tensors: dict[int, Tensor] = {}
+        load.tensors = tensors = {}
         for pointer, together in found.items():
             number, leaf = own.get(pointer), outputs[together[0]]
-            if len(together) > 1:
-                whole = (
-                    ring.lend_other(loan, whole_storage(leaf), copy_stream)
-                    if number is None
-                    else ring.lend_bytes(loan, number)
-                )
-                tensors |= {i: _see_in(whole, outputs[i]) for i in together}
-            elif number is None:
-                tensors[together[0]] = ring.lend_other(loan, leaf, copy_stream)
-            elif slot.offers and load.layout.fits(number, leaf):
+            is_alone = len(together) == 1
+            if number is None and is_alone:
+                tensors[together[0]] = ring.lend_other(loan, leaf, home)
+            elif number is not None and is_alone and slot.offers and load.layout.fits(number, leaf):
                 tensors[together[0]] = ring.lend_leaf(loan, number)
             else:
-                tensors[together[0]] = _see_in(ring.lend_bytes(loan, number), leaf)
-        load.others, load.tensors, load.loan = others, tensors, loan
+                other = number is None
+                memory = ring.lend_other(loan, whole_storage(leaf), home) if other else ring.lend_bytes(loan, number)
+                tensors |= {i: _see_in(memory, outputs[i]) for i in together}
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 

@@ -189,7 +189,10 @@ class Session:
     def _make_and_look_ahead(self, times: Times) -> None:
         try:
             item = self._ahead[0] if self._ahead else self._pull(times)
-            if item is None or not ((item.is_staged or self._stage(item)) and self._send(item)):
+            if item is None:
+                return
+            self._budget.check_size(item.load.num_bytes)
+            if not ((item.is_staged or self._stage(item)) and self._send(item)):
                 return
             self._ahead.clear()
             self._next += (item,)
@@ -236,7 +239,6 @@ class Session:
                 if prepared is None:
                     continue
                 load = lane.describe(prepared[0])
-                self._budget.check_size(load.num_bytes)
                 times.pull_ns, times.num_bytes = (began, time.perf_counter_ns()), load.num_bytes
                 self._count += 1
                 return Item(load, times, prepared[1])
