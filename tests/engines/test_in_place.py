@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import millstream as ms
 from millstream.api import executables
-from millstream.device import context
+from millstream.device import DeviceContext, context
 from millstream.engine import captured, cuda_graph, in_place
 from millstream.engine.captured import Family
 from millstream.engine.choice import Scheduling
@@ -370,6 +370,20 @@ def test_where_the_driver_refuses_a_captured_copy_there_is_a_graph_all_the_same(
             assert torch.equal(compiled(torch.full((3,), float(i))), torch.full((3,), 2.0 * i))
     assert engine.captured
     assert engine._captured._passage is None
+
+
+def test_within_a_capture_of_the_callers_no_graph_is_launched(device, monkeypatch):
+    compiled = ms.compile(lambda x: x * 2, strict=True)
+    with torch.no_grad():
+        compiled(torch.ones(3))
+        engine = on_graphs(compiled)
+        for is_within in (True, False, False, True, False):
+            monkeypatch.setattr(DeviceContext, "is_capturing", lambda _, is_within=is_within: is_within)
+            before = engine._captured.graph.num_replays if engine.captured else 0
+            assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+            after = engine._captured.graph.num_replays if engine.captured else 0
+            assert (after > before) == (not is_within and engine.captured)
+        assert engine.captured
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

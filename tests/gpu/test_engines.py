@@ -203,6 +203,24 @@ def test_what_cannot_be_captured_runs_serially_with_a_warning():
     assert "refused to capture" in str(ms.explain(compiled))
 
 
+def test_within_a_capture_of_the_callers():
+    model = networks.ResNet().cuda().eval()
+    compiled = ms.compile(model, strict=True)
+    with torch.no_grad():
+        x, _ = networks.example(networks.ResNet, "cuda")
+        for _ in range(3):
+            compiled(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = compiled(x)
+        for _ in range(3):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            networks.assert_close(result, model(x), 1e-4)
+            networks.assert_close(compiled(x), model(x), 1e-4)
+    assert engines_of(compiled) == [("graph", True)]
+
+
 def test_autocast_and_gradient_scaling():
     model = networks.ResNet().cuda()
     twin = copy.deepcopy(model)

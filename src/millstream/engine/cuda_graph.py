@@ -17,6 +17,9 @@ of these addresses the plan is captured once more, to read them there (``replaye
 until the backward pass has used it. A forward call that comes while an earlier one still waits for its backward pass
 must not overwrite it; it runs on the serial engine in fresh memory, and so does its backward pass. ``Family`` keeps the
 two informed.
+
+**Within a capture of the caller's.** A graph cannot be launched there. The call runs on the serial engine, and its
+kernels become a part of the caller's graph.
 """
 
 from __future__ import annotations
@@ -111,6 +114,9 @@ class CudaGraphEngine:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         with self._lock:
+            if self._context.is_capturing():  # a graph of the caller's own, of which the kernels become a part
+                self._family.replayed &= self.lowered.phase is not Phase.FORWARD
+                return self._serial(inputs)
             self._calls += 1
             captured = self._captured
             if captured is not None and captured.fits(inputs) and not self._must_not_overwrite():
