@@ -310,7 +310,7 @@ class CudaDriver:
 
 
 def capture_nothing(pool: GraphPool | None = None) -> torch.cuda.CUDAGraph:
-    """Capture an empty graph on the current device, behind all of its work and in front of the current stream's.
+    """Capture an empty graph on the current device, behind all of its work so far and in front of all that follows.
 
     Args:
         pool: For its memory; ``None`` for one of its own.
@@ -320,7 +320,7 @@ def capture_nothing(pool: GraphPool | None = None) -> torch.cuda.CUDAGraph:
         warnings.simplefilter("ignore")  # PyTorch doubts that an empty graph is meant
         with torch.cuda.graph(graph, pool, stream, "thread_local"):  # type: ignore[arg-type]
             pass
-    torch.cuda.current_stream().wait_stream(stream)  # where the random offset was reset, see ``graphs.capture``
+    stream.synchronize()  # where the random offset was reset, see ``graphs.capture``
     return graph
 
 
