@@ -87,7 +87,8 @@ class Channel(Generic[T]):
                 self._settle()
                 if offer not in self._senders:
                     return
-            _wait(offer.bell, timeout)
+                bell = offer.bell = _Bell()
+            _wait(bell, timeout)
             with self._lock:
                 if offer in self._senders:
                     if self._closed:
@@ -161,7 +162,10 @@ class Channel(Generic[T]):
                 self._settle()
                 if wish.offer is not None:
                     return
-            _wait(wish.bell, timeout)
+                if not self._closed:
+                    wish.bell = _Bell()
+            if wish.bell is not None:
+                _wait(wish.bell, timeout)
             with self._lock:
                 if wish.offer is not None:
                     return
@@ -228,19 +232,22 @@ class Channel(Generic[T]):
                 self._held += (offer,)
                 self._held_bytes += offer.num_bytes
                 del self._senders[0]
-                offer.bell.put(None)
+                if offer.bell is not None:  # and no function is called in between, where an interrupt could come
+                    offer.bell.put(None)
             elif self._receivers and self._held:
                 wish, offer = self._receivers[0], self._held[0]
                 wish.things += offer.things
                 wish.offer = offer
                 self._held_bytes -= offer.num_bytes
                 del self._held[0], self._receivers[0]
-                wish.bell.put(None)
+                if wish.bell is not None:
+                    wish.bell.put(None)
             else:
                 break
         if self._closed:
             for party in (*self._senders, *self._receivers):
-                party.bell.put(None)
+                if party.bell is not None:
+                    party.bell.put(None)
 
     def _has_room(self, num_bytes: int) -> bool:
         # Who waits to receive makes room: what is sent now does not stay.
@@ -259,7 +266,7 @@ class _Offer(Generic[T]):
         # Made here, because making a tuple may begin a collection, and so run a finalizer that moves things, too.
         self.things = (thing,)
         self.num_bytes = num_bytes
-        self.bell = _Bell()
+        self.bell: _Bell | None = None  # of who waits
 
 
 class _Wish(Generic[T]):
@@ -270,7 +277,7 @@ class _Wish(Generic[T]):
     def __init__(self, things: list[T] | deque[T]) -> None:
         self.things = things  # what comes is added to them
         self.offer: _Offer[T] | None = None  # what has come
-        self.bell = _Bell()
+        self.bell: _Bell | None = None
 
 
 _Bell = queue.SimpleQueue  # rung when who waits was served, or the channel was closed
