@@ -1,6 +1,7 @@
 """What a feed can do beyond feeding: resume, shape batches, transform them, serve several devices, check itself."""
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from millstream.errors import ArgumentError, FeedError
 from millstream.feed import Feed, feed
 from millstream.feed.feeder import Options
 from millstream.feed.shaping import make_transform
+from tests.feed.conftest import WAYS
 from tests.feed.test_feed import Failing, numbers, values
 
 # --- resuming
@@ -168,6 +170,21 @@ def test_whatever_comes_out_of_a_transform_arrives(make_feed, transform):
             for a, b in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(wanted), strict=True):
                 assert torch.equal(a.float() if a.is_floating_point() else a, b.float() if b.is_floating_point() else b)
                 assert (a.dtype, a.size(), a.stride()) == (b.dtype, b.size(), b.stride())
+
+
+@pytest.mark.parametrize("make_feed", WAYS[1::2], indirect=True)
+def test_what_a_transform_has_recorded_for_gradients_does_not_stay(make_feed):
+    weight, made = torch.ones(3, requires_grad=True), []
+
+    def transform(x):
+        with torch.enable_grad():
+            twice = x * 2
+            made.append(weakref.ref(twice))
+            return twice * weight
+
+    for batch in make_feed([torch.ones(3) for _ in range(4)], transform=transform):
+        assert not batch.requires_grad
+        assert made.pop(0)() is None
 
 
 def test_a_transform_that_keeps_nothing_of_the_slot_gives_it_back_at_once(virtual_feed):

@@ -349,7 +349,7 @@ class CopyLane:
             number, leaf = own.get(pointer), outputs[together[0]]
             is_alone = len(together) == 1
             if number is None and is_alone:
-                tensors[together[0]] = ring.lend_other(loan, leaf, home)
+                tensors[together[0]] = ring.lend_other(loan, leaf.detach(), home)  # without what made it
             elif number is not None and is_alone and slot.offers and load.layout.fits(number, leaf):
                 tensors[together[0]] = ring.lend_leaf(loan, number)
             else:
