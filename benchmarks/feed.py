@@ -189,7 +189,7 @@ def copy_ms(sizes: Sequence[int], device: torch.device) -> float:
     if device.type != "cuda":
         return max(sum(sizes) / 10e9 * 1e3, 0.05)  # made up, to try the scripts
     copy, times = make_copy(sizes, device), []
-    for _ in range(12):
+    for _ in range(30):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(1_000_000)  # the host shall be ahead
         begin.record()
@@ -197,7 +197,7 @@ def copy_ms(sizes: Sequence[int], device: torch.device) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
+    return min(times)  # by the median, 16 MiB took 0.34 to 0.44 ms on one host, of which the copy engine worked 0.31
 
 
 def engine_ms(run: Callable[[], object], device: torch.device) -> float:

@@ -115,8 +115,7 @@ class CudaGraphEngine:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         with self._lock:
             if self._context.is_capturing():  # a graph of the caller's own, of which the kernels become a part
-                self._family.replayed &= self.lowered.phase is not Phase.FORWARD
-                return self._serial(inputs)
+                return self._run_serially(inputs, may_measure=False)
             self._calls += 1
             captured = self._captured
             if captured is not None and captured.fits(inputs) and not self._must_not_overwrite():
@@ -127,8 +126,6 @@ class CudaGraphEngine:
                 captured = self._capture(inputs)
                 if captured is not None:
                     return self._replay(captured, inputs)
-            if self.lowered.phase is Phase.FORWARD:
-                self._family.replayed = False
             return self._run_serially(inputs)
 
     def replay(self) -> None:
@@ -148,8 +145,10 @@ class CudaGraphEngine:
             self._replayer.stop()
         self._captured = self._replayer = None
 
-    def _run_serially(self, inputs: list[Any]) -> list[Any]:
-        if self._planner is None or self._settled:
+    def _run_serially(self, inputs: list[Any], *, may_measure: bool = True) -> list[Any]:
+        if self.lowered.phase is Phase.FORWARD:
+            self._family.replayed = False
+        if self._planner is None or self._settled or not may_measure:
             return self._serial(inputs)
         outputs = self._planner.measuring_run(inputs)
         if self._planner.error is not None:

@@ -120,11 +120,6 @@ class CopyLane:
         """Parcels that the user has kept."""
         return self.ring.num_kept
 
-    @property
-    def stages_beside(self) -> bool:
-        """Helpers of compiled code do."""
-        return self._pinned.has_helpers
-
     def in_thread(self) -> AbstractContextManager[None]:
         """Set the device, and keep the thread from killing captures of others."""
         return self._in_thread  # one for all batches: one thread at a time makes any
@@ -350,12 +345,15 @@ class CopyLane:
             is_alone = len(together) == 1
             if number is None and is_alone:
                 tensors[together[0]] = ring.lend_other(loan, leaf.detach(), home)  # without what made it
-            elif number is not None and is_alone and slot.offers and load.layout.fits(number, leaf):
+                continue
+            if number is None:
+                memory = ring.lend_other(loan, whole_storage(leaf), home)
+            elif is_alone and slot.offers and load.layout.fits(number, leaf):
                 tensors[together[0]] = ring.lend_leaf(loan, number)
+                continue
             else:
-                other = number is None
-                memory = ring.lend_other(loan, whole_storage(leaf), home) if other else ring.lend_bytes(loan, number)
-                tensors |= {i: _see_in(memory, outputs[i]) for i in together}
+                memory = ring.lend_bytes(loan, number)
+            tensors |= {i: _see_in(memory, outputs[i]) for i in together}
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 

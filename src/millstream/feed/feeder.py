@@ -197,7 +197,7 @@ class Feed:
             prepare=self._make_prepare(skip, stateful),
             ledger=ledger,
             pace=self._pace_maker.begin_pass(may_be_alone=self.places is None and not self._options.check),
-            may_look_ahead=_is_stored(self.loader),
+            may_look_ahead=self.place.kind != "cpu" and _is_stored(self.loader),  # on the CPU nothing is staged
         )
         begun = _Pass(session, self._progress, self.loader)
         context(self.place).attach(session)

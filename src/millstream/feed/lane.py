@@ -54,11 +54,6 @@ class Lane(Protocol[L]):
         """Pieces of memory that the user has kept."""
         ...
 
-    @property
-    def stages_beside(self) -> bool:
-        """Whether others go on staging when ``stage`` has returned."""
-        ...
-
     def in_thread(self) -> AbstractContextManager[None]:
         """Entered by the worker before anything else."""
         ...
@@ -123,7 +118,6 @@ class HostLane:
 
     slot = None
     num_kept = 0
-    stages_beside = False
 
     def __init__(self, transform: Transform | None = None) -> None:
         self._place = Place("cpu")

@@ -56,11 +56,6 @@ class ManyLane:
         """On all devices."""
         return sum(lane.num_kept for lane in self._lanes)
 
-    @property
-    def stages_beside(self) -> bool:
-        """As the first lane does."""
-        return self._lanes[0].stages_beside
-
     def in_thread(self) -> AbstractContextManager[None]:
         """As the first lane has it; every call below names its device."""
         return self._lanes[0].in_thread()

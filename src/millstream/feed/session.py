@@ -103,7 +103,7 @@ class Session:
         self._ledger = ledger or Ledger(None)
         self._pace = pace or Pace(alone=False)
         self._count = 0  # of the batches pulled
-        self._looks_ahead = may_look_ahead and depth > 1 and lane.stages_beside
+        self._looks_ahead = may_look_ahead and depth > 1
         self._max_bytes = max_bytes
         self._budget: Channel[int] = Channel(depth, max_bytes)  # the numbers of the batches
         self._gone: deque[int] = deque([-1], maxlen=1)  # the last that has left it

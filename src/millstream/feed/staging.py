@@ -115,11 +115,6 @@ class PinnedRing:
         self._num_bytes = 0  # of all slots
         self.last: PinnedSlot | None = None  # whose copy was enqueued last
 
-    @property
-    def has_helpers(self) -> bool:
-        """Whether a slot is still being filled when ``begin_fill`` returns, unless it is short."""
-        return self._filler is not None
-
     def begin_fill(
         self,
         layout: Layout,
