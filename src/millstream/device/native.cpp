@@ -72,6 +72,8 @@ constexpr size_t kWakeBytes = 256 << 10;  // so many for each thread that is wok
 constexpr size_t kLine = 64;  // bytes
 constexpr size_t kLeastPast = 1 << 10;  // of a piece that is copied past caches
 constexpr int kMany = 4;  // helpers, so that one thread more is no matter
+constexpr int kCalled = 3;  // by who begins; these call the others
+constexpr int kPauses = 16;
 constexpr auto kSpin = std::chrono::microseconds(500);
 
 // A copy that the processor's caches keep nothing of.
@@ -140,15 +142,24 @@ struct Filling {
   std::atomic<bool> finished{false};
 };
 
+// Waits a moment for another thread. A processor often runs two threads, of which one that spins slows the other down, and
+// the more, the more often it asks the system.
+void pause_a_moment() {
+#ifdef __SSE2__
+  for (int i = 0; i < kPauses; ++i) _mm_pause();
+#endif
+  std::this_thread::yield();
+}
+
 class Team {
  public:
-  explicit Team(int num_helpers) {
+  explicit Team(int num_helpers) : calls_(num_helpers) {
     sigset_t others, before;  // what is not a fault of this very thread is for Python's threads
     sigfillset(&others);
     for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&others, fault);
     pthread_sigmask(SIG_SETMASK, &others, &before);
     try {
-      for (; num_helpers_ < num_helpers; ++num_helpers_) std::thread(&Team::help, this).detach();
+      for (; num_helpers_ < num_helpers; ++num_helpers_) std::thread(&Team::help, this, num_helpers_).detach();
     } catch (const std::system_error&) {  // the system grants no more
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -160,9 +171,8 @@ class Team {
     if (wanted <= 0 || busy_.exchange(true)) return;
     filling.num_helpers = wanted;
     filling_ = &filling;
-    num_threads_ = filling.num_threads;
-    ++generation_;  // who spins comes by himself
-    for (int i = 0; i < wanted; ++i) generation_.notify_one();
+    num_wanted_ = wanted;
+    for (int i = 0; i < std::min(wanted, kCalled); ++i) call(i);
   }
 
   void finish(Filling& filling) {
@@ -170,31 +180,43 @@ class Team {
     // Of many helpers none is missed, and what the interpreter will need next stays in this processor's cache.
     bool leaves_it = filling.num_helpers >= kMany;
     do {
-      while (leaves_it && num_inside_ > 0) std::this_thread::yield();
+      while (leaves_it && num_inside_ > 0) pause_a_moment();
     } while (filling.copy_chunk());
     if (filling.num_helpers == 0) return;
     // Who comes in from here on sees that there is nothing to do.
     filling_ = nullptr;
-    while (num_inside_ != 0) std::this_thread::yield();
+    while (num_inside_ != 0) pause_a_moment();
     busy_ = false;
   }
 
  private:
-  void help() {
+  struct alignas(kLine) Calls {
+    std::atomic<unsigned> count{0};
+  };
+
+  // To wake a thread takes the caller some microseconds; who spins comes by himself.
+  void call(int helper) {
+    ++calls_[helper].count;
+    calls_[helper].count.notify_one();
+  }
+
+  void help(int self) {
+    auto& calls = calls_[self].count;
     unsigned seen = 0;
     bool spins = false;
     for (;;) {
       auto begin = Clock::now();
-      while (generation_ == seen) {
+      while (calls == seen) {
         if (!spins || Clock::now() - begin > kSpin) {
-          generation_.wait(seen);
+          calls.wait(seen);
         } else {
-          std::this_thread::yield();
+          pause_a_moment();
         }
       }
       spins = Clock::now() - begin < kSpin;  // where batches follow each other so closely, the next one will, too
-      seen = generation_;
-      bool has_room = ++num_inside_ < num_threads_;
+      seen = calls;
+      for (int i = self + kCalled; self < kCalled && i < num_wanted_; i += kCalled) call(i);
+      bool has_room = ++num_inside_ <= num_wanted_;  // who comes late may meet a filling that is for fewer
       Filling* filling = filling_;
       while (has_room && filling && filling->copy_chunk()) {
       }
@@ -202,12 +224,12 @@ class Team {
     }
   }
 
+  std::vector<Calls> calls_;  // of each helper
   int num_helpers_ = 0;
   std::atomic<bool> busy_{false};
   std::atomic<Filling*> filling_{nullptr};
-  std::atomic<int> num_threads_{0};
+  std::atomic<int> num_wanted_{0};
   std::atomic<int> num_inside_{0};
-  std::atomic<unsigned> generation_{0};
 };
 
 void finish_once(Filling* filling) {
