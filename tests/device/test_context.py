@@ -237,6 +237,7 @@ USES = {
     "current_stream": lambda c: c.current_stream(),
     "on": lambda c: c.on(None),
     "in_thread": lambda c: c.in_thread(),
+    "spare_captures": lambda c: c.spare_captures(),
     "acquire_event": lambda c: c.acquire_event(),
     "pinned": lambda c: c.pinned(1),
     "graph_pool": lambda c: c.graph_pool,
@@ -455,7 +456,7 @@ def test_the_runtime_is_looked_up_once(monkeypatch):
     monkeypatch.setattr(driver.ctypes, "CDLL", asked.append)
     driver._find.cache_clear()
     for _ in range(3):
-        with driver._InThread(Place("cpu")):
+        with driver._SpareCaptures():
             pass
     driver._find.cache_clear()
     assert len(asked) == 1

@@ -11,6 +11,12 @@ from millstream.device.guard import guard
 from millstream.errors import DeviceError
 
 
+def make_driver():
+    made = object.__new__(driver.CudaDriver)  # without asking for a device
+    made.place = Place("cuda", 1)
+    return made
+
+
 class FakeCuda:
     """Two devices: which is current, and which stream is on each."""
 
@@ -89,7 +95,7 @@ def test_the_mode_of_captures_is_exchanged_and_exchanged_back(cuda, monkeypatch,
 
     monkeypatch.setattr(driver, "_find", lambda _: exchange)
     before = cuda.state
-    with suppress(KeyError), driver._InThread(Place("cuda", 1)):
+    with suppress(KeyError), make_driver().in_thread():
         assert cuda.device == 1
         raise KeyError
     assert modes == ([1] if refuses else [1, 0])
@@ -102,6 +108,6 @@ def test_a_thread_that_is_interrupted_while_it_is_prepared_is_left_as_it_was(cud
 
     monkeypatch.setattr(driver, "_find", lambda _: interrupt)
     before = cuda.state
-    with pytest.raises(KeyboardInterrupt), driver._InThread(Place("cuda", 1)):
+    with pytest.raises(KeyboardInterrupt), make_driver().in_thread():
         pass
     assert cuda.state == before

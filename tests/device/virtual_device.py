@@ -181,6 +181,9 @@ class VirtualDevice:
     def in_thread(self):
         return nullcontext()
 
+    def spare_captures(self):
+        return nullcontext()
+
     def synchronize(self):
         self.run_until(lambda: not any(stream.queue for stream in self.streams))
 

@@ -377,8 +377,8 @@ def test_a_batch_that_looks_like_the_one_before_takes_two_records(virtual_feed, 
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_slots_are_free_when_the_copy_enqueued_last_is_over(late):
-    """And not when the one that was staged last is: a batch for which memory was short is sent late."""
+def test_slots_are_free_when_a_copy_enqueued_later_is_over(late):
+    """And not when one that was staged later is: a batch for which memory was short is sent late."""
     ctx, device = make_virtual_context("lazy")
     device.run_some = lambda: None  # no time passes while it is asked
     leaves = [torch.ones(64)]
@@ -391,18 +391,19 @@ def test_slots_are_free_when_the_copy_enqueued_last_is_over(late):
         return slot
 
     def send(slot):
-        slot.busy, ring.last = True, slot
+        slot.busy, slot.turn = True, next(ring.turns)
         slot.copied.record(ctx.copy_stream)
 
     first, second, third = fill(), fill(), fill()
-    for slot in (second, third) if late else (first, second, third):
+    for slot in (second, third) if late else (first, second):
         send(slot)
     device.synchronize()
-    if late:
-        send(first)
+    send(first if late else third)
+    queries = device.num_queries
     found = ring._find(layout.num_bytes)
     assert (found is first) is not late  # else it takes a new one
-    assert [slot.busy for slot in (first, second, third)] == ([True] * 3 if late else [False] * 3)
+    assert [slot.busy for slot in (first, second, third)] == ([True, False, False] if late else [False, False, True])
+    assert device.num_queries == queries + 1
     device.synchronize()
     ring.close()
 

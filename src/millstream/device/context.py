@@ -153,6 +153,11 @@ class DeviceContext:
         self._check_open()
         return self._driver.in_thread()
 
+    def spare_captures(self) -> AbstractContextManager[None]:
+        """Enter this in a thread that is somebody else's: keeps its calls from killing others' captures meanwhile."""
+        self._check_open()
+        return self._driver.spare_captures()
+
     # --- events ------------------------------------------------------------------------------------------------------
 
     def acquire_event(self, *, timing: bool = False) -> Event:

@@ -96,6 +96,10 @@ class Driver(Protocol):
         """Prepare a helper thread for calls to this device."""
         ...
 
+    def spare_captures(self) -> AbstractContextManager[Any]:
+        """Keep the calling thread's calls from ending captures that other threads make. May be entered again later."""
+        ...
+
     def synchronize(self) -> None:
         """Block the host until the device has done everything."""
         ...
@@ -166,6 +170,10 @@ class CpuDriver:
 
     def in_thread(self) -> AbstractContextManager[None]:
         """Nothing to prepare."""
+        return nullcontext()
+
+    def spare_captures(self) -> AbstractContextManager[None]:
+        """There are none."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -296,13 +304,19 @@ class CudaDriver:
             self._anchors.append(capture_nothing((first, second)))
         return (first, second)
 
-    def in_thread(self) -> AbstractContextManager[Any]:
-        """Set the thread's device, and keep its calls from killing captures made elsewhere.
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Set the thread's device, and have it spare captures.
 
         A new thread starts on device 0, whatever its parent used: without this its allocations and its streams would
         silently belong to another GPU.
         """
-        return _InThread(self.place)
+        with guard(self.place), self.spare_captures():
+            yield
+
+    def spare_captures(self) -> AbstractContextManager[Any]:
+        """By the mode that CUDA has for each thread."""
+        return _SpareCaptures()
 
     def synchronize(self) -> None:
         """Wait for all streams of the device, the user's included."""
@@ -397,43 +411,31 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
-class _InThread(guard):
+class _SpareCaptures(AbstractContextManager[None]):
     """Let this thread query events and allocate while *another* thread captures in CUDA's default, global mode.
 
     In that mode one "potentially unsafe" call of any thread (``cudaEventQuery``, ``cudaMalloc``, ``cudaHostAlloc``)
     destroys the capture. A thread escapes the rule by declaring itself thread-local, which the driver's
     ``cuThreadExchangeStreamCaptureMode`` (CUDA 10.1 and later) does; ``torch.cuda`` does not offer it. Where the call
     is not to be had (ROCm), nothing happens, and only captures that hold the capture lock are safe.
-
-    A feed without a worker enters one and the same for every batch.
     """
 
     __slots__ = ("_exchange", "_mode", "_pointer")
 
-    def __init__(self, place: Place) -> None:
-        self._place = place  # which exists, unlike one that a guard may be asked for
+    def __init__(self) -> None:
         self._exchange = _find("cuThreadExchangeStreamCaptureMode")
         self._mode = ctypes.c_int()
         self._pointer = ctypes.byref(self._mode)
 
-    def __enter__(self) -> Place:
-        place = super().__enter__()
-        try:
-            if self._exchange is not None:
-                self._mode.value = _THREAD_LOCAL
-                if self._exchange(self._pointer) != 0:
-                    self._exchange = None
-        except BaseException:
-            super().__exit__()
-            raise
-        return place
+    def __enter__(self) -> None:
+        if self._exchange is not None:
+            self._mode.value = _THREAD_LOCAL
+            if self._exchange(self._pointer) != 0:
+                self._exchange = None
 
     def __exit__(self, *_: object) -> None:
-        try:
-            if self._exchange is not None:
-                self._exchange(self._pointer)  # the first exchange left the previous mode there
-        finally:
-            super().__exit__()
+        if self._exchange is not None:
+            self._exchange(self._pointer)  # the first exchange left the previous mode there
 
 
 @functools.cache

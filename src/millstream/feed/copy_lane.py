@@ -97,7 +97,7 @@ class CopyLane:
         checker: Checker | None = None,
     ) -> None:
         self._context = context
-        self._device = context.torch_device
+        self.device = context.torch_device
         self._transform = transform
         self._checker = checker
         # One more than can be under way: the copy of the batch that was handed out last may still be going on.
@@ -113,7 +113,7 @@ class CopyLane:
         # Of a batch that nothing else is done to on the copy stream, one event tells both that the pinned slot was read
         # and that the device's slot was written.
         self._shares_event = transform is None and checker is None
-        self._in_thread = context.in_thread()
+        self._spare_captures = context.spare_captures()
 
     @property
     def num_kept(self) -> int:
@@ -122,7 +122,11 @@ class CopyLane:
 
     def in_thread(self) -> AbstractContextManager[None]:
         """Set the device, and keep the thread from killing captures of others."""
-        return self._in_thread  # one for all batches: one thread at a time makes any
+        return self._context.in_thread()
+
+    def spare_captures(self) -> AbstractContextManager[None]:
+        """Keep the thread from killing captures of others."""
+        return self._spare_captures  # one for all batches: one thread at a time makes any
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
@@ -142,7 +146,7 @@ class CopyLane:
             leaf = leaves[i] = as_tensor(leaf)
             if _can_be_staged(leaf):
                 staged.append(i)
-            elif not isinstance(leaf, Tensor) or leaf.device.type == "cpu" or leaf.device == self._device:
+            elif not isinstance(leaf, Tensor) or leaf.device.type == "cpu" or leaf.device == self.device:
                 others[i] = leaf
             else:
                 raise misplaced(batch, i, leaf, self._context.place)
@@ -271,7 +275,7 @@ class CopyLane:
             try:
                 # Before the copy: an interrupt behind it would leave slots that look as if nothing were under way.
                 pinned.busy = slot.written = True
-                self._pinned.last = pinned
+                pinned.turn = next(self._pinned.turns)
                 if begin or not (is_whole and self._send_again(slot, pinned)):
                     pairs = _pair(pinned, memories)
                     events = (pinned.copied,) if shares_event else (pinned.copied, slot.copied)
@@ -329,7 +333,7 @@ class CopyLane:
         load.others = others = {}
         found: dict[int, list[int]] = {}  # by storage, the outputs that lie there
         for i, leaf in enumerate(outputs):
-            lies_here = _is_plain(leaf) and leaf.device == self._device
+            lies_here = _is_plain(leaf) and leaf.device == self.device
             storage = leaf.untyped_storage() if lies_here else None
             if storage is not None and storage.nbytes() and storage.data_ptr() not in foreign:
                 found.setdefault(storage.data_ptr(), []).append(i)
@@ -397,7 +401,7 @@ class CopyLane:
             tensors |= self._take_over(load, load.made, stream)
         for i, leaf in load.others.items():
             if i not in tensors:
-                tensors[i] = _move(leaf, self._device)
+                tensors[i] = _move(leaf, self.device)
         return load.rebuild([tensors[i] for i in range(len(tensors))])
 
     def _take_over(self, load: DeviceLoad, made: tuple[Mark, Stream], stream: Stream) -> dict[int, Tensor]:
@@ -413,7 +417,7 @@ class CopyLane:
         resident = {
             i: leaf.clone()
             for i, leaf in load.others.items()
-            if isinstance(leaf, Tensor) and leaf.device == self._device
+            if isinstance(leaf, Tensor) and leaf.device == self.device
         }
         # WAR: the source's stream may use that memory again only when it was read.
         source_stream.wait_event(Mark(self._context, stream, timing=False).event)

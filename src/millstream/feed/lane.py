@@ -54,8 +54,17 @@ class Lane(Protocol[L]):
         """Pieces of memory that the user has kept."""
         ...
 
+    @property
+    def device(self) -> torch.device:
+        """The current one where batches are made."""
+        ...
+
     def in_thread(self) -> AbstractContextManager[None]:
-        """Entered by the worker before anything else."""
+        """Entered by a worker before anything else."""
+        ...
+
+    def spare_captures(self) -> AbstractContextManager[None]:
+        """Entered by a consumer who is the worker of one batch."""
         ...
 
     def describe(self, batch: Any) -> L:
@@ -118,6 +127,7 @@ class HostLane:
 
     slot = None
     num_kept = 0
+    device = torch.device("cpu")
 
     def __init__(self, transform: Transform | None = None) -> None:
         self._place = Place("cpu")
@@ -125,6 +135,10 @@ class HostLane:
 
     def in_thread(self) -> AbstractContextManager[None]:
         """Nothing to prepare."""
+        return nullcontext()
+
+    def spare_captures(self) -> AbstractContextManager[None]:
+        """There are none."""
         return nullcontext()
 
     def describe(self, batch: Any) -> HostLoad:

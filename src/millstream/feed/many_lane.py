@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from millstream.feed.lane import Lane
 from millstream.feed.ledger import Mark
 
@@ -56,9 +58,18 @@ class ManyLane:
         """On all devices."""
         return sum(lane.num_kept for lane in self._lanes)
 
+    @property
+    def device(self) -> torch.device:
+        """The first one; every call below names its own."""
+        return self._lanes[0].device
+
     def in_thread(self) -> AbstractContextManager[None]:
-        """As the first lane has it; every call below names its device."""
+        """As the first lane has it."""
         return self._lanes[0].in_thread()
+
+    def spare_captures(self) -> AbstractContextManager[None]:
+        """Likewise."""
+        return self._lanes[0].spare_captures()
 
     def describe(self, batch: Any) -> ManyLoad:
         """Divide the batch."""

@@ -29,13 +29,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from millstream.device import DeviceContext, Event, Stream
 from millstream.device.native import lender
 from millstream.feed.layout import Layout, view_leaves
 from millstream.feed.ledger import Mark
+from millstream.lower.tensors import from_capsule
 
 
 @dataclass(slots=True)
@@ -202,7 +202,7 @@ class Ring:
 
     def lend_leaf(self, loan: Loan, number: int) -> Tensor:
         """A parcel as the leaf that is alone in it, where the slot has an offer of that."""
-        return torch.from_dlpack(loan.slot.offers[number](loan.lease(number)))  # which keeps the memory as well
+        return from_capsule(loan.slot.offers[number](loan.lease(number)))  # which keeps the memory as well
 
     def lend_leaves(self, slot: DeviceSlot, layout: Layout) -> tuple[Loan, list[Tensor]]:
         """The leaves of a batch in a slot that is open for its layout; they bring it back when all of them are gone."""

@@ -122,7 +122,7 @@ class Session:
         self._inside = threading.Lock()  # held by who asks the source
         self._insider = 0  # who held it last
         self._is_over = False  # whether the lane was given back
-        self._guest = Guest()
+        self._guest = Guest(lane.device)
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -173,7 +173,7 @@ class Session:
             try:
                 if self.closed or self._error is not None:
                     return
-                with self._lane.in_thread():
+                with self._lane.spare_captures():
                     self._guest.run(self._make_and_look_ahead, times)
             except ChannelClosed:
                 pass  # closed meanwhile, by the source itself or by another thread

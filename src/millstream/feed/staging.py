@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -72,6 +74,7 @@ class PinnedSlot:
 
     copied: Event
     busy: bool = False  # its bytes are still to be read by a copy that has been enqueued
+    turn: int = 0  # the number of that copy
     memory: Tensor | None = None
     section: Section | None = None  # for which the lists below were made
     pieces: list[Tensor] = field(default_factory=list)  # where the section's sources go, if it is a whole batch
@@ -113,7 +116,7 @@ class PinnedRing:
         self._num_slots = num_slots
         self._slots: deque[PinnedSlot] = deque()  # the oldest first
         self._num_bytes = 0  # of all slots
-        self.last: PinnedSlot | None = None  # whose copy was enqueued last
+        self.turns = count()  # of the copies, all of which are enqueued on one stream
 
     def begin_fill(
         self,
@@ -194,18 +197,20 @@ class PinnedRing:
         return self._slots[0]
 
     def _look(self, oldest: PinnedSlot) -> None:
-        """Ask the device about a slot; if possible about all at once, so that the next few batches need not ask.
+        """Ask the device about a slot; if possible about half of them at once, so that the next batches need not ask.
 
-        All copies are enqueued on one stream, so where the last is over, all are. Which one that is must be noted: a
-        batch for which memory was short is sent by the consumer, behind others that were staged after it.
+        Where a copy is over, those enqueued before are. They need not be of the slots filled before: a batch for which
+        memory was short is sent by the consumer, behind others that were staged after it.
         """
         with self._context.capture_lock:  # under which copies are enqueued
-            last = self.last
-            if last is not None and last.busy and last.copied.query():
-                for slot in self._slots:
-                    slot.busy = False
-            elif last is not oldest:
-                oldest.busy = not oldest.copied.query()
+            busy = sorted((slot for slot in self._slots if slot.busy), key=attrgetter("turn"))
+            middle, turn = busy[len(busy) // 2], -1
+            if middle.copied.query():
+                turn = middle.turn
+            elif oldest is not middle and oldest.copied.query():
+                turn = oldest.turn
+            for slot in busy:
+                slot.busy = slot.turn > turn
 
     def _open(self, slot: PinnedSlot, layout: Layout, section: Section) -> None:
         """Make views of the slot's memory for a section, and replace the memory if it is too small."""

@@ -3,7 +3,7 @@
 What each thread has for itself is kept apart for the two: context variables, and PyTorch's modes (gradients, inference,
 autocast, and those on its two stacks, of which a default device is one). So neither does the consumer's ``no_grad``
 reach the source, nor does one that a generator leaves on where it yields reach the consumer, and the generator finds it
-again when it goes on.
+again when it goes on. The consumer's current device and streams are restored, but not kept for the source.
 
 Private APIs; tried on torch 2.11 and 2.13.
 """
@@ -29,15 +29,21 @@ _STACKS: tuple[tuple[Callable[[], int], Callable[[], Any], Callable[[Any], None]
 
 
 class Guest:
-    """Runs a source in another's thread."""
+    """Runs a source in another's thread.
 
-    def __init__(self) -> None:
+    Args:
+        device: The current one meanwhile, if it is one of CUDA's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index if device.type == "cuda" else None
         self._modes = _NEW
         self._variables = contextvars.Context()
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call ``function`` as if in the source's own thread."""
         others = _take_modes()
+        streams = () if self._index is None else _enter_device(self._index)
         try:
             # Its end puts the gradient and inference modes of its beginning in place again, and says whether there is
             # autocast, whatever became of them; nothing else sets inference mode.
@@ -50,6 +56,8 @@ class Guest:
                 self._modes = _take_modes()
                 del guard
         finally:
+            if streams:
+                _restore_streams(streams)
             if others is not self._modes:
                 _exchange_modes(self._modes, others)
             del function, arguments  # an error's traceback must not lead back to the error, see ``Session.next_batch``
@@ -86,6 +94,32 @@ def _take_modes() -> _Modes:
         stacks = tuple([pop() for _ in range(count())] for count, pop, _ in _STACKS)
         default_device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return _Modes(inference, gradients, autocast, nesting, stacks, default_device)
+
+
+_StreamName = tuple[int, int, int]
+"""Of a stream: its number, its device and the kind of that, as PyTorch's own functions take it."""
+
+
+def _enter_device(index: int) -> tuple[_StreamName, ...]:
+    """Make a device of CUDA the current one, and give the current stream of it, and in front that of the one before.
+
+    As ``device.guard`` does, in a quarter of the time: this is done for every batch.
+    """
+    before = torch._C._cuda_getDevice()
+    streams: tuple[_StreamName, ...] = (torch._C._cuda_getCurrentStream(index),)
+    if before != index:
+        streams = (torch._C._cuda_getCurrentStream(before), *streams)
+    torch.cuda.set_device(index)  # also where it is: a new thread has no context of CUDA's before
+    return streams
+
+
+def _restore_streams(streams: tuple[_StreamName, ...]) -> None:
+    for name in streams:
+        if torch._C._cuda_getCurrentStream(name[1]) != name:
+            torch._C._cuda_setStream(*name)
+    # Setting a stream also makes its device current, so the device comes last.
+    if torch._C._cuda_getDevice() != streams[0][1]:
+        torch.cuda.set_device(streams[0][1])
 
 
 def _exchange_modes(old: _Modes, new: _Modes) -> None:
