@@ -39,7 +39,9 @@ MIB = 1 << 20
 RATIOS = (0.25, 0.5, 0.8, 1.0, 2.0, 4.0)
 BATCHES = 200  # of an epoch: enough that filling and draining the pipeline is a small part of it
 EPOCH_BYTES = 10 << 30  # no more than so many, to save time
-MAX_ROUNDS = 6  # an epoch is many measurements already
+MAX_ROUNDS = 6  # of epochs that are many measurements already, being longer than
+SHORT_MS = 50.0
+REST_S = 0.03  # between epochs: threads of the side before (OpenMP's, for one) still spin for some ms
 NEXT_SAMPLES = 300
 NEXT_PAUSE_S = 2e-3  # in which the next batch gets ready
 STEP_MS = 3.3  # of the step whose loss is read: what a captured ResNet-50 step of batch 8 takes on an H200
@@ -254,18 +256,24 @@ def compare_ways(
     device = settings.device
     clocks: dict[str, Callable[[], float]] = {}
     failures: list[Row] = []
+    longest = 0.0
+
+    def clock(run: Callable[[], object]) -> float:
+        time.sleep(REST_S)
+        return wall_ms(run, device) / len(batches)
+
     for name, way in {"ours": ours, **peers}.items():
         run = partial(run_epoch, way, batches, device, work)
         try:
-            for _ in range(2):
-                run()
+            run()
+            longest = max(longest, wall_ms(run, device))
         except Exception as error:
             if name == "ours":
                 raise
             failures.append(replace(facts, baseline=name, note=f"{name} not run: {error}"))
             continue
-        clocks[name] = lambda run=run: wall_ms(run, device) / len(batches)
-    samples = alternate(clocks, min(settings.rounds, MAX_ROUNDS))
+        clocks[name] = partial(clock, run)
+    samples = alternate(clocks, settings.rounds if longest < SHORT_MS else min(settings.rounds, MAX_ROUNDS))
     own = samples.pop("ours")
     facts = replace(facts, ours_ms=own.median, p20=own.p20, p80=own.p80)
     rows = [
