@@ -41,6 +41,7 @@ BATCHES = 200  # of an epoch: enough that filling and draining the pipeline is a
 EPOCH_BYTES = 10 << 30  # no more than so many, to save time
 MAX_ROUNDS = 6  # of epochs that are many measurements already, being longer than
 SHORT_MS = 50.0
+WARM_EPOCHS = 3  # in which a feed finds out whether it needs a worker
 REST_S = 0.03  # between epochs: threads of the side before (OpenMP's, for one) still spin for some ms
 NEXT_SAMPLES = 300
 NEXT_PAUSE_S = 2e-3  # in which the next batch gets ready
@@ -265,7 +266,8 @@ def compare_ways(
     for name, way in {"ours": ours, **peers}.items():
         run = partial(run_epoch, way, batches, device, work)
         try:
-            run()
+            for _ in range(WARM_EPOCHS):
+                run()
             longest = max(longest, wall_ms(run, device))
         except Exception as error:
             if name == "ours":
@@ -284,8 +286,8 @@ def compare_ways(
 
 
 def watch(fed: Feed, work: Callable[[], None], device: torch.device) -> Stats:
-    """What a feed says of three epochs, of which the later ones may be made in another way than the first."""
-    for _ in range(3):
+    """What a feed says of some epochs, most of them behind those in which it finds out whether it needs a worker."""
+    for _ in range(3 * WARM_EPOCHS):
         for batch in fed:
             work()
             del batch

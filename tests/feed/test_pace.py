@@ -93,13 +93,20 @@ def test_a_pass_without_a_worker_is_tried_where_it_may_pay_and_kept_if_it_does(
     maker = PaceMaker()
     assert not run_pass(maker, accompanied_us, work_us)
     assert run_pass(maker, alone_us if tried else accompanied_us, work_us) == tried
+    assert not run_pass(maker, accompanied_us, work_us)
     for _ in range(3):
         assert run_pass(maker, alone_us if kept else accompanied_us, work_us) == kept
 
 
 def test_when_steps_become_longer_the_worker_comes_back(run_pass):
     maker = PaceMaker()
-    assert [run_pass(maker, us) for us in (300, 100, 100, 4000, 4000, 4000)] == [False, True, True, True, False, False]
+    steps_us = (300, 100, 300, 100, 4000, 4000, 4000)
+    assert [run_pass(maker, us) for us in steps_us] == [False, True, False, True, True, False, False]
+
+
+def test_the_first_of_all_passes_is_compared_with_none(run_pass):
+    maker = PaceMaker()
+    assert [run_pass(maker, us) for us in (300, 150, 120, 120, 120)] == [False, True, False, False, False]
 
 
 STALL = (0,) * 9 + (1000,)
@@ -171,14 +178,14 @@ def test_passes_of_a_feed_follow_what_was_timed(monkeypatch, is_shorter):
     source = Endless()
     fed = feed(source, "cpu")
     seen = []
-    for _ in range(4):
+    for _ in range(5):
         source.threads.clear()
         for batch in fed:
             if batch.item() == 3:
                 break
         seen += source.threads
     worker, loop = "millstream-feed", "MainThread"
-    assert seen == [worker, loop, loop, loop] if is_shorter else [worker, loop, worker, worker]
+    assert seen == [worker, loop, worker, *([loop] * 2 if is_shorter else [worker] * 2)]
     assert fed.stats().is_alone == is_shorter
     assert ("the loop makes its batches itself" in str(fed.stats())) == is_shorter
 

@@ -2,7 +2,8 @@
 
 A worker makes batches while the consumer computes. But two threads that run Python hand the interpreter's lock to each
 other, which costs a short step more than a small batch does. So where that can cost little it is tried once: in one
-pass the consumer makes each batch himself, when he asks for it. He does so again if his steps were shorter.
+pass the consumer makes each batch himself, when he asks for it. He does so again if his steps were shorter than in
+the pass behind that, which has a worker: the first of all passes also warms everything up.
 
 A step is what the consumer usually computes and what he waits for on average: of a source that stalls at every tenth
 batch, which a worker hides, the usual wait would tell nothing. Nor would the usual batch tell what making one takes.
@@ -140,6 +141,8 @@ class PaceMaker:
         step_ns = pace.step_ns
         if step_ns is None:
             return
+        if pace.alone and True not in self.step_ns:
+            del self.step_ns[False]  # of a pass that may have been the first of all
         self.step_ns[pace.alone] = step_ns
         if not pace.alone:
             # Who waits for a batch could as well make it: no more than the rest can be lost.
@@ -147,7 +150,9 @@ class PaceMaker:
             self._may_try = step_ns <= LONGEST_STEP_NS and loss_ns <= max(CHEAP_NS, CHEAP_SHARE * step_ns)
 
     def _is_shorter_alone(self) -> bool:
-        return True not in self.step_ns or self.step_ns[True] < GAIN * self.step_ns[False]
+        if True not in self.step_ns or False not in self.step_ns:
+            return False in self.step_ns
+        return self.step_ns[True] < GAIN * self.step_ns[False]
 
 
 def _runs_event_loop() -> bool:
