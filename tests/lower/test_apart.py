@@ -16,9 +16,8 @@ class FakeCuda:
 
     def __init__(self, monkeypatch):
         self.device, self.streams, self.calls = 0, {0: (10, 0, 1), 1: (11, 1, 1)}, []
-        for name in ("_cuda_getDevice", "_cuda_getCurrentStream", "_cuda_setStream"):
+        for name in ("_cuda_getDevice", "_cuda_setDevice", "_cuda_getCurrentStream", "_cuda_setStream"):
             monkeypatch.setattr(torch._C, name, getattr(self, name), raising=False)
-        monkeypatch.setattr(torch.cuda, "set_device", self.set_device)
 
     def _cuda_getDevice(self):  # noqa: N802
         return self.device
@@ -31,7 +30,7 @@ class FakeCuda:
         self.streams[device_index] = stream_id, device_index, device_type
         self.device = device_index
 
-    def set_device(self, index):
+    def _cuda_setDevice(self, index):  # noqa: N802
         self.calls.append(("device", index))
         self.device = index
 

@@ -279,9 +279,11 @@ class CopyLane:
                 if begin or not (is_whole and self._send_again(slot, pinned)):
                     pairs = _pair(pinned, memories)
                     events = (pinned.copied,) if shares_event else (pinned.copied, slot.copied)
-                    context.copy(pairs, self._copy_stream, before=begin, after=(*end, *events))
-                    if is_whole and (send := context.prepare_copy(pairs, self._copy_stream, after=events)):
+                    send = None
+                    if is_whole and not begin and (send := context.prepare_copy(pairs, self._copy_stream, after=events)):
                         slot.sends[pinned] = pinned.copies, send
+                    if send is None or send() != 0:
+                        context.copy(pairs, self._copy_stream, before=begin, after=(*end, *events))
                 slot.other = pinned.copied if shares_event else None
             except BaseException:
                 slot.other = None

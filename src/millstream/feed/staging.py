@@ -77,7 +77,7 @@ class PinnedSlot:
     turn: int = 0  # the number of that copy
     memory: Tensor | None = None
     section: Section | None = None  # for which the lists below were made
-    pieces: list[Tensor] = field(default_factory=list)  # where the section's sources go, if it is a whole batch
+    pieces: dict[int, Tensor] = field(default_factory=dict)  # by source: where it goes, of those that asked for it
     addresses: array[int] = field(default_factory=lambda: array("Q"))  # where its sources go
     lengths: array[int] = field(default_factory=lambda: array("Q"))  # of the same, in bytes
     fill: Callable[[array[int], object], Filling] | None = None  # begins to do so, if compiled code can
@@ -182,6 +182,10 @@ class PinnedRing:
                 see_source(leaves[i], num_bytes) if i in layout.shared else narrow_repeats(leaves[i])
                 for i, num_bytes in (layout.sources[k] for k in others)
             ]
+            assert slot.memory is not None
+            for k in others:
+                if k not in slot.pieces:
+                    slot.pieces[k] = _see_piece(slot.memory, layout, k)
             torch._foreach_copy_([slot.pieces[k] for k in others], sources)
 
     def _find(self, num_bytes: int) -> PinnedSlot:
@@ -215,7 +219,7 @@ class PinnedRing:
     def _open(self, slot: PinnedSlot, layout: Layout, section: Section) -> None:
         """Make views of the slot's memory for a section, and replace the memory if it is too small."""
         num_bytes = section.num_bytes
-        slot.section, slot.fill, slot.pieces, slot.copies = None, None, [], []
+        slot.section, slot.fill, slot.pieces, slot.copies = None, None, {}, []
         if slot.memory is None or slot.memory.numel() < num_bytes:
             if slot.memory is not None:
                 self._context.release_pinned(slot.memory)  # its copy is over
@@ -237,8 +241,6 @@ class PinnedRing:
             if self._filler is not None:
                 past_caches = layout.num_bytes <= PAST_CACHES_BYTES
                 slot.fill = self._filler.prepare(slot.addresses, slot.lengths, self._threads, past_caches=past_caches)
-            if num_bytes == layout.num_bytes:
-                slot.pieces = [_see_piece(memory, layout, number) for number in range(len(layout.sources))]
         slot.section = section
 
     def close(self) -> None:

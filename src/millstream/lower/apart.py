@@ -109,7 +109,7 @@ def _enter_device(index: int) -> tuple[_StreamName, ...]:
     streams: tuple[_StreamName, ...] = (torch._C._cuda_getCurrentStream(index),)
     if before != index:
         streams = (torch._C._cuda_getCurrentStream(before), *streams)
-    torch.cuda.set_device(index)  # also where it is: a new thread has no context of CUDA's before
+    torch._C._cuda_setDevice(index)  # also where it is: a new thread has no context of CUDA's before
     return streams
 
 
@@ -119,7 +119,7 @@ def _restore_streams(streams: tuple[_StreamName, ...]) -> None:
             torch._C._cuda_setStream(*name)
     # Setting a stream also makes its device current, so the device comes last.
     if torch._C._cuda_getDevice() != streams[0][1]:
-        torch.cuda.set_device(streams[0][1])
+        torch._C._cuda_setDevice(streams[0][1])
 
 
 def _exchange_modes(old: _Modes, new: _Modes) -> None:
