@@ -279,8 +279,9 @@ class CopyLane:
                 if begin or not (is_whole and self._send_again(slot, pinned)):
                     pairs = _pair(pinned, memories)
                     events = (pinned.copied,) if shares_event else (pinned.copied, slot.copied)
-                    send = None
-                    if is_whole and not begin and (send := context.prepare_copy(pairs, self._copy_stream, after=events)):
+                    may_prepare = is_whole and not begin
+                    send = context.prepare_copy(pairs, self._copy_stream, after=events) if may_prepare else None
+                    if send is not None:
                         slot.sends[pinned] = pinned.copies, send
                     if send is None or send() != 0:
                         context.copy(pairs, self._copy_stream, before=begin, after=(*end, *events))
