@@ -41,35 +41,40 @@ def sizes_of(device):
     return sorted({raw.nbytes for raw in list(device.raw_of.values())})
 
 
-def train(fed, device, batches, rng, *, switch=False, keep=0.3, stop_after=None):
-    """Read every batch by kernels that run late, drop most of them at once; the bytes that the kernels saw."""
+def train(fed, device, batches, rng, *, switch=False, keep=0.3, stop_after=None, num_whole=0):
+    """Read every batch by kernels that run late, drop most of them at once; whether all saw what was sent.
+
+    The pass that is looked at and left is behind ``num_whole`` that are gone through to their ends.
+    """
     results, expected, kept = [], [], []
     streams = [device.default, device.context.stream(0), device.context.stream(1)]
     with device.on(device.default):
-        passing = iter(fed)
-        for number in range(len(batches)):
-            if switch:
-                device.local.stream = rng.choice(streams)
-            if number == stop_after:
-                break
-            got = next(passing)
-            if rng.random() < 0.5:
-                device.scribble(rng.choice(sizes_of(device)))  # a temporary in freed memory
-            for leaf, sent in zip(got, batches[number], strict=True):
-                seen = []
-                device.read(leaf, seen)
-                results.append(seen)
-                expected.append(sent.numpy().tobytes())
-            if rng.random() < keep:
-                kept.append((got, batches[number]))
-            del got, leaf
-            if switch and kept and rng.random() < 0.4:  # to memory of a stream that may be another than the present one
-                del kept[rng.randrange(len(kept))]
-            for _ in range(rng.randint(0, 3)):
-                device.scribble(rng.choice(sizes_of(device)))
-            if rng.random() < 0.2:
-                device.run_some()
-        del passing
+        for is_last in (*(False,) * num_whole, True):
+            passing = iter(fed)
+            for number in range(len(batches) if stop_after is None or not is_last else min(stop_after, len(batches))):
+                if switch:
+                    device.local.stream = rng.choice(streams)
+                got = next(passing)
+                if rng.random() < 0.5:
+                    device.scribble(rng.choice(sizes_of(device)))  # a temporary in freed memory
+                for leaf, sent in zip(got, batches[number], strict=True):
+                    seen = []
+                    device.read(leaf, seen)
+                    results.append(seen)
+                    expected.append(sent.numpy().tobytes())
+                if rng.random() < keep:
+                    kept.append((got, batches[number]))
+                del got, leaf
+                if switch and kept and rng.random() < 0.4:  # to memory of a stream that may be another than the present
+                    del kept[rng.randrange(len(kept))]
+                for _ in range(rng.randint(0, 3)):
+                    device.scribble(rng.choice(sizes_of(device)))
+                if rng.random() < 0.2:
+                    device.run_some()
+            assert is_last or next(passing, None) is None
+            del passing
+        if num_whole:
+            fed.close()
     # What the user allocates after leaving must not be hit by copies that are still under way.
     after = [(device.allocate(size), size) for size in sizes_of(device) * 3]
     for tensor, _ in after:
@@ -133,6 +138,13 @@ def test_also_when_the_consumer_changes_streams(virtual_feed, mood, alone):
 def test_also_when_the_loop_is_left_early(virtual_feed, mood, alone):
     for seed in range(60):
         assert run_once(virtual_feed, seed, mood, stop_after=seed % 4), seed
+
+
+@pytest.mark.parametrize("mood", MOODS)
+def test_also_in_passes_that_take_over_the_slots_of_others(virtual_feed, mood, alone):
+    for seed in range(40):
+        options = {"switch": seed % 2, "keep": 0.4, "stop_after": (None, seed % 4)[seed % 3 == 0]}
+        assert run_once(virtual_feed, seed, mood, num_whole=1 + seed % 3, **options), seed
 
 
 @pytest.mark.parametrize("mood", MOODS)
@@ -441,6 +453,59 @@ def test_a_feed_keeps_to_what_a_few_batches_need(virtual_feed):
     assert len(device.streams) == 2  # the consumer's and the copy stream, for life
     assert device.num_raw == 2  # depth times a batch on the device, in one parcel each
     assert len(device.context._idle_events[False]) <= 3 + 2 * 2 + 2  # pinned slots, slots, and one in passing
+
+
+def held(device):
+    """How many pieces of the device's memory are not free."""
+    return device.num_raw - sum(len(each) for sizes in device.free.values() for each in sizes.values())
+
+
+def go_through(fed, device, until=None):
+    for number, batch in enumerate(fed):
+        device.read(batch[0], [])
+        if number == until:
+            break
+        del batch
+    settle(device)
+
+
+@pytest.mark.parametrize("way", ["closed", "dropped", "context"])
+def test_a_pass_takes_over_the_slots_of_the_one_before_until_the_feed_goes(virtual_feed, alone, way):
+    fed, device = virtual_feed([make_batch(i, 1, 500) for i in range(6)])
+    made = set()
+    for _ in range(3):
+        go_through(fed, device)
+        made.add(fed._lane)
+        assert held(device) == 2
+    assert len(made) == 1
+    made.clear()
+    if way == "closed":
+        fed.close()
+    elif way == "context":
+        device.context.close()
+    if way != "context":
+        del fed
+        settle(device)
+        assert device.context._lent_events == {}
+        assert device.context._arena.num_lent == 0
+    assert held(device) == 0
+
+
+@pytest.mark.parametrize("why", ["left", "large", "gone"])
+def test_slots_do_not_wait_for_another_pass(virtual_feed, alone, why, monkeypatch):
+    batches = [make_batch(i, 1, 500) for i in range(6)]
+    if why == "large":
+        monkeypatch.setattr(copy_lane, "MOST_KEPT_BYTES", 999)
+    fed, device = virtual_feed(batches)
+    if why == "gone":  # as in a loop over a feed that nobody else knows
+        passing = iter(fed)
+        del fed
+        assert len(list(passing)) == 6
+        settle(device)
+    else:
+        go_through(fed, device, until=3 if why == "left" else None)
+    assert held(device) == 0
+    assert device.context._arena.num_lent == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])

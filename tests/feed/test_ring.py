@@ -171,3 +171,19 @@ def test_a_lease_whose_making_was_interrupted_ends_in_silence(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     Lease.__new__(Lease)
     assert not told
+
+
+def test_an_interrupt_does_not_send_home_what_another_stream_still_reads():
+    """Found by the model: a batch that the user has kept beyond the next is dropped, and Ctrl-C meets its finalizer."""
+    model = RingModel()
+    model.begin(num_slots=2, mood="lazy", seed=0)
+    model.change_streams()  # to one that the memory is not allocated for
+    for _ in range(2):
+        model.send(sizes=[10])
+        model.run()
+    for _ in range(3):
+        model.ask(drop_last=False)
+    for before in (False, True):
+        model.drop_with_ctrl_c(point=0, before=before)
+    model.scribble(stream=0)
+    model.teardown()

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +45,7 @@ from millstream.feed.staging import (
 from millstream.feed.structure import Rebuild, as_tensor, split
 
 _NEVER = threading.Event()
+MOST_KEPT_BYTES = 64 << 20  # of a device's memory, from pass to pass: batches that are larger take longer than to begin
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
 
@@ -85,6 +86,7 @@ class CopyLane:
         threads: How many threads stage a batch at most; ``None`` for as many as help.
         transform: Applied to each batch on the copy stream, in the worker.
         checker: Watches over slots, if the user has asked for it.
+        keep: Called behind a pass that has ended in order: whether this will be used, or closed, by who is called.
     """
 
     def __init__(
@@ -95,11 +97,13 @@ class CopyLane:
         threads: int | None = None,
         transform: Transform | None = None,
         checker: Checker | None = None,
+        keep: Callable[[CopyLane], bool] = lambda lane: False,
     ) -> None:
         self._context = context
         self.device = context.torch_device
         self._transform = transform
         self._checker = checker
+        self._keep = keep
         # One more than can be under way: the copy of the batch that was handed out last may still be going on.
         self._pinned = PinnedRing(context, depth + 1, threads)
         num_slots = max(depth, 2) + (checker is not None)
@@ -431,6 +435,18 @@ class CopyLane:
     def stop(self) -> None:
         """Wake the worker for good."""
         self.ring.stop()
+
+    def keep(self) -> bool:
+        """Keep slots, and what was prepared for them, if they are not large."""
+        if self._checker is not None or self.ring.num_bytes > MOST_KEPT_BYTES:
+            return False
+        self.ring.restart()
+        return self._keep(self)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether its context is open, and this process's; else nothing of it may be called."""
+        return not self._context.closed
 
     def close(self) -> None:
         """Give slots and events back, without waiting for copies that are under way."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
@@ -172,6 +174,10 @@ class Feed:
         self._ledger: Ledger | None = None
         self._pace_maker = PaceMaker()
         self._lane: Lane[Any] | None = None
+        self._shed = _Shed()
+        self._finalizer = weakref.finalize(self, self._shed.close)
+        # The end of the interpreter is the device context's to order.
+        self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
         # Weak: a loop that is left drops the pass, and with it must go the threads, although the feed lives on.
         self._last: weakref.ref[Session] | None = None
 
@@ -187,7 +193,7 @@ class Feed:
         iterator, skip, stateful = self._progress.begin(self.loader)
         if self.places is not None and self._options.deal:
             iterator = deal(islice(iterator, skip, None) if skip else iterator, len(self.places))
-        lane, ledger = self._make_lane(), self._find_ledger()
+        lane, ledger = self._shed.take() or self._make_lane(), self._find_ledger()
         ledger.begin_pass()
         session = Session(
             iterator,
@@ -200,7 +206,8 @@ class Feed:
             may_look_ahead=self.place.kind != "cpu" and _is_stored(self.loader),  # on the CPU nothing is staged
         )
         begun = _Pass(session, self._progress, self.loader)
-        context(self.place).attach(session)
+        for user in (session, self._shed):
+            context(self.place).attach(user)
         self._last = weakref.ref(session)
         self._lane = lane
         del iterator, stateful  # the worker's alone
@@ -225,6 +232,7 @@ class Feed:
             threads=options.threads,
             transform=options.transform,
             checker=Checker(device) if options.check else None,
+            keep=_keep_in(weakref.ref(self._shed)),
         )
 
     def _find_ledger(self) -> Ledger:
@@ -324,6 +332,8 @@ class Feed:
         """
         self._closed = True
         self._end_last("")
+        self._shed.close()
+        self._finalizer.detach()
 
     def _end_last(self, why: str) -> None:
         session = self._last() if self._last is not None else None
@@ -346,6 +356,45 @@ def _is_stored(loader: Any) -> bool:
     return isinstance(loader, Sequence)
 
 
+class _Shed:
+    """Holds a feed's lane between two passes."""
+
+    def __init__(self) -> None:
+        self._lanes: deque[CopyLane] = deque()  # one or none
+        self._closed = False
+
+    def put(self, lane: CopyLane) -> None:
+        """Keep the lane until another pass takes it."""
+        self._lanes.append(lane)
+        if self._closed:
+            self.close()
+
+    def take(self) -> CopyLane | None:
+        """The lane, if there is one that can be used."""
+        with suppress(IndexError):
+            if (lane := self._lanes.popleft()).is_usable:
+                return lane
+        return None
+
+    def close(self) -> None:
+        """Close the lane that is here, and take no other. Any thread, also in a finalizer."""
+        self._closed = True
+        if (lane := self.take()) is not None:
+            lane.close()
+
+
+def _keep_in(shed: weakref.ref[_Shed]) -> Callable[[CopyLane], bool]:
+    """What puts a lane into a shed, if that has not gone with its feed, and tells."""
+
+    def keep(lane: CopyLane) -> bool:
+        found = shed()
+        if found is not None:
+            found.put(lane)
+        return found is not None
+
+    return keep
+
+
 class _Pass(Iterator[Any]):
     """The iterator that a loop holds. When the loop drops it, the session ends."""
 
@@ -356,7 +405,6 @@ class _Pass(Iterator[Any]):
         self._is_over = False
         # The session must not refer back to this object, or leaving a loop would not end the threads. Nor do they.
         self._finalizer = weakref.finalize(self, session.close, "")
-        # The end of the interpreter is the device context's to order.
         self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def __next__(self) -> Any:

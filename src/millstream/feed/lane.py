@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -103,6 +104,10 @@ class Lane(Protocol[L]):
         """Any thread: wake the worker for good."""
         ...
 
+    def keep(self) -> bool:
+        """Behind a pass that has ended in order: whether somebody keeps this for another one, and it is not closed."""
+        ...
+
     def close(self) -> None:
         """Give everything back. Called once, when no thread will call again; never blocks."""
         ...
@@ -151,7 +156,7 @@ class HostLane:
                 if leaf.device.type != "cpu":
                     raise misplaced(batch, i, leaf, self._place)
                 num_bytes += leaf.nbytes if leaf.layout is torch.strided and not leaf.is_nested else 0
-        if any(new is not old for new, old in zip(tensors, leaves, strict=True)):
+        if any(map(is_not, tensors, leaves)):
             batch = rebuild(tensors)
         return HostLoad(batch, num_bytes)
 
@@ -185,6 +190,10 @@ class HostLane:
 
     def stop(self) -> None:
         """Nobody waits."""
+
+    def keep(self) -> bool:
+        """There is nothing to keep."""
+        return False
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -112,6 +112,10 @@ class ManyLane:
         for lane in self._lanes:
             lane.stop()
 
+    def keep(self) -> bool:
+        """Nobody does."""
+        return False
+
     def close(self) -> None:
         """Give everything back."""
         for lane in self._lanes:

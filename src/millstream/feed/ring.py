@@ -16,7 +16,8 @@ one of them gets.
 
 Python drops an interrupt that meets a finalizer, and with it the rest of what that was to do. So when the consumer asks
 for a batch he looks whether what he has dropped came back, and brings it back if not. It may then do so twice, which
-does no harm: what comes back is the loan, and a slot is taken for it once.
+does no harm: what comes back is the loan, and a slot is taken for it once. Memory that does not come back with a slot
+is kept by its loan until it was let go, for the same reason.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ class Ring:
         for slot in self.slots:
             self._free.put(slot)
         self._loans: deque[Loan] = deque()  # handed out and perhaps still held; the consumer's
+        self._scattered: deque[Loan] = deque()  # handed out, with memory of their own; the consumer's
         self._late: deque[tuple[Loan, Tensor | None, Stream | None]] = deque()
         self._resting: deque[Rest] = deque()
         self._num_rested = 0  # of these, how many have rested for a batch
@@ -217,7 +219,10 @@ class Ring:
 
     def lend_other(self, loan: Loan, memory: Tensor, home: Stream) -> Tensor:
         """The same as a tensor that is in no slot, but shall go back to its stream in order all the same."""
-        return self._context.lend(memory, Lease(loan, None, memory, home))
+        number = -1 - len(loan.own)  # none of a parcel
+        lease = Lease(loan, number, memory)
+        loan.own[number] = weakref.ref(lease), memory, home
+        return self._context.lend(memory, lease)
 
     def give_back(self, slot: DeviceSlot) -> None:
         """Make a slot free that the user has never seen: what was done with it was done on the copy stream."""
@@ -233,11 +238,30 @@ class Ring:
         loans = self._loans
         while len(loans) > 1:
             oldest = loans[0]
-            self.num_kept += oldest.forgo()
-            self._bring_back(oldest)
+            self.num_kept += self._forgo(oldest)
             loans.popleft()
         if loans:
             self._bring_back(loans[0])
+        if self._scattered:
+            self._gather()
+
+    def _forgo(self, loan: Loan) -> int:
+        kept = loan.forgo()
+        if kept:
+            self._scattered.append(loan)
+        self._bring_back(loan)
+        return kept
+
+    def _gather(self) -> None:
+        """Let go of what was dropped while an interrupt met its finalizer."""
+        for _ in range(len(self._scattered)):
+            loan = self._scattered[0]
+            for number, (lease, _, _) in [*loan.own.items()]:
+                if lease() is None:
+                    self._send_home(loan, number)
+            if loan.own:
+                self._scattered.append(loan)
+            self._scattered.popleft()
 
     def _bring_back(self, loan: Loan) -> None:
         if not loan.came_back and loan.slot.loan is loan and loan.is_over():
@@ -248,6 +272,8 @@ class Ring:
         """Note that a batch now belongs to the consumer, who works with it on ``stream``. May be called again."""
         loan.stream = self.stream = stream
         if loan not in self._loans:
+            if loan.own:
+                self._scattered.append(loan)
             self._loans.append(loan)
 
     # --- finalizers --------------------------------------------------------------------------------------------------
@@ -257,10 +283,16 @@ class Ring:
         loan = lease.loan
         if self.closed and not loan.forgone:
             return  # never handed out; ``close`` has seen to its memory
-        if lease.index is None or not loan.claims.pop(lease.index, False):
-            self._let_go(loan, lease.memory, lease.home)  # a parcel that has left the ring, or was none of it
+        if not loan.claims.pop(lease.index, False):
+            self._send_home(loan, lease.index)  # a parcel that has left the ring, or was none of it
         elif loan.is_last():
             self._let_go(loan, None, None)
+
+    def _send_home(self, loan: Loan, number: int) -> None:
+        if number in loan.own:
+            _, memory, home = loan.own[number]
+            self._let_go(loan, memory, home)
+            loan.own.pop(number, None)  # not before: an interrupt may have ended that
 
     def _let_go(self, loan: Loan, memory: Tensor | None, home: Stream | None) -> None:
         """Record where the user's work with something ends: a slot (no memory given), or memory that goes home."""
@@ -311,18 +343,29 @@ class Ring:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its slots."""
+        return sum(parcel.memory.numel() for slot in self.slots for parcel in slot.parcels if parcel is not None)
+
     def stop(self) -> None:
         """Wake the worker for good."""
         self._free.put(None)
+
+    def restart(self) -> None:
+        """Let a worker take slots again; there is none."""
+        for _ in range(self._free.qsize()):
+            if (found := self._free.get()) is not None:
+                self._free.put(found)
 
     def close(self) -> None:
         """Forget the slots, without waiting for the device. Nobody takes or hands out any more."""
         for _ in range(len(self._late)):
             self._let_go(*self._late.popleft())
         for loan in self._loans:
-            loan.forgo()
-            self._bring_back(loan)
+            self._forgo(loan)
         self._loans.clear()
+        self._gather()
         self.closed = True
         self._end_rest(len(self._resting))
         with suppress(RuntimeError):
@@ -351,12 +394,14 @@ class Loan:
         stream: The consumer's; ``None`` before it was handed out.
         claims: One per parcel, by its number: who pops it decides whether the parcel comes back or stays with the user.
         leases: Of the parcels.
+        own: Memory that does not come back with the slot, by number: its lease, itself, and the stream that it was
+            allocated for.
         forgone: Whether the ring has given up what had not come back.
         came_back: Whether the slot is free again, or will be when nobody captures any more.
         tickets: As many as parcels are still to come back or to be given up.
     """
 
-    __slots__ = ("_kept", "came_back", "claims", "forgone", "leases", "ring", "slot", "stream", "tickets")
+    __slots__ = ("_kept", "came_back", "claims", "forgone", "leases", "own", "ring", "slot", "stream", "tickets")
 
     def __init__(self, ring: Ring, slot: DeviceSlot, parcels: Sequence[int]) -> None:
         self.ring = ring
@@ -364,6 +409,7 @@ class Loan:
         self.stream: Stream | None = None
         self.claims = dict.fromkeys(parcels, True)
         self.leases: dict[int, weakref.ref[Lease]] = {}
+        self.own: dict[int, tuple[weakref.ref[Lease], Tensor, Stream]] = {}
         self.forgone = False
         self.came_back = not parcels
         self._kept: frozenset[int] = frozenset()
@@ -373,7 +419,7 @@ class Loan:
         """What keeps a parcel from coming back."""
         parcel = self.slot.parcels[number]
         assert parcel is not None
-        lease = Lease(self, number, parcel.memory, parcel.home)
+        lease = Lease(self, number, parcel.memory)
         self.leases[number] = weakref.ref(lease)
         return lease
 
@@ -396,7 +442,9 @@ class Loan:
             return kept
         for i in [*self.claims]:
             if self.claims.pop(i, False):
-                if self.leases[i]() is not None:  # otherwise an interrupt has met its finalizer
+                lease, parcel = self.leases[i], self.slot.parcels[i]
+                if lease() is not None and parcel is not None:  # otherwise an interrupt has met its finalizer
+                    self.own[i] = lease, parcel.memory, parcel.home
                     self.slot.close()
                     self.slot.parcels[i] = None
                     self._kept |= {i}
@@ -409,10 +457,10 @@ class Loan:
 class Lease:
     """Held by a lent tensor's storage, and by nothing else: its end is the end of the last tensor over the memory."""
 
-    __slots__ = ("__weakref__", "home", "index", "loan", "memory")
+    __slots__ = ("__weakref__", "index", "loan", "memory")
 
-    def __init__(self, loan: Loan, index: int | None, memory: Tensor, home: Stream) -> None:
-        self.index, self.memory, self.home = index, memory, home
+    def __init__(self, loan: Loan, index: int, memory: Tensor) -> None:
+        self.index, self.memory = index, memory
         self.loan = loan  # last: without it, an interrupt has met the making of this, and nobody was lent anything
 
     def __del__(self) -> None:

@@ -402,7 +402,8 @@ class Session:
             return
         self._is_over = True
         self._ledger.close()
-        self._lane.close()
+        if not (self.finished and self._lane.keep()):
+            self._lane.close()
         self._sent.cancel()
         self._next.clear()
         self._ahead.clear()
