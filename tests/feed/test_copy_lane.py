@@ -207,10 +207,12 @@ def test_a_source_is_closed_when_nobody_reads_its_memory_any_more(ends, monkeypa
             unfinished.extend(slot.filling is not None for slot in slots)
 
     session = Session(source(), lane, 2)
-    session.begin()
+    beginner = threading.Thread(target=session.begin)
+    beginner.start()
     staged.wait()
     assert [slot.filling is not None for slot in lanes[0]._pinned._slots] == [True]
     left.set()
+    beginner.join()
     with pytest.raises((ValueError, StopIteration)):
         session.next_batch()
     session.close("")

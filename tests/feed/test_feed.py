@@ -631,3 +631,10 @@ class Stream(IterableDataset):
 
 def test_an_iterable_dataset(make_feed):
     assert values(make_feed(DataLoader(Stream(), batch_size=None))) == [0, 1, 2, 3, 4, 5]
+
+
+@WITH_WORKER
+def test_a_pass_begins_with_its_first_batch_on_the_way(make_feed):
+    passing = iter(make_feed(numbers(3)))
+    assert len(passing.session._sent) > 0
+    assert values(passing) == [0, 1, 2]

@@ -106,7 +106,8 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
 
     **Endings.** An error of the loader is raised where its batch would have come, with its traceback, after all batches
     before it. Leaving the loop in any way (``break``, an exception, Ctrl-C) ends the threads; ``close`` and ``with`` do
-    so explicitly.
+    so explicitly. Behind a pass to the loader's end up to 64 MiB of slots on the device wait for the next one, until
+    the feed is closed or gone.
 
     **Resuming.** ``state_dict()`` is that of the batch delivered last, not of those pulled ahead. A feed that has
     loaded it goes on behind that batch: by the loader's own state where it has one (as torchdata's

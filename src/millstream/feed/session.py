@@ -2,7 +2,7 @@
 
 | moment | the consumer's thread | the worker's thread |
 |---|---|---|
-| begin | makes the source's iterator, waits for the first pull | pulls the first batch |
+| begin | makes the source's iterator, waits for the first batch | makes the first batch |
 | running | asks, hands out | pulls, stages, waits for a free slot, starts the copy |
 | the source ends or fails | gets what came before, then the end or the error | leaves |
 | ``close`` at any time | wakes the worker, waits for it, leaves | stops at the next step |
@@ -115,7 +115,7 @@ class Session:
         self._failure: BaseException | None = None  # the same, once the consumer has got all that came before
         self.finished = False  # whether the consumer has got everything, and there was no error
         self._stopped = threading.Event()
-        self._pulled = threading.Event()
+        self._begun = threading.Event()
         self._pid = os.getpid()
         self._why_closed = ""
         self._consumer_has_left = threading.Lock()  # acquiring it without blocking is atomic, and safe in a finalizer
@@ -126,10 +126,11 @@ class Session:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start the worker and wait until the first batch is pulled (not until it is staged).
+        """Start the worker and wait until the first batch is on its way.
 
-        The consumer needs the first batch anyway. Waiting here keeps a run reproducible: samplers draw their seed from
-        the global generator in the first pull, which must not race with what the consumer draws meanwhile.
+        The consumer needs the first batch anyway, and would only take the interpreter's lock from who makes it. Waiting
+        also keeps a run reproducible: samplers draw their seed from the global generator in the first pull, which must
+        not race with what the consumer draws meanwhile.
         """
         if self._pace.alone:
             return
@@ -141,7 +142,7 @@ class Session:
         except RuntimeError:  # the system refuses the thread
             self.close("")
             raise
-        self._pulled.wait()
+        self._begun.wait()
 
     # --- making batches: the worker's, or else the consumer's --------------------------------------------------------
 
@@ -154,13 +155,14 @@ class Session:
                         while (item := self._make(self._begin_times())) is not None:
                             self._sent.send(item)
                             del item  # which this variable would keep while the next one is made
+                            self._begun.set()
             except ChannelClosed:
                 pass  # the consumer has left
             except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the consumer
                 self._fail(error)
             finally:
                 self._drop_source()
-                self._pulled.set()
+                self._begun.set()
                 self._sent.close()
                 if self.closed:
                     self._give_back()
@@ -231,9 +233,6 @@ class Session:
                     lane.end_sending(stopped)
                     self._drop_source()  # who is alone may ask again
                     return None
-                finally:
-                    if not self._count:
-                        self._pulled.set()
                 prepared = self._prepare(batch)
                 del batch  # the host's copy of it, which this variable would keep while the next one is made
                 if prepared is None:
