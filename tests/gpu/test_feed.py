@@ -151,7 +151,7 @@ def test_memory_and_threads_stay_flat_over_fifty_epochs():
                 break
         torch.cuda.synchronize()
         seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), context("cuda:0").pinned_bytes))
-    assert seen[10:] == [seen[10]] * 40
+    assert seen[10:] == seen[5:10] * 8  # passes to the end leave their slots to the next
     assert feed_threads() == []
 
 
@@ -368,6 +368,8 @@ def test_after_warm_up_nothing_is_allocated_and_addresses_repeat():
     fed = feed([(torch.randn(64, 1000), torch.arange(64)) for _ in range(60)], "cuda:0", 2)
     addresses, before = set(), None
     for i, (x, y) in enumerate(fed):
+        if i == 2:
+            torch.cuda._sleep(50_000_000)  # the host runs ahead, as far as there may be pinned slots for
         x.mul_(2)
         addresses.add((fed.slot, x.data_ptr(), y.data_ptr()))
         if i == 20:
