@@ -2,7 +2,8 @@
 
 - ``loop``: milliseconds per step of a loop over some batches, beginning and end included; the source has them ready in
   pageable memory. The bound is the longest of staging, copy and computation, each measured alone. The computation is a
-  kernel that only spins, for a given multiple of the copy's time, so that nothing but the feeding differs.
+  kernel that only spins, for a given multiple of the copy's time, so that nothing but the feeding differs; it takes its turn
+  among the sides, since a device's clock changes.
 - ``drain``: the same without any computation: what the way itself can carry.
 - ``copy``: the copies of that loop alone, against bare ones of the same bytes from pinned memory; of both the time that
   CUPTI says the copy engine took. (The feed's ledger sees copies between two events. Where the engine is idle it passes
@@ -252,8 +253,8 @@ def arrives(way: Way, batches: Sequence[Batch], device: torch.device) -> bool:
 
 def compare_ways(
     facts: Row, ours: Way, peers: dict[str, Way], batches: Sequence[Batch], settings: Settings, work: Callable[[], None]
-) -> list[Row]:
-    """Time epochs of all sides in turn."""
+) -> tuple[list[Row], float]:
+    """Time epochs of all sides in turn, and the computation alone; that in ms, too, which may be the bound."""
     device = settings.device
     clocks: dict[str, Callable[[], float]] = {}
     failures: list[Row] = []
@@ -277,14 +278,16 @@ def compare_ways(
             failures.append(replace(facts, baseline=name, note=f"{name} not run: {error}"))
             continue
         clocks[name] = partial(clock, run)
+    clocks["compute"] = partial(clock, lambda: [work() for _ in batches])
     samples = alternate(clocks, settings.rounds if longest < SHORT_MS else min(settings.rounds, MAX_ROUNDS))
-    own = samples.pop("ours")
-    facts = replace(facts, ours_ms=own.median, p20=own.p20, p80=own.p80)
+    own, compute = samples.pop("ours"), samples.pop("compute").median
+    bound = max(facts.bound_ms or 0.0, compute)
+    facts = replace(facts, ours_ms=own.median, p20=own.p20, p80=own.p80, bound_ms=bound)
     rows = [
         replace(facts, baseline=name, baseline_ms=sample.median, ratio=ratio(sample.median, own.median))
         for name, sample in samples.items()
     ]
-    return [*rows, *failures] or [facts]
+    return [*rows, *failures] or [facts], compute
 
 
 def watch(fed: Feed, work: Callable[[], None], device: torch.device) -> Stats:
@@ -311,21 +314,17 @@ def run_loop(name: str, sizes: Sequence[int], copy_to_compute: float | None, set
     sizes = [max(size // 64, 1) for size in sizes] if settings.tiny else list(sizes)
     batches = make_batches(sizes, min(BATCHES, EPOCH_BYTES // sum(sizes)))
     copy, stage = copy_ms(sizes, device), stage_ms(batches, device)
-    compute = copy / copy_to_compute if copy_to_compute else 0.0
-    work = Work(device).of(compute)
+    work = Work(device).of(copy / copy_to_compute if copy_to_compute else 0.0)
     variant = "loop" if copy_to_compute else "drain"
     ours = make_feed(batches, device)
-    facts = Row(name, variant, bound_ms=max(copy, stage, compute), equal=arrives(ours, batches, device))
+    facts = Row(name, variant, bound_ms=max(copy, stage), equal=arrives(ours, batches, device))
     if not facts.equal:
         return [replace(facts, note="not timed: batches do not arrive as they were sent")]
     peers = {peer: way for peer, way in PEERS.items() if settings.wants(peer)}
-    rows = compare_ways(facts, ours, peers, batches, settings, work)
+    rows, compute = compare_ways(facts, ours, peers, batches, settings, work)
     stats = watch(ms.feed(batches, device), work, device)
     parts = f"copy {copy:.3g}, stage {stage:.3g}, compute {compute:.3g} ms alone"
-    own = rows[0].ours_ms
-    assert own is not None
-    assert facts.bound_ms is not None
-    over = f"{own / facts.bound_ms:.3f} of the bound"
+    over = f"{ratio(rows[0].ours_ms, rows[0].bound_ms):.3f} of the bound"
     rows = [replace(row, note="; ".join(filter(None, (row.note, parts, *told(stats), over)))) for row in rows]
     if device.type == "cuda":
         mine = engine_ms(partial(run_epoch, ours, batches, device, work), device) / len(batches)
@@ -365,7 +364,6 @@ def run_images(name: str, settings: Settings) -> list[Row]:
     made = [[torch.randint(0, 256, size, dtype=torch.uint8), torch.randint(1000, size[:1])] for _ in range(4)]
     batches = [made[i % 4] for i in range(BATCHES)]
     copy = copy_ms([leaf.nbytes for leaf in batches[0]], device)
-    compute = 2 * copy
     fed = make_feed_of_images(batches, device)
     if device.type == "cuda":
         theirs = list(feed_timm(batches[:4], device))
@@ -373,9 +371,9 @@ def run_images(name: str, settings: Settings) -> list[Row]:
         equal = all(torch.allclose(a, b) for x, y in zip(theirs, mine, strict=True) for a, b in zip(x, y, strict=True))
     else:
         equal = None
-    facts = Row(name, "loop", bound_ms=compute, equal=equal)
-    work = Work(device).of(compute)
-    rows = compare_ways(facts, lambda *_: iter(fed), {"timm": feed_timm}, batches, settings, work)
+    facts = Row(name, "loop", bound_ms=copy, equal=equal)
+    work = Work(device).of(2 * copy)
+    rows, _ = compare_ways(facts, lambda *_: iter(fed), {"timm": feed_timm}, batches, settings, work)
     stats = watch(fed, work, device)
     shares = ", ".join(f"{cause} {share:.0%}" for cause, share in stats.shares.items())
     parts = [f"copy {copy:.3g} ms alone", *told(stats), f"of each step {shares}"] if shares else told(stats)
