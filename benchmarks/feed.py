@@ -2,8 +2,8 @@
 
 - ``loop``: milliseconds per step of a loop over some batches, beginning and end included; the source has them ready in
   pageable memory. The bound is the longest of staging, copy and computation, each measured alone. The computation is a
-  kernel that only spins, for a given multiple of the copy's time, so that nothing but the feeding differs; it takes its turn
-  among the sides, since a device's clock changes.
+  kernel that only spins, for a given multiple of the copy's time, so that nothing but the feeding differs. It takes its
+  turn among the sides, since a device's clock changes.
 - ``drain``: the same without any computation: what the way itself can carry.
 - ``copy``: the copies of that loop alone, against bare ones of the same bytes from pinned memory; of both the time that
   CUPTI says the copy engine took. (The feed's ledger sees copies between two events. Where the engine is idle it passes
