@@ -45,7 +45,7 @@ from millstream.feed.staging import (
 from millstream.feed.structure import Rebuild, as_tensor, split
 
 _NEVER = threading.Event()
-MOST_KEPT_BYTES = 64 << 20  # of a device's memory, from pass to pass: batches that are larger take longer than to begin
+MOST_KEPT_BYTES = 64 << 20  # of slots on both sides, from pass to pass: larger batches take longer than to make these
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
 
@@ -184,7 +184,7 @@ class CopyLane:
 
     def send(self, load: DeviceLoad, stopped: threading.Event, *, measured: bool) -> bool:
         """Wait for a slot and move the batch there. When memory is short, it is left to the consumer to start it."""
-        load.slot = self._take_slot(load)
+        load.slot = self._take_slot(load, stopped)
         if load.slot is None:
             return False
         if self._checker is not None:
@@ -217,12 +217,12 @@ class CopyLane:
         if self._checker is not None:
             self._checker.verify(stopped, leave=0)
 
-    def _take_slot(self, load: DeviceLoad) -> DeviceSlot | None:
-        if self._checker is None and (free := self.ring.take(wait=False)) is not None:
+    def _take_slot(self, load: DeviceLoad, stopped: threading.Event) -> DeviceSlot | None:
+        if self._checker is None and (free := self.ring.take(stopped, wait=False)) is not None:
             return free
         self.finish(load)  # nothing else to do meanwhile
         began = time.perf_counter_ns()
-        while (slot := self.ring.take()) is not None and self._checker is not None:
+        while (slot := self.ring.take(stopped)) is not None and self._checker is not None:
             if (checked := self._checker.rotate(slot)) is not None:
                 slot = checked
                 break
@@ -432,16 +432,20 @@ class CopyLane:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def stop(self) -> None:
+    def stop(self, stopped: threading.Event) -> None:
         """Wake the worker for good."""
-        self.ring.stop()
+        self.ring.stop(stopped)
 
     def keep(self) -> bool:
         """Keep slots, and what was prepared for them, if they are not large."""
-        if self._checker is not None or self.ring.num_bytes > MOST_KEPT_BYTES:
+        if self._checker is not None or self.ring.num_bytes + self._pinned.num_bytes > MOST_KEPT_BYTES:
             return False
-        self.ring.restart()
+        self.ring.idle()
         return self._keep(self)
+
+    def resume(self) -> None:
+        """Begin another pass, on the current stream."""
+        self._stream = self.ring.stream = self._context.current_stream()
 
     @property
     def is_usable(self) -> bool:

@@ -106,8 +106,8 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
 
     **Endings.** An error of the loader is raised where its batch would have come, with its traceback, after all batches
     before it. Leaving the loop in any way (``break``, an exception, Ctrl-C) ends the threads; ``close`` and ``with`` do
-    so explicitly. Behind a pass to the loader's end up to 64 MiB of slots on the device wait for the next one, until
-    the feed is closed or gone.
+    so explicitly. Behind a pass to the loader's end slots wait for the next one, if they take no more than 64 MiB,
+    until the feed is closed or gone.
 
     **Resuming.** ``state_dict()`` is that of the batch delivered last, not of those pulled ahead. A feed that has
     loaded it goes on behind that batch: by the loader's own state where it has one (as torchdata's
@@ -371,7 +371,12 @@ class _Shed:
             self.close()
 
     def take(self) -> CopyLane | None:
-        """The lane, if there is one that can be used."""
+        """The lane, for another pass of the calling thread's current stream, if there is one that can be used."""
+        if (lane := self._find()) is not None:
+            lane.resume()
+        return lane
+
+    def _find(self) -> CopyLane | None:
         with suppress(IndexError):
             if (lane := self._lanes.popleft()).is_usable:
                 return lane
@@ -380,7 +385,7 @@ class _Shed:
     def close(self) -> None:
         """Close the lane that is here, and take no other. Any thread, also in a finalizer."""
         self._closed = True
-        if (lane := self.take()) is not None:
+        if (lane := self._find()) is not None:
             lane.close()
 
 

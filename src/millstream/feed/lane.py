@@ -100,8 +100,8 @@ class Lane(Protocol[L]):
         """Consumer: note where his stream and his clock stand, if the lane has a stream."""
         ...
 
-    def stop(self) -> None:
-        """Any thread: wake the worker for good."""
+    def stop(self, stopped: threading.Event) -> None:
+        """Any thread: wake the worker of the pass that this event is of, for good."""
         ...
 
     def keep(self) -> bool:
@@ -188,7 +188,7 @@ class HostLane:
         """No stream, no mark."""
         return None
 
-    def stop(self) -> None:
+    def stop(self, stopped: threading.Event) -> None:
         """Nobody waits."""
 
     def keep(self) -> bool:

@@ -107,10 +107,10 @@ class ManyLane:
         """Where the first device stands."""
         return self._lanes[0].mark()
 
-    def stop(self) -> None:
+    def stop(self, stopped: threading.Event) -> None:
         """Wake the worker for good."""
         for lane in self._lanes:
-            lane.stop()
+            lane.stop(stopped)
 
     def keep(self) -> bool:
         """Nobody does."""

@@ -23,6 +23,7 @@ is kept by its loan until it was let go, for the same reason.
 from __future__ import annotations
 
 import queue
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -122,8 +123,8 @@ class Ring:
         self._context = context
         self.stream = stream  # for which memory is allocated
         self.slots = [DeviceSlot(i, context.acquire_event(), context.acquire_event()) for i in range(num_slots)]
-        # Slots, or as what they were lent. Its ``put`` may run in finalizers.
-        self._free: queue.SimpleQueue[DeviceSlot | Loan | None] = queue.SimpleQueue()
+        # Slots, or as what they were lent; of passes that are to stop, the event. Its ``put`` may run in finalizers.
+        self._free: queue.SimpleQueue[DeviceSlot | Loan | threading.Event] = queue.SimpleQueue()
         for slot in self.slots:
             self._free.put(slot)
         self._loans: deque[Loan] = deque()  # handed out and perhaps still held; the consumer's
@@ -131,18 +132,25 @@ class Ring:
         self._late: deque[tuple[Loan, Tensor | None, Stream | None]] = deque()
         self._resting: deque[Rest] = deque()
         self._num_rested = 0  # of these, how many have rested for a batch
+        self._is_idle = False  # whether it is between two passes
         self.num_kept = 0  # parcels that users have kept
         self.closed = False
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
-    def take(self, *, wait: bool = True) -> DeviceSlot | None:
-        """A slot that is free, or will be; ``None`` when there is none now and none is waited for, or none will be."""
+    def take(self, stopped: threading.Event, *, wait: bool = True) -> DeviceSlot | None:
+        """A slot that is free, or will be; ``None`` when there is none now and none is waited for, or none will be.
+
+        Args:
+            stopped: What ``stop`` is given to end this.
+            wait: Whether to wait.
+        """
         while wait or not self._free.empty():  # nobody else takes any
-            if (found := self._free.get()) is None:
-                self._free.put(None)  # stopped: whoever asks again shall not wait either
+            found = self._free.get()
+            if found is stopped:
+                self._free.put(stopped)  # whoever asks again shall not wait either
                 break
-            if (slot := self._accept(found)) is not None:
+            if not isinstance(found, threading.Event) and (slot := self._accept(found)) is not None:
                 return slot
         return None
 
@@ -161,6 +169,7 @@ class Ring:
         Raises:
             torch.OutOfMemoryError: There is none; what was there before still is.
         """
+        self._is_idle = False
         self._end_rest(self._num_rested)
         self._num_rested = len(self._resting)
         if slot.was_lent:
@@ -317,7 +326,7 @@ class Ring:
                 rest = Rest(memory, home, stream)
                 self._resting.append(rest)  # first of all: an interrupt may end this
                 rest.mark = Mark(self._context, stream, timing=False)
-                if self.closed:
+                if self.closed or self._is_idle:
                     self._end_rest(len(self._resting))
         except RuntimeError:
             pass  # a device in an error state refuses; that error was raised where it happened
@@ -348,15 +357,14 @@ class Ring:
         """Memory of its slots."""
         return sum(parcel.memory.numel() for slot in self.slots for parcel in slot.parcels if parcel is not None)
 
-    def stop(self) -> None:
-        """Wake the worker for good."""
-        self._free.put(None)
+    def stop(self, stopped: threading.Event) -> None:
+        """Wake who takes slots for the pass that this event is of, for good."""
+        self._free.put(stopped)
 
-    def restart(self) -> None:
-        """Let a worker take slots again; there is none."""
-        for _ in range(self._free.qsize()):
-            if (found := self._free.get()) is not None:
-                self._free.put(found)
+    def idle(self) -> None:
+        """There will be no batch for a while."""
+        self._is_idle = True
+        self._end_rest(len(self._resting))
 
     def close(self) -> None:
         """Forget the slots, without waiting for the device. Nobody takes or hands out any more."""

@@ -285,7 +285,7 @@ class Session:
     def _stop_worker(self) -> None:
         self._budget.cancel()
         self._sent.close()
-        self._lane.stop()
+        self._lane.stop(self._stopped)
         self._stopped.set()  # last: who closes looks at it
 
     # --- the consumer's side -----------------------------------------------------------------------------------------

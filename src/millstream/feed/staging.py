@@ -115,7 +115,7 @@ class PinnedRing:
         self._filler = filler()
         self._num_slots = num_slots
         self._slots: deque[PinnedSlot] = deque()  # the oldest first
-        self._num_bytes = 0  # of all slots
+        self.num_bytes = 0  # of all slots
         self.turns = count()  # of the copies, all of which are enqueued on one stream
 
     def begin_fill(
@@ -195,7 +195,7 @@ class PinnedRing:
             oldest = self._slots[0]
             if oldest.busy:
                 self._look(oldest)
-            if not oldest.busy or num_slots == MAX_SLOTS or self._num_bytes + num_bytes > SLACK_BYTES:
+            if not oldest.busy or num_slots == MAX_SLOTS or self.num_bytes + num_bytes > SLACK_BYTES:
                 return oldest
         self._slots.appendleft(PinnedSlot(self._context.acquire_event()))
         return self._slots[0]
@@ -229,7 +229,7 @@ class PinnedRing:
                 num_slots = self._num_slots if len(self._slots) <= self._num_slots else MAX_SLOTS
                 reserve_bytes = min(num_slots * num_bytes, max(SLACK_BYTES, self._num_slots * num_bytes))
                 slot.memory = self._context.pinned(num_bytes, reserve_bytes=reserve_bytes)
-        self._num_bytes = sum(each.memory.numel() for each in self._slots if each.memory is not None)
+        self.num_bytes = sum(each.memory.numel() for each in self._slots if each.memory is not None)
         memory = slot.memory
         if memory is not None:
             slot.copies = [
