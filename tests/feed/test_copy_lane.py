@@ -510,6 +510,43 @@ def test_slots_do_not_wait_for_another_pass(virtual_feed, alone, why, monkeypatc
     assert device.context._arena.num_lent == 0
 
 
+def test_who_stops_a_pass_late_does_not_stop_the_next(virtual_feed):
+    fed, device = virtual_feed([make_batch(i, 1, 500) for i in range(6)])
+    for _ in range(4):
+        passing = iter(fed)
+        session = passing.session
+        assert len(list(passing)) == 6
+        session._stop_worker()  # again, as another thread would that closes it meanwhile
+    settle(device)
+
+
+def test_slots_that_wait_keep_no_results_of_a_transform(virtual_feed, alone):
+    fed, device = virtual_feed([make_batch(i, 1, 500) for i in range(6)], transform=lambda batch: device.allocate(7000))
+    for batch in fed:
+        del batch
+    settle(device)
+    assert held(device) == 2  # the slots
+    for batch in fed:  # noqa: B007 - the last is held beyond the pass
+        pass
+    del batch
+    settle(device)
+    assert held(device) == 2
+
+
+def test_a_pass_allocates_for_its_own_stream(virtual_feed, alone):
+    batches = [make_batch(i, 1, 500) for i in range(4)]
+    fed, device = virtual_feed(batches)
+    streams, allocate = [], device.allocate
+    device.allocate = lambda num_bytes: (streams.append(device.current_stream()), allocate(num_bytes))[1]
+    for stream in (device.context.stream(0), device.context.stream(1)):
+        with device.on(stream):
+            streams.clear()
+            kept = list(fed)
+        assert set(streams) <= {stream}
+        assert streams
+        del kept
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 def test_a_loop_that_keeps_nothing_allocates_nothing(virtual_feed, depth):
     fed, device = virtual_feed([make_batch(i, 3, 90_000) for i in range(30)], depth, "random")

@@ -5,6 +5,7 @@ import queue
 import sys
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -187,3 +188,40 @@ def test_an_interrupt_does_not_send_home_what_another_stream_still_reads():
         model.drop_with_ctrl_c(point=0, before=before)
     model.scribble(stream=0)
     model.teardown()
+
+
+@pytest.mark.parametrize("ends", ["asks", "closes"])
+@pytest.mark.parametrize("what", ["kept", "made by a transform"])
+def test_what_an_interrupt_kept_from_going_home_goes_later(what, ends):
+    model = RingModel()
+    model.begin(num_slots=2, mood="eager", seed=0)
+    ring, device = model.ring, model.device
+    model.change_streams()
+    if what == "kept":
+        for _ in range(2):
+            model.send(sizes=[10])
+        for _ in range(3):
+            model.ask(drop_last=False)
+        model.held.pop()
+    else:
+        slot = model.take()
+        loan = ring.begin_loan(slot, [])
+        memory = device.allocate(300)
+        model.held.append([ring.lend_other(loan, memory, device.default)])
+        ring.hand_out(loan, model.stream)
+        del memory
+    model.drop_with_ctrl_c(point=0, before=True)
+
+    def held():
+        return device.num_raw - sum(len(each) for sizes in device.free.values() for each in sizes.values())
+
+    before = held()
+    if ends == "asks":
+        ring.reclaim()
+        ring.idle()
+        assert held() == before - 1
+    else:
+        ring.close()
+        assert held() == 0
+    assert not ring._scattered
+    ring.close()

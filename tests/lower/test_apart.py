@@ -74,3 +74,17 @@ def test_on_the_cpu_no_device_is_asked_about(cuda):
     cuda.device = 1
     assert Guest(torch.device("cpu")).run(cuda._cuda_getDevice) == 1
     assert cuda.calls == []
+
+
+@pytest.mark.parametrize("name", ["_cuda_getDevice", "_cuda_setDevice"])
+def test_a_device_that_refuses_costs_nobody_his_modes(cuda, monkeypatch, name):
+    def refuse(*_):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch._C, name, refuse)
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        with pytest.raises(RuntimeError, match="device-side"):
+            Guest(torch.device("cuda", 1)).run(lambda: None)
+        assert torch.empty(1).device.type == "meta"
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_grad_enabled()
