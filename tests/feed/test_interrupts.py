@@ -98,3 +98,20 @@ def test_who_is_alone_goes_on_behind_ctrl_c_at_any_moment_of_looking_ahead(make_
         fed.close()
 
     assert interrupt_everywhere(run, *FILES, "/feed/staging.py") > 30
+
+
+@pytest.mark.parametrize("make_feed", ["virtual"], indirect=True)
+def test_who_keeps_all_batches_goes_on_behind_ctrl_c_at_any_moment_of_giving_them_up(make_feed, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+
+    def run(interrupter):
+        fed = make_feed([torch.full((500,), float(i)) for i in range(8)])
+        passing = iter(fed)
+        batches = [next(passing), next(passing)]
+        with contextlib.suppress(KeyboardInterrupt):
+            batches.append(interrupter.run(lambda: next(passing)))
+        assert take_rest(passing, batches)
+        assert [batch[-1].item() for batch in batches] == list(range(8))
+        fed.close()
+
+    assert interrupt_everywhere(run, "/feed/ring.py") > 20

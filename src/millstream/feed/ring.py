@@ -256,7 +256,7 @@ class Ring:
 
     def _forgo(self, loan: Loan) -> int:
         kept = loan.forgo()
-        if kept:
+        if loan.own and loan not in self._scattered:  # asked of the loan: an interrupt may have come behind that
             self._scattered.append(loan)
         self._bring_back(loan)
         return kept
@@ -265,8 +265,9 @@ class Ring:
         """Let go of what was dropped while an interrupt met its finalizer."""
         for _ in range(len(self._scattered)):
             loan = self._scattered[0]
-            for number, (lease, _, _) in [*loan.own.items()]:
-                if lease() is None:
+            for number in [*loan.own]:  # and not of its items: to make tuples may begin a collection, and so change it
+                lease, _, _ = loan.own.get(number) or (None, None, None)
+                if lease is not None and lease() is None:
                     self._send_home(loan, number)
             if loan.own:
                 self._scattered.append(loan)
@@ -281,7 +282,7 @@ class Ring:
         """Note that a batch now belongs to the consumer, who works with it on ``stream``. May be called again."""
         loan.stream = self.stream = stream
         if loan not in self._loans:
-            if loan.own:
+            if loan.own and loan not in self._scattered:
                 self._scattered.append(loan)
             self._loans.append(loan)
 
@@ -298,9 +299,8 @@ class Ring:
             self._let_go(loan, None, None)
 
     def _send_home(self, loan: Loan, number: int) -> None:
-        if number in loan.own:
-            _, memory, home = loan.own[number]
-            self._let_go(loan, memory, home)
+        if (found := loan.own.get(number)) is not None:
+            self._let_go(loan, *found[1:])
             loan.own.pop(number, None)  # not before: an interrupt may have ended that
 
     def _let_go(self, loan: Loan, memory: Tensor | None, home: Stream | None) -> None:
@@ -409,7 +409,19 @@ class Loan:
         tickets: As many as parcels are still to come back or to be given up.
     """
 
-    __slots__ = ("_kept", "came_back", "claims", "forgone", "leases", "own", "ring", "slot", "stream", "tickets")
+    __slots__ = (
+        "_decided",
+        "_kept",
+        "came_back",
+        "claims",
+        "forgone",
+        "leases",
+        "own",
+        "ring",
+        "slot",
+        "stream",
+        "tickets",
+    )
 
     def __init__(self, ring: Ring, slot: DeviceSlot, parcels: Sequence[int]) -> None:
         self.ring = ring
@@ -420,6 +432,7 @@ class Loan:
         self.own: dict[int, tuple[weakref.ref[Lease], Tensor, Stream]] = {}
         self.forgone = False
         self.came_back = not parcels
+        self._decided: dict[int, bool] = {}  # of what was forgone: whether this got the claim, and not a finalizer
         self._kept: frozenset[int] = frozenset()
         self.tickets = [*parcels]
 
@@ -448,17 +461,22 @@ class Loan:
         kept = 0
         if not self.tickets:  # nothing
             return kept
-        for i in [*self.claims]:
-            if self.claims.pop(i, False):
-                lease, parcel = self.leases[i], self.slot.parcels[i]
-                if lease() is not None and parcel is not None:  # otherwise an interrupt has met its finalizer
+        for i, lease in self.leases.items():
+            if (
+                i not in self._decided
+            ):  # in one call: an interrupt behind it loses nothing, and this may be called again
+                self._decided.update(zip((i,), map(self.claims.pop, (i,), (False,)), strict=True))
+            if not self._decided[i] or i in self._kept:
+                continue
+            if lease() is not None:  # otherwise an interrupt has met its finalizer
+                if (parcel := self.slot.parcels[i]) is not None:
                     self.own[i] = lease, parcel.memory, parcel.home
                     self.slot.close()
                     self.slot.parcels[i] = None
-                    self._kept |= {i}
-                    kept += 1
-                if self.is_last():
-                    self.ring._let_go(self, None, None)
+                kept += 1
+            self._kept |= {i}
+            if self.is_last():
+                self.ring._let_go(self, None, None)
         return kept
 
 
