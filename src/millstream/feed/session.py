@@ -403,9 +403,11 @@ class Session:
         if self._is_over:
             return
         self._is_over = True
-        self._ledger.close()
-        if not (self.finished and self._lane.keep()):
-            self._lane.close()
+        try:
+            self._ledger.close()
+        finally:
+            if not (self.finished and self._lane.keep()):
+                self._lane.close()
         self._sent.cancel()
         self._next.clear()
         self._ahead.clear()
