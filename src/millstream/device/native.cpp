@@ -170,8 +170,8 @@ class Team {
     int wanted = std::min<size_t>(std::max(most, 0), filling.starts.back() / kWakeBytes);
     if (wanted <= 0 || busy_.exchange(true)) return;
     filling.num_helpers = wanted;
-    filling_ = &filling;
     num_wanted_ = wanted;
+    filling_ = &filling;
     for (int i = 0; i < std::min(wanted, kCalled); ++i) call(i);
   }
 

@@ -445,6 +445,7 @@ class CopyLane:
 
     def resume(self) -> None:
         """Begin another pass, on the current stream."""
+        self.ring.num_kept = 0
         self._stream = self.ring.stream = self._context.current_stream()
 
     @property

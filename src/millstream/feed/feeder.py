@@ -105,7 +105,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     uses, at times that vary: give it a generator of its own, or worker processes, where runs must repeat exactly.
 
     **Endings.** An error of the loader is raised where its batch would have come, with its traceback, after all batches
-    before it. Leaving the loop in any way (``break``, an exception, Ctrl-C) ends the threads; ``close`` and ``with`` do
+    before it. ``iter`` returns when the first batch has been sent: a ``transform`` must not wait for the loop. Leaving the loop in any way (``break``, an exception, Ctrl-C) ends the threads; ``close`` and ``with`` do
     so explicitly. Behind a pass to the loader's end slots wait for the next one, if they take no more than 64 MiB,
     until the feed is closed or gone.
 

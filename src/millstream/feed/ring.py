@@ -23,6 +23,7 @@ is kept by its loan until it was let go, for the same reason.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import weakref
 from collections import deque
@@ -38,6 +39,9 @@ from millstream.device.native import lender
 from millstream.feed.layout import Layout, view_leaves
 from millstream.feed.ledger import Mark
 from millstream.lower.tensors import from_capsule
+
+MOST_LOOKED_AT = 4
+"""Of the loans with memory of their own so many are looked at for each batch: more than come."""
 
 
 @dataclass(slots=True)
@@ -252,18 +256,22 @@ class Ring:
         if loans:
             self._bring_back(loans[0])
         if self._scattered:
-            self._gather()
+            self._gather(MOST_LOOKED_AT)  # who keeps all batches keeps many
 
     def _forgo(self, loan: Loan) -> int:
         kept = loan.forgo()
-        if loan.own and loan not in self._scattered:  # asked of the loan: an interrupt may have come behind that
-            self._scattered.append(loan)
+        self._scatter(loan)  # which is asked itself: an interrupt may have come behind that
         self._bring_back(loan)
         return kept
 
-    def _gather(self) -> None:
-        """Let go of what was dropped while an interrupt met its finalizer."""
-        for _ in range(len(self._scattered)):
+    def _scatter(self, loan: Loan) -> None:
+        if loan.own and not loan.is_scattered:
+            self._scattered.append(loan)
+            loan.is_scattered = True
+
+    def _gather(self, most: int = sys.maxsize) -> None:
+        """Let go of what was dropped while an interrupt met its finalizer, of so many loans, by turns."""
+        for _ in range(min(len(self._scattered), most)):
             loan = self._scattered[0]
             for number in [*loan.own]:  # and not of its items: to make tuples may begin a collection, and so change it
                 lease, _, _ = loan.own.get(number) or (None, None, None)
@@ -271,6 +279,8 @@ class Ring:
                     self._send_home(loan, number)
             if loan.own:
                 self._scattered.append(loan)
+            else:
+                loan.is_scattered = False
             self._scattered.popleft()
 
     def _bring_back(self, loan: Loan) -> None:
@@ -282,8 +292,7 @@ class Ring:
         """Note that a batch now belongs to the consumer, who works with it on ``stream``. May be called again."""
         loan.stream = self.stream = stream
         if loan not in self._loans:
-            if loan.own and loan not in self._scattered:
-                self._scattered.append(loan)
+            self._scatter(loan)
             self._loans.append(loan)
 
     # --- finalizers --------------------------------------------------------------------------------------------------
@@ -404,6 +413,7 @@ class Loan:
         leases: Of the parcels.
         own: Memory that does not come back with the slot, by number: its lease, itself, and the stream that it was
             allocated for.
+        is_scattered: Whether the ring looks after what is its own.
         forgone: Whether the ring has given up what had not come back.
         came_back: Whether the slot is free again, or will be when nobody captures any more.
         tickets: As many as parcels are still to come back or to be given up.
@@ -415,6 +425,7 @@ class Loan:
         "came_back",
         "claims",
         "forgone",
+        "is_scattered",
         "leases",
         "own",
         "ring",
@@ -430,7 +441,7 @@ class Loan:
         self.claims = dict.fromkeys(parcels, True)
         self.leases: dict[int, weakref.ref[Lease]] = {}
         self.own: dict[int, tuple[weakref.ref[Lease], Tensor, Stream]] = {}
-        self.forgone = False
+        self.forgone = self.is_scattered = False
         self.came_back = not parcels
         self._decided: dict[int, bool] = {}  # of what was forgone: whether this got the claim, and not a finalizer
         self._kept: frozenset[int] = frozenset()
