@@ -4,6 +4,7 @@ import random
 import sys
 import threading
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from millstream.device import DeviceContext
 from millstream.errors import FallbackWarning, FeedError
 from millstream.feed import copy_lane, register, staging
 from millstream.feed.copy_lane import CopyLane
+from millstream.feed.feeder import _Shed
 from millstream.feed.layout import cut, describe_leaves, plan_layout
 from millstream.feed.ledger import Ledger
 from millstream.feed.many_lane import ManyLane
@@ -508,6 +510,27 @@ def test_slots_do_not_wait_for_another_pass(virtual_feed, alone, why, monkeypatc
         go_through(fed, device, until=3 if why == "left" else None)
     assert held(device) == 0
     assert device.context._arena.num_lent == 0
+
+
+def test_a_shed_is_emptied_with_the_context_and_closed_with_the_feed():
+    shed, closed = _Shed(), []
+    lanes = [SimpleNamespace(is_usable=True, close=lambda i=i: closed.append(i)) for i in range(3)]
+    shed.put(lanes[0])
+    shed.close()
+    assert closed == [0]
+    shed.put(lanes[1])
+    assert closed == [0]
+    shed.end()
+    shed.put(lanes[2])
+    assert closed == [0, 1, 2]
+
+
+def test_of_a_context_that_is_gone_nothing_is_taken_or_closed():
+    shed = _Shed()
+    shed.put(SimpleNamespace(is_usable=False))  # as in a forked child
+    assert shed.take() is None
+    shed.put(SimpleNamespace(is_usable=False))
+    shed.end()
 
 
 def test_who_stops_a_pass_late_does_not_stop_the_next(virtual_feed):

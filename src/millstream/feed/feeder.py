@@ -105,9 +105,10 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     uses, at times that vary: give it a generator of its own, or worker processes, where runs must repeat exactly.
 
     **Endings.** An error of the loader is raised where its batch would have come, with its traceback, after all batches
-    before it. ``iter`` returns when the first batch has been sent: a ``transform`` must not wait for the loop. Leaving the loop in any way (``break``, an exception, Ctrl-C) ends the threads; ``close`` and ``with`` do
-    so explicitly. Behind a pass to the loader's end slots wait for the next one, if they take no more than 64 MiB,
-    until the feed is closed or gone.
+    before it. Leaving the loop in any way (``break``, an exception, Ctrl-C) ends the threads; ``close`` and ``with`` do
+    so explicitly. ``iter`` returns when the first batch has been sent: a ``transform`` must not wait for the loop.
+    Behind a pass to the loader's end slots wait for the next one, if they take no more than 64 MiB, until the feed is
+    closed or gone.
 
     **Resuming.** ``state_dict()`` is that of the batch delivered last, not of those pulled ahead. A feed that has
     loaded it goes on behind that batch: by the loader's own state where it has one (as torchdata's
@@ -176,7 +177,7 @@ class Feed:
         self._pace_maker = PaceMaker()
         self._lane: Lane[Any] | None = None
         self._shed = _Shed()
-        self._finalizer = weakref.finalize(self, self._shed.close)
+        self._finalizer = weakref.finalize(self, self._shed.end)
         # The end of the interpreter is the device context's to order.
         self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
         # Weak: a loop that is left drops the pass, and with it must go the threads, although the feed lives on.
@@ -333,7 +334,7 @@ class Feed:
         """
         self._closed = True
         self._end_last("")
-        self._shed.close()
+        self._shed.end()
         self._finalizer.detach()
 
     def _end_last(self, why: str) -> None:
@@ -382,9 +383,13 @@ class _Shed:
                 return lane
         return None
 
-    def close(self) -> None:
-        """Close the lane that is here, and take no other. Any thread, also in a finalizer."""
+    def end(self) -> None:
+        """Close the lane that is here, and those to come: the feed is closed, or gone. Also in a finalizer."""
         self._closed = True
+        self.close()
+
+    def close(self) -> None:
+        """Close the lane that is here. Any thread."""
         if (lane := self._find()) is not None:
             lane.close()
 
