@@ -38,8 +38,8 @@ def take_rest(passing, batches):
     return ends == ["exhausted"]
 
 
-# The interpreter of Python 3.11 itself crashes where a profiler has raised in finalizers, as batches on a device have.
-@pytest.mark.parametrize("make_feed", WAYS if sys.version_info >= (3, 12) else WAYS[::2], indirect=True)
+# The interpreter of Python 3.11 itself crashes where a profiler has raised in some of the last way's functions.
+@pytest.mark.parametrize("make_feed", WAYS if sys.version_info >= (3, 12) else WAYS[:3], indirect=True)
 @pytest.mark.parametrize("is_there", [True, False], ids=["the batch is there", "it is waited for"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_loop_goes_on_behind_ctrl_c_at_any_moment(make_feed, monkeypatch, depth, is_there):
