@@ -194,7 +194,20 @@ def test_the_fastest_on_the_device_wins_whatever_was_predicted():
     assert chosen.waits == sum(isinstance(step, Wait) for step in target.plan.steps)
     assert candidates[0].measured_ns == 1_000_000
     assert candidates[0].verdict == "slower"
-    assert len(candidates) == len(proposals)
+    assert len(candidates) == len(proposals) + 1
+    assert candidates[-1] == replace(chosen, spread=False, verdict="slower", measured_ns=500_000)
+
+
+@pytest.mark.parametrize(("plain", "wins"), [(0.39, True), (0.4, False), (0.9, False), (None, False)])
+def test_the_fastest_is_also_tried_without_spreading(plain, wins):
+    proposals = promising()
+    assert [proposal.plan.spread for proposal in proposals] == [False] + [True] * (len(proposals) - 1)
+    trial = Trial(lambda proposal: 0.4 if proposal.plan.spread else plain)
+    best, candidates = choose(proposals, trial, 60)
+    assert trial.tried[-1].plan == replace(proposals[1].plan, spread=False)
+    assert best.plan == replace(proposals[1].plan, spread=not wins)
+    assert chosen_of(candidates) is candidates[-1 if wins else 1]
+    assert recall(json.loads(json.dumps(note(candidates))), proposals) == (best, candidates)
 
 
 @pytest.mark.parametrize(("factor", "streams"), [(1.2, 1), (1.0, 1), (1 - MARGIN, 1), (1 - 1.1 * MARGIN, 8)])
@@ -222,8 +235,8 @@ def test_hopeless_plans_are_not_tried():
     behind = replace(others[0], predicted_ns=2 * others[0].predicted_ns)
     trial = Trial()
     _, candidates = choose([serial, others[0], behind, slow], trial, 60)
-    assert trial.tried == [others[0]]
-    assert [candidate.verdict for candidate in candidates[2:]] == ["predicted to be slower"] * 2
+    assert [proposal.plan.steps for proposal in trial.tried] == [others[0].plan.steps] * 2  # spread, and not
+    assert [candidate.verdict for candidate in candidates[2:4]] == ["predicted to be slower"] * 2
     trial = Trial()
     best, candidates = choose([serial, slow], trial, 60)
     assert (trial.tried, best) == ([], serial)
@@ -235,8 +248,8 @@ def test_trials_are_bounded_in_number_and_time():
     many = [proposals[0], *[proposals[1]] * (MOST_TRIALS + 3)]
     trial = Trial()
     _, candidates = choose(many, trial, 60)
-    assert len(trial.tried) == MOST_TRIALS
-    assert [candidate.verdict for candidate in candidates[-3:]] == ["no time left to try it"] * 3
+    assert len(trial.tried) == MOST_TRIALS + 1  # the last without spreading
+    assert [candidate.verdict for candidate in candidates[-4:-1]] == ["no time left to try it"] * 3
     trial = Trial()
     best, candidates = choose(many, trial, -1)
     assert (trial.tried, best) == ([], proposals[0])
@@ -289,7 +302,8 @@ def test_notes_of_something_else_are_not_recalled():
         {"candidates": [None]},
         {"candidates": []},
         {"candidates": [{**entries[0], "colour": "red"}, *entries[1:]]},
-        {"candidates": entries[:-1]},
+        {"candidates": entries[:-2]},
+        {"candidates": [*entries, entries[-1]]},
         {"candidates": entries[::-1]},
         {"candidates": [{**entry, "verdict": "slower"} for entry in entries]},
         {"candidates": [{**entry, "verdict": CHOSEN} for entry in entries]},

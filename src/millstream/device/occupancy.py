@@ -8,6 +8,8 @@ refuses, nothing is known.
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 _KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL of cuda.h
 
 
-class _KernelNodeParams(ctypes.Structure):
+class KernelNodeParams(ctypes.Structure):
     """``CUDA_KERNEL_NODE_PARAMS_v2`` of cuda.h."""
 
     _fields_ = (
@@ -42,49 +44,49 @@ def filled_share(graph: torch.cuda.CUDAGraph, device: torch.device) -> float | N
         graph: Captured with ``keep_graph=True``.
         device: On which.
     """
-    driver = _load_driver()
+    driver = load_driver()
     if driver is None:
         return None
-    shares = [_share(driver, node, device) for node in _nodes(driver, graph)]
-    known = [share for share in shares if share is not None]
-    return sum(known) / len(known) if known else None
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    shares = [
+        min(1.0, math.prod(params.grid) / (fitting * multiprocessors))
+        for _, params, function in read_kernels(driver, graph)
+        if (fitting := fitting_blocks(driver, params, function))
+    ]
+    return sum(shares) / len(shares) if shares else None
 
 
-def _nodes(driver: Any, graph: torch.cuda.CUDAGraph) -> list[int]:
-    raw = ctypes.c_void_p(graph.raw_cuda_graph())
-    count = ctypes.c_size_t(0)
+def read_kernels(driver: Any, graph: torch.cuda.CUDAGraph) -> Iterator[tuple[int, KernelNodeParams, ctypes.c_void_p]]:
+    """Go through the kernels in a captured graph: node, how it is launched, and the kernel's function."""
+    raw, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(0)
     if driver.cuGraphGetNodes(raw, None, ctypes.byref(count)) != 0 or count.value == 0:
-        return []
+        return
     nodes = (ctypes.c_void_p * count.value)()
     if driver.cuGraphGetNodes(raw, nodes, ctypes.byref(count)) != 0:
-        return []
-    return [node for node in nodes if node is not None]
+        return
+    for node in nodes:
+        handle, kind, params = ctypes.c_void_p(node), ctypes.c_int(-1), KernelNodeParams()
+        if driver.cuGraphNodeGetType(handle, ctypes.byref(kind)) != 0 or kind.value != _KERNEL_NODE:
+            continue
+        if driver.cuGraphKernelNodeGetParams_v2(handle, ctypes.byref(params)) != 0:
+            continue
+        function = ctypes.c_void_p(params.func)
+        if params.func or driver.cuKernelGetFunction(ctypes.byref(function), ctypes.c_void_p(params.kernel)) == 0:
+            yield node, params, function
 
 
-def _share(driver: Any, node: int, device: torch.device) -> float | None:
-    handle, kind = ctypes.c_void_p(node), ctypes.c_int(-1)
-    if driver.cuGraphNodeGetType(handle, ctypes.byref(kind)) != 0 or kind.value != _KERNEL_NODE:
-        return None
-    params = _KernelNodeParams()
-    if driver.cuGraphKernelNodeGetParams_v2(handle, ctypes.byref(params)) != 0:
-        return None
-    function = ctypes.c_void_p(params.func)
-    if not params.func and driver.cuKernelGetFunction(ctypes.byref(function), ctypes.c_void_p(params.kernel)) != 0:
-        return None
-    threads = params.block[0] * params.block[1] * params.block[2]
-    blocks = params.grid[0] * params.grid[1] * params.grid[2]
+def fitting_blocks(driver: Any, params: KernelNodeParams, function: ctypes.c_void_p) -> int:
+    """How many blocks of a kernel a multiprocessor holds at one time; 0 where the driver does not tell."""
     fitting = ctypes.c_int(0)
     status = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-        ctypes.byref(fitting), function, ctypes.c_int(threads), ctypes.c_size_t(params.shared_bytes)
+        ctypes.byref(fitting), function, ctypes.c_int(math.prod(params.block)), ctypes.c_size_t(params.shared_bytes)
     )
-    if status != 0 or fitting.value == 0:
-        return None
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(1.0, blocks / (fitting.value * multiprocessors))
+    return fitting.value if status == 0 else 0
 
 
 @cache
-def _load_driver() -> Any:
+def load_driver() -> Any:
+    """CUDA's driver; ``None`` where it, or a function that is needed here, cannot be had."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         for name in ("cuGraphGetNodes", "cuGraphKernelNodeGetParams_v2", "cuKernelGetFunction"):

@@ -12,6 +12,7 @@ import torch
 from millstream.device import DeviceContext
 from millstream.device.driver import GraphPool
 from millstream.device.graphs import capture
+from millstream.device.spread import spread_kernels
 from millstream.engine.arena import bind_arena
 from millstream.engine.carrier import make_carrier
 from millstream.engine.passage import Passage, make_passage
@@ -121,7 +122,8 @@ class Captured:
     def _capture(self, memory: list[Any], pool: GraphPool | None, passage: Passage | None) -> list[Any]:
         """Capture the plan on these inputs; the list is emptied, and the outputs returned as the graph has them."""
         program, plan, context = self._program, self._plan, self._context
-        self.graph = torch.cuda.CUDAGraph(keep_graph=passage is not None)
+        is_kept = passage is not None or plan.spread  # until it is instantiated here
+        self.graph = torch.cuda.CUDAGraph(keep_graph=is_kept)
         with capture(context, self.graph, pool):
             if passage is not None:
                 passage.lead_in()
@@ -140,9 +142,12 @@ class Captured:
             self._handed_out = [i for i in range(len(outputs)) if i in self._copied and self._owns(i)]
             self._results = [outputs[i] for i in self._handed_out]
             leads_out = passage is not None and passage.lead_out(self._results)
-        if passage is not None:
+        if plan.spread:
+            spread_kernels(self.graph, context.torch_device)
+        if is_kept:
             with context.capture_lock:
                 self.graph.instantiate()
+        if passage is not None:
             passage.settle(self.graph)
         self._outgoing = make_carrier(self._results)
         self._passage = passage if leads_out and (self._outgoing or not self._results) else None

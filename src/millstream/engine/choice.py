@@ -19,6 +19,7 @@ from typing import Protocol
 
 from millstream.check import check_plan
 from millstream.cost import Costs
+from millstream.device.spread import SMALL
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN, PLANNED_ROLES, Candidate, KernelGraph, Plan, Wait, format_graph
 from millstream.lower.program import Program
@@ -105,9 +106,17 @@ class Proposal:
 
     def describe(self, verdict: str = "", measured_ns: int | None = None) -> Candidate:
         """Return it as a candidate for a report."""
-        waits = sum(isinstance(step, Wait) for step in self.plan.steps)
         plan = self.plan
-        return Candidate(plan.policy, plan.num_streams, waits, self.peak_bytes, self.predicted_ns, measured_ns, verdict)
+        return Candidate(
+            policy=plan.policy,
+            streams=plan.num_streams,
+            waits=sum(isinstance(step, Wait) for step in plan.steps),
+            peak_bytes=self.peak_bytes,
+            predicted_ns=self.predicted_ns,
+            measured_ns=measured_ns,
+            verdict=verdict,
+            spread=plan.spread,
+        )
 
 
 def calibrate(costs: Costs, serial_ns: int) -> Costs:
@@ -151,7 +160,7 @@ def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Pr
         plan = plan_graph(graph, priced, num_streams, policy, memory_bytes=budget, packed=packed)
         if plan.num_streams > 1 and plan.steps not in seen:
             seen.add(plan.steps)
-            proposals.append(_assess(plan, costs))
+            proposals.append(_assess(replace(plan, spread=True), costs))
     return [proposals[0], *sorted(proposals[1:], key=lambda proposal: proposal.predicted_ns)]
 
 
@@ -180,6 +189,8 @@ class Trial(Protocol):
 def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple[Proposal, tuple[Candidate, ...]]:
     """Time the promising proposals and return the fastest, with what became of all of them.
 
+    Small kernels are kept apart in all of them; the fastest is tried without that, too.
+
     Args:
         proposals: As ``propose`` makes them.
         trial: Times one of them.
@@ -205,8 +216,18 @@ def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple
                 best, best_ratio = proposal, own_ns / base_ns
     candidates = [serial.describe("slower", serial_ns), *(told[index] for index in range(len(others)))]
     chosen = next(index for index, proposal in enumerate(proposals) if proposal is best)
+    plain = _without_spreading(best)
+    if best.plan.spread and time.monotonic() <= deadline and (times := _try(plain, trial)) is not None:
+        own_ns, base_ns = times
+        candidates.append(plain.describe("slower", round(own_ns / base_ns * (serial_ns or base_ns))))
+        if own_ns / base_ns < best_ratio:
+            best, chosen = plain, len(proposals)
     candidates[chosen] = replace(candidates[chosen], verdict=CHOSEN)
     return best, tuple(candidates)
+
+
+def _without_spreading(proposal: Proposal) -> Proposal:
+    return replace(proposal, plan=replace(proposal.plan, spread=False))
 
 
 def _try(proposal: Proposal, trial: Trial) -> tuple[int, int] | None:
@@ -217,7 +238,7 @@ def _try(proposal: Proposal, trial: Trial) -> tuple[int, int] | None:
 def choice_key(program: Program, scheduling: Scheduling) -> str:
     """What a choice on disk is found by: everything that it depends on beside device and versions."""
     codes = [program.code(kernel.id) for kernel in program.graph.kernels]
-    text = f"{format_graph(program.graph)}{codes}{scheduling}{STREAM_COUNTS}{TRIED_POLICIES}{VARIANTS}"
+    text = f"{format_graph(program.graph)}{codes}{scheduling}{STREAM_COUNTS}{TRIED_POLICIES}{VARIANTS}{SMALL}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -232,8 +253,11 @@ def recall(noted: dict[str, object], proposals: Sequence[Proposal]) -> tuple[Pro
         candidates = tuple(Candidate(**entry) for entry in noted["candidates"])  # type: ignore[attr-defined]
     except (KeyError, TypeError):
         return None
-    described = [proposal.describe() for proposal in proposals]
-    if [replace(candidate, measured_ns=None, verdict="") for candidate in candidates] != described:
+    looks = [replace(candidate, measured_ns=None, verdict="") for candidate in candidates]
+    further = looks[len(proposals) :]
+    plain = (_without_spreading(proposal) for proposal in proposals if proposal.plan.spread)
+    known = [*proposals, *[proposal for proposal in plain if proposal.describe() in further][:1]]
+    if [proposal.describe() for proposal in known] != looks:
         return None
     chosen = [index for index, candidate in enumerate(candidates) if candidate.is_chosen]
-    return (proposals[chosen[0]], candidates) if len(chosen) == 1 else None
+    return (known[chosen[0]], candidates) if len(chosen) == 1 else None

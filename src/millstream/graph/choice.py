@@ -20,6 +20,7 @@ class Candidate:
         predicted_ns: Its time by the simulator; ``None`` when it was not simulated.
         measured_ns: Its time on the device; ``None`` when it was not run.
         verdict: ``CHOSEN``, or why not, in a few words.
+        spread: Whether small kernels are kept apart on the device.
     """
 
     policy: str
@@ -29,6 +30,7 @@ class Candidate:
     predicted_ns: int | None = None
     measured_ns: int | None = None
     verdict: str = ""
+    spread: bool = False
 
     @property
     def is_chosen(self) -> bool:

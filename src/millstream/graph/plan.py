@@ -75,6 +75,7 @@ class Plan:
         num_streams: Streams are numbered from 0; stream 0 is where the caller's work comes from and goes on.
         policy: Name of the policy that made it.
         layout: Where its temporaries lie in one arena; ``None`` leaves that to the allocator of whoever runs it.
+        spread: Whether small kernels that run beside each other are kept apart on the device, where an engine can.
     """
 
     graph: KernelGraph
@@ -82,3 +83,4 @@ class Plan:
     num_streams: int = 1
     policy: str = "serial"
     layout: MemoryLayout | None = None
+    spread: bool = False

@@ -30,7 +30,8 @@ A plan is its steps, each behind its stream, and then its graph::
     graph "two layers"
     ...
 
-The arena, with the offset of each buffer in it, is there only where a plan says where its temporaries lie.
+The arena, with the offset of each buffer in it, is there only where a plan says where its temporaries lie. ``spread``
+stands behind the streams where small kernels are kept apart.
 
 A name stands bare where it consists of letters, digits and ``_ . : /`` (with single ``-`` inside), and otherwise in
 double quotes with Python's escapes. Fields at their defaults are left out. Indented lines belong to the heading above
@@ -84,7 +85,8 @@ def format_plan(plan: Plan) -> str:
     """Write a plan and its graph as text; ``parse_plan`` reads it back as an equal plan, also when it is not valid."""
     streams = f"{plan.num_streams} stream{'' if plan.num_streams == 1 else 's'}"
     steps = [_step_columns(plan.graph, step) for step in plan.steps]
-    lines = [f"plan {_quote(plan.policy)} on {streams}", "steps", *_align(steps)]
+    spread = " spread" if plan.spread else ""
+    lines = [f"plan {_quote(plan.policy)} on {streams}{spread}", "steps", *_align(steps)]
     if plan.layout is not None:
         offsets = [(_quote(buffer), str(offset)) for buffer, offset in plan.layout.offset_of.items()]
         lines += [f"arena {plan.layout.arena_bytes} {_quote(plan.layout.device)}", *_align(offsets)]
@@ -120,6 +122,7 @@ def parse_plan(text: str) -> Plan:
     head.keyword("on")
     num_streams = head.integer("the number of streams")
     head.keyword("stream", "streams")
+    spread = head.more and head.keyword("spread") == "spread"
     head.end()
     reader.heading("steps").end()
     # A launch names its kernel, which can be checked only once the graph below is known.
@@ -131,7 +134,7 @@ def parse_plan(text: str) -> Plan:
     for line, kernel, name in launches:
         if 0 <= kernel < len(graph.kernels) and graph.kernels[kernel].name != name:
             line.fail(f"{_quote(graph.kernels[kernel].name)}, the name of kernel {kernel} in the graph below")
-    return Plan(graph, steps, num_streams, policy, layout)
+    return Plan(graph, steps, num_streams, policy, layout, spread)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

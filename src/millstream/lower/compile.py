@@ -21,6 +21,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.utils import should_assume_input_aligned
 
 from millstream.errors import LoweringError
+from millstream.lower.channels import align_channels
 from millstream.lower.fx_wrapper import collect_wrappers
 from millstream.lower.pooling import decompositions
 from millstream.lower.probe import ask_early
@@ -147,6 +148,8 @@ def _lower(
     visible = frozenset(range(num_outputs))
     if phase is Phase.FORWARD:
         visible = frozenset(_visible_outputs(graph))
+    if phase is Phase.INFERENCE:
+        align_channels(graph)
     with collect_wrappers(options) as wrappers, shortcuts():
         arguments: Any = {**kwargs, "fx_wrapper": True}
         compile_fx_inner(graph, inputs, **arguments)

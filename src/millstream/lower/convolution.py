@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from millstream.lower.channels import ALIGNED_CHANNELS
 from millstream.lower.depthwise import convolve_depthwise, is_small_depthwise
+from millstream.lower.nodes import arguments_of
 
-_ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 
 
@@ -64,12 +65,6 @@ def _cudnn_layout(image: Any, weight: Any, *arguments: Any) -> torch.memory_form
         return None
 
 
-def arguments_of(node: torch.fx.Node) -> list[Any]:
-    """The nine arguments of a convolution in order, however they were passed."""
-    names = [argument.name for argument in torch.ops.aten.convolution.default._schema.arguments]
-    return [*node.args, *(node.kwargs[name] for name in names[len(node.args) :])]
-
-
 def find_epilogue(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node] | None:
     """Tell whether a generated kernel does nothing but add a bias to a convolution's result and apply relu.
 
@@ -88,7 +83,7 @@ def find_epilogue(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node, to
     image, weight = (arg.meta["val"] for arg in arguments_of(convolution)[:2])
     values: Any = [each.meta["val"] for each in (convolution, bias, output)]
     value, shift, result = values
-    aligned = weight.shape[0] % _ALIGNED_CHANNELS == 0 and weight.shape[1] % _ALIGNED_CHANNELS == 0
+    aligned = weight.shape[0] % ALIGNED_CHANNELS == 0 and weight.shape[1] % ALIGNED_CHANNELS == 0
     alike = result.shape == value.shape and result.stride() == value.stride() and result.dtype == value.dtype
     half = image.dtype in (torch.float16, torch.bfloat16) and shift.dtype == image.dtype
     whole = shift.shape == (weight.shape[0],) and shift.is_contiguous()

@@ -318,7 +318,7 @@ def _candidate_lines(candidates: Sequence[Candidate]) -> list[str]:
         return []
     rows = [
         (
-            each.policy,
+            f"{each.policy}, spread" if each.spread else each.policy,
             str(each.streams),
             str(each.waits),
             size(each.peak_bytes),

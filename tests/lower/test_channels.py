@@ -1,0 +1,209 @@
+"""Channels in multiples of eight: the same numbers, whatever else reads what was enlarged."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from millstream.lower import channels
+from millstream.lower.channels import align_channels, puts_channels_last
+from millstream.lower.nodes import arguments_of
+
+CONVOLUTION = torch.ops.aten.convolution.default
+DOUBLE = torch.float64  # in which nothing but a mistake makes a difference
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch):
+    """Take the CPU for a CUDA device, and doubles for half precision."""
+    monkeypatch.setattr(channels, "_on_device", lambda value: True)
+    monkeypatch.setattr(channels, "puts_channels_last", lambda gm: True)
+    monkeypatch.setattr(channels, "_DTYPES", (DOUBLE,))
+
+
+class Branches(nn.Module):
+    """Two resolutions of 18 and 36 channels that are added to each other, as in HRNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 18, 3, padding=1), nn.Conv2d(18, 64, 1)
+        self.block = nn.Sequential(nn.Conv2d(18, 18, 3, padding=1), nn.ReLU(), nn.Conv2d(18, 18, 3, padding=1))
+        self.down, self.up = nn.Conv2d(18, 36, 3, stride=2, padding=1), nn.Conv2d(36, 18, 1)
+        self.low = nn.Conv2d(36, 36, 3, padding=1, bias=False)
+        self.each = nn.Conv2d(36, 36, 3, padding=1, groups=36)
+
+    def forward(self, x):
+        high = torch.relu(self.stem(x))
+        high = torch.relu(high + self.block(high))
+        low = torch.relu(self.down(high))
+        high = torch.relu(high + F.interpolate(self.up(low), scale_factor=2, mode="nearest"))
+        low = torch.relu(self.low(low) + low)
+        return self.head(high).mean((2, 3)), low, torch.cat([self.each(low), low], 1)
+
+
+class Net(nn.Module):
+    """What a function makes of an image by some convolutions."""
+
+    def __init__(self, function, *convolutions):
+        super().__init__()
+        self.function, self.convolutions = function, nn.ModuleList(convolutions)
+
+    def forward(self, x):
+        return self.function(x, *self.convolutions)
+
+
+def trace(function, *inputs):
+    """The graph of a function, with its operators as Inductor gets them."""
+    gm = make_fx(function, tracing_mode="fake", decomposition_table=select_decomp_table())(*inputs)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
+
+
+def aligned(model, x):
+    """Graphs of a model as it is and with its channels aligned, and its result with each."""
+    model = model.to(DOUBLE).eval()
+    state = dict(model.named_parameters())
+
+    def function(state, x):
+        return torch.func.functional_call(model, state, (x,))
+
+    with torch.no_grad():
+        before, after = trace(function, state, x), trace(function, state, x)
+        align_channels(after)
+        close(before(state, x), model(x))
+        return before, after, before(state, x), after(state, x)
+
+
+def widths(gm):
+    """Output and input channels of each convolution."""
+    found = [arguments_of(node) for node in gm.graph.nodes if node.target is CONVOLUTION]
+    return [tuple(arguments[1].meta["val"].shape[:2]) for arguments in found if arguments[8] == 1]
+
+
+def close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
+def test_a_network_of_odd_widths():
+    torch.manual_seed(0)
+    _, gm, expected, got = aligned(Branches(), torch.randn(2, 3, 16, 16, dtype=DOUBLE))
+    assert widths(gm) == [(18, 3), (24, 24), (24, 24), (40, 24), (24, 40), (40, 40), (64, 18)]
+    close(got, expected)
+    pads = sum(node.target is torch.ops.aten.constant_pad_nd.default for node in gm.graph.nodes)
+    assert pads == 5 + 4, "each weight, and each image once, however many read it"
+
+
+def test_values_have_the_shapes_that_they_say():
+    _, gm, _, _ = aligned(Branches(), torch.randn(1, 3, 16, 16, dtype=DOUBLE))
+    for node in gm.graph.nodes:
+        if node.target in (CONVOLUTION, torch.ops.aten.slice.Tensor, torch.ops.aten.constant_pad_nd.default):
+            values = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args]
+            with node.meta["val"].fake_mode:
+                assert node.target(*values).shape == node.meta["val"].shape
+
+
+def conv(outputs, inputs, window=3, **options):
+    return nn.Conv2d(inputs, outputs, window, padding=window // 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("layer", "image"),
+    [
+        (conv(16, 8), (1, 8, 5, 5)),
+        (conv(18, 3), (1, 3, 5, 5)),  # cuDNN has kernels for these
+        (conv(18, 18, groups=18), (1, 18, 5, 5)),
+        (conv(24, 18, 1), (1, 18, 5, 5)),  # a product of matrices; to enlarge its image alone costs more
+        (nn.Conv1d(18, 18, 3), (1, 18, 5)),
+        (nn.ConvTranspose2d(18, 18, 3), (1, 18, 5, 5)),
+    ],
+)
+def test_what_stays_as_it_is(layer, image):
+    before, after, expected, got = aligned(Net(lambda x, f: torch.relu(f(x)), layer), torch.randn(image, dtype=DOUBLE))
+    assert after.code == before.code
+    close(got, expected)
+
+
+def test_nothing_changes_where_channels_come_first(monkeypatch):
+    monkeypatch.setattr(channels, "puts_channels_last", lambda gm: False)
+    before, after, _, _ = aligned(Branches(), torch.randn(1, 3, 16, 16, dtype=DOUBLE))
+    assert after.code == before.code
+
+
+def test_results_for_the_caller_and_for_products_are_not_parts():
+    """A part has other strides, which the caller would see, and ``view`` might refuse."""
+    net = Net(lambda x, f, g: (f(x), g(x).view(x.shape[0], -1)), conv(18, 18), conv(18, 18))
+    _, gm, expected, got = aligned(net, torch.randn(2, 18, 5, 5, dtype=DOUBLE))
+    assert widths(gm) == [(18, 24), (18, 24)]
+    close(got, expected)
+    assert [tensor.stride() for tensor in got] == [tensor.stride() for tensor in expected]
+
+
+def test_what_is_not_finite_stays_where_it_is():
+    """Zero times infinity is no number: it must not get into channels that another convolution reads."""
+    net = Net(lambda x, f, g, h: F.relu6(h(F.relu6(g(F.relu6(f(x)))))), conv(18, 18), conv(18, 18), conv(18, 18))
+    x = torch.randn(1, 18, 9, 9, dtype=DOUBLE)
+    x[0, 3, 4, 4] = float("inf")
+    _, gm, expected, got = aligned(net, x)
+    assert widths(gm)[:2] == [(24, 24), (24, 24)]
+    assert all(result.isfinite().all() for result in expected)
+    close(got, expected)
+
+
+def test_the_real_question_has_an_answer(monkeypatch):
+    monkeypatch.undo()
+    gm, _, _, _ = aligned(Branches(), torch.randn(1, 3, 16, 16, dtype=DOUBLE))
+    assert puts_channels_last(gm) in (True, False)
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["convolve", "product", "relu", "add", "cat", "pool", "flip"]),
+        st.integers(0, 9),
+        st.integers(0, 9),
+        st.sampled_from([5, 8, 12, 18, 24]),
+    ),
+    min_size=2,
+    max_size=12,
+)
+
+
+@given(operations=OPERATIONS, returned=st.lists(st.integers(0, 12), min_size=1, max_size=3), seed=st.integers(0, 99))
+def test_random_networks_compute_what_they_did(operations, returned, seed):
+    weights = []
+
+    def function(x, *known):
+        """Known weights are taken; without, they are drawn and noted."""
+        known, generator, values = iter(known), torch.Generator().manual_seed(seed), [x, torch.relu(x)]
+        for kind, i, j, width in operations:
+            a, b = values[i % len(values)], values[j % len(values)]
+            if kind in ("convolve", "product"):
+                window = 3 if kind == "convolve" else 1
+                weight = next(known, None)
+                if weight is None:
+                    shape = (width, a.shape[1], window, window)
+                    weights.append(torch.randn(shape, dtype=DOUBLE, generator=generator) / a.shape[1])
+                    weight = weights[-1]
+                bias = weight[:, 0, 0, 0] if i % 2 else None
+                values.append(F.conv2d(a, weight, bias, padding=window // 2))
+            elif kind == "relu":
+                values.append(torch.relu(a))
+            elif kind == "add" and a.shape == b.shape:
+                values.append(a + b)
+            elif kind == "cat" and a.shape[1] + b.shape[1] < 60:
+                values.append(torch.cat([a, b], 1))
+            elif kind == "pool":
+                values.append(F.max_pool2d(a, 3, 1, 1))
+            elif kind == "flip":
+                values.append(a.transpose(2, 3))
+        return [values[i % len(values)] for i in returned]
+
+    x = torch.randn(1, 12, 4, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+    expected = function(x)
+    gm = trace(function, x, *weights)
+    align_channels(gm)
+    close(gm(x, *weights), expected)
