@@ -126,7 +126,7 @@ def test_a_spread_plan_reads_back():
     text = f"{head} spread\n{rest}{GRAPH_TEXT}"
     assert format_plan(replace(PLAN, spread=True)) == text
     assert parse_plan(text) == replace(PLAN, spread=True)
-    with pytest.raises(ParseError, match="line 1, .*: expected 'spread', found wide"):
+    with pytest.raises(ParseError, match=r"line 1, .*: expected 'spread', found wide"):
         parse_plan(text.replace("spread", "wide", 1))
 
 
