@@ -116,3 +116,32 @@ def test_who_keeps_all_batches_goes_on_behind_ctrl_c_at_any_moment_of_giving_the
         fed.close()
 
     assert interrupt_everywhere(run, "/feed/ring.py") > 20
+
+
+@pytest.mark.parametrize("make_feed", WAYS if sys.version_info >= (3, 12) else WAYS[:3], indirect=True)
+@pytest.mark.parametrize("leave", ["end", "close", "begin anew"])
+def test_another_pass_begins_behind_ctrl_c_at_any_moment_of_the_end_of_one(make_feed, monkeypatch, leave):
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+
+    def run(interrupter):
+        fed = make_feed([torch.tensor([float(i)]) for i in range(3)])
+        passing = iter(fed)
+        batches = [next(passing) for _ in range(3)]
+        ways = {"end": lambda: next(passing, None), "close": passing.session.close, "begin anew": lambda: iter(fed)}
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupter.run(ways[leave])
+        del passing
+        again = []
+
+        def begin():
+            again.append(iter(fed))
+
+        thread = threading.Thread(target=begin, daemon=True)
+        thread.start()
+        thread.join(DEADLINE_S)
+        assert again, "it hangs"
+        assert take_rest(again[0], batches)
+        assert [batch.item() for batch in batches] == [0.0, 1.0, 2.0] * 2
+        fed.close()
+
+    assert interrupt_everywhere(run, *FILES) > 10

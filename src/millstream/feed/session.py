@@ -154,7 +154,8 @@ class Session:
                         while (item := self._make(self._begin_times())) is not None:
                             self._sent.send(item)
                             del item  # which this variable would keep while the next one is made
-                            self._begun.set()
+                            if not self._begun.is_set():  # asking takes no lock
+                                self._begun.set()
             except ChannelClosed:
                 pass  # the consumer has left
             except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the consumer
@@ -389,12 +390,16 @@ class Session:
         """Wait until nobody is inside the source, and give everything back. Who is still inside will do so himself."""
         if self._inside.locked() and self._insider == threading.get_ident():
             return  # called by the source, or by a garbage collection meanwhile
-        if not self._inside.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            return
+        mine: list[bool] = []
         try:
+            # In one call: an interrupt behind it does not leave the lock taken for ever.
+            mine.extend(map(self._inside.acquire, (True,), (-1 if timeout_s is None else timeout_s,)))
+            if not mine[0]:
+                return
             self._give_back()
         finally:
-            self._inside.release()
+            if True in mine:
+                self._inside.release()
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join(timeout_s)  # he has nothing left to do
 
@@ -403,10 +408,12 @@ class Session:
         if self._is_over:
             return
         self._is_over = True
+        is_kept = False
         try:
             self._ledger.close()
+            is_kept = self.finished and self._lane.keep()
         finally:
-            if not (self.finished and self._lane.keep()):
+            if not is_kept:
                 self._lane.close()
         self._sent.cancel()
         self._next.clear()
