@@ -8,7 +8,8 @@
 - ``copy``: the copies of that loop alone, against bare ones of the same bytes from pinned memory; of both the time that
   CUPTI says the copy engine took. (The feed's ledger sees copies between two events. Where the engine is idle it passes
   the first before the host has asked for the copy, which is longer than a copy of 1 MiB.)
-- ``next``: host time of asking for a batch that is ready.
+- ``next``: host time of asking for a batch that is ready, where the host has slept while it got ready, so that nothing
+  of its way is in the processor's caches any more; ``next behind a step``: where it has waited for one on the device.
 - ``read out``: a step whose loss is read every time, against one that reads nothing.
 """
 
@@ -39,13 +40,13 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 RATIOS = (0.25, 0.5, 0.8, 1.0, 2.0, 4.0)
 BATCHES = 200  # of an epoch: enough that filling and draining the pipeline is a small part of it
-EPOCH_BYTES = 10 << 30  # no more than so many, to save time
+EPOCH_BYTES, EPOCH_LEAVES = 10 << 30, 20_000  # no more than so many, to save time
 MAX_ROUNDS = 6  # of epochs that are many measurements already, being longer than
 SHORT_MS = 50.0
 WARM_EPOCHS = 3  # in which a feed finds out whether it needs a worker
 REST_S = 0.03  # between epochs: threads of the side before (OpenMP's, for one) still spin for some ms
 NEXT_SAMPLES = 300
-NEXT_PAUSE_S = 2e-3  # in which the next batch gets ready
+NEXT_PAUSE_MS = 2.0  # in which the next batch gets ready
 STEP_MS = 3.3  # of the step whose loss is read: what a captured ResNet-50 step of batch 8 takes on an H200
 
 Batch = list[Tensor]
@@ -312,7 +313,7 @@ def run_loop(name: str, sizes: Sequence[int], copy_to_compute: float | None, set
 
     device = settings.device
     sizes = [max(size // 64, 1) for size in sizes] if settings.tiny else list(sizes)
-    batches = make_batches(sizes, min(BATCHES, EPOCH_BYTES // sum(sizes)))
+    batches = make_batches(sizes, min(BATCHES, EPOCH_BYTES // sum(sizes), EPOCH_LEAVES // len(sizes)))
     copy, stage = copy_ms(sizes, device), stage_ms(batches, device)
     work = Work(device).of(copy / copy_to_compute if copy_to_compute else 0.0)
     variant = "loop" if copy_to_compute else "drain"
@@ -341,20 +342,26 @@ def run_next(name: str, sizes: Sequence[int], settings: Settings) -> list[Row]:
 
     device = settings.device
     samples = 50 if settings.tiny else NEXT_SAMPLES
-    times, passing = [], iter(ms.feed(make_batches(sizes, samples + 10), device))
-    for i, batch in enumerate(passing):
-        del batch
-        synchronize(device)
-        time.sleep(NEXT_PAUSE_S)
-        if i < 10 or i >= samples + 9:
-            continue
-        start = time.perf_counter_ns()
-        batch = next(passing)
-        times.append((time.perf_counter_ns() - start) / 1e6)
-        del batch
-    sample, last = Sample.of(times), sorted(times)[math.ceil(0.99 * len(times)) - 1]
-    note = f"p50 {sample.median * 1e3:.0f} µs, p99 {last * 1e3:.0f} µs"
-    return [Row(name, "next", ours_ms=sample.median, p20=sample.p20, p80=sample.p80, note=note)]
+    work = Work(device).of(NEXT_PAUSE_MS)
+    pauses = {"next": partial(time.sleep, NEXT_PAUSE_MS / 1e3), "next behind a step": work}
+    rows = []
+    for variant, pause in pauses.items():
+        times, passing = [], iter(ms.feed(make_batches(sizes, samples + 10), device))
+        for i, batch in enumerate(passing):
+            del batch
+            synchronize(device)
+            pause()
+            synchronize(device)
+            if i < 10 or i >= samples + 9:
+                continue
+            start = time.perf_counter_ns()
+            batch = next(passing)
+            times.append((time.perf_counter_ns() - start) / 1e6)
+            del batch
+        sample, last = Sample.of(times), sorted(times)[math.ceil(0.99 * len(times)) - 1]
+        note = f"p50 {sample.median * 1e3:.0f} µs, p99 {last * 1e3:.0f} µs"
+        rows.append(Row(name, variant, ours_ms=sample.median, p20=sample.p20, p80=sample.p80, note=note))
+    return rows
 
 
 def run_images(name: str, settings: Settings) -> list[Row]:

@@ -371,6 +371,29 @@ def test_prepared_copies_carry_the_right_bytes(virtual_feed, mood):
         assert run_prepared(virtual_feed, seed, keep=0.1), seed
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_prepared_copy_that_the_driver_refuses_is_made_by_pytorch(virtual_feed, monkeypatch, alone):
+    monkeypatch.setattr(PaceMaker, "begin_pass", lambda self, may_be_alone: Pace(alone=alone and may_be_alone))
+    monkeypatch.setattr(Ledger, "is_due", lambda *_: False)  # measured copies are not prepared
+    batches = [make_batch(i, 1, 64) for i in range(40)]
+    fed, device = virtual_feed(batches, 2, "eager")
+    prepare, asked, copied = device.prepare_copy, [], []
+
+    def prepare_one_that_fails(*arguments):
+        send = prepare(*arguments)
+        return lambda: asked.append(None) or (1 if len(asked) % 3 else send())
+
+    def copy_for_real(pairs, stream, before, after):
+        copied.append(None)
+        prepare(pairs, stream, before, after)()
+
+    monkeypatch.setattr(device, "prepare_copy", prepare_one_that_fails)
+    monkeypatch.setattr(device, "copy", copy_for_real)
+    assert train(fed, device, batches, random.Random(0), keep=0.0)
+    settle(device)
+    assert len(asked) > len(copied) >= 10
+
+
 def test_a_batch_that_looks_like_the_one_before_takes_two_records(virtual_feed, monkeypatch):
     monkeypatch.setattr(PaceMaker, "begin_pass", lambda self, may_be_alone: Pace(alone=may_be_alone))
     fed, device = virtual_feed([torch.ones(64) for _ in range(40)], 2, "eager")

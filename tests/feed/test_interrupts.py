@@ -125,12 +125,16 @@ def test_another_pass_begins_behind_ctrl_c_at_any_moment_of_the_end_of_one(make_
 
     def run(interrupter):
         fed = make_feed([torch.tensor([float(i)]) for i in range(3)])
-        passing = iter(fed)
-        batches = [next(passing) for _ in range(3)]
-        ways = {"end": lambda: next(passing, None), "close": passing.session.close, "begin anew": lambda: iter(fed)}
+        passes = [iter(fed)]
+        batches = [next(passes[0]) for _ in range(3)]
+        ways = {
+            "end": lambda: next(passes[0], None),
+            "close": passes[0].session.close,
+            "begin anew": lambda: iter(fed),
+        }
         with contextlib.suppress(KeyboardInterrupt):
             interrupter.run(ways[leave])
-        del passing
+        passes.clear()
         again = []
 
         def begin():
