@@ -5,11 +5,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import millstream as ms
 from millstream.api import executables
 from millstream.engine.build import why_not_capture
+from millstream.graph import Timeline
 from millstream.lower.fx_wrapper import collect_wrappers
+from millstream.report import Account
 from tests import networks
 
 
@@ -175,6 +178,27 @@ def test_frozen_parameters_become_constants():
         (executable,) = executables(compiled)
     assert executable.lowered.program.constants
     assert len(executable.lowered.program.inputs) == 1
+
+
+class Casting(nn.Module):
+    """Multiplies by a parameter in another type."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return x @ self.weight.double()
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_what_prepares_parameters_is_found_and_freezing_spares_it(freeze):
+    model, x = Casting(), torch.randn(4, 8, dtype=torch.float64)
+    compiled = ms.compile(model.eval(), freeze=freeze)
+    with torch.no_grad():
+        networks.assert_close(compiled(x), model(x))
+    (executable,) = executables(compiled)
+    assert len(Account(executable.plan.graph, Timeline((), 1, 0)).preparing) == (0 if freeze else 1)
 
 
 def test_what_dynamo_cannot_capture_runs_between_the_graphs_with_a_warning():

@@ -1,17 +1,18 @@
 """Where the time of a run went, in numbers and words."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
 from millstream.errors import ArgumentError
-from millstream.graph import Launch, Plan, Record, Span, Timeline, Wait
+from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Launch, Plan, Record, Role, Span, Timeline, Wait
 from millstream.report import Account
 from millstream.schedule import critical_path_ns, plan_serial
 from millstream.simulate import simulate
 from millstream.testing import chain_graph, towers_graph
-from tests.report.samples import EMPTY, costs_of, runs
+from tests.report.samples import EMPTY, costs_of, report_of, runs
 
 TOWERS = towers_graph(2, 2)  # kernels 0, 1 and 2, 3
 SIDE_BY_SIDE = Plan(TOWERS, (Launch(0, 0), Launch(2, 1), Launch(1, 0), Launch(3, 1), Record(0, 1), Wait(0, 0)), 2)
@@ -92,3 +93,39 @@ def test_data_of_another_graph_is_refused():
         Account(TOWERS, Timeline((), 1, 0), costs_of(1, 2, 3))
     with pytest.raises(ArgumentError, match="has kernel 4, graph '2 towers of 2' only 4"):
         Account(TOWERS, Timeline((Span("x", 0, 0, 1, 4),), 1, 1))
+
+
+def weights_graph():
+    """Two weights, of which one is cast and laid out anew, and the other changed by who reads it."""
+    buffers = [
+        *(Buffer(name, 64, "cuda:0", Role.STATE) for name in ("w", "v")),
+        Buffer("x", 64, "cuda:0", Role.INPUT),
+        *(Buffer(name, 64, "cuda:0", Role.TEMPORARY) for name in ("cast", "laid", "noise")),
+        Buffer("y", 64, "cuda:0", Role.OUTPUT),
+    ]
+    accesses = [
+        (("w",), ("cast",)),
+        (("cast",), ("laid",)),
+        (("v",), ("v",)),
+        ((), ("noise",)),
+        (("x", "laid"), ("y",)),
+    ]
+    kernels = tuple(
+        Kernel(i, f"k{i}", KernelKind.FUSED, "cuda:0", reads, writes) for i, (reads, writes) in enumerate(accesses)
+    )
+    return KernelGraph("weights", kernels, tuple(buffers), ("w", "v", "x"), ("y",))
+
+
+@pytest.mark.parametrize(("used_ns", "words"), [(10_000, "2 kernels, 18 % of the time"), (60_000, "")])
+def test_what_parameters_cost_that_are_prepared_in_every_run(used_ns, words):
+    graph = weights_graph()
+    costs = costs_of(1000, 2000, 1500, 2000, used_ns)
+    account = Account(graph, simulate(plan_serial(graph), costs), costs)
+    assert account.preparing == (0, 1)
+    assert account.preparing_ns == 3000
+    assert account.preparation().startswith(words)
+    assert bool(account.preparation()) is bool(words)
+    text = "\n".join(report_of(plan_serial(graph), costs=costs).text(0))
+    assert ("freeze=True does it once" in text) is bool(words)
+    step = replace(report_of(plan_serial(graph), costs=costs), phase="step")
+    assert "freeze" not in "\n".join(step.text(0)), "its parameters change"

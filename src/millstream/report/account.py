@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from millstream.cost import Costs
 from millstream.errors import ArgumentError
-from millstream.graph import KernelGraph, Timeline, derive_dependencies
+from millstream.graph import KernelGraph, Role, Timeline, derive_dependencies
 from millstream.report.words import count, duration, percent
 from millstream.schedule import rank_kernels
 
@@ -103,6 +103,30 @@ class Account:
     def bound_ns(self) -> int:
         """No plan for these kernels is quicker than that."""
         return max(self.critical_path_ns, self.roofline_ns or 0)
+
+    @cached_property
+    def preparing(self) -> tuple[int, ...]:
+        """Kernels that read parameters and nothing else, by id: they bring them into another layout or type."""
+        known = {buffer.id for buffer in self.graph.buffers if buffer.role is Role.STATE}
+        found = []
+        for kernel in self.graph.kernels:
+            reads, writes = self.graph.touched_by[kernel.id]
+            if reads and known.issuperset(reads) and known.isdisjoint(writes):
+                known.update(writes)
+                found.append(kernel.id)
+        return tuple(found)
+
+    @property
+    def preparing_ns(self) -> int:
+        """Time of these."""
+        return sum(self.durations_ns[kernel] for kernel in self.preparing)
+
+    def preparation(self) -> str:
+        """Say in words what parameters cost that are prepared anew in each run; empty where that is little."""
+        if self.preparing_ns < _WORTH_SAYING * max(self.serial_ns, 1):
+            return ""
+        kernels = count(len(self.preparing), "kernel")
+        return f"{kernels}, {percent(self.preparing_ns, self.serial_ns)} of the time of all, only prepare parameters"
 
     @cached_property
     def busy_ns(self) -> tuple[int, ...]:

@@ -202,11 +202,17 @@ class ProgramReport:
         if account is None:
             return [f"time: {known}"] if known else []
         roofline = "" if account.roofline_ns is None else f", roofline {duration(account.roofline_ns)}"
-        return [
+        lines = [
             f"bound: {self.bound()}",
             f"time: {known}; kernels one after another {duration(account.serial_ns)}, "
             f"critical path {duration(account.critical_path_ns)}{roofline}",
         ]
+        if self.phase == "inference" and (preparation := account.preparation()):
+            lines.append(
+                f"parameters: {preparation} (another layout or type), in every call; where they stay as they are, "
+                "freeze=True does it once"
+            )
+        return lines
 
     def _times_ns(self, account: Account) -> dict[str, Any]:
         return {
