@@ -9,6 +9,9 @@ from torch import nn
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import millstream as ms
+from millstream.api import executables
+from millstream.graph import KernelKind
 from millstream.lower import channels
 from millstream.lower.channels import align_channels, puts_channels_last
 from millstream.lower.nodes import arguments_of
@@ -69,14 +72,14 @@ def aligned(model, x):
     model = model.to(DOUBLE).eval()
     state = dict(model.named_parameters())
 
-    def function(state, x):
+    def function(x, state):
         return torch.func.functional_call(model, state, (x,))
 
     with torch.no_grad():
-        before, after = trace(function, state, x), trace(function, state, x)
+        before, after = trace(function, x, state), trace(function, x, state)
         align_channels(after)
-        close(before(state, x), model(x))
-        return before, after, before(state, x), after(state, x)
+        close(before(x, state), model(x))
+        return before, after, before(x, state), after(x, state)
 
 
 def widths(gm):
@@ -207,3 +210,29 @@ def test_random_networks_compute_what_they_did(operations, returned, seed):
     gm = trace(function, x, *weights)
     align_channels(gm)
     close(gm(x, *weights), expected)
+
+
+def test_inputs_stay_together():
+    _, gm, _, _ = aligned(Net(lambda x, f: torch.relu(f(x)), conv(18, 18)), torch.randn(1, 18, 5, 5, dtype=DOUBLE))
+    kinds = [node.op for node in gm.graph.nodes]
+    assert "placeholder" not in kinds[kinds.index("call_function") :]
+    assert widths(gm) == [(24, 24)]
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_through_inductor(monkeypatch, freeze):
+    """On a CPU without oneDNN, Inductor treats convolutions as on a GPU."""
+    monkeypatch.setattr(channels, "puts_channels_last", puts_channels_last)
+    torch._dynamo.reset()
+    model, x = Branches().to(DOUBLE).eval(), torch.randn(2, 3, 16, 16, dtype=DOUBLE)
+    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+        compiled = ms.compile(model, freeze=freeze, strict=True)
+        got, expected = compiled(x), model(x)
+    close(got, expected)
+    assert [tensor.stride() for tensor in got] == [tensor.stride() for tensor in expected]
+    (executable,) = executables(compiled)
+    program = executable.lowered.program
+    assert sum(kernel.kind is KernelKind.CONV for kernel in program.graph.kernels) == 8
+    tensors = program.constants.values() if freeze else program.layouts.values()
+    sizes = [tuple(tensor.shape if freeze else tensor.size) for tensor in tensors]
+    assert sum(len(size) == 4 and size[0] in (24, 40) for size in sizes) == 5, "frozen weights are enlarged once"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._inductor.constant_folding import constant_fold
 from torch._inductor.graph import GraphLowering
 
 from millstream.lower.nodes import add_node, arguments_of
@@ -38,16 +39,22 @@ def align_channels(gm: torch.fx.GraphModule) -> None:
     if not convolutions or not puts_channels_last(gm):
         return
     images: dict[torch.fx.Node, torch.fx.Node] = {}
-    for node in sorted(convolutions, key=_is_product):
-        _align(gm.graph, node, images)
+    weights = [_align(gm.graph, node, images) for node in sorted(convolutions, key=_is_product)]
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()
+    _fold(gm, {weight for weight in weights if weight is not None and weight.args[0].op == "get_attr"})  # type: ignore[union-attr]
 
 
 def puts_channels_last(gm: torch.fx.GraphModule) -> bool:
     """Whether Inductor will put the channels of images last in a graph for inference."""
     return bool(GraphLowering.decide_layout_opt(gm, is_inference=True))
+
+
+def _fold(gm: torch.fx.GraphModule, nodes: set[torch.fx.Node]) -> None:
+    """Compute what is made of constants, once: weights of a model with ``freeze=True`` are."""
+    if nodes:
+        constant_fold(gm, nodes.__contains__)
 
 
 def _is_misaligned(node: torch.fx.Node) -> bool:
@@ -80,14 +87,23 @@ def _missing(channels: int) -> int:
     return -channels % ALIGNED_CHANNELS
 
 
-def _align(graph: torch.fx.Graph, node: torch.fx.Node, images: dict[torch.fx.Node, torch.fx.Node]) -> None:
+def _align(
+    graph: torch.fx.Graph, node: torch.fx.Node, images: dict[torch.fx.Node, torch.fx.Node]
+) -> torch.fx.Node | None:
+    """Enlarge one convolution, and return its enlarged weight; ``None`` where it stays as it is.
+
+    Args:
+        graph: Of the convolution.
+        node: The convolution.
+        images: What was enlarged before, by what it was made of.
+    """
     image, weight, bias, *options = arguments_of(node)
     outputs, inputs = weight.meta["val"].shape[:2]
     more_inputs, more_outputs = _missing(inputs), _missing(outputs)
     if not all(map(_reads_parts, node.users)):
         more_outputs = 0
     if not (more_inputs or more_outputs) or (more_inputs and image not in images and _is_product(node)):
-        return
+        return None
     if more_inputs and image not in images:
         images[image] = _enlarge_image(graph, image, more_inputs)
     with graph.inserting_before(node):
@@ -107,12 +123,16 @@ def _align(graph: torch.fx.Graph, node: torch.fx.Node, images: dict[torch.fx.Nod
                 result = add_node(graph, aten.add.Tensor, (result, column), node)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+    return enlarged
 
 
 def _enlarge_image(graph: torch.fx.Graph, image: torch.fx.Node, more: int) -> torch.fx.Node:
     """Make the image larger where it is made; who can, reads his part of that, so that it need not be made twice."""
     users = [user for user in image.users if _reads_parts(user)]
-    with graph.inserting_after(image):
+    made = image
+    while made.op == made.next.op == "placeholder":  # these stay together
+        made = made.next
+    with graph.inserting_after(made):
         enlarged = add_node(graph, aten.constant_pad_nd.default, (image, [0] * 5 + [more]), image)
     if users:
         with graph.inserting_after(enlarged):

@@ -1,4 +1,4 @@
-"""Reading and writing graphs of aten operators before Inductor gets them."""
+"""Reading and writing FX graphs of aten operators."""
 
 from __future__ import annotations
 
