@@ -219,20 +219,41 @@ def test_inputs_stay_together():
     assert widths(gm) == [(24, 24)]
 
 
-@pytest.mark.parametrize("freeze", [False, True])
-def test_through_inductor(monkeypatch, freeze):
+def test_weights_that_are_constants_are_enlarged_once():
+    """As with ``freeze=True``."""
+    model, x = Branches().to(DOUBLE).eval(), torch.randn(2, 3, 16, 16, dtype=DOUBLE)
+    state = dict(model.named_parameters())
+    with torch.no_grad():
+        gm = trace(lambda state, x: torch.func.functional_call(model, state, (x,)), state, x)
+        expected = gm(state, x)
+    *parameters, _ = gm.graph.find_nodes(op="placeholder")
+    for node, (name, value) in zip(parameters, state.items(), strict=True):
+        attribute = name.replace(".", "_")
+        gm.register_buffer(attribute, value.detach())
+        with gm.graph.inserting_after(parameters[-1].next):
+            constant = gm.graph.get_attr(attribute)
+        constant.meta = dict(node.meta)
+        node.replace_all_uses_with(constant)
+    gm.recompile()
+    align_channels(gm)
+    assert widths(gm) == [(18, 3), (24, 24), (24, 24), (40, 24), (24, 40), (40, 40), (64, 18)]
+    pads = [node for node in gm.graph.nodes if node.target is torch.ops.aten.constant_pad_nd.default]
+    assert len(pads) == 4, "of images alone"
+    close(gm(state, x), expected)
+
+
+def test_through_inductor(monkeypatch):
     """On a CPU without oneDNN, Inductor treats convolutions as on a GPU."""
     monkeypatch.setattr(channels, "puts_channels_last", puts_channels_last)
     torch._dynamo.reset()
     model, x = Branches().to(DOUBLE).eval(), torch.randn(2, 3, 16, 16, dtype=DOUBLE)
     with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
-        compiled = ms.compile(model, freeze=freeze, strict=True)
+        compiled = ms.compile(model, strict=True)
         got, expected = compiled(x), model(x)
     close(got, expected)
     assert [tensor.stride() for tensor in got] == [tensor.stride() for tensor in expected]
     (executable,) = executables(compiled)
     program = executable.lowered.program
     assert sum(kernel.kind is KernelKind.CONV for kernel in program.graph.kernels) == 8
-    tensors = program.constants.values() if freeze else program.layouts.values()
-    sizes = [tuple(tensor.shape if freeze else tensor.size) for tensor in tensors]
-    assert sum(len(size) == 4 and size[0] in (24, 40) for size in sizes) == 5, "frozen weights are enlarged once"
+    sizes = [layout.size for layout in program.layouts.values()]
+    assert sum(len(size) == 4 and size[0] in (24, 40) for size in sizes) == 5, "each weight"

@@ -15,9 +15,12 @@ Who asks the source holds a lock, the worker for as long as he lives. So no two 
 taken away from who is still inside, and nobody waits for ever for a source that does not return: who comes out last
 gives the lane back.
 
-How far the worker may run ahead is kept by the *budget*, a channel of which a batch takes a part from before it is
-staged until it is handed out. Who is alone makes each batch when it is asked for. But where the source may be asked
-early he pulls the one behind it as well, and has helpers stage it while he computes.
+How far the worker may run ahead is kept by the *budget*, of which a batch takes a part from before it is staged until
+it is handed out. What was sent lies in a queue of the standard library: the consumer goes his way between two steps,
+when nothing of it is in the processor's caches, so it is short.
+
+Who is alone makes each batch when it is asked for. But where the source may be asked early he pulls the one behind it
+as well, and has helpers stage it while he computes.
 
 Ctrl-C may come at any moment of the consumer's, who may ask again all the same. So a batch stays the next one until the
 very end of handing it out, and all that is done before may be done again.
@@ -26,16 +29,18 @@ very end of handing it out, and all that is done before may be done again.
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from millstream.errors import FeedError
-from millstream.feed.channel import Channel, ChannelClosed
+from millstream.feed.budget import Budget
+from millstream.feed.channel import ChannelClosed
 from millstream.feed.lane import Lane
 from millstream.feed.ledger import Ledger, Times
 from millstream.feed.pace import Pace
@@ -104,10 +109,9 @@ class Session:
         self._count = 0  # of the batches pulled
         self._looks_ahead = may_look_ahead and depth > 1
         self._max_bytes = max_bytes
-        self._budget: Channel[int] = Channel(depth, max_bytes)  # the numbers of the batches
-        self._gone: deque[int] = deque([-1], maxlen=1)  # the last that has left it
-        self._sent: Channel[Item] = Channel(depth)
-        self._next: list[Item] = []  # one or none: there, and not handed out when he asked last; the consumer's
+        self._budget = Budget(depth, max_bytes)
+        self._sent: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # ``None``: no more will come
+        self._next: list[Item | None] = []  # one or none: there, and not handed out when he asked last; the consumer's
         self._ahead: list[Item] = []  # one or none: pulled, and not sent before he asks again; of who is alone
         self._error: BaseException | None = None  # with which the source, or the way to the device, ended
         self._traceback: TracebackType | None = None  # of that error, as it was when it arose
@@ -152,7 +156,7 @@ class Session:
                 if not self.closed:
                     with self._lane.in_thread():  # first of all: a new thread starts on device 0
                         while (item := self._make(self._begin_times())) is not None:
-                            self._sent.send(item)
+                            self._sent.put(item)
                             del item  # which this variable would keep while the next one is made
                             if not self._begun.is_set():  # asking takes no lock
                                 self._begun.set()
@@ -163,7 +167,7 @@ class Session:
             finally:
                 self._drop_source()
                 self._begun.set()
-                self._sent.close()
+                self._sent.put(None)
                 if self.closed:
                     self._give_back()
                 del self  # the frames of an error's traceback lead back to this one, see ``next_batch``
@@ -213,7 +217,7 @@ class Session:
         try:
             item = self._pull(times)
             if item is not None:
-                self._budget.send(times.index, item.load.num_bytes)  # waits until one more may be under way
+                self._budget.take(times.index, item.load.num_bytes)  # waits until one more may be under way
                 if self._stage(item) and self._send(item):
                     return item
             return None
@@ -285,7 +289,7 @@ class Session:
 
     def _stop_worker(self) -> None:
         self._budget.cancel()
-        self._sent.close()
+        self._sent.put(None)
         self._lane.stop(self._stopped)
         self._stopped.set()  # last: who closes looks at it
 
@@ -308,7 +312,7 @@ class Session:
             lane, ledger, pace = self._lane, self._ledger, self._pace
             pace.ask()
             lane.reclaim()
-            if self._next and self._next[0].load is None:
+            if self._next and self._next[0] is not None and self._next[0].load is None:
                 self._next.clear()
             if not self._next and pace.alone:
                 times = self._ahead[0].times if self._ahead else self._begin_times()
@@ -316,16 +320,16 @@ class Session:
                 self._make_alone(times)
             elif not self._next:
                 self._receive(wait=False)
-                ledger.ask(lane.mark, self._next[0].times if self._next else None)
+                ledger.ask(lane.mark, self._next[0].times if self._next and self._next[0] is not None else None)
                 if not self._next:
                     self._receive(wait=True)
-            if self._next:
-                item = self._next[0]
+            item = self._next[0] if self._next else None
+            if item is not None:
                 item.batch = lane.deliver(item.load)
                 ledger.get(item.times, lane.mark)
                 pace.deliver()
                 if not pace.alone:
-                    self._make_room(item.times.index)
+                    self._budget.deliver(item.times.index)
                 del self  # an error met in looking ahead leads back to this frame, too
                 return item
             if not self.closed:  # or it was closed while this waited
@@ -343,18 +347,11 @@ class Session:
             # collection.
             del self
 
-    def _make_room(self, index: int) -> None:
-        """Let another batch be made for one that is handed out."""
-        if self._gone[-1] < index:
-            try:  # noqa: SIM105
-                self._budget.receive_into(self._gone, timeout=0)
-            except ChannelClosed:
-                pass
-
     def _receive(self, *, wait: bool) -> None:
-        try:  # noqa: SIM105 - here and above, for every batch: what suppresses costs more than what it is about
-            self._sent.receive_into(self._next, None if wait else 0)
-        except (ChannelClosed, TimeoutError):
+        try:  # noqa: SIM105 - for every batch: what suppresses costs more than what it is about
+            # In one call: an interrupt behind it finds the batch among his own, and one before it in the queue.
+            self._next.extend(map(self._sent.get, (wait,)))
+        except queue.Empty:
             pass
 
     @property
@@ -415,7 +412,10 @@ class Session:
         finally:
             if not is_kept:
                 self._lane.close()
-        self._sent.cancel()
+        with suppress(queue.Empty):
+            while True:
+                self._sent.get_nowait()
+        self._sent.put(None)  # who waits for a batch may not have looked yet
         self._next.clear()
         self._ahead.clear()
         self._guest.run(self._drop_source)  # whose last part runs as the others did, if there was no worker
