@@ -251,9 +251,10 @@ class Ring:
         loans = self._loans
         while len(loans) > 1:
             oldest = loans[0]
-            self.num_kept += self._forgo(oldest)
+            if oldest.own or not oldest.came_back:  # nearly always all of it was dropped
+                self.num_kept += self._forgo(oldest)
             loans.popleft()
-        if loans:
+        if loans and not loans[0].came_back:
             self._bring_back(loans[0])
         if self._scattered:
             self._gather(MOST_LOOKED_AT)  # who keeps all batches keeps many
@@ -292,7 +293,8 @@ class Ring:
         """Note that a batch now belongs to the consumer, who works with it on ``stream``. May be called again."""
         loan.stream = self.stream = stream
         if loan not in self._loans:
-            self._scatter(loan)
+            if loan.own:
+                self._scatter(loan)
             self._loans.append(loan)
 
     # --- finalizers --------------------------------------------------------------------------------------------------
