@@ -8,36 +8,33 @@ from hypothesis import strategies as st
 
 from millstream.errors import ArgumentError
 from millstream.feed.budget import Budget
-from millstream.feed.channel import ChannelClosed
 
 DEADLINE_S = 20
 
 
-def in_thread(function):
-    """Run a function beside this thread: the thread, and what has come of it so far."""
-    ends = []
+class Waiting:
+    """A worker that takes, and has to wait for that."""
 
-    def run():
-        try:
-            ends.append(function())
-        except ChannelClosed as error:
-            ends.append(error)
+    def __init__(self, budget, number, num_bytes=1):
+        self._ends = []
+        self._thread = threading.Thread(target=lambda: self._ends.append(budget.take(number, num_bytes)), daemon=True)
+        self._thread.start()
+        self._thread.join(0.05)
+        assert not self._ends
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, ends
+    def end(self):
+        """What taking has come to."""
+        self._thread.join(DEADLINE_S)
+        return self._ends[0]
 
 
 def test_who_has_no_room_waits_until_a_batch_is_delivered():
     budget = Budget(2, None)
-    for number in range(2):
-        budget.take(number, 100)
-    thread, ends = in_thread(lambda: budget.take(2, 100))
-    thread.join(0.05)
-    assert not ends
+    assert budget.take(0, 100)
+    assert budget.take(1, 100)
+    waiting = Waiting(budget, 2)
     budget.deliver(0)
-    thread.join(DEADLINE_S)
-    assert ends == [None]
+    assert waiting.end()
 
 
 def test_batches_are_delivered_in_order_and_saying_it_again_changes_nothing():
@@ -46,26 +43,20 @@ def test_batches_are_delivered_in_order_and_saying_it_again_changes_nothing():
         budget.take(number, 1)
     for number in (0, 0, 0):
         budget.deliver(number)
-    budget.take(2, 1)  # for the one that was delivered
-    thread, ends = in_thread(lambda: budget.take(3, 1))
-    thread.join(0.05)
-    assert not ends, "it was one batch, however often that was said"
+    budget.take(2, 1)  # for the one that was delivered, which was one batch, however often that was said
+    waiting = Waiting(budget, 3)
     budget.deliver(2)  # and the one before it
-    thread.join(DEADLINE_S)
-    budget.take(4, 1)
-    assert ends == [None]
+    assert waiting.end()
+    assert budget.take(4, 1)
 
 
 def test_bytes_are_bounded_too_and_one_batch_always_fits():
     budget = Budget(9, 1000)
     budget.take(0, 1000)
-    thread, ends = in_thread(lambda: budget.take(1, 1))
-    thread.join(0.05)
-    assert not ends
+    waiting = Waiting(budget, 1)
     budget.deliver(0)
-    thread.join(DEADLINE_S)
-    assert ends == [None]
-    budget.take(2, 999)
+    assert waiting.end()
+    assert budget.take(2, 999)
     with pytest.raises(ArgumentError, match=r"1,001 bytes does not fit into max_bytes=1,000"):
         budget.take(3, 1001)
 
@@ -73,21 +64,11 @@ def test_bytes_are_bounded_too_and_one_batch_always_fits():
 def test_cancelling_wakes_who_waits_and_refuses_all_others():
     budget = Budget(1, None)
     budget.take(0, 1)
-    thread, ends = in_thread(lambda: budget.take(1, 1))
+    waiting = Waiting(budget, 1)
     budget.cancel()
-    thread.join(DEADLINE_S)
-    assert isinstance(ends[0], ChannelClosed)
+    assert not waiting.end()
     budget.deliver(0)
-    with pytest.raises(ChannelClosed):
-        budget.take(1, 1)
-    with pytest.raises(ChannelClosed):
-        Budget.take(cancelled(), 0, 0)
-
-
-def cancelled():
-    budget = Budget(5, None)
-    budget.cancel()
-    return budget
+    assert not budget.take(2, 1)
 
 
 @given(

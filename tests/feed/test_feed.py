@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from millstream.device import Place, context
 from millstream.errors import ArgumentError, DeviceError, FeedError
-from millstream.feed import feed, session
+from millstream.feed import Channel, ChannelClosed, feed, session
 from tests.feed.conftest import WITH_WORKER, feed_threads
 from tests.feed.test_structure import Frozen, Opaque, same, trees
 
@@ -631,6 +631,19 @@ class Stream(IterableDataset):
 
 def test_an_iterable_dataset(make_feed):
     assert values(make_feed(DataLoader(Stream(), batch_size=None))) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_source_that_reads_a_closed_channel_is_no_end(make_feed):
+    def source():
+        yield torch.zeros(1)
+        channel = Channel(1)
+        channel.close()
+        channel.receive()
+
+    passing = iter(make_feed(source()))
+    next(passing)
+    with pytest.raises(ChannelClosed, match="closed and empty"):
+        next(passing)
 
 
 @WITH_WORKER

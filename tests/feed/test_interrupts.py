@@ -80,7 +80,11 @@ def test_the_loop_goes_on_behind_ctrl_c_at_any_moment(make_feed, monkeypatch, de
         assert is_whole or (make_feed.alone and len(batches) < 3)  # where the interrupt came while a batch was made
         fed.close()
 
-    assert interrupt_everywhere(run, *FILES) > 20
+    places = interrupt_everywhere(run, *FILES)
+    both = {"_Pass.__next__", "Session.next_batch", "Pace.ask", "Ledger.ask", "Ledger.get", "Pace.deliver"}
+    own = {"Session._make_alone", "Session._pull"} if make_feed.alone else {"Session._receive", "Budget.deliver"}
+    assert both | own <= set(places)
+    assert len(places) > (30 if make_feed.alone or "CopyLane.deliver" in places else 20)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.11 crashes, see above")
@@ -100,7 +104,7 @@ def test_who_is_alone_goes_on_behind_ctrl_c_at_any_moment_of_looking_ahead(make_
         assert fed.state_dict()["position"] == (0 if is_whole else len(batches))
         fed.close()
 
-    assert interrupt_everywhere(run, *FILES, "/feed/staging.py") > 30
+    assert len(interrupt_everywhere(run, *FILES, "/feed/staging.py")) > 30
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.11 crashes, see above")
@@ -118,7 +122,7 @@ def test_who_keeps_all_batches_goes_on_behind_ctrl_c_at_any_moment_of_giving_the
         assert [batch[-1].item() for batch in batches] == list(range(8))
         fed.close()
 
-    assert interrupt_everywhere(run, "/feed/ring.py") > 20
+    assert len(interrupt_everywhere(run, "/feed/ring.py")) > 20
 
 
 @pytest.mark.parametrize("make_feed", WAYS if sys.version_info >= (3, 12) else WAYS[:3], indirect=True)
@@ -151,4 +155,4 @@ def test_another_pass_begins_behind_ctrl_c_at_any_moment_of_the_end_of_one(make_
         assert [batch.item() for batch in batches] == [0.0, 1.0, 2.0] * 2
         fed.close()
 
-    assert interrupt_everywhere(run, *FILES) > 10
+    assert len(interrupt_everywhere(run, *FILES)) > 10

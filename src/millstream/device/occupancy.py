@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 _KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL of cuda.h
+_NEEDED = ("cuGraphKernelNodeGetParams_v2", "cuGraphKernelNodeSetParams_v2", "cuKernelGetFunction")  # since CUDA 12
 
 
 class KernelNodeParams(ctypes.Structure):
@@ -89,7 +90,7 @@ def load_driver() -> Any:
     """CUDA's driver; ``None`` where it, or a function that is needed here, cannot be had."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        for name in ("cuGraphGetNodes", "cuGraphKernelNodeGetParams_v2", "cuKernelGetFunction"):
+        for name in _NEEDED:
             getattr(driver, name)
     except (OSError, AttributeError):
         return None

@@ -11,6 +11,7 @@ The driver's calls are made through ctypes, as in ``occupancy``.
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def spread_kernels(graph: torch.cuda.CUDAGraph, device: torch.device) -> int:
     return sum(
         _widen(driver, node, params, function, shared_bytes)
         for node, params, function in read_kernels(driver, graph)
-        if params.grid[0] * params.grid[1] * params.grid[2] <= most_blocks
+        if math.prod(params.grid) <= most_blocks
     )
 
 

@@ -6,7 +6,6 @@ import queue
 from collections import deque
 
 from millstream.errors import ArgumentError
-from millstream.feed.channel import ChannelClosed
 
 
 class Budget:
@@ -27,8 +26,8 @@ class Budget:
         self._delivered: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # ``None``: cancelled
         self._is_cancelled = False
 
-    def take(self, number: int, num_bytes: int) -> None:
-        """Worker: wait until one more batch may be under way, and count it.
+    def take(self, number: int, num_bytes: int) -> bool:
+        """Worker: wait until one more batch may be under way, and count it; false when cancelled.
 
         Args:
             number: Of the batch; they rise.
@@ -36,17 +35,15 @@ class Budget:
 
         Raises:
             ArgumentError: It has more bytes than all may have.
-            ChannelClosed: The pass was ended, perhaps while this waited.
         """
         self.check_size(num_bytes)
         while not self._is_cancelled and self._is_full(num_bytes):
             delivered = self._delivered.get()
             while delivered is not None and self._taken and self._taken[0][0] <= delivered:
                 self._num_bytes -= self._taken.popleft()[1]
-        if self._is_cancelled:
-            raise ChannelClosed("The pass was ended.")
         self._taken.append((number, num_bytes))
         self._num_bytes += num_bytes
+        return not self._is_cancelled
 
     def _is_full(self, num_bytes: int) -> bool:
         if not self._taken:

@@ -118,7 +118,6 @@ class CopyLane:
         # and that the device's slot was written.
         self._shares_event = transform is None and checker is None
         self._spare_captures = context.spare_captures()
-        self._is_closed = False
 
     @property
     def num_kept(self) -> int:
@@ -452,11 +451,10 @@ class CopyLane:
     @property
     def is_usable(self) -> bool:
         """Whether it is open, and so is its context, in this process; else nothing of it may be called."""
-        return not (self._is_closed or self._context.closed)
+        return not (self.ring.closed or self._context.closed)
 
     def close(self) -> None:
         """Give slots and events back, without waiting for copies that are under way."""
-        self._is_closed = True
         if self._checker is not None:
             self._checker.close()
         self.ring.close()

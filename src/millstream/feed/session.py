@@ -40,7 +40,6 @@ from typing import Any
 
 from millstream.errors import FeedError
 from millstream.feed.budget import Budget
-from millstream.feed.channel import ChannelClosed
 from millstream.feed.lane import Lane
 from millstream.feed.ledger import Ledger, Times
 from millstream.feed.pace import Pace
@@ -160,8 +159,6 @@ class Session:
                             del item  # which this variable would keep while the next one is made
                             if not self._begun.is_set():  # asking takes no lock
                                 self._begun.set()
-            except ChannelClosed:
-                pass  # the consumer has left
             except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the consumer
                 self._fail(error)
             finally:
@@ -181,8 +178,6 @@ class Session:
                     return
                 with self._lane.spare_captures():
                     self._guest.run(self._make_and_look_ahead, times)
-            except ChannelClosed:
-                pass  # closed meanwhile, by the source itself or by another thread
             except BaseException as error:
                 self._fail(error)
                 if self._next and not isinstance(error, Exception):
@@ -217,8 +212,9 @@ class Session:
         try:
             item = self._pull(times)
             if item is not None:
-                self._budget.take(times.index, item.load.num_bytes)  # waits until one more may be under way
-                if self._stage(item) and self._send(item):
+                # Taking waits until one more may be under way.
+                is_taken = self._budget.take(times.index, item.load.num_bytes)
+                if is_taken and self._stage(item) and self._send(item):
                     return item
             return None
         finally:

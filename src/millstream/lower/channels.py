@@ -11,17 +11,20 @@ Private PyTorch APIs, one function each; tried on torch 2.11 (CUDA) and 2.13.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch._inductor.constant_folding import constant_fold
 from torch._inductor.graph import GraphLowering
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from millstream.lower.nodes import add_node, arguments_of
+from millstream.lower.convolution import ALIGNED_CHANNELS, arguments_of
 
-ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
 _FEW_CHANNELS = 4  # of an image as it comes from outside; for these cuDNN has kernels of their own
 _DTYPES = (torch.float16, torch.bfloat16)
+
+_ORIGIN = ("stack_trace", "nn_module_stack")  # where in the user's code a node comes from
 
 aten = torch.ops.aten
 
@@ -107,20 +110,20 @@ def _align(
     if more_inputs and image not in images:
         images[image] = _enlarge_image(graph, image, more_inputs)
     with graph.inserting_before(node):
-        enlarged = add_node(
+        enlarged = _add_node(
             graph, aten.constant_pad_nd.default, (weight, [0] * 5 + [more_inputs, 0, more_outputs]), node
         )
-        result = add_node(
+        result = _add_node(
             graph,
             node.target,
             (images[image] if more_inputs else image, enlarged, None if more_outputs else bias, *options),
             node,
         )
         if more_outputs:
-            result = add_node(graph, aten.slice.Tensor, (result, 1, 0, outputs), node)
+            result = _add_node(graph, aten.slice.Tensor, (result, 1, 0, outputs), node)
             if bias is not None:  # as Inductor does
-                column = add_node(graph, aten.view.default, (bias, [outputs, 1, 1]), node)
-                result = add_node(graph, aten.add.Tensor, (result, column), node)
+                column = _add_node(graph, aten.view.default, (bias, [outputs, 1, 1]), node)
+                result = _add_node(graph, aten.add.Tensor, (result, column), node)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     return enlarged
@@ -133,10 +136,10 @@ def _enlarge_image(graph: torch.fx.Graph, image: torch.fx.Node, more: int) -> to
     while made.op == made.next.op == "placeholder":  # these stay together
         made = made.next
     with graph.inserting_after(made):
-        enlarged = add_node(graph, aten.constant_pad_nd.default, (image, [0] * 5 + [more]), image)
+        enlarged = _add_node(graph, aten.constant_pad_nd.default, (image, [0] * 5 + [more]), image)
     if users:
         with graph.inserting_after(enlarged):
-            part = add_node(graph, aten.slice.Tensor, (enlarged, 1, 0, image.meta["val"].shape[1]), image)
+            part = _add_node(graph, aten.slice.Tensor, (enlarged, 1, 0, image.meta["val"].shape[1]), image)
         for user in users:
             user.replace_input_with(image, part)
     return enlarged
@@ -145,3 +148,14 @@ def _enlarge_image(graph: torch.fx.Graph, image: torch.fx.Node, more: int) -> to
 def _reads_parts(user: torch.fx.Node) -> bool:
     tags: Any = getattr(user.target, "tags", ())
     return user.target in _READERS_OF_PARTS or torch.Tag.pointwise in tags
+
+
+def _add_node(graph: torch.fx.Graph, target: Any, args: tuple[Any, ...], origin: torch.fx.Node) -> torch.fx.Node:
+    """Add a call with its value, on behalf of another node."""
+    node = graph.call_function(target, args)
+    node.meta = {key: origin.meta[key] for key in _ORIGIN if key in origin.meta}
+    values = tree_map_only(torch.fx.Node, lambda arg: arg.meta["val"], args)
+    modes = [value.fake_mode for value in tree_leaves(values) if isinstance(value, torch._subclasses.FakeTensor)]
+    with modes[0] if modes else contextlib.nullcontext():
+        node.meta["val"] = target(*values)
+    return node

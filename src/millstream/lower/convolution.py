@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from millstream.lower.channels import ALIGNED_CHANNELS
 from millstream.lower.depthwise import convolve_depthwise, is_small_depthwise
-from millstream.lower.nodes import arguments_of
 
+ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 
 
@@ -63,6 +62,12 @@ def _cudnn_layout(image: Any, weight: Any, *arguments: Any) -> torch.memory_form
             return torch._C._conv_determine_backend_memory_format(image, weight, backend)
     except (AttributeError, RuntimeError, TypeError):  # a version of PyTorch that does it in another way
         return None
+
+
+def arguments_of(node: torch.fx.Node) -> list[Any]:
+    """The nine arguments of a convolution in order, however they were passed."""
+    names = [argument.name for argument in torch.ops.aten.convolution.default._schema.arguments]
+    return [*node.args, *(node.kwargs[name] for name in names[len(node.args) :])]
 
 
 def find_epilogue(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node] | None:

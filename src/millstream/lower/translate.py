@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_map
 
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
-from millstream.lower.convolution import convolve_relu, find_epilogue, find_writer
+from millstream.lower.convolution import arguments_of, convolve_relu, find_epilogue, find_writer
 from millstream.lower.depthwise import convolve_depthwise
 from millstream.lower.fx_wrapper import GeneratedKernel
-from millstream.lower.nodes import arguments_of
 from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
 from millstream.lower.program import Call, Layout, Program, Value, View
 from millstream.lower.tensors import ALIGNMENT_BYTES, realign
