@@ -81,9 +81,8 @@ def test_the_loop_goes_on_behind_ctrl_c_at_any_moment(make_feed, monkeypatch, de
         fed.close()
 
     places = interrupt_everywhere(run, *FILES)
-    both = {"_Pass.__next__", "Session.next_batch", "Pace.ask", "Ledger.ask", "Ledger.get", "Pace.deliver"}
-    own = {"Session._make_alone", "Session._pull"} if make_feed.alone else {"Session._receive", "Budget.deliver"}
-    assert both | own <= set(places)
+    asking = {"_Pass.__next__", "Session.next_batch", "Pace.ask", "Ledger.ask"}  # what comes behind differs with time
+    assert asking | {"Session._make_alone" if make_feed.alone else "Session._receive"} <= set(places)
     assert len(places) > (30 if make_feed.alone or "CopyLane.deliver" in places else 20)
 
 
