@@ -914,6 +914,29 @@ def test_a_batch_in_sections_is_staged_whole_when_memory_is_short(virtual_feed):
     assert len(kept) == 10
 
 
+@pytest.mark.parametrize("num_short", [1, 3])
+def test_batches_staged_for_later_are_not_overwritten_by_those_that_come_in_sections(virtual_feed, num_short):
+    copy_lane.SECTION_BYTES = 4096
+    are_under_way = threading.Event()
+
+    def source():
+        leaf = torch.empty(50_000, dtype=torch.uint8)
+        for i in range(8):
+            if i == num_short:
+                device.free_bytes = None
+            if i == 3:
+                are_under_way.set()
+            yield [leaf.fill_(i)]
+
+    fed, device = virtual_feed(source(), 3, "eager")
+    device.free_bytes = 0
+    passing = iter(fed)
+    assert are_under_way.wait(30)
+    got = [batch[0].clone() for batch in passing]
+    device.synchronize()
+    assert [each.unique().tolist() for each in got] == [[i] for i in range(8)]
+
+
 def test_as_it_is_when_its_transform_runs_out_of_memory(virtual_feed):
     copy_lane.SECTION_BYTES = 4096
     failures = iter([False, False, True])

@@ -196,6 +196,8 @@ class CopyLane:
         except torch.OutOfMemoryError:
             if is_cut and not self._stage_whole(load, stopped):
                 return False
+            assert load.pinned is not None
+            load.pinned.left = True  # later batches take other slots, however many each of them takes
         load.leaves = []
         return True
 
@@ -279,6 +281,7 @@ class CopyLane:
             try:
                 # Before the copy: an interrupt behind it would leave slots that look as if nothing were under way.
                 pinned.busy = slot.written = True
+                pinned.left = False
                 pinned.turn = next(self._pinned.turns)
                 if begin or not (is_whole and self._send_again(slot, pinned)):
                     pairs = _pair(pinned, memories)

@@ -74,6 +74,7 @@ class PinnedSlot:
 
     copied: Event
     busy: bool = False  # its bytes are still to be read by a copy that has been enqueued
+    left: bool = False  # or by one that the consumer is to enqueue
     turn: int = 0  # the number of that copy
     memory: Tensor | None = None
     section: Section | None = None  # for which the lists below were made
@@ -128,8 +129,8 @@ class PinnedRing:
     ) -> PinnedSlot | None:
         """Begin to copy a section of a batch into the slot that was filled longest ago; ``None`` when stopped before.
 
-        The caller has made sure that the copy out of it has been enqueued, and finishes the slot before the source may
-        touch its memory again, and before ``close``.
+        The caller has made sure that the copy out of it has been enqueued, or that it is marked as left to somebody who
+        does so. He finishes the slot before the source may touch its memory again, and before ``close``.
 
         Args:
             layout: Of the batch.
@@ -192,6 +193,8 @@ class PinnedRing:
         """The slot that was filled longest ago; or a new one, if that is still read and there may be more."""
         num_slots = len(self._slots)
         if num_slots >= self._num_slots:
+            while self._slots[0].left:  # not all are: there are more slots than batches under way
+                self._slots.rotate(-1)
             oldest = self._slots[0]
             if oldest.busy:
                 self._look(oldest)
