@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from millstream.lower import convolution, depthwise
+from millstream.lower import convolution
 from millstream.lower.depthwise import MOST_OUTPUTS, convolve_depthwise
 
 CONVOLUTION = torch.ops.aten.convolution.default
@@ -14,7 +14,7 @@ CONVOLUTION = torch.ops.aten.convolution.default
 def gpu(monkeypatch):
     """Take every tensor for one on a GPU, and every other convolution for one of cuDNN's."""
     monkeypatch.setattr(convolution, "_on_device", lambda image: True)
-    monkeypatch.setattr(depthwise, "_has_triton", lambda: True)
+    monkeypatch.setattr(convolution, "_has_triton", lambda: True)
     monkeypatch.setattr(convolution, "_cudnn_layout", lambda *arguments: torch.channels_last)
 
 
@@ -70,5 +70,5 @@ def test_one_dimension_or_three_are_not(monkeypatch):
 
 
 def test_where_there_is_no_triton_cudnn_computes_it(monkeypatch):
-    monkeypatch.setattr(depthwise, "_has_triton", lambda: False)
+    monkeypatch.setattr(convolution, "_has_triton", lambda: False)
     assert writer() is convolution.convolve

@@ -19,7 +19,8 @@ from torch._inductor.constant_folding import constant_fold
 from torch._inductor.graph import GraphLowering
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from millstream.lower.convolution import ALIGNED_CHANNELS, arguments_of
+from millstream.lower.convolution import arguments_of
+from millstream.lower.dense import ALIGNED_CHANNELS
 
 _FEW_CHANNELS = 4  # of an image as it comes from outside; for these cuDNN has kernels of their own
 _DTYPES = (torch.float16, torch.bfloat16)

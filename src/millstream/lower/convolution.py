@@ -1,6 +1,6 @@
 """What can be done for a convolution beyond what TorchInductor asks of cuDNN.
 
-- *Compute a small depthwise one by a kernel of our own*, see ``depthwise``.
+- *Compute a small one by a kernel of our own*, see ``dense`` and ``depthwise``.
 - *Write into memory of the plan's.* PyTorch's ``convolution`` takes no output argument, but what it calls does. With it
   a temporary can lie where the plan says, which matters on several streams: memory that an operator allocates can be
   reused only on the stream that it ran on.
@@ -13,14 +13,16 @@ Private PyTorch APIs, one function each; tried on torch 2.11 (CUDA).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._triton import has_triton
 
+from millstream.lower.dense import ALIGNED_CHANNELS, convolve_dense, convolve_dense_relu, is_small_dense
 from millstream.lower.depthwise import convolve_depthwise, is_small_depthwise
 
-ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 
 
@@ -28,10 +30,18 @@ def find_writer(node: torch.fx.Node) -> Callable[..., None] | None:
     """What computes a convolution into memory that it is given; ``None`` where nothing does, and for other nodes."""
     if node.target is not torch.ops.aten.convolution.default:
         return None
-    values = _values(node)
-    if _on_device(values[0]) and is_small_depthwise(values, node.meta["val"]):
-        return convolve_depthwise
+    values, output = _values(node), node.meta["val"]
+    if _on_device(values[0]) and _has_triton():
+        if is_small_depthwise(values, output):
+            return convolve_depthwise
+        if is_small_dense(values, output):
+            return convolve_dense
     return convolve if _is_for_cudnn(values) else None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return bool(has_triton())
 
 
 def _values(node: torch.fx.Node) -> list[Any]:
@@ -83,7 +93,7 @@ def find_epilogue(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node, to
         return None
     convolution, output = convolutions[0], written[0]
     bias = next(arg for arg in tensors if arg is not convolution and arg is not output)
-    if find_writer(convolution) is not convolve or not _only_bias_and_relu(node, convolution):
+    if find_writer(convolution) not in (convolve, convolve_dense) or not _only_bias_and_relu(node, convolution):
         return None
     image, weight = (arg.meta["val"] for arg in arguments_of(convolution)[:2])
     values: Any = [each.meta["val"] for each in (convolution, bias, output)]

@@ -7,12 +7,10 @@ Tried on torch 2.11, Triton 3.6.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import torch
-from torch.utils._triton import has_triton
 
 MOST_OUTPUTS = 1 << 19
 """Beyond, the device is full, and cuDNN's kernel does more with it."""
@@ -46,13 +44,7 @@ def is_small_depthwise(arguments: list[Any], output: Any) -> bool:
         and weight.is_contiguous()
         and image.is_contiguous(memory_format=channels_last)
         and output.is_contiguous(memory_format=channels_last)
-        and _has_triton()
     )
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return bool(has_triton())
 
 
 def convolve_depthwise(

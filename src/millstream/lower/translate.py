@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map
 
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
-from millstream.lower.convolution import arguments_of, convolve_relu, find_epilogue, find_writer
-from millstream.lower.depthwise import convolve_depthwise
+from millstream.lower.convolution import arguments_of, convolve, convolve_relu, find_epilogue, find_writer
+from millstream.lower.dense import convolve_dense, convolve_dense_relu
 from millstream.lower.fx_wrapper import GeneratedKernel
 from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
 from millstream.lower.program import Call, Layout, Program, Value, View
@@ -188,7 +188,7 @@ class _Translator:
         self.kernels.append(
             Kernel(
                 id=len(self.kernels),
-                name=convolve_depthwise.__name__ if writer is convolve_depthwise else name,
+                name=name if writer in (None, convolve) else writer.__name__,
                 kind=KernelKind.FUSED if generated else kind_of(target),
                 device=self._device_of(node, reads + writes),
                 reads=reads,
@@ -234,16 +234,20 @@ class _Translator:
         kernel = self.kernels[position]
         image, weight, _, stride, padding, dilation, _, _, groups = self._values(arguments_of(convolution))
         arguments = (image, weight, Value(bias.name), stride, padding, dilation, groups)
-        self.calls[position] = Call(convolve_relu, arguments, {}, results=((None, output.name),))
+        is_ours = self.calls[position].target is convolve_dense
+        if is_ours:
+            self.calls[position] = Call(convolve_dense_relu, arguments, {"out": Value(output.name)})
+        else:  # PyTorch has no such operator that writes into memory it is given
+            self.calls[position] = Call(convolve_relu, arguments, {}, results=((None, output.name),))
+            del self.layouts[output.name]
         self.kernels[position] = replace(
             kernel,
             name=f"{kernel.name} with bias and relu",
             reads=(*kernel.reads, self._base(bias)),
             writes=(output.name,),
-            allocates=(output.name,),
+            allocates=() if is_ours else (output.name,),
             ops=(*kernel.ops, "relu"),
         )
-        del self.layouts[output.name]
         if output is not convolution:
             for table in (self.layouts, self.bytes, self.device, self.fake):
                 table.pop(convolution.name, None)

@@ -1,0 +1,174 @@
+"""Convolutions of small images, by a kernel of our own.
+
+cuDNN's are made for large batches: they take longer alone, and one block of them can fill a whole multiprocessor, so
+that nothing runs beside them. Figures of both are in ``docs/decisions/0018``.
+
+Tried on torch 2.11, Triton 3.6.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
+_DTYPES = (torch.float16, torch.bfloat16)
+_NUM_WARPS = 4
+
+
+class Tile(NamedTuple):
+    """What a block computes, and from how much at a time.
+
+    Attributes:
+        pixels: Of the result.
+        channels: Of the result.
+        depth: How many products are summed in a step.
+        stages: How many steps' numbers are on their way to the multiprocessor.
+    """
+
+    pixels: int
+    channels: int
+    depth: int
+    stages: int
+
+
+def is_small_dense(arguments: list[Any], output: Any) -> bool:
+    """Whether our kernel does what ``aten.convolution`` does for these arguments, and in less time.
+
+    Args:
+        arguments: The nine of ``aten.convolution``, tensors real or fake.
+        output: Such a tensor as it returns.
+    """
+    image, weight, bias, stride, padding, dilation, transposed, _, groups = arguments
+    if bias is not None or transposed or len(stride) != 2 or groups != 1:
+        return False
+    return (
+        image.dtype in _DTYPES
+        and weight.dtype is image.dtype
+        and all(step == 1 for step in dilation)
+        and all(channels % ALIGNED_CHANNELS == 0 for channels in weight.shape[:2])
+        and output.numel() > 0
+        and all(tensor.numel() < 1 << 31 and _has_channels_last(tensor) for tensor in (image, weight, output))
+        and choose_tile(weight, output, stride, padding) is not None
+    )
+
+
+def _has_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def choose_tile(weight: torch.Tensor, output: torch.Tensor, stride: list[int], padding: list[int]) -> Tile | None:
+    """The tile that takes the least time, alone and beside others; ``None`` where cuDNN's kernels do.
+
+    From the times of 20 tiles for 130 convolutions of five networks on an H200. Within 3 % of the best tile of each.
+
+    Args:
+        weight: Of the convolution.
+        output: Of the convolution.
+        stride: Of the convolution.
+        padding: Of the convolution.
+    """
+    num_pixels, outputs = output.shape[0] * output.shape[2] * output.shape[3], output.shape[1]
+    row, rows = weight.shape[1] * weight.shape[3], weight.shape[2]
+    depth = row * rows
+    num_squares = _ceil(num_pixels, 64) * _ceil(outputs, 64)
+    num_blocks = _ceil(num_pixels, 64) * _ceil(outputs, 32)
+    is_pointwise = _is_pointwise(weight, stride, padding)
+    # Long sums are cut in parts by cuDNN, and large products are what its blocks are made for.
+    if depth > (1280 if is_pointwise else 2304):
+        return None
+    if num_squares * depth > (32_768 if is_pointwise else 40_960) and (is_pointwise or depth > 720):
+        return None
+    if row <= 32:
+        return Tile(64, 64, 32, 4) if num_blocks > 100 else Tile(64, 32, 32, 5)
+    if num_blocks > 160 and outputs > 32:
+        return Tile(64, 64, 64, 4)
+    if is_pointwise and num_blocks <= 64 and depth >= 700:
+        return Tile(64, 16, 128, 3)
+    if is_pointwise and num_blocks <= 44:
+        return Tile(64, 16, 64, 4)
+    if not is_pointwise and num_blocks <= 40:
+        return Tile(16, 32, 128, 4)
+    if not is_pointwise and num_blocks < 64 and depth > 250:
+        return Tile(32, 32, 64, 4)
+    return Tile(64, 32, 64, 3)
+
+
+def _is_pointwise(weight: torch.Tensor, stride: list[int], padding: list[int]) -> bool:
+    return (*weight.shape[2:], *stride, *padding) == (1, 1, 1, 1, 0, 0)
+
+
+def _ceil(number: int, size: int) -> int:
+    return -(-number // size)
+
+
+def convolve_dense(
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Do what ``aten.convolution`` does for such a convolution, into ``out``. Sums are in single precision."""
+    _launch(image, weight, None, stride, padding, out)
+
+
+def convolve_dense_relu(
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """``relu(convolution(image, weight, bias, ...))`` of such a convolution, into ``out``."""
+    _launch(image, weight, bias, stride, padding, out)
+
+
+def _launch(
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    out: torch.Tensor,
+) -> None:
+    from millstream.lower.dense_kernel import dense  # Triton is there where there is a GPU
+
+    outputs, inputs, rows, columns = weight.shape
+    num_pixels = out.shape[0] * out.shape[2] * out.shape[3]
+    tile = choose_tile(weight, out, stride, padding)
+    assert tile is not None
+    row = inputs * columns
+    steps_a_row = _ceil(row, tile.depth)
+    dense[_ceil(num_pixels, tile.pixels), _ceil(outputs, tile.channels)](
+        image,
+        weight,
+        image if bias is None else bias,
+        out,
+        num_pixels,
+        *image.shape[2:],
+        *out.shape[2:],
+        inputs // ALIGNED_CHANNELS,
+        outputs // ALIGNED_CHANNELS,
+        row // ALIGNED_CHANNELS,
+        *padding,
+        *stride,
+        rows * steps_a_row,
+        steps_a_row,
+        IS_POINTWISE=_is_pointwise(weight, stride, padding),
+        IS_WHOLE=row % tile.depth == 0,
+        RELU=bias is not None,
+        TILE_PIXELS=tile.pixels,
+        TILE_CHANNELS=tile.channels,
+        TILE_DEPTH=tile.depth,
+        num_warps=_NUM_WARPS,
+        num_stages=tile.stages,
+    )

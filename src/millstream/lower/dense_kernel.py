@@ -1,0 +1,116 @@
+"""The Triton kernel of ``dense``, apart from it because Triton is not everywhere."""
+
+import triton  # pyrefly: ignore[missing-import]
+import triton.language as tl  # pyrefly: ignore[missing-import]
+
+AT_ONCE = tl.constexpr(
+    8
+)  # numbers of 2 bytes in the longest load; so the compiler knows what channels are a multiple of
+
+# Compiled for each tile, not for each size of image or window.
+_ANY = [
+    "num_pixels",
+    "height",
+    "width",
+    "out_height",
+    "out_width",
+    "inputs",
+    "outputs",
+    "row",
+    "pad_y",
+    "pad_x",
+    "stride_y",
+    "stride_x",
+    "steps",
+    "steps_a_row",
+]
+
+
+@triton.jit(do_not_specialize=_ANY)
+def dense(
+    image,
+    weight,
+    bias,
+    out,
+    num_pixels,
+    height,
+    width,
+    out_height,
+    out_width,
+    inputs,
+    outputs,
+    row,
+    pad_y,
+    pad_x,
+    stride_y,
+    stride_x,
+    steps,
+    steps_a_row,
+    IS_POINTWISE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    RELU: tl.constexpr,
+    TILE_PIXELS: tl.constexpr,
+    TILE_CHANNELS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+):
+    """Convolve an image with windows over all of its channels.
+
+    The columns of a window's row and their channels lie one behind the other, in the image as in the weight. So each
+    row is a product of matrices, however wide it is, and only what lies beyond the image's sides must be left out.
+
+    Args:
+        image: In memory: images, rows, columns, channels.
+        weight: In memory: channels of ``out``, rows, columns, channels of ``image``.
+        bias: For each channel of ``out``; read if ``RELU``.
+        out: Like ``image``.
+        num_pixels: Of ``out``, of all its images.
+        inputs: Channels of ``image``, in units of ``AT_ONCE``; also ``outputs``, and ``row``, which is a window's.
+        steps: How many tiles deep the products are, in all rows of the window; ``steps_a_row`` in one of them.
+        IS_POINTWISE: Whether the window is one pixel, and each pixel has one.
+        IS_WHOLE: Whether tiles end where rows end.
+        RELU: Whether to add ``bias`` and apply relu.
+    """
+    inputs *= AT_ONCE
+    outputs *= AT_ONCE
+    row *= AT_ONCE
+    pixel = tl.program_id(0) * TILE_PIXELS + tl.arange(0, TILE_PIXELS)
+    channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
+    depth = tl.arange(0, TILE_DEPTH)
+    is_pixel, is_channel = pixel < num_pixels, channel < outputs
+    if IS_POINTWISE:
+        values = image + (pixel * inputs)[:, None] + depth[None, :]
+        taps = weight + channel[None, :] * row + depth[:, None]
+    else:
+        line = pixel // out_width
+        y = line % out_height * stride_y - pad_y
+        x = ((pixel - line * out_width) * stride_x - pad_x) * inputs
+        values = image + ((line // out_height * height + y) * width * inputs + x)[:, None] + depth[None, :]
+        taps = weight + channel[None, :] * (steps // steps_a_row * row) + depth[:, None]
+    total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
+    for step in range(steps):
+        if IS_POINTWISE:
+            first = step * TILE_DEPTH
+            value_at = first
+            tap_at = first
+            is_value = is_pixel[:, None]
+        else:
+            i = step // steps_a_row
+            first = (step - i * steps_a_row) * TILE_DEPTH
+            value_at = i * width * inputs + first
+            tap_at = i * row + first
+            column = x[:, None] + (first + depth)[None, :]
+            is_row = is_pixel & (y + i >= 0) & (y + i < height)
+            is_value = is_row[:, None] & (column >= 0) & (column < width * inputs)
+        is_tap = is_channel[None, :]
+        if not IS_WHOLE:
+            inside = depth < row - first
+            is_value &= inside[None, :]
+            is_tap &= inside[:, None]
+        value = tl.load(values + value_at, is_value, 0.0)
+        tap = tl.load(taps + tap_at, is_tap, 0.0)
+        total = tl.dot(value, tap, total)
+    if RELU:
+        total += tl.load(bias + channel, is_channel, 0.0).to(tl.float32)[None, :]
+        total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    place = (pixel * outputs)[:, None] + channel[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])

@@ -1,0 +1,108 @@
+"""The kernel for small dense convolutions."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import millstream as ms
+from millstream.lower.dense import choose_tile, convolve_dense, convolve_dense_relu
+from tests import networks
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [  # image, channels of the result, window, stride, padding
+    ((1, 24, 14, 14), 72, (3, 3), (2, 2), (1, 1)),
+    ((2, 40, 9, 11), 24, (3, 3), (1, 1), (1, 1)),
+    ((1, 64, 56, 56), 64, (3, 3), (1, 1), (1, 1)),
+    ((1, 96, 35, 35), 96, (3, 3), (1, 1), (1, 1)),
+    ((1, 80, 73, 73), 192, (3, 3), (1, 1), (0, 0)),
+    ((1, 8, 224, 224), 64, (7, 7), (2, 2), (3, 3)),
+    ((1, 8, 224, 224), 64, (3, 3), (2, 2), (0, 0)),
+    ((1, 8, 20, 30), 16, (3, 1), (1, 1), (1, 0)),
+    ((1, 48, 35, 35), 64, (5, 5), (1, 1), (2, 2)),
+    ((1, 160, 17, 17), 160, (1, 7), (1, 1), (0, 3)),
+    ((1, 160, 17, 17), 192, (7, 1), (1, 1), (3, 0)),
+    ((3, 16, 5, 4), 8, (2, 3), (3, 2), (0, 2)),
+    ((1, 32, 1, 1), 32, (3, 3), (1, 1), (1, 1)),
+    ((1, 672, 11, 11), 672, (1, 1), (1, 1), (0, 0)),
+    ((1, 768, 17, 17), 192, (1, 1), (1, 1), (0, 0)),
+    ((1, 168, 42, 42), 168, (1, 1), (1, 1), (0, 0)),
+    ((1, 64, 56, 56), 64, (1, 1), (1, 1), (0, 0)),
+    ((2, 24, 28, 28), 40, (1, 1), (1, 1), (0, 0)),
+    ((1, 256, 56, 56), 128, (1, 1), (2, 2), (0, 0)),
+    ((1, 40, 6, 6), 8, (1, 1), (1, 1), (1, 1)),
+]
+
+
+def make(size, outputs, window, stride, padding, dtype=torch.half):
+    torch.manual_seed(0)
+    image = torch.randn(size, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
+    weight = (
+        torch.randn(outputs, size[1], *window, device="cuda", dtype=dtype) / (size[1] * window[0] * window[1]) ** 0.5
+    )
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    bias = torch.randn(outputs, device="cuda", dtype=dtype)
+    return image, weight, bias, [*stride], [*padding]
+
+
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_computes_what_pytorch_computes(shape, dtype):
+    image, weight, bias, stride, padding = make(*shape, dtype)
+    exact = functional.conv2d(image.double(), weight.double(), None, stride, padding)
+    out = torch.full_like(exact, float("nan"), dtype=dtype, memory_format=torch.channels_last)
+    convolve_dense(image, weight, stride, padding, [1, 1], 1, out=out)
+    networks.assert_close(out, exact.to(dtype), 2 * torch.finfo(dtype).eps)
+    out.fill_(float("nan"))
+    convolve_dense_relu(image, weight, bias, stride, padding, [1, 1], 1, out=out)
+    exact = torch.relu(exact + bias.double().view(-1, 1, 1))
+    networks.assert_close(out, exact.to(dtype), 2 * torch.finfo(dtype).eps)
+
+
+def test_the_shapes_above_take_every_tile():
+    tiles = set()
+    for shape in SHAPES:
+        image, weight, bias, stride, padding = make(*shape)
+        tiles.add(choose_tile(weight, functional.conv2d(image, weight, bias, stride, padding), stride, padding))
+    assert None not in tiles
+    assert len(tiles) == 8
+
+
+def test_what_is_no_number_stays_so():
+    image, weight, bias, stride, padding = make((1, 16, 6, 6), 8, (3, 3), (1, 1), (1, 1))
+    image[0, 3, 2, 2] = float("nan")
+    wanted = functional.conv2d(image, weight, bias, stride, padding)
+    out = torch.empty_like(wanted)
+    convolve_dense_relu(image, weight, bias, stride, padding, [1, 1], 1, out=out)
+    assert torch.equal(out.isnan(), wanted.isnan())
+
+
+class Block(nn.Module):
+    """Branches of several windows, whose results lie one behind the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Conv2d(32, 16, size, padding=size // 2) for size in (1, 3, 5))
+        self.last = nn.Conv2d(48, 32, 1, bias=False)
+
+    def forward(self, x):
+        return self.last(torch.cat([torch.relu(branch(x)) for branch in self.branches], 1))
+
+
+def test_in_a_network_on_streams():
+    torch.manual_seed(0)
+    channels_last = torch.channels_last
+    model = Block().cuda().half().eval().to(memory_format=channels_last)
+    x = torch.randn(2, 32, 28, 28, device="cuda", dtype=torch.half).contiguous(memory_format=channels_last)
+    results = []
+    with torch.no_grad():
+        for settings in ({"streams": 1}, {"streams": 4}, {"streams": 4, "engine": "streams"}):
+            torch._dynamo.reset()
+            compiled = ms.compile(model, strict=True, **settings)
+            results.append(compiled(x))
+            (program,) = ms.explain(compiled).to_dict()["programs"]
+            names = [kernel["name"] for kernel in program["kernels"]]
+            assert sum(name.startswith(convolve_dense.__name__) for name in names) == 4
+        networks.assert_close(results[0], model.double()(x.double()).half(), 2e-3)
+    assert all(torch.equal(each, results[0]) for each in results)

@@ -1,0 +1,116 @@
+"""Which convolutions our own kernel computes, and in which tiles. What it computes is tested on a GPU."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from millstream.lower import convolution
+from millstream.lower.dense import choose_tile, convolve_dense, convolve_dense_relu
+from millstream.lower.translate import translate
+from tests.lower.test_convolution import CONVOLUTION, wrapper
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """Take every tensor for one on a GPU, and every other convolution for one of cuDNN's."""
+    monkeypatch.setattr(convolution, "_on_device", lambda image: True)
+    monkeypatch.setattr(convolution, "_has_triton", lambda: True)
+    monkeypatch.setattr(convolution, "_cudnn_layout", lambda *arguments: torch.channels_last)
+
+
+def writer(
+    size=(1, 32, 14, 14), outputs=64, window=(3, 3), dtype=torch.half, dilation=1, groups=1, transposed=False,
+    layout=torch.channels_last, weight_layout=torch.channels_last, bias=False,
+):  # fmt: skip
+    graph = torch.fx.Graph()
+    image, weight, shift = (graph.placeholder(name) for name in ("image", "weight", "shift"))
+    pair = [1] * len(window)
+    padding = [n // 2 * dilation for n in window]
+    options = (pair, padding, [dilation] * len(window), transposed, [0] * len(window), groups)
+    node = graph.call_function(CONVOLUTION, (image, weight, shift if bias else None, *options))
+    with FakeTensorMode():
+        image.meta["val"] = torch.empty(size, dtype=dtype).contiguous(memory_format=layout)
+        value = torch.empty(outputs, size[1] // groups, *window, dtype=dtype)
+        weight.meta["val"] = value.contiguous(memory_format=weight_layout)
+        shift.meta["val"] = torch.empty(outputs, dtype=dtype)
+        node.meta["val"] = torch.empty(size[0], outputs, *size[2:], dtype=dtype).contiguous(memory_format=layout)
+    return convolution.find_writer(node)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"dtype": torch.bfloat16},
+        {"window": (1, 1)},
+        {"window": (1, 1), "weight_layout": torch.contiguous_format},
+        {"window": (1, 7)},
+        {"size": (2, 24, 7, 9), "outputs": 8},
+    ],
+)
+def test_a_small_convolution_is_ours(kwargs):
+    assert writer(**kwargs) is convolve_dense
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"dtype": torch.float32},
+        {"outputs": 63},
+        {"size": (1, 30, 14, 14)},
+        {"groups": 2},
+        {"dilation": 2},
+        {"transposed": True},
+        {"bias": True},
+        {"layout": torch.contiguous_format},
+        {"weight_layout": torch.contiguous_format},
+        {"size": (0, 32, 14, 14)},
+        {"size": (1, 512, 14, 14)},
+        {"size": (1, 2048, 14, 14), "window": (1, 1)},
+        {"size": (64, 128, 28, 28)},
+    ],
+)
+def test_another_one_is_not(kwargs):
+    assert writer(**kwargs) is not convolve_dense
+
+
+def test_one_dimension_or_three_are_not():
+    assert writer(size=(1, 32, 14), window=(3,), layout=torch.contiguous_format,
+                  weight_layout=torch.contiguous_format) is not convolve_dense  # fmt: skip
+    assert writer(size=(1, 32, 4, 4, 4), window=(3, 3, 3), layout=torch.channels_last_3d,
+                  weight_layout=torch.channels_last_3d) is not convolve_dense  # fmt: skip
+
+
+def test_where_there_is_no_triton_cudnn_computes_it(monkeypatch):
+    monkeypatch.setattr(convolution, "_has_triton", lambda: False)
+    assert writer() is convolution.convolve
+
+
+def test_a_few_pixels_get_small_tiles_and_many_get_large_ones():
+    """A block for each multiprocessor first of all; beyond that, each number is to be read as seldom as may be."""
+
+    def tile(pixels, channels, window):
+        with FakeTensorMode():
+            weight, output = torch.empty(channels, channels, window, window), torch.empty(1, channels, 1, pixels)
+        return choose_tile(weight, output, [1, 1], [window // 2] * 2)
+
+    for window in (1, 3):
+        few, more, many = (tile(pixels, 64, window) for pixels in (49, 56 * 56, 112 * 112))
+        assert few.pixels * few.channels < more.pixels * more.channels < many.pixels * many.channels
+
+
+def test_bias_and_relu_are_taken_on_into_memory_of_the_plan():
+    gm = wrapper()
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dim() == 4:
+            with value.fake_mode:
+                node.meta["val"] = value.contiguous(memory_format=torch.channels_last)
+    program = translate(gm, name="test")
+    (kernel,), (call,) = program.graph.kernels, program.calls
+    assert call.target is convolve_dense_relu
+    assert kernel.reads == ("image", "weight", "bias")
+    assert kernel.writes == (call.kwargs["out"].name,)
+    assert not kernel.allocates
+    assert kernel.writes[0] in program.layouts
+    assert not call.results
