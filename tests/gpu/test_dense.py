@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import millstream as ms
-from millstream.lower.dense import choose_tile, convolve_dense, convolve_dense_relu
+from millstream.lower.dense import choose_tile, convolve_dense
 from tests import networks
 
 pytestmark = pytest.mark.gpu
@@ -49,15 +49,29 @@ def make(size, outputs, window, stride, padding, dtype=torch.half):
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_computes_what_pytorch_computes(shape, dtype):
-    image, weight, bias, stride, padding = make(*shape, dtype)
+    image, weight, _, stride, padding = make(*shape, dtype)
     exact = functional.conv2d(image.double(), weight.double(), None, stride, padding)
     out = torch.full_like(exact, float("nan"), dtype=dtype, memory_format=torch.channels_last)
-    convolve_dense(image, weight, stride, padding, [1, 1], 1, out=out)
+    convolve_dense(image, weight, None, None, False, out.shape[1], stride, padding, out=out)
     networks.assert_close(out, exact.to(dtype), 2 * torch.finfo(dtype).eps)
-    out.fill_(float("nan"))
-    convolve_dense_relu(image, weight, bias, stride, padding, [1, 1], 1, out=out)
-    exact = torch.relu(exact + bias.double().view(-1, 1, 1))
-    networks.assert_close(out, exact.to(dtype), 2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("relu", "missing", "wider"), [(True, 0, 0), (False, 3, 8), (True, 6, 0)])
+def test_what_follows_is_done_as_well(shape, relu, missing, wider):
+    image, weight, bias, stride, padding = make(*shape)
+    exact = functional.conv2d(image.double(), weight.double(), None, stride, padding)
+    kept = exact.shape[1] - missing
+    size = (exact.shape[0], exact.shape[1] + wider, *exact.shape[2:])
+    addend = torch.randn(size, device="cuda", dtype=torch.half).contiguous(memory_format=torch.channels_last)
+    exact = (exact + bias.double().view(-1, 1, 1))[:, :kept] + addend[:, :kept].double()
+    exact = torch.relu(exact) if relu else exact
+    out = torch.full((size[0], size[1] - wider, *size[2:]), float("nan"), device="cuda", dtype=torch.half).contiguous(
+        memory_format=torch.channels_last
+    )
+    convolve_dense(image, weight, bias, addend, relu, kept, stride, padding, out=out)
+    networks.assert_close(out[:, :kept], exact.half(), 2 * torch.finfo(torch.half).eps)
+    assert not out[:, kept:].any()
 
 
 def test_the_shapes_above_take_every_tile():
@@ -74,20 +88,21 @@ def test_what_is_no_number_stays_so():
     image[0, 3, 2, 2] = float("nan")
     wanted = functional.conv2d(image, weight, bias, stride, padding)
     out = torch.empty_like(wanted)
-    convolve_dense_relu(image, weight, bias, stride, padding, [1, 1], 1, out=out)
+    convolve_dense(image, weight, bias, None, True, 8, stride, padding, out=out)
     assert torch.equal(out.isnan(), wanted.isnan())
 
 
 class Block(nn.Module):
-    """Branches of several windows, whose results lie one behind the other."""
+    """Branches of several windows, whose results lie one behind the other, and a way past them."""
 
     def __init__(self):
         super().__init__()
-        self.branches = nn.ModuleList(nn.Conv2d(32, 16, size, padding=size // 2) for size in (1, 3, 5))
-        self.last = nn.Conv2d(48, 32, 1, bias=False)
+        widths = {1: 18, 3: 18, 5: 12}
+        self.branches = nn.ModuleList(nn.Conv2d(32, widths[size], size, padding=size // 2) for size in widths)
+        self.last = nn.Conv2d(48, 32, 1)
 
     def forward(self, x):
-        return self.last(torch.cat([torch.relu(branch(x)) for branch in self.branches], 1))
+        return torch.relu(self.last(torch.cat([torch.relu(branch(x)) for branch in self.branches], 1)) + x)
 
 
 def test_in_a_network_on_streams():
@@ -103,6 +118,7 @@ def test_in_a_network_on_streams():
             results.append(compiled(x))
             (program,) = ms.explain(compiled).to_dict()["programs"]
             names = [kernel["name"] for kernel in program["kernels"]]
-            assert sum(name.startswith(convolve_dense.__name__) for name in names) == 4
+            ours = [name for name in names if name.startswith(convolve_dense.__name__)]
+            assert [name.count(" and ") for name in sorted(ours)] == [1, 1, 1, 2]
         networks.assert_close(results[0], model.double()(x.double()).half(), 2e-3)
     assert all(torch.equal(each, results[0]) for each in results)

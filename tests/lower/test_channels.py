@@ -25,7 +25,6 @@ DOUBLE = torch.float64  # in which nothing but a mistake makes a difference
 def anywhere(monkeypatch):
     """Take the CPU for a CUDA device, and doubles for half precision."""
     monkeypatch.setattr(channels, "_on_device", lambda value: True)
-    monkeypatch.setattr(channels, "puts_channels_last", lambda gm: True)
     monkeypatch.setattr(channels, "_DTYPES", (DOUBLE,))
 
 
@@ -141,12 +140,6 @@ def test_what_stays_as_it_is(layer, image):
     close(got, expected)
 
 
-def test_nothing_changes_where_channels_come_first(monkeypatch):
-    monkeypatch.setattr(channels, "puts_channels_last", lambda gm: False)
-    before, after, _, _ = aligned(Branches(), torch.randn(1, 3, 16, 16, dtype=DOUBLE))
-    assert after.code == before.code
-
-
 def test_results_for_the_caller_and_for_products_are_not_parts():
     """A part has other strides, which the caller would see, and ``view`` might refuse."""
     net = Net(lambda x, f, g: (f(x), g(x).view(x.shape[0], -1)), conv(18, 18), conv(18, 18))
@@ -253,12 +246,16 @@ def test_weights_that_are_constants_are_enlarged_once():
     close(gm(state, x), expected)
 
 
-def test_through_inductor(monkeypatch):
+@pytest.mark.parametrize("come_last", [True, False])
+def test_through_inductor(come_last):
     """On a CPU without oneDNN, Inductor treats convolutions as on a GPU."""
-    monkeypatch.setattr(channels, "puts_channels_last", puts_channels_last)
     torch._dynamo.reset()
     model, x = Branches().to(DOUBLE).eval(), torch.randn(2, 3, 16, 16, dtype=DOUBLE)
-    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+    with (
+        torch.no_grad(),
+        torch.backends.mkldnn.flags(enabled=False),
+        inductor_config.patch(layout_optimization=come_last),
+    ):
         compiled = ms.compile(model, strict=True)
         got, expected = compiled(x), model(x)
     close(got, expected)
@@ -267,4 +264,4 @@ def test_through_inductor(monkeypatch):
     program = executable.lowered.program
     assert sum(kernel.kind is KernelKind.CONV for kernel in program.graph.kernels) == 8
     sizes = [layout.size for layout in program.layouts.values()]
-    assert sum(len(size) == 4 and size[0] in (24, 40) for size in sizes) == 5, "each weight"
+    assert sum(len(size) == 4 and size[0] in (24, 40) for size in sizes) == 5 * come_last, "each weight"

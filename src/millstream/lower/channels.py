@@ -37,10 +37,10 @@ def align_channels(gm: torch.fx.GraphModule) -> None:
     """Enlarge, by zeros, the channels of convolutions that cuDNN would enlarge; the graph is changed in place.
 
     Args:
-        gm: For inference, of aten operators; its nodes carry their values in ``meta["val"]``.
+        gm: For inference, of aten operators, with channels last; its nodes carry their values in ``meta["val"]``.
     """
     convolutions = [node for node in gm.graph.nodes if _is_misaligned(node)]
-    if not convolutions or not puts_channels_last(gm):
+    if not convolutions:
         return
     images: dict[torch.fx.Node, torch.fx.Node] = {}
     weights = [_align(gm.graph, node, images) for node in sorted(convolutions, key=_is_product)]
@@ -51,7 +51,7 @@ def align_channels(gm: torch.fx.GraphModule) -> None:
 
 
 def puts_channels_last(gm: torch.fx.GraphModule) -> bool:
-    """Whether Inductor will put the channels of images last in a graph for inference."""
+    """Whether Inductor would put the channels of images last in a graph for inference."""
     return bool(GraphLowering.decide_layout_opt(gm, is_inference=True))
 
 
@@ -111,20 +111,20 @@ def _align(
     if more_inputs and image not in images:
         images[image] = _enlarge_image(graph, image, more_inputs)
     with graph.inserting_before(node):
-        enlarged = _add_node(
+        enlarged = add_node(
             graph, aten.constant_pad_nd.default, (weight, [0] * 5 + [more_inputs, 0, more_outputs]), node
         )
-        result = _add_node(
+        result = add_node(
             graph,
             node.target,
             (images[image] if more_inputs else image, enlarged, None if more_outputs else bias, *options),
             node,
         )
         if more_outputs:
-            result = _add_node(graph, aten.slice.Tensor, (result, 1, 0, outputs), node)
+            result = add_node(graph, aten.slice.Tensor, (result, 1, 0, outputs), node)
             if bias is not None:  # as Inductor does
-                column = _add_node(graph, aten.view.default, (bias, [outputs, 1, 1]), node)
-                result = _add_node(graph, aten.add.Tensor, (result, column), node)
+                column = add_node(graph, aten.view.default, (bias, [outputs, 1, 1]), node)
+                result = add_node(graph, aten.add.Tensor, (result, column), node)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     return enlarged
@@ -137,10 +137,10 @@ def _enlarge_image(graph: torch.fx.Graph, image: torch.fx.Node, more: int) -> to
     while made.op == made.next.op == "placeholder":  # these stay together
         made = made.next
     with graph.inserting_after(made):
-        enlarged = _add_node(graph, aten.constant_pad_nd.default, (image, [0] * 5 + [more]), image)
+        enlarged = add_node(graph, aten.constant_pad_nd.default, (image, [0] * 5 + [more]), image)
     if users:
         with graph.inserting_after(enlarged):
-            part = _add_node(graph, aten.slice.Tensor, (enlarged, 1, 0, image.meta["val"].shape[1]), image)
+            part = add_node(graph, aten.slice.Tensor, (enlarged, 1, 0, image.meta["val"].shape[1]), image)
         for user in users:
             user.replace_input_with(image, part)
     return enlarged
@@ -151,7 +151,7 @@ def _reads_parts(user: torch.fx.Node) -> bool:
     return user.target in _READERS_OF_PARTS or torch.Tag.pointwise in tags
 
 
-def _add_node(graph: torch.fx.Graph, target: Any, args: tuple[Any, ...], origin: torch.fx.Node) -> torch.fx.Node:
+def add_node(graph: torch.fx.Graph, target: Any, args: tuple[Any, ...], origin: torch.fx.Node) -> torch.fx.Node:
     """Add a call with its value, on behalf of another node."""
     node = graph.call_function(target, args)
     node.meta = {key: origin.meta[key] for key in _ORIGIN if key in origin.meta}

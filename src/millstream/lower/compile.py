@@ -21,7 +21,8 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.utils import should_assume_input_aligned
 
 from millstream.errors import LoweringError
-from millstream.lower.channels import align_channels
+from millstream.lower.channels import align_channels, puts_channels_last
+from millstream.lower.epilogues import absorb_epilogues, knows_dense_convolutions
 from millstream.lower.fx_wrapper import collect_wrappers
 from millstream.lower.pooling import decompositions
 from millstream.lower.probe import ask_early
@@ -148,9 +149,11 @@ def _lower(
     visible = frozenset(range(num_outputs))
     if phase is Phase.FORWARD:
         visible = frozenset(_visible_outputs(graph))
-    if phase is Phase.INFERENCE:
+    if phase is Phase.INFERENCE and puts_channels_last(graph):
         align_channels(graph)
-    with collect_wrappers(options) as wrappers, shortcuts():
+        absorb_epilogues(graph)
+        kwargs = {**kwargs, "layout_opt": True}  # decided on what was there before
+    with collect_wrappers(options) as wrappers, shortcuts(), knows_dense_convolutions():
         arguments: Any = {**kwargs, "fx_wrapper": True}
         compile_fx_inner(graph, inputs, **arguments)
         aligned = aligned_inputs(inputs)

@@ -15,28 +15,60 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._triton import has_triton
 
-from millstream.lower.dense import ALIGNED_CHANNELS, convolve_dense, convolve_dense_relu, is_small_dense
+from millstream.lower.dense import ALIGNED_CHANNELS, convolve_dense, has_channels_last, is_small_dense
 from millstream.lower.depthwise import convolve_depthwise, is_small_depthwise
 
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 
 
-def find_writer(node: torch.fx.Node) -> Callable[..., None] | None:
+class Writer(NamedTuple):
+    """What computes a node of the wrapper into memory that it is given, as ``out``.
+
+    Attributes:
+        function: It.
+        arguments: What else it takes.
+        name: Of the kernel.
+    """
+
+    function: Callable[..., None]
+    arguments: tuple[Any, ...]
+    name: str
+
+
+def find_writer(node: torch.fx.Node) -> Writer | None:
     """What computes a convolution into memory that it is given; ``None`` where nothing does, and for other nodes."""
+    if node.target is torch.ops.millstream.convolve_dense.default:
+        image, weight, bias, addend, relu, *options = arguments_of(node)
+        images = [arg.meta["val"] for arg in (image, weight, addend, node) if arg is not None]
+        own = (image, weight, bias, addend, relu, *options)
+        return Writer(convolve_dense, own, _name(bias, addend, relu)) if has_channels_last(*images) else None
     if node.target is not torch.ops.aten.convolution.default:
         return None
     values, output = _values(node), node.meta["val"]
-    if _on_device(values[0]) and _has_triton():
+    image, weight, _, stride, padding, dilation, _, _, groups = arguments_of(node)
+    arguments = (image, weight, stride, padding, dilation, groups)
+    if values[2] is None and may_be_ours(values[0]):
         if is_small_depthwise(values, output):
-            return convolve_depthwise
-        if is_small_dense(values, output):
-            return convolve_dense
-    return convolve if _is_for_cudnn(values) else None
+            return Writer(convolve_depthwise, arguments, convolve_depthwise.__name__)
+        if is_small_dense(values, output) and has_channels_last(*values[:2], output):
+            own = (image, weight, None, None, False, output.shape[1], stride, padding)
+            return Writer(convolve_dense, own, convolve_dense.__name__)
+    return Writer(convolve, arguments, str(node.target)) if _is_for_cudnn(values) else None
+
+
+def _name(*epilogue: Any) -> str:
+    parts = [name for name, part in zip(("bias", "sum", "relu"), epilogue, strict=True) if part]
+    return " with ".join(filter(None, (convolve_dense.__name__, " and ".join(parts))))
+
+
+def may_be_ours(image: torch.Tensor) -> bool:
+    """Whether kernels of our own can be had where this image is."""
+    return _on_device(image) and _has_triton()
 
 
 @functools.cache
@@ -75,8 +107,8 @@ def _cudnn_layout(image: Any, weight: Any, *arguments: Any) -> torch.memory_form
 
 
 def arguments_of(node: torch.fx.Node) -> list[Any]:
-    """The nine arguments of a convolution in order, however they were passed."""
-    names = [argument.name for argument in torch.ops.aten.convolution.default._schema.arguments]
+    """All arguments of a convolution in order, however they were passed."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return [*node.args, *(node.kwargs[name] for name in names[len(node.args) :])]
 
 
@@ -93,7 +125,8 @@ def find_epilogue(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node, to
         return None
     convolution, output = convolutions[0], written[0]
     bias = next(arg for arg in tensors if arg is not convolution and arg is not output)
-    if find_writer(convolution) not in (convolve, convolve_dense) or not _only_bias_and_relu(node, convolution):
+    writer = find_writer(convolution)
+    if writer is None or writer.function is not convolve or not _only_bias_and_relu(node, convolution):
         return None
     image, weight = (arg.meta["val"] for arg in arguments_of(convolution)[:2])
     values: Any = [each.meta["val"] for each in (convolution, bias, output)]

@@ -8,9 +8,11 @@ Tried on torch 2.11, Triton 3.6.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -36,12 +38,14 @@ class Tile(NamedTuple):
 def is_small_dense(arguments: list[Any], output: Any) -> bool:
     """Whether our kernel does what ``aten.convolution`` does for these arguments, and in less time.
 
+    That is, if channels come last in memory (``has_channels_last``), and but for a bias.
+
     Args:
         arguments: The nine of ``aten.convolution``, tensors real or fake.
         output: Such a tensor as it returns.
     """
-    image, weight, bias, stride, padding, dilation, transposed, _, groups = arguments
-    if bias is not None or transposed or len(stride) != 2 or groups != 1:
+    image, weight, _, stride, padding, dilation, transposed, _, groups = arguments
+    if transposed or len(stride) != 2 or groups != 1 or image.dim() != 4:
         return False
     return (
         image.dtype in _DTYPES
@@ -49,13 +53,14 @@ def is_small_dense(arguments: list[Any], output: Any) -> bool:
         and all(step == 1 for step in dilation)
         and all(channels % ALIGNED_CHANNELS == 0 for channels in weight.shape[:2])
         and output.numel() > 0
-        and all(tensor.numel() < 1 << 31 and _has_channels_last(tensor) for tensor in (image, weight, output))
+        and all(tensor.numel() < 1 << 31 for tensor in (image, weight, output))
         and choose_tile(weight, output, stride, padding) is not None
     )
 
 
-def _has_channels_last(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)
+def has_channels_last(*tensors: torch.Tensor) -> bool:
+    """Whether each of them lies in memory as our kernel reads and writes it."""
+    return all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
 
 
 def choose_tile(weight: torch.Tensor, output: torch.Tensor, stride: list[int], padding: list[int]) -> Tile | None:
@@ -103,43 +108,31 @@ def _ceil(number: int, size: int) -> int:
     return -(-number // size)
 
 
-def convolve_dense(
-    image: torch.Tensor,
-    weight: torch.Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    *,
-    out: torch.Tensor,
-) -> None:
-    """Do what ``aten.convolution`` does for such a convolution, into ``out``. Sums are in single precision."""
-    _launch(image, weight, None, stride, padding, out)
-
-
-def convolve_dense_relu(
-    image: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    *,
-    out: torch.Tensor,
-) -> None:
-    """``relu(convolution(image, weight, bias, ...))`` of such a convolution, into ``out``."""
-    _launch(image, weight, bias, stride, padding, out)
-
-
-def _launch(
+def convolve_dense(  # noqa: PLR0913 - the operator's
     image: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    addend: torch.Tensor | None,
+    relu: bool,
+    kept: int,
     stride: list[int],
     padding: list[int],
+    *,
     out: torch.Tensor,
 ) -> None:
+    """Compute a convolution and what follows it into ``out``. Sums are in single precision, and rounded once.
+
+    Args:
+        image: Of the convolution, channels last.
+        weight: Likewise.
+        bias: Of the first ``kept`` channels, if not of all.
+        addend: Of the size of ``out``, but for its channels, which are as many as are kept or more; channels last.
+        relu: Whether to apply relu to the sum of all.
+        kept: How many channels of the result are computed. The others are set to zero.
+        stride: Of the convolution.
+        padding: Of the convolution.
+        out: Channels last.
+    """
     from millstream.lower.dense_kernel import dense  # Triton is there where there is a GPU
 
     outputs, inputs, rows, columns = weight.shape
@@ -152,12 +145,17 @@ def _launch(
         image,
         weight,
         image if bias is None else bias,
+        image if addend is None else addend,
         out,
         num_pixels,
         *image.shape[2:],
         *out.shape[2:],
         inputs // ALIGNED_CHANNELS,
         outputs // ALIGNED_CHANNELS,
+        kept,
+        0 if bias is None else kept,
+        0 if addend is None else addend.shape[1] // ALIGNED_CHANNELS,
+        int(relu),
         row // ALIGNED_CHANNELS,
         *padding,
         *stride,
@@ -165,10 +163,46 @@ def _launch(
         steps_a_row,
         IS_POINTWISE=_is_pointwise(weight, stride, padding),
         IS_WHOLE=row % tile.depth == 0,
-        RELU=bias is not None,
         TILE_PIXELS=tile.pixels,
         TILE_CHANNELS=tile.channels,
         TILE_DEPTH=tile.depth,
         num_warps=_NUM_WARPS,
         num_stages=tile.stages,
     )
+
+
+_library = torch.library.Library("millstream", "DEF")
+_library.define(
+    "convolve_dense(Tensor image, Tensor weight, Tensor? bias, Tensor? addend, bool relu, int kept, int[] stride, "
+    "int[] padding) -> Tensor"
+)
+
+
+@torch.library.impl(_library, "convolve_dense", "CompositeExplicitAutograd")
+def _convolve(
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    addend: torch.Tensor | None,
+    relu: bool,
+    kept: int,
+    stride: list[int],
+    padding: list[int],
+) -> torch.Tensor:
+    """What the operator means; programs call ``convolve_dense`` in its place."""
+    convolved = torch.conv2d(image, weight, None, stride, padding)
+    result = convolved[:, :kept].clone()
+    result = result if bias is None else result + bias[:kept].view(-1, 1, 1)
+    result = result if addend is None else result + addend[:, :kept]
+    result = torch.relu(result) if relu else result
+    return convolved.zero_().index_copy_(1, torch.arange(kept, device=result.device), result)
+
+
+@torch.library.register_fake("millstream::convolve_dense", lib=_library)
+def _(image: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
+    return torch.empty_like(torch.conv2d(image, weight, None, *options[-2:]))  # with the same strides
+
+
+@register_flop_formula(torch.ops.millstream.convolve_dense)
+def _count_flops(*shapes: Any, out_shape: list[int], **_: Any) -> int:
+    return 2 * math.prod(out_shape) * math.prod(shapes[1][1:])  # and of the weight

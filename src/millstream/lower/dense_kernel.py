@@ -7,7 +7,7 @@ AT_ONCE = tl.constexpr(
     8
 )  # numbers of 2 bytes in the longest load; so the compiler knows what channels are a multiple of
 
-# Compiled for each tile, not for each size of image or window.
+# Compiled for each tile, not for each size of image or window, nor for what follows.
 _ANY = [
     "num_pixels",
     "height",
@@ -16,6 +16,10 @@ _ANY = [
     "out_width",
     "inputs",
     "outputs",
+    "kept",
+    "bias_width",
+    "addend_width",
+    "relu",
     "row",
     "pad_y",
     "pad_x",
@@ -31,6 +35,7 @@ def dense(
     image,
     weight,
     bias,
+    addend,
     out,
     num_pixels,
     height,
@@ -39,6 +44,10 @@ def dense(
     out_width,
     inputs,
     outputs,
+    kept,
+    bias_width,
+    addend_width,
+    relu,
     row,
     pad_y,
     pad_x,
@@ -48,7 +57,6 @@ def dense(
     steps_a_row,
     IS_POINTWISE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
-    RELU: tl.constexpr,
     TILE_PIXELS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
@@ -61,17 +69,21 @@ def dense(
     Args:
         image: In memory: images, rows, columns, channels.
         weight: In memory: channels of ``out``, rows, columns, channels of ``image``.
-        bias: For each channel of ``out``; read if ``RELU``.
+        bias: For each channel that is kept, if any.
+        addend: Like ``image``, but of its own number of channels, which is 0 if there is none.
         out: Like ``image``.
         num_pixels: Of ``out``, of all its images.
-        inputs: Channels of ``image``, in units of ``AT_ONCE``; also ``outputs``, and ``row``, which is a window's.
+        inputs: Channels of ``image``, in units of ``AT_ONCE``; so are ``outputs``, ``addend_width`` and a ``row``.
+        kept: How many channels of ``out`` are computed; the others are set to zero.
+        bias_width: As many as are kept, or 0.
+        relu: Whether to apply relu to the sum of all.
         steps: How many tiles deep the products are, in all rows of the window; ``steps_a_row`` in one of them.
         IS_POINTWISE: Whether the window is one pixel, and each pixel has one.
         IS_WHOLE: Whether tiles end where rows end.
-        RELU: Whether to add ``bias`` and apply relu.
     """
     inputs *= AT_ONCE
     outputs *= AT_ONCE
+    addend_width *= AT_ONCE
     row *= AT_ONCE
     pixel = tl.program_id(0) * TILE_PIXELS + tl.arange(0, TILE_PIXELS)
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
@@ -98,8 +110,8 @@ def dense(
             first = (step - i * steps_a_row) * TILE_DEPTH
             value_at = i * width * inputs + first
             tap_at = i * row + first
-            column = x[:, None] + (first + depth)[None, :]
-            is_row = is_pixel & (y + i >= 0) & (y + i < height)
+            column = x[:, None] + (first + depth)[None, :]  # pyrefly: ignore[unbound-name]
+            is_row = is_pixel & (y + i >= 0) & (y + i < height)  # pyrefly: ignore[unbound-name]
             is_value = is_row[:, None] & (column >= 0) & (column < width * inputs)
         is_tap = is_channel[None, :]
         if not IS_WHOLE:
@@ -109,8 +121,11 @@ def dense(
         value = tl.load(values + value_at, is_value, 0.0)
         tap = tl.load(taps + tap_at, is_tap, 0.0)
         total = tl.dot(value, tap, total)
-    if RELU:
-        total += tl.load(bias + channel, is_channel, 0.0).to(tl.float32)[None, :]
+    total += tl.load(bias + channel, channel < bias_width, 0.0).to(tl.float32)[None, :]
+    place = (pixel * addend_width)[:, None] + channel[None, :]
+    total += tl.load(addend + place, is_pixel[:, None] & (channel < addend_width)[None, :], 0.0).to(tl.float32)
+    if relu:
         total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    total = tl.where((channel < kept)[None, :], total, 0.0)
     place = (pixel * outputs)[:, None] + channel[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])

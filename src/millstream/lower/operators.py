@@ -15,7 +15,13 @@ from torch.utils.flop_counter import flop_registry
 from millstream.graph import KernelKind
 
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "linear", "_linear_pointwise", "_addmm_activation"}
-_CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution_pointwise", "_convolution_pointwise_"}
+_CONVOLUTIONS = {
+    "convolution",
+    "convolution_backward",
+    "_convolution_pointwise",
+    "_convolution_pointwise_",
+    "convolve_dense",
+}
 _COPIES = {"copy_", "copy", "clone", "_to_copy"}
 
 

@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_map
 
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
-from millstream.lower.convolution import arguments_of, convolve, convolve_relu, find_epilogue, find_writer
-from millstream.lower.dense import convolve_dense, convolve_dense_relu
+from millstream.lower.convolution import arguments_of, convolve_relu, find_epilogue, find_writer
 from millstream.lower.fx_wrapper import GeneratedKernel
 from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
 from millstream.lower.program import Call, Layout, Program, Value, View
@@ -188,7 +187,7 @@ class _Translator:
         self.kernels.append(
             Kernel(
                 id=len(self.kernels),
-                name=name if writer in (None, convolve) else writer.__name__,
+                name=name if writer is None else writer.name,
                 kind=KernelKind.FUSED if generated else kind_of(target),
                 device=self._device_of(node, reads + writes),
                 reads=reads,
@@ -202,8 +201,7 @@ class _Translator:
             )
         )
         if writer is not None:
-            image, weight, _, stride, padding, dilation, _, _, groups = self._values(arguments_of(node))
-            call = Call(writer, (image, weight, stride, padding, dilation, groups), {"out": Value(node.name)})
+            call = Call(writer.function, self._values(writer.arguments), {"out": Value(node.name)})
         elif generated and target.tuner is not None:
             call = Call(target.function, self._values(node.args), {}, stream_keyword="stream")
         else:
@@ -234,20 +232,16 @@ class _Translator:
         kernel = self.kernels[position]
         image, weight, _, stride, padding, dilation, _, _, groups = self._values(arguments_of(convolution))
         arguments = (image, weight, Value(bias.name), stride, padding, dilation, groups)
-        is_ours = self.calls[position].target is convolve_dense
-        if is_ours:
-            self.calls[position] = Call(convolve_dense_relu, arguments, {"out": Value(output.name)})
-        else:  # PyTorch has no such operator that writes into memory it is given
-            self.calls[position] = Call(convolve_relu, arguments, {}, results=((None, output.name),))
-            del self.layouts[output.name]
+        self.calls[position] = Call(convolve_relu, arguments, {}, results=((None, output.name),))
         self.kernels[position] = replace(
             kernel,
             name=f"{kernel.name} with bias and relu",
             reads=(*kernel.reads, self._base(bias)),
             writes=(output.name,),
-            allocates=() if is_ours else (output.name,),
+            allocates=(output.name,),
             ops=(*kernel.ops, "relu"),
         )
+        del self.layouts[output.name]
         if output is not convolution:
             for table in (self.layouts, self.bytes, self.device, self.fake):
                 table.pop(convolution.name, None)

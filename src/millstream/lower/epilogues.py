@@ -1,0 +1,198 @@
+"""What follows a small convolution, done by its kernel: the bias, what is added to it, relu, and cleared channels.
+
+Each of these would be a kernel of its own, on the longest chain in most networks, as long as a third of the convolution
+and a launch later. ``docs/decisions/0018`` has the figures.
+
+Private PyTorch APIs, one function each; tried on torch 2.11 (CUDA) and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.graph import GraphLowering
+from torch._inductor.lowering import register_lowering
+
+from millstream.lower.channels import add_node
+from millstream.lower.convolution import arguments_of, may_be_ours
+from millstream.lower.dense import ALIGNED_CHANNELS, is_small_dense
+
+aten = torch.ops.aten
+CONVOLVE = torch.ops.millstream.convolve_dense.default
+
+
+@dataclass
+class _Epilogue:
+    """What a convolution's kernel is to do, so far.
+
+    Attributes:
+        last: Whose value that is.
+        outputs: The convolution's channels.
+        kept: How many of them are wanted.
+        bias: What is added to each channel.
+        addend: What is added to each pixel of each channel; it may have channels behind those.
+        relu: Whether relu follows.
+    """
+
+    last: torch.fx.Node
+    outputs: int
+    kept: int
+    bias: torch.fx.Node | None
+    addend: torch.fx.Node | None = None
+    relu: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.bias is None and self.addend is None and not self.relu
+
+
+def absorb_epilogues(gm: torch.fx.GraphModule) -> None:
+    """Let small convolutions do what follows them; the graph is changed in place.
+
+    Args:
+        gm: For inference, of aten operators, with channels last; its nodes carry their values in ``meta["val"]``.
+    """
+    depths = _depths(gm.graph)
+    for node in list(gm.graph.nodes):
+        if node.target is aten.convolution.default and _is_ours(node):
+            _absorb(gm.graph, node, depths)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _depths(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
+    """The longest chain of nodes that leads to each."""
+    depths: dict[torch.fx.Node, int] = {}
+    for node in graph.nodes:
+        depths[node] = max((depths[arg] + 1 for arg in node.all_input_nodes), default=0)
+    return depths
+
+
+def _is_ours(node: torch.fx.Node) -> bool:
+    values = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in arguments_of(node)]
+    bias = values[2]
+    return (
+        may_be_ours(values[0])
+        and is_small_dense(values, node.meta["val"])
+        and (bias is None or bias.dtype is values[0].dtype)
+    )
+
+
+def _absorb(graph: torch.fx.Graph, node: torch.fx.Node, depths: dict[torch.fx.Node, int]) -> None:
+    image, weight, bias, stride, padding, *_ = arguments_of(node)
+    outputs = weight.meta["val"].shape[0]
+    epilogue = _Epilogue(node, outputs, outputs, bias)
+    while len(epilogue.last.users) == 1:
+        user = next(iter(epilogue.last.users))
+        if not _take(epilogue, user, depths, depths[image]):
+            break
+        epilogue.last = user
+    if epilogue.is_empty:
+        return
+    last = epilogue.last
+    arguments = (image, weight, epilogue.bias, epilogue.addend, epilogue.relu, epilogue.kept, stride, padding)
+    with graph.inserting_before(last):
+        result = add_node(graph, CONVOLVE, arguments, node)
+        if last.meta["val"].shape[1] < outputs:
+            result = add_node(graph, aten.slice.Tensor, (result, 1, 0, epilogue.kept), node)
+    depths[result] = depths[last]
+    last.replace_all_uses_with(result)
+
+
+def _take(epilogue: _Epilogue, user: torch.fx.Node, depths: dict[torch.fx.Node, int], ready: int) -> bool:
+    """Let the kernel do what this node does, if it can; return whether it does.
+
+    Args:
+        epilogue: What it does already.
+        user: The only reader of that.
+        depths: The longest chain of nodes that leads to each.
+        ready: The depth of the image. What comes later is not waited for: the convolution could begin before.
+    """
+    width = epilogue.last.meta["val"].shape[1]
+    if width != epilogue.kept:
+        return False  # what is read behind this are the cleared channels, too
+    is_bare = epilogue.addend is None and not epilogue.relu
+    if user.target is aten.slice.Tensor and is_bare and width == epilogue.outputs:
+        kept = user.meta["val"].shape[1]
+        if user.args[1:] != (1, 0, kept):
+            return False
+        epilogue.kept = kept
+        return True
+    if user.target is aten.add.Tensor and not epilogue.relu and not user.kwargs and len(user.args) == 2:
+        return _take_sum(epilogue, user, depths, ready)
+    if user.target is aten.relu.default and not epilogue.relu:
+        epilogue.relu = True
+        return True
+    more = epilogue.outputs - epilogue.kept
+    return bool(more) and user.target is aten.constant_pad_nd.default and user.args[1:] == ([0] * 5 + [more],)
+
+
+def _take_sum(epilogue: _Epilogue, user: torch.fx.Node, depths: dict[torch.fx.Node, int], ready: int) -> bool:
+    others = [arg for arg in user.args if arg is not epilogue.last]
+    if len(others) != 1 or not isinstance(others[0], torch.fx.Node):
+        return False
+    other = others[0]
+    value, result = other.meta["val"], user.meta["val"]
+    if value.dtype is not result.dtype or result.dtype is not epilogue.last.meta["val"].dtype:
+        return False
+    whole = _whole(other)
+    if depths[whole] > ready or result.shape != epilogue.last.meta["val"].shape:
+        return False
+    if value.shape == (epilogue.kept, 1, 1) and other.target is aten.view.default and epilogue.bias is None:
+        column = other.all_input_nodes[0]
+        epilogue.bias = column if column.meta["val"].dim() == 1 else None
+        return epilogue.bias is not None
+    width = whole.meta["val"].shape[1] if value.shape == result.shape else 0
+    if epilogue.addend is not None or not width or width % ALIGNED_CHANNELS or whole.meta["val"].numel() >= 1 << 31:
+        return False
+    epilogue.addend = whole
+    return True
+
+
+def _whole(node: torch.fx.Node) -> torch.fx.Node:
+    """What this is the first channels of; itself, if of nothing."""
+    if node.target is aten.slice.Tensor and node.args[1:] == (1, 0, node.meta["val"].shape[1]):
+        return node.args[0]  # type: ignore[return-value]
+    return node
+
+
+# --- what Inductor is told -------------------------------------------------------------------------------------------
+
+
+@register_lowering(CONVOLVE, type_promotion_kind=None)
+def _lower(image: Any, weight: Any, bias: Any, addend: Any, *options: Any) -> Any:
+    """Have channels last in memory, and call the operator."""
+    image, weight = map(ir.ExternKernel.require_channels_last, (image, weight))
+    bias = None if bias is None else ir.ExternKernel.require_contiguous(bias)
+    addend = None if addend is None else ir.ExternKernel.require_channels_last(addend)
+    result: Any = ir.FallbackKernel.create(CONVOLVE, image, weight, bias, addend, *options)
+    return ir.TensorBox.create(result)
+
+
+@contextlib.contextmanager
+def knows_dense_convolutions() -> Iterator[None]:
+    """Let Inductor take our convolutions for its own where it decides which images are to have their channels last."""
+    find = GraphLowering.find_nodes_prefer_channels_last
+
+    def find_ours(self: GraphLowering) -> Any:
+        ours = [node for node in self.module.graph.nodes if node.target is CONVOLVE]  # type: ignore[union-attr]
+        for node in ours:
+            node.target = aten.convolution.default
+        try:
+            return find(self)
+        finally:
+            for node in ours:
+                node.target = CONVOLVE
+
+    GraphLowering.find_nodes_prefer_channels_last = find_ours  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GraphLowering.find_nodes_prefer_channels_last = find  # type: ignore[method-assign]

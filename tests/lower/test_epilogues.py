@@ -1,0 +1,203 @@
+"""What follows a small convolution goes into its kernel: the same numbers, and nothing waits for longer than before."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import millstream as ms
+from millstream.api import executables
+from millstream.graph import KernelKind
+from millstream.lower import convolution, dense, epilogues
+from millstream.lower.convolution import arguments_of
+from millstream.lower.dense import convolve_dense
+from millstream.lower.epilogues import CONVOLVE, absorb_epilogues
+from millstream.lower.translate import translate
+from tests.lower.test_channels import DOUBLE, Branches, Net, align_channels, anywhere, close, trace
+
+__all__ = ["anywhere"]  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch):
+    """Take every device for one where our kernels can be had, and doubles for half precision."""
+    monkeypatch.setattr(epilogues, "may_be_ours", lambda image: True)
+    monkeypatch.setattr(dense, "_DTYPES", (DOUBLE,))
+
+
+def absorbed(model, x):
+    """The graph of a model whose convolutions have done what they can; it computes what the model does."""
+    model = model.to(DOUBLE).eval()
+    state = dict(model.named_parameters())
+    with torch.no_grad():
+        gm = trace(lambda x, state: torch.func.functional_call(model, state, (x,)), x, state)
+        align_channels(gm)
+        absorb_epilogues(gm)
+        close(gm(x, state), model(x))
+    return gm
+
+
+def tasks(gm):
+    """What each convolution of ours does, in words."""
+    found = [arguments_of(node) for node in gm.graph.nodes if node.target is CONVOLVE]
+    return [
+        " ".join(name for name, part in zip(("bias", "sum", "relu"), arguments[2:5], strict=True) if part)
+        for arguments in found
+    ]
+
+
+def others(gm):
+    """Which operators are left."""
+    return [node.target for node in gm.graph.nodes if node.op == "call_function" and node.target is not CONVOLVE]
+
+
+def net(function, *convolutions, size=(2, 16, 6, 6)):
+    torch.manual_seed(0)
+    return absorbed(Net(function, *convolutions), torch.randn(size, dtype=DOUBLE))
+
+
+def conv(inputs=16, outputs=16, window=3, **options):
+    return nn.Conv2d(inputs, outputs, window, padding=window // 2, **options)
+
+
+def test_bias_and_relu():
+    gm = net(lambda x, first: torch.relu(first(x)), conv())
+    assert tasks(gm) == ["bias relu"]
+    assert not others(gm)
+
+
+def test_a_block_with_a_short_cut():
+    gm = net(lambda x, first, second: torch.relu(second(torch.relu(first(x))) + x), conv(), conv())
+    assert tasks(gm) == ["bias relu", "bias sum relu"]
+    assert not others(gm)
+
+
+def test_a_sum_of_two_branches_goes_into_the_one_that_waits_for_nothing_by_that():
+    def function(x, first, second, third):
+        return third(torch.relu(second(x))) + first(x)
+
+    gm = net(function, conv(), conv(), conv())
+    assert sorted(tasks(gm)) == ["bias", "bias relu", "bias sum"]
+    last = next(iter(reversed([node for node in gm.graph.nodes if node.target is CONVOLVE])))
+    assert arguments_of(last)[3] is not None, "the deeper branch adds"
+
+
+def test_a_sum_with_something_later_stays():
+    def function(x, first, second):
+        return first(x) + torch.tanh(torch.tanh(torch.tanh(second(x))))
+
+    gm = net(function, conv(), conv())
+    assert tasks(gm) == ["bias", "bias"]
+    assert torch.ops.aten.add.Tensor in others(gm)
+
+
+def twice(y):
+    return y + y
+
+
+def forked(y):
+    return torch.relu(y) + torch.tanh(y)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, first: first(x) + first(x)[:1],
+        lambda x, first: twice(first(x)),
+        lambda x, first: forked(first(x)),
+        lambda x, first: torch.relu(torch.relu(first(x)) + x),
+        lambda x, first: torch.add(first(x), x, alpha=2),
+        lambda x, first: first(x) + 1.0,
+        lambda x, first: first(x) + x.mean((2, 3), keepdim=True),
+        lambda x, first: first(x)[:, 3:].relu(),
+        lambda x, first: first(x)[:, ::2].relu(),
+        lambda x, first: first(x)[:, :10].relu() + 1,
+        lambda x, first: torch.nn.functional.pad(torch.relu(first(x)), [0, 0, 0, 0, 0, 3]),
+    ],
+)
+def test_what_else_follows_is_computed_behind_it(function):
+    net(function, conv())
+
+
+def test_channels_that_nobody_wants_are_cleared_and_nothing_is_added_to_them():
+    def function(x, first):
+        y = torch.nn.functional.pad(torch.relu(first(x)[:, :10]), [0, 0, 0, 0, 0, 6])
+        return y + x
+
+    gm = net(function, conv())
+    (arguments,) = [arguments_of(node) for node in gm.graph.nodes if node.target is CONVOLVE]
+    assert arguments[3:6] == [None, True, 10], "the sum would reach beyond"
+
+
+def test_a_network_of_odd_widths_and_two_resolutions():
+    torch.manual_seed(0)
+    gm = absorbed(Branches(), torch.randn(2, 3, 16, 16, dtype=DOUBLE))
+    assert "bias sum relu" in tasks(gm)
+    left = [node for node in gm.graph.nodes if node.target is torch.ops.aten.constant_pad_nd.default]
+    assert len(left) == 5 + 1, "weights, and the image that a convolution of three channels makes"
+
+
+def test_the_operator_says_what_it_returns():
+    options = [torch.randn(9, dtype=DOUBLE), torch.randn(2, 16, 3, 6, dtype=DOUBLE), True, 9, [2, 1], [1, 0]]
+    inputs = [torch.randn(2, 8, 5, 6, dtype=DOUBLE), torch.randn(16, 8, 3, 1, dtype=DOUBLE), *options]
+    torch.library.opcheck(CONVOLVE, inputs, test_utils=("test_schema", "test_faketensor"))
+    assert not CONVOLVE(*inputs)[:, 9:].any()
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_in_a_program_it_writes_into_memory_of_the_plan(last):
+    """If channels come last; otherwise the operator is called, which is right but slow."""
+    graph = torch.fx.Graph()
+    image, weight, bias, addend = (graph.placeholder(name) for name in ("image", "weight", "bias", "addend"))
+    node = graph.call_function(CONVOLVE, (image, weight, bias, addend, True, 10, [1, 1], [1, 1]))
+    graph.output([node])
+    layout = torch.channels_last if last else torch.contiguous_format
+    with FakeTensorMode():
+        image.meta["val"] = torch.empty(2, 8, 5, 5, dtype=torch.half).contiguous(memory_format=layout)
+        weight.meta["val"] = torch.empty(16, 8, 3, 3, dtype=torch.half).contiguous(memory_format=layout)
+        bias.meta["val"] = torch.empty(10, dtype=torch.half)
+        addend.meta["val"] = torch.empty(2, 24, 5, 5, dtype=torch.half).contiguous(memory_format=layout)
+        node.meta["val"] = torch.empty(2, 16, 5, 5, dtype=torch.half).contiguous(memory_format=torch.channels_last)
+    program = translate(torch.fx.GraphModule(torch.nn.Module(), graph), name="test")
+    (kernel,), (call,) = program.graph.kernels, program.calls
+    assert (call.target is convolve_dense) is last
+    assert kernel.kind is KernelKind.CONV
+    assert kernel.flops == 2 * (2 * 16 * 5 * 5) * (8 * 3 * 3)
+    assert kernel.reads == ("image", "weight", "bias", "addend")
+    assert bool(kernel.allocates) is not last
+    if last:
+        assert kernel.name == "convolve_dense with bias and sum and relu"
+        assert kernel.writes == (call.kwargs["out"].name,)
+        assert kernel.writes[0] in program.layouts
+
+
+def test_where_there_is_no_triton_nothing_is_absorbed(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(convolution, "_on_device", lambda image: True)
+    monkeypatch.setattr(convolution, "_has_triton", lambda: False)
+    monkeypatch.setattr(dense, "_DTYPES", (DOUBLE,))
+    assert not tasks(net(lambda x, first: torch.relu(first(x)), conv()))
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_through_inductor(monkeypatch, freeze):
+    """On a CPU without oneDNN, Inductor treats convolutions as on a GPU."""
+
+    def convolve(*arguments, out):
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        out.copy_(CONVOLVE(*arguments))
+
+    monkeypatch.setattr(convolution, "convolve_dense", convolve)
+    torch._dynamo.reset()
+    model, x = Branches().to(DOUBLE).eval(), torch.randn(2, 3, 16, 16, dtype=DOUBLE)
+    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+        compiled = ms.compile(model, strict=True, freeze=freeze)
+        got, expected = compiled(x), model(x)
+    close(got, expected)
+    assert [tensor.stride() for tensor in got] == [tensor.stride() for tensor in expected]
+    (executable,) = executables(compiled)
+    kernels = executable.lowered.program.graph.kernels
+    names = [kernel.name for kernel in kernels if kernel.kind is KernelKind.CONV]
+    ours = [name.removeprefix("convolve with ") for name in names if name.startswith("convolve ")]
+    assert sorted(ours) == ["bias", "bias and relu", "bias and relu", "bias and sum and relu", "sum and relu"]
+    assert len(names) == 8
