@@ -128,7 +128,7 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         bias: Of the first ``kept`` channels, if not of all.
         addend: Of the size of ``out``, but for its channels, which are as many as are kept or more; channels last.
         relu: Whether to apply relu to the sum of all.
-        kept: How many channels of the result are computed. The others are set to zero.
+        kept: How many channels of the result are computed, an even number. The others are set to zero.
         stride: Of the convolution.
         padding: Of the convolution.
         out: Channels last.
@@ -152,10 +152,10 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         *out.shape[2:],
         inputs // ALIGNED_CHANNELS,
         outputs // ALIGNED_CHANNELS,
-        kept,
-        0 if bias is None else kept,
+        kept // 2,
+        0 if bias is None else kept // 2,
         0 if addend is None else addend.shape[1] // ALIGNED_CHANNELS,
-        int(relu),
+        0.0 if relu else -math.inf,
         row // ALIGNED_CHANNELS,
         *padding,
         *stride,
@@ -163,6 +163,7 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         steps_a_row,
         IS_POINTWISE=_is_pointwise(weight, stride, padding),
         IS_WHOLE=row % tile.depth == 0,
+        HAS_ADDEND=addend is not None,
         TILE_PIXELS=tile.pixels,
         TILE_CHANNELS=tile.channels,
         TILE_DEPTH=tile.depth,

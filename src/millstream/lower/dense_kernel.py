@@ -3,6 +3,7 @@
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
+PAIR = tl.constexpr(2)
 AT_ONCE = tl.constexpr(
     8
 )  # numbers of 2 bytes in the longest load; so the compiler knows what channels are a multiple of
@@ -19,7 +20,7 @@ _ANY = [
     "kept",
     "bias_width",
     "addend_width",
-    "relu",
+    "lowest",
     "row",
     "pad_y",
     "pad_x",
@@ -47,7 +48,7 @@ def dense(
     kept,
     bias_width,
     addend_width,
-    relu,
+    lowest,
     row,
     pad_y,
     pad_x,
@@ -57,6 +58,7 @@ def dense(
     steps_a_row,
     IS_POINTWISE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
     TILE_PIXELS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
@@ -70,19 +72,22 @@ def dense(
         image: In memory: images, rows, columns, channels.
         weight: In memory: channels of ``out``, rows, columns, channels of ``image``.
         bias: For each channel that is kept, if any.
-        addend: Like ``image``, but of its own number of channels, which is 0 if there is none.
+        addend: Like ``image``, but of its own number of channels.
         out: Like ``image``.
         num_pixels: Of ``out``, of all its images.
         inputs: Channels of ``image``, in units of ``AT_ONCE``; so are ``outputs``, ``addend_width`` and a ``row``.
-        kept: How many channels of ``out`` are computed; the others are set to zero.
+        kept: How many channels of ``out`` are computed, in pairs; the others are set to zero.
         bias_width: As many as are kept, or 0.
-        relu: Whether to apply relu to the sum of all.
+        lowest: What smaller sums are set to: zero for relu, or minus infinity.
         steps: How many tiles deep the products are, in all rows of the window; ``steps_a_row`` in one of them.
         IS_POINTWISE: Whether the window is one pixel, and each pixel has one.
         IS_WHOLE: Whether tiles end where rows end.
+        HAS_ADDEND: Whether to add ``addend``. Without it, numbers need not change between threads on the way.
     """
     inputs *= AT_ONCE
     outputs *= AT_ONCE
+    kept *= PAIR
+    bias_width *= PAIR
     addend_width *= AT_ONCE
     row *= AT_ONCE
     pixel = tl.program_id(0) * TILE_PIXELS + tl.arange(0, TILE_PIXELS)
@@ -98,6 +103,11 @@ def dense(
         x = ((pixel - line * out_width) * stride_x - pad_x) * inputs
         values = image + ((line // out_height * height + y) * width * inputs + x)[:, None] + depth[None, :]
         taps = weight + channel[None, :] * (steps // steps_a_row * row) + depth[:, None]
+    # What is added in the end is on its way from here on.
+    shift = tl.load(bias + channel, channel < bias_width, 0.0)
+    if HAS_ADDEND:
+        place = (pixel * addend_width)[:, None] + channel[None, :]
+        other = tl.load(addend + place, is_pixel[:, None] & (channel < addend_width)[None, :], 0.0)
     total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
     for step in range(steps):
         if IS_POINTWISE:
@@ -121,11 +131,10 @@ def dense(
         value = tl.load(values + value_at, is_value, 0.0)
         tap = tl.load(taps + tap_at, is_tap, 0.0)
         total = tl.dot(value, tap, total)
-    total += tl.load(bias + channel, channel < bias_width, 0.0).to(tl.float32)[None, :]
-    place = (pixel * addend_width)[:, None] + channel[None, :]
-    total += tl.load(addend + place, is_pixel[:, None] & (channel < addend_width)[None, :], 0.0).to(tl.float32)
-    if relu:
-        total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    total += shift.to(tl.float32)[None, :]
+    if HAS_ADDEND:
+        total += other.to(tl.float32)  # pyrefly: ignore[unbound-name]
+    total = tl.maximum(total, lowest, propagate_nan=tl.PropagateNan.ALL)
     total = tl.where((channel < kept)[None, :], total, 0.0)
     place = (pixel * outputs)[:, None] + channel[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])

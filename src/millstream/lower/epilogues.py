@@ -100,9 +100,10 @@ def _absorb(graph: torch.fx.Graph, node: torch.fx.Node, depths: dict[torch.fx.No
     arguments = (image, weight, epilogue.bias, epilogue.addend, epilogue.relu, epilogue.kept, stride, padding)
     with graph.inserting_before(last):
         result = add_node(graph, CONVOLVE, arguments, node)
+        depths[result] = depths[last]
         if last.meta["val"].shape[1] < outputs:
             result = add_node(graph, aten.slice.Tensor, (result, 1, 0, epilogue.kept), node)
-    depths[result] = depths[last]
+    depths.setdefault(result, depths[last])
     last.replace_all_uses_with(result)
 
 
@@ -121,7 +122,7 @@ def _take(epilogue: _Epilogue, user: torch.fx.Node, depths: dict[torch.fx.Node, 
     is_bare = epilogue.addend is None and not epilogue.relu
     if user.target is aten.slice.Tensor and is_bare and width == epilogue.outputs:
         kept = user.meta["val"].shape[1]
-        if user.args[1:] != (1, 0, kept):
+        if user.args[1:] != (1, 0, kept) or kept % 2:
             return False
         epilogue.kept = kept
         return True
