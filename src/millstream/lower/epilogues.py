@@ -143,13 +143,15 @@ def _take_sum(epilogue: _Epilogue, user: torch.fx.Node, depths: dict[torch.fx.No
     value, result = other.meta["val"], user.meta["val"]
     if value.dtype is not result.dtype or result.dtype is not epilogue.last.meta["val"].dtype:
         return False
-    whole = _whole(other)
-    if depths[whole] > ready or result.shape != epilogue.last.meta["val"].shape:
+    if result.shape != epilogue.last.meta["val"].shape:
         return False
     if value.shape == (epilogue.kept, 1, 1) and other.target is aten.view.default and epilogue.bias is None:
         column = other.all_input_nodes[0]
-        epilogue.bias = column if column.meta["val"].dim() == 1 else None
+        epilogue.bias = column if column.meta["val"].dim() == 1 and depths[column] <= ready else None
         return epilogue.bias is not None
+    whole = _whole(other)
+    if depths[whole] > ready:
+        return False
     width = whole.meta["val"].shape[1] if value.shape == result.shape else 0
     if epilogue.addend is not None or not width or width % ALIGNED_CHANNELS or whole.meta["val"].numel() >= 1 << 31:
         return False
@@ -167,13 +169,23 @@ def _whole(node: torch.fx.Node) -> torch.fx.Node:
 # --- what Inductor is told -------------------------------------------------------------------------------------------
 
 
+_LAYOUTS = (
+    ir.ExternKernel.require_channels_last,
+    ir.ExternKernel.require_channels_last,
+    ir.ExternKernel.require_contiguous,
+    ir.ExternKernel.require_channels_last,
+)
+
+
 @register_lowering(CONVOLVE, type_promotion_kind=None)
 def _lower(image: Any, weight: Any, bias: Any, addend: Any, *options: Any) -> Any:
     """Have channels last in memory, and call the operator."""
-    image, weight = map(ir.ExternKernel.require_channels_last, (image, weight))
-    bias = None if bias is None else ir.ExternKernel.require_contiguous(bias)
-    addend = None if addend is None else ir.ExternKernel.require_channels_last(addend)
-    result: Any = ir.FallbackKernel.create(CONVOLVE, image, weight, bias, addend, *options)
+    tensors = []
+    for tensor, require in zip((image, weight, bias, addend), _LAYOUTS, strict=True):
+        if tensor is not None:
+            tensor.realize()  # or each of its readers would have it computed anew
+        tensors.append(tensor and require(tensor))
+    result: Any = ir.FallbackKernel.create(CONVOLVE, *tensors, *options)
     return ir.TensorBox.create(result)
 
 
