@@ -69,6 +69,8 @@ def test_a_small_convolution_is_ours(kwargs):
         {"size": (1, 512, 14, 14)},
         {"size": (1, 2048, 14, 14), "window": (1, 1)},
         {"size": (64, 128, 28, 28)},
+        {"size": (16, 64, 56, 56)},
+        {"size": (8, 64, 56, 56), "window": (1, 1)},
     ],
 )
 def test_another_one_is_not(kwargs):
