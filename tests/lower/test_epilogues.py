@@ -66,6 +66,11 @@ def test_bias_and_relu():
     assert not others(gm)
 
 
+def test_a_convolution_of_what_comes_from_outside_whose_channels_were_enlarged():
+    gm = net(lambda x, first: torch.cat([torch.relu(first(x)), x], 1), conv(outputs=18))
+    assert tasks(gm) == ["bias relu"]
+
+
 def test_a_block_with_a_short_cut():
     gm = net(lambda x, first, second: torch.relu(second(torch.relu(first(x))) + x), conv(), conv())
     assert tasks(gm) == ["bias relu", "bias sum relu"]
@@ -180,8 +185,26 @@ def test_where_there_is_no_triton_nothing_is_absorbed(monkeypatch):
     assert not tasks(net(lambda x, first: torch.relu(first(x)), conv()))
 
 
-@pytest.mark.parametrize("freeze", [False, True])
-def test_through_inductor(monkeypatch, freeze):
+def test_an_image_with_several_readers_is_computed_once(monkeypatch):
+    monkeypatch.setattr(convolution, "convolve_dense", lambda *arguments, out: out.copy_(CONVOLVE(*arguments)))
+    torch._dynamo.reset()
+
+    def function(x, first, second):
+        y = torch.relu(x)  # so little that Inductor would compute it for each
+        return first(y) + 1, second(y) + 1
+
+    model = Net(function, conv(window=1), conv(window=1)).to(DOUBLE).eval()
+    x = torch.randn(2, 16, 6, 6, dtype=DOUBLE)
+    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+        compiled = ms.compile(model, strict=True)
+        close(compiled(x), model(x))
+    (executable,) = executables(compiled)
+    program = executable.lowered.program
+    images = {call.args[0].name for call in program.calls if call.target is convolution.convolve_dense}
+    assert len(images) == 1
+
+
+def test_through_inductor(monkeypatch):
     """On a CPU without oneDNN, Inductor treats convolutions as on a GPU."""
 
     def convolve(*arguments, out):
@@ -192,7 +215,7 @@ def test_through_inductor(monkeypatch, freeze):
     torch._dynamo.reset()
     model, x = Branches().to(DOUBLE).eval(), torch.randn(2, 3, 16, 16, dtype=DOUBLE)
     with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
-        compiled = ms.compile(model, strict=True, freeze=freeze)
+        compiled = ms.compile(model, strict=True)
         got, expected = compiled(x), model(x)
     close(got, expected)
     assert [tensor.stride() for tensor in got] == [tensor.stride() for tensor in expected]
