@@ -17,6 +17,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import register_lowering
+from torch._prims_common import make_channels_last_strides_for
 
 from millstream.lower.channels import add_node
 from millstream.lower.convolution import arguments_of, may_be_ours
@@ -58,10 +59,12 @@ def absorb_epilogues(gm: torch.fx.GraphModule) -> None:
     Args:
         gm: For inference, of aten operators, with channels last; its nodes carry their values in ``meta["val"]``.
     """
+    convolutions = [node for node in gm.graph.nodes if node.target is aten.convolution.default and _is_ours(node)]
+    if not convolutions:
+        return
     depths = _depths(gm.graph)
-    for node in list(gm.graph.nodes):
-        if node.target is aten.convolution.default and _is_ours(node):
-            _absorb(gm.graph, node, depths)
+    for node in convolutions:
+        _absorb(gm.graph, node, depths)
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()
@@ -169,24 +172,19 @@ def _whole(node: torch.fx.Node) -> torch.fx.Node:
 # --- what Inductor is told -------------------------------------------------------------------------------------------
 
 
-_LAYOUTS = (
-    ir.ExternKernel.require_channels_last,
-    ir.ExternKernel.require_channels_last,
-    ir.ExternKernel.require_contiguous,
-    ir.ExternKernel.require_channels_last,
-)
-
-
 @register_lowering(CONVOLVE, type_promotion_kind=None)
 def _lower(image: Any, weight: Any, bias: Any, addend: Any, *options: Any) -> Any:
-    """Have channels last in memory, and call the operator."""
-    tensors = []
-    for tensor, require in zip((image, weight, bias, addend), _LAYOUTS, strict=True):
-        if tensor is not None:
-            tensor.realize()  # or each of its readers would have it computed anew
-        tensors.append(tensor and require(tensor))
+    """Call the operator with tensors that lie in memory as our kernel reads them."""
+    tensors = [None if tensor is None else _lay_out(tensor) for tensor in (image, weight, bias, addend)]
     result: Any = ir.FallbackKernel.create(CONVOLVE, *tensors, *options)
     return ir.TensorBox.create(result)
+
+
+def _lay_out(tensor: Any) -> Any:
+    """Have channels last, with nothing between."""
+    tensor.realize()  # or each of its readers would have it computed anew
+    size = tensor.get_size()
+    return ir.ExternKernel.require_exact_strides(tensor, make_channels_last_strides_for(size) if len(size) > 1 else [1])
 
 
 @contextlib.contextmanager
