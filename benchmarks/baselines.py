@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.optim import Optimizer
 
 from benchmarks.equality import Judge, Results, Verdict, check_dependence
@@ -74,7 +75,12 @@ class InferenceJudge:
 
 
 def build_inference(
-    problem: Inference, name: str, judge: InferenceJudge | None = None, *, plan_memory: bool = True
+    problem: Inference,
+    name: str,
+    judge: InferenceJudge | None = None,
+    *,
+    plan_memory: bool = True,
+    freeze: bool = False,
 ) -> Side:
     """Build an inference baseline by its name.
 
@@ -83,7 +89,13 @@ def build_inference(
         name: Of the baseline.
         judge: Left out only where nothing but ``build_s`` matters.
         plan_memory: Build ``inductor graph`` again with Inductor's memory planning, for its memory.
+        freeze: Fold parameters into what is compiled.
     """
+    with inductor_config.patch(freezing=freeze):
+        return _build_inference(problem, name, judge, plan_memory)
+
+
+def _build_inference(problem: Inference, name: str, judge: InferenceJudge | None, plan_memory: bool) -> Side:
     model, inputs, device = problem.model, problem.first, problem.device
     replay: Run | None = None
     build_s = peak = None

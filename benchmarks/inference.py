@@ -37,13 +37,14 @@ def run_case(case: InferenceCase, settings: Settings, baselines: tuple[str, ...]
     """Build, judge and time all sides of a case."""
     problem = case.make(settings.device, tiny=settings.tiny, channels_last=settings.channels_last)
     judge = SampledInferenceJudge(problem)
-    mine = ours.build_inference(problem, judge)
+    mine = ours.build_inference(problem, judge, freeze=settings.freeze)
     asked = [
         name
         for name in baselines + (LONG_BASELINES if settings.long else ())
         if settings.wants(name) and (name != "cudnn" or hasattr(problem.model, "library_twin"))
     ]
-    peers = build_each(asked, lambda name: build_inference(problem, name, judge, plan_memory=settings.plan_memory))
+    options = {"plan_memory": settings.plan_memory, "freeze": settings.freeze}
+    peers = build_each(asked, lambda name: build_inference(problem, name, judge, **options))
     return compare(case.name, mine, peers, settings)
 
 

@@ -13,11 +13,11 @@ from benchmarks.models import Inference, Training
 from benchmarks.sides import WARM_CALLS, Side, timed
 
 
-def build_inference(problem: Inference, judge: InferenceJudge | None = None) -> Side:
+def build_inference(problem: Inference, judge: InferenceJudge | None = None, *, freeze: bool = False) -> Side:
     """Compile the model with the first call, capture it with the second; outputs are not copied, as with the peers."""
     import millstream as ms
 
-    compiled = ms.compile(problem.model, copy_outputs=False, strict=True)
+    compiled = ms.compile(problem.model, copy_outputs=False, strict=True, freeze=freeze)
     _, build_s = timed(lambda: [compiled(*problem.first) for _ in range(2)], problem.device)
     executable = only_executable(compiled)
     meter = measure_capture(executable, lambda: compiled(*problem.first), problem.device)

@@ -116,7 +116,7 @@ def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Se
         asked = [peer for peer in peers if variant == ("replay" if isinstance(peer, Side) and peer.replay else "call")]
         sound = [peer for peer in asked if isinstance(peer, Side) and peer.verdict.equal]
         samples = measure(ours, sound, variant, settings) if sound else {}
-        timing = replace(facts, variant=variant)
+        timing = replace(facts, variant=settings.name(variant))
         if samples:
             own = samples["ours"]
             timing = replace(timing, ours_ms=own.median, p20=own.p20, p80=own.p80)

@@ -47,6 +47,7 @@ class Settings:
         baselines: Names to which the baselines are limited; empty for the usual ones.
         long: Also the baselines that take long to build.
         channels_last: Convolutional inference in this layout.
+        freeze: Inference with parameters folded into the graph as constants, on every side that compiles.
         plan_memory: Measure the peers' memory with Inductor's own memory planning, too.
     """
 
@@ -56,10 +57,16 @@ class Settings:
     baselines: frozenset[str] = frozenset()
     long: bool = False
     channels_last: bool = False
+    freeze: bool = False
     plan_memory: bool = True
 
     def wants(self, baseline: str) -> bool:
         return not self.baselines or baseline in self.baselines
+
+    def name(self, variant: str) -> str:
+        """Name a variant with what is not as usual."""
+        unusual = {"channels last": self.channels_last, "frozen": self.freeze}
+        return ", ".join([variant, *(name for name, is_so in unusual.items() if is_so)])
 
 
 def names(text: str) -> list[str]:
@@ -80,6 +87,7 @@ def parse(suite: str, cases: Sequence[Case], device: str | None, argv: Sequence[
     parser.add_argument("--device", default=device, help="cuda or cpu; cpu runs tiny stand-ins of the GPU suites")
     parser.add_argument("--long", action="store_true", help="also baselines that take long to build")
     parser.add_argument("--channels-last", action="store_true", help="inference of convolutions in this layout")
+    parser.add_argument("--freeze", action="store_true", help="inference with parameters folded in, on every side")
     parser.add_argument("--plain-memory", action="store_true", help="no second build for the peers' planned memory")
     parser.add_argument("--commit", help="what to write down where git cannot be asked")
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)  # given to the process that runs the cases
@@ -193,6 +201,7 @@ def settings_of(options: argparse.Namespace, device: str | None) -> Settings:
         baselines=frozenset(options.baselines),
         long=options.long,
         channels_last=options.channels_last,
+        freeze=options.freeze,
         plan_memory=not options.plain_memory,
     )
 
