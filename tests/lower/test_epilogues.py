@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -69,6 +70,12 @@ def test_bias_and_relu():
 def test_a_convolution_of_what_comes_from_outside_whose_channels_were_enlarged():
     gm = net(lambda x, first: torch.cat([torch.relu(first(x)), x], 1), conv(outputs=18))
     assert tasks(gm) == ["bias relu"]
+
+
+def test_a_bias_that_must_be_computed_stays_apart():
+    """As under autocast, where the kernel that adds it converts it on the way."""
+    gm = net(lambda x, first: torch.relu(F.conv2d(x, first.weight, first.bias * 2, padding=1)), conv())
+    assert not tasks(gm)
 
 
 def test_a_block_with_a_short_cut():
