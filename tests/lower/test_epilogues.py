@@ -180,6 +180,7 @@ def test_in_a_program_it_writes_into_memory_of_the_plan(last):
     assert bool(kernel.allocates) is not last
     if last:
         assert kernel.name == "convolve_dense with bias and sum and relu"
+        assert kernel.ops == ("convolution", "add", "relu")
         assert kernel.writes == (call.kwargs["out"].name,)
         assert kernel.writes[0] in program.layouts
 

@@ -33,20 +33,19 @@ class Writer(NamedTuple):
         function: It.
         arguments: What else it takes.
         name: Of the kernel.
+        ops: What it computes, if the node's own origins do not tell.
     """
 
     function: Callable[..., None]
     arguments: tuple[Any, ...]
     name: str
+    ops: tuple[str, ...] = ()
 
 
 def find_writer(node: torch.fx.Node) -> Writer | None:
     """What computes a convolution into memory that it is given; ``None`` where nothing does, and for other nodes."""
     if node.target is torch.ops.millstream.convolve_dense.default:
-        image, weight, bias, addend, relu, *options = arguments_of(node)
-        images = [arg.meta["val"] for arg in (image, weight, addend, node) if arg is not None]
-        own = (image, weight, bias, addend, relu, *options)
-        return Writer(convolve_dense, own, _name(bias, addend, relu)) if has_channels_last(*images) else None
+        return _find_dense(node)
     if node.target is not torch.ops.aten.convolution.default:
         return None
     values, output = _values(node), node.meta["val"]
@@ -61,9 +60,14 @@ def find_writer(node: torch.fx.Node) -> Writer | None:
     return Writer(convolve, arguments, str(node.target)) if _is_for_cudnn(values) else None
 
 
-def _name(*epilogue: Any) -> str:
-    parts = [name for name, part in zip(("bias", "sum", "relu"), epilogue, strict=True) if part]
-    return " with ".join(filter(None, (convolve_dense.__name__, " and ".join(parts))))
+def _find_dense(node: torch.fx.Node) -> Writer | None:
+    image, weight, bias, addend, relu, *options = arguments_of(node)
+    if not has_channels_last(*(arg.meta["val"] for arg in (image, weight, addend, node) if arg is not None)):
+        return None
+    parts = [name for name, part in {"bias": bias, "sum": addend, "relu": relu}.items() if part]
+    ops = ("convolution", *dict.fromkeys("relu" if part == "relu" else "add" for part in parts))
+    name = f"{convolve_dense.__name__} with {' and '.join(parts)}"
+    return Writer(convolve_dense, (image, weight, bias, addend, relu, *options), name, ops)
 
 
 def may_be_ours(image: torch.Tensor) -> bool:

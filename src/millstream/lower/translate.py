@@ -196,7 +196,8 @@ class _Translator:
                 flops=count_elementwise(set(origins))
                 if generated
                 else count_flops(target, node.args, node.kwargs, value),
-                ops=tuple(dict.fromkeys(op_name(origin) for origin in origins if origin.op == "call_function")),
+                ops=(writer.ops if writer is not None else ())
+                or tuple(dict.fromkeys(op_name(origin) for origin in origins if origin.op == "call_function")),
                 source=next(filter(None, map(source_line, origins)), ""),
             )
         )
