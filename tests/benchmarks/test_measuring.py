@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
+from benchmarks import baselines
 from benchmarks.equality import Verdict
 from benchmarks.harness import Sample, alternate, loop_clock
 from benchmarks.overhead import host_rows
 from benchmarks.sides import Failure, Side, compare
-from benchmarks.suite import Settings
+from benchmarks.suite import Settings, parse, settings_of
 from millstream.graph import KernelGraph, Plan
 
 CPU = torch.device("cpu")
@@ -55,6 +57,21 @@ def test_replays_are_compared_with_replays_and_calls_with_calls():
     assert rows[2].note == "broken not run: no reason"
     assert rows[2].baseline_ms is None
     assert rows[2].ours_ms is not None
+
+
+def test_variants_are_named_by_what_is_unusual():
+    settings = settings_of(parse("inference", [], "cpu", ["--freeze", "--channels-last"]), "cpu")
+    (row,) = compare("case", side("ours"), [side("eager")], settings)
+    assert row.variant == "call, channels last, frozen"
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_peers_are_built_with_frozen_parameters_where_ours_is(monkeypatch, freeze):
+    seen = []
+    monkeypatch.setattr(baselines, "_build_inference", lambda *arguments: seen.append(inductor_config.freezing))
+    baselines.build_inference(None, "compile", freeze=freeze)
+    assert seen == [freeze]
+    assert not inductor_config.freezing
 
 
 def test_what_computes_something_else_is_not_timed():

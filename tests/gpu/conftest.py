@@ -1,6 +1,9 @@
 import pytest
 import torch
 
+import millstream as ms
+from tests import networks
+
 
 @pytest.fixture
 def exact(monkeypatch):
@@ -8,3 +11,28 @@ def exact(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+@pytest.fixture
+def names_on_streams():
+    """Runs a model of 32 channels on one stream and several: the right numbers, the same on all; kernels' names."""
+
+    def run(make):
+        torch.manual_seed(0)
+        layout = torch.channels_last
+        model = make().cuda().half().eval().to(memory_format=layout)
+        x = torch.randn(2, 32, 28, 28, device="cuda", dtype=torch.half).contiguous(memory_format=layout)
+        results, names = [], []
+        with torch.no_grad():
+            for settings in ({"streams": 1}, {"streams": 4}, {"streams": 4, "engine": "streams"}):
+                torch._dynamo.reset()
+                compiled = ms.compile(model, strict=True, **settings)
+                results.append(compiled(x))
+                (program,) = ms.explain(compiled).to_dict()["programs"]
+                names.append([kernel["name"] for kernel in program["kernels"]])
+            networks.assert_close(results[0], model.double()(x.double()).half(), 2e-3)
+        assert all(torch.equal(each, results[0]) for each in results)
+        assert all(sorted(each) == sorted(names[0]) for each in names)
+        return names[0]
+
+    return run

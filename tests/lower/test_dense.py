@@ -1,41 +1,20 @@
 """Which convolutions our own kernel computes, and in which tiles. What it computes is tested on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from millstream.lower import convolution
 from millstream.lower.dense import choose_tile, convolve_dense
+from tests.lower import convolutions
+from tests.lower.convolutions import pretended_gpu
 
-CONVOLUTION = torch.ops.aten.convolution.default
+__all__ = ["pretended_gpu"]
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
-
-@pytest.fixture(autouse=True)
-def gpu(monkeypatch):
-    """Take every tensor for one on a GPU, and every other convolution for one of cuDNN's."""
-    monkeypatch.setattr(convolution, "_on_device", lambda image: True)
-    monkeypatch.setattr(convolution, "_has_triton", lambda: True)
-    monkeypatch.setattr(convolution, "_cudnn_layout", lambda *arguments: torch.channels_last)
-
-
-def writer(
-    size=(1, 32, 14, 14), outputs=64, window=(3, 3), dtype=torch.half, dilation=1, groups=1, transposed=False,
-    layout=torch.channels_last, weight_layout=torch.channels_last, bias=False,
-):  # fmt: skip
-    graph = torch.fx.Graph()
-    image, weight, shift = (graph.placeholder(name) for name in ("image", "weight", "shift"))
-    pair = [1] * len(window)
-    padding = [n // 2 * dilation for n in window]
-    options = (pair, padding, [dilation] * len(window), transposed, [0] * len(window), groups)
-    node = graph.call_function(CONVOLUTION, (image, weight, shift if bias else None, *options))
-    with FakeTensorMode():
-        image.meta["val"] = torch.empty(size, dtype=dtype).contiguous(memory_format=layout)
-        value = torch.empty(outputs, size[1] // groups, *window, dtype=dtype)
-        weight.meta["val"] = value.contiguous(memory_format=weight_layout)
-        shift.meta["val"] = torch.empty(outputs, dtype=dtype)
-        node.meta["val"] = torch.empty(size[0], outputs, *size[2:], dtype=dtype).contiguous(memory_format=layout)
-    found = convolution.find_writer(node)
-    return found and found.function
+writer = partial(convolutions.writer, outputs=64, weight_layout=torch.channels_last)
 
 
 @pytest.mark.parametrize(

@@ -1,38 +1,19 @@
 """Which convolutions our own kernel computes. What it computes is tested on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from millstream.lower import convolution
 from millstream.lower.depthwise import MOST_OUTPUTS, convolve_depthwise
+from tests.lower import convolutions
+from tests.lower.convolutions import pretended_gpu
 
-CONVOLUTION = torch.ops.aten.convolution.default
+__all__ = ["pretended_gpu"]
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
-
-@pytest.fixture(autouse=True)
-def gpu(monkeypatch):
-    """Take every tensor for one on a GPU, and every other convolution for one of cuDNN's."""
-    monkeypatch.setattr(convolution, "_on_device", lambda image: True)
-    monkeypatch.setattr(convolution, "_has_triton", lambda: True)
-    monkeypatch.setattr(convolution, "_cudnn_layout", lambda *arguments: torch.channels_last)
-
-
-def writer(
-    size=(1, 32, 14, 14), groups=32, per_group=1, outputs=32, window=(3, 3), dtype=torch.half, transposed=False,
-    layout=torch.channels_last,
-):  # fmt: skip
-    graph = torch.fx.Graph()
-    image, weight = graph.placeholder("image"), graph.placeholder("weight")
-    pair = [1] * len(window)
-    arguments = (image, weight, None, pair, [n // 2 for n in window], pair, transposed, [0] * len(window), groups)
-    node = graph.call_function(CONVOLUTION, arguments)
-    with FakeTensorMode():
-        image.meta["val"] = torch.empty(size, dtype=dtype).contiguous(memory_format=layout)
-        weight.meta["val"] = torch.empty(outputs, per_group, *window, dtype=dtype)
-        node.meta["val"] = torch.empty(size[0], outputs, *size[2:], dtype=dtype).contiguous(memory_format=layout)
-    found = convolution.find_writer(node)
-    return found and found.function
+writer = partial(convolutions.writer, groups=32)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +32,8 @@ def test_a_small_depthwise_convolution_is_ours(kwargs):
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"groups": 1, "per_group": 32},
-        {"groups": 16, "per_group": 2},
+        {"groups": 1},
+        {"groups": 16},
         {"outputs": 64},
         {"dtype": torch.float32},
         {"window": (11, 11)},

@@ -10,11 +10,12 @@ import millstream as ms
 from millstream.api import executables
 from millstream.graph import KernelKind
 from millstream.lower import convolution, dense, epilogues
+from millstream.lower.channels import align_channels
 from millstream.lower.convolution import arguments_of
-from millstream.lower.dense import convolve_dense
-from millstream.lower.epilogues import CONVOLVE, absorb_epilogues
+from millstream.lower.dense import CONVOLVE, convolve_dense
+from millstream.lower.epilogues import absorb_epilogues
 from millstream.lower.translate import translate
-from tests.lower.test_channels import DOUBLE, Branches, Net, align_channels, anywhere, close, trace
+from tests.lower.test_channels import DOUBLE, Branches, Net, anywhere, close, trace
 
 __all__ = ["anywhere"]  # a fixture
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._triton import has_triton
 
-from millstream.lower.dense import ALIGNED_CHANNELS, convolve_dense, has_channels_last, is_small_dense
+from millstream.lower.dense import ALIGNED_CHANNELS, CONVOLVE, convolve_dense, has_channels_last, is_small_dense
 from millstream.lower.depthwise import convolve_depthwise, is_small_depthwise
 
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
@@ -44,11 +44,11 @@ class Writer(NamedTuple):
 
 def find_writer(node: torch.fx.Node) -> Writer | None:
     """What computes a convolution into memory that it is given; ``None`` where nothing does, and for other nodes."""
-    if node.target is torch.ops.millstream.convolve_dense.default:
+    if node.target is CONVOLVE:
         return _find_dense(node)
     if node.target is not torch.ops.aten.convolution.default:
         return None
-    values, output = _values(node), node.meta["val"]
+    values, output = values_of(node), node.meta["val"]
     image, weight, _, stride, padding, dilation, _, _, groups = arguments_of(node)
     arguments = (image, weight, stride, padding, dilation, groups)
     if values[2] is None and may_be_ours(values[0]):
@@ -80,7 +80,8 @@ def _has_triton() -> bool:
     return bool(has_triton())
 
 
-def _values(node: torch.fx.Node) -> list[Any]:
+def values_of(node: torch.fx.Node) -> list[Any]:
+    """All arguments of a convolution in order, tensors as fake ones."""
     return [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in arguments_of(node)]
 
 

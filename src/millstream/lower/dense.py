@@ -15,6 +15,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
+KEPT_AT_ONCE = 2  # of the channels that are wanted of a result there are a multiple of so many
 _DTYPES = (torch.float16, torch.bfloat16)
 _NUM_WARPS = 4
 
@@ -129,7 +130,7 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         bias: Of the first ``kept`` channels, if not of all.
         addend: Of the size of ``out``, but for its channels, which are as many as are kept or more; channels last.
         relu: Whether to apply relu to the sum of all.
-        kept: How many channels of the result are computed, an even number. The others are set to zero.
+        kept: How many channels of the result are computed. The others are set to zero.
         stride: Of the convolution.
         padding: Of the convolution.
         out: Channels last.
@@ -153,8 +154,8 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         *out.shape[2:],
         inputs // ALIGNED_CHANNELS,
         outputs // ALIGNED_CHANNELS,
-        kept // 2,
-        0 if bias is None else kept // 2,
+        kept // KEPT_AT_ONCE,
+        0 if bias is None else kept // KEPT_AT_ONCE,
         0 if addend is None else addend.shape[1] // ALIGNED_CHANNELS,
         0.0 if relu else -math.inf,
         row // ALIGNED_CHANNELS,
@@ -165,6 +166,8 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         IS_POINTWISE=_is_pointwise(weight, stride, padding),
         IS_WHOLE=row % tile.depth == 0,
         HAS_ADDEND=addend is not None,
+        AT_ONCE=ALIGNED_CHANNELS,
+        KEPT_AT_ONCE=KEPT_AT_ONCE,
         TILE_PIXELS=tile.pixels,
         TILE_CHANNELS=tile.channels,
         TILE_DEPTH=tile.depth,
@@ -178,20 +181,13 @@ _library.define(
     "convolve_dense(Tensor image, Tensor weight, Tensor? bias, Tensor? addend, bool relu, int kept, int[] stride, "
     "int[] padding) -> Tensor"
 )
+CONVOLVE = torch.ops.millstream.convolve_dense.default
 
 
 @torch.library.impl(_library, "convolve_dense", "CompositeExplicitAutograd")
-def _convolve(
-    image: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    addend: torch.Tensor | None,
-    relu: bool,
-    kept: int,
-    stride: list[int],
-    padding: list[int],
-) -> torch.Tensor:
+def _convolve(image: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
     """What the operator means; programs call ``convolve_dense`` in its place."""
+    bias, addend, relu, kept, stride, padding = options
     convolved = torch.conv2d(image, weight, None, stride, padding)
     result = convolved[:, :kept].clone()
     result = result if bias is None else result + bias[:kept].view(-1, 1, 1)
@@ -205,6 +201,6 @@ def _(image: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
     return torch.empty_like(torch.conv2d(image, weight, None, *options[-2:]))  # with the same strides
 
 
-@register_flop_formula(torch.ops.millstream.convolve_dense)
+@register_flop_formula(CONVOLVE.overloadpacket)
 def _count_flops(*shapes: Any, out_shape: list[int], **_: Any) -> int:
     return 2 * math.prod(out_shape) * math.prod(shapes[1][1:])  # and of the weight

@@ -3,11 +3,6 @@
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
-PAIR = tl.constexpr(2)
-AT_ONCE = tl.constexpr(
-    8
-)  # numbers of 2 bytes in the longest load; so the compiler knows what channels are a multiple of
-
 # Compiled for each tile, not for each size of image or window, nor for what follows.
 _ANY = [
     "num_pixels",
@@ -59,6 +54,8 @@ def dense(
     IS_POINTWISE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    KEPT_AT_ONCE: tl.constexpr,
     TILE_PIXELS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
@@ -76,7 +73,7 @@ def dense(
         out: Like ``image``.
         num_pixels: Of ``out``, of all its images.
         inputs: Channels of ``image``, in units of ``AT_ONCE``; so are ``outputs``, ``addend_width`` and a ``row``.
-        kept: How many channels of ``out`` are computed, in pairs; the others are set to zero.
+        kept: How many channels of ``out`` are computed, in units of ``KEPT_AT_ONCE``; the others are set to zero.
         bias_width: As many as are kept, or 0.
         lowest: What smaller sums are set to: zero for relu, or minus infinity.
         steps: How many tiles deep the products are, in all rows of the window; ``steps_a_row`` in one of them.
@@ -86,8 +83,8 @@ def dense(
     """
     inputs *= AT_ONCE
     outputs *= AT_ONCE
-    kept *= PAIR
-    bias_width *= PAIR
+    kept *= KEPT_AT_ONCE
+    bias_width *= KEPT_AT_ONCE
     addend_width *= AT_ONCE
     row *= AT_ONCE
     pixel = tl.program_id(0) * TILE_PIXELS + tl.arange(0, TILE_PIXELS)

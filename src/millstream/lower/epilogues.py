@@ -20,11 +20,10 @@ from torch._inductor.lowering import register_lowering
 from torch._prims_common import make_channels_last_strides_for
 
 from millstream.lower.channels import add_node
-from millstream.lower.convolution import arguments_of, may_be_ours
-from millstream.lower.dense import ALIGNED_CHANNELS, is_small_dense
+from millstream.lower.convolution import arguments_of, may_be_ours, values_of
+from millstream.lower.dense import ALIGNED_CHANNELS, CONVOLVE, KEPT_AT_ONCE, is_small_dense
 
 aten = torch.ops.aten
-CONVOLVE = torch.ops.millstream.convolve_dense.default
 
 
 @dataclass
@@ -85,8 +84,7 @@ def _depths(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
 
 
 def _is_ours(node: torch.fx.Node) -> bool:
-    values = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in arguments_of(node)]
-    bias = arguments_of(node)[2]
+    values, bias = values_of(node), arguments_of(node)[2]
     return (
         may_be_ours(values[0])
         and is_small_dense(values, node.meta["val"])
@@ -136,7 +134,7 @@ def _take(epilogue: _Epilogue, user: torch.fx.Node, depths: dict[torch.fx.Node, 
     is_bare = epilogue.addend is None and not epilogue.relu
     if user.target is aten.slice.Tensor and is_bare and width == epilogue.outputs:
         kept = user.meta["val"].shape[1]
-        if user.args[1:] != (1, 0, kept) or kept % 2:
+        if user.args[1:] != (1, 0, kept) or kept % KEPT_AT_ONCE:
             return False
         epilogue.kept = kept
         return True
