@@ -40,6 +40,9 @@ class Oracle:
             elif isinstance(step, Copy):
                 yield position, None, self.storages([step.source]), self.storages([step.destination])
 
+    def parts(self, kernel):
+        return set() if kernel is None else self.storages(self.graph.kernels[kernel].parts)
+
     def races(self):
         """{(buffer, position that must be first, position that must be second)}"""
         found = set()
@@ -48,6 +51,7 @@ class Oracle:
             one, other = reversed(pair) if swapped else pair
             if not self.before(one[0], other[0]):
                 conflicts = one[3] & (other[2] | other[3]) | one[2] & other[3]
+                conflicts -= self.parts(one[1]) & self.parts(other[1])
                 found |= {(buffer, one[0], other[0]) for buffer in conflicts}
         return found
 

@@ -15,7 +15,7 @@ from tests.faults.oracle import Oracle
 
 def make_plan(seed, num_kernels, num_streams):
     rng = random.Random(seed)
-    return spread_plan(random_graph(rng, num_kernels), num_streams, rng)
+    return spread_plan(random_graph(rng, num_kernels, parts=rng.choice((0.0, 0.4))), num_streams, rng)
 
 
 def found_by_checker(plan):

@@ -107,3 +107,23 @@ class Block(nn.Module):
 def test_in_a_network_on_streams(names_on_streams):
     ours = [name for name in names_on_streams(Block) if name.startswith(convolve_dense.__name__)]
     assert [name.count(" and ") for name in sorted(ours)] == [1, 1, 1, 2]
+
+
+class Fire(nn.Module):
+    """Two convolutions whose results lie one behind the other, and what reads both."""
+
+    def __init__(self):
+        super().__init__()
+        self.squeeze = nn.Conv2d(32, 16, 1)
+        self.branches = nn.ModuleList(
+            nn.Conv2d(16, width, size, padding=size // 2) for size, width in ((1, 24), (3, 40))
+        )
+        self.last = nn.Conv2d(64, 32, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.squeeze(x))
+        return self.last(torch.cat([torch.relu(branch(x)) for branch in self.branches], 1))
+
+
+def test_results_are_written_where_they_are_concatenated(names_on_streams):
+    assert not any("cat" in name for name in names_on_streams(Fire))

@@ -1,5 +1,7 @@
 """What follows a small convolution goes into its kernel: the same numbers, and nothing waits for longer than before."""
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,13 +10,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import millstream as ms
 from millstream.api import executables
-from millstream.graph import KernelKind
+from millstream.check import check_plan
+from millstream.cost import Roofline
+from millstream.graph import KernelKind, derive_dependencies
 from millstream.lower import convolution, dense, epilogues
 from millstream.lower.channels import align_channels
 from millstream.lower.convolution import arguments_of
 from millstream.lower.dense import CONVOLVE, convolve_dense
 from millstream.lower.epilogues import absorb_epilogues
 from millstream.lower.translate import translate
+from millstream.schedule import POLICIES, plan_graph
+from millstream.simulate import execute_graph, execute_plan
 from tests.lower.test_channels import DOUBLE, Branches, Net, anywhere, close, trace
 
 __all__ = ["anywhere"]  # a fixture
@@ -194,19 +200,20 @@ def test_where_there_is_no_triton_nothing_is_absorbed(monkeypatch):
     assert not tasks(net(lambda x, first: torch.relu(first(x)), conv()))
 
 
-def compile_function(monkeypatch, function, *convolutions):
+def compile_function(monkeypatch, function, *convolutions, layout=torch.contiguous_format):
     """On a CPU without oneDNN, Inductor treats convolutions as on a GPU."""
 
     def convolve(*arguments, out):
-        images = [arguments[0], arguments[1], out] + [each for each in arguments[3:4] if each is not None]
+        images = [arguments[0], arguments[1]] + [each for each in arguments[3:4] if each is not None]
         assert all(image.is_contiguous(memory_format=torch.channels_last) for image in images)
+        assert out.stride(1) == 1
         out.copy_(CONVOLVE(*arguments))
 
     monkeypatch.setattr(convolution, "convolve_dense", convolve)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net(function, *convolutions).to(DOUBLE).eval()
-    x = torch.randn(2, 16, 6, 6, dtype=DOUBLE)
+    x = torch.randn(2, 16, 6, 6, dtype=DOUBLE).contiguous(memory_format=layout)
     with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
         compiled = ms.compile(model, strict=True)
         close(compiled(x), model(x))
@@ -235,6 +242,69 @@ def test_parts_of_other_tensors_are_copied_first(monkeypatch):
 
     _, calls = compile_function(monkeypatch, function, conv(outputs=32), conv(bias=False), conv(window=1, bias=False))
     assert len(calls) == 3
+
+
+def joined(x, *convolutions):
+    """A block of branches one of which is longer, and what reads all of them."""
+    *branches, longer, last = convolutions
+    ends = [torch.relu(branch(x)) for branch in branches]
+    return last(torch.cat([*ends[:1], torch.relu(longer(ends[-1])), *ends[1:-1]], 1)) + 1
+
+
+BRANCHES = conv(outputs=8), conv(outputs=24, window=1), conv(), conv(outputs=8), conv(40, 16)
+
+
+def test_convolutions_write_where_their_results_are_concatenated(monkeypatch):
+    program, calls = compile_function(monkeypatch, joined, *BRANCHES)
+    kernels = [kernel for kernel in program.graph.kernels if kernel.kind is KernelKind.CONV]
+    (whole,) = {name for kernel in kernels for name in kernel.parts}
+    assert program.layouts[whole].size == (2, 40, 6, 6)
+    writers = [kernel for kernel in kernels if whole in kernel.parts]
+    assert len(calls) == 5
+    assert len(writers) == 3
+    (first,) = [kernel for kernel in program.graph.kernels if whole in kernel.writes and whole not in kernel.parts]
+    assert not any("cat" in kernel.ops or "join_channels" in kernel.name for kernel in program.graph.kernels)
+    waiting = [{found.kernel for found in each} for each in derive_dependencies(program.graph)]
+    ids = {kernel.id for kernel in writers}
+    assert all(first.id in waiting[writer] and not waiting[writer] & ids for writer in ids)
+    (reader,) = [kernel for kernel in program.graph.kernels if whole in kernel.reads]
+    assert ids <= waiting[reader.id]
+
+
+def test_the_first_of_them_gets_the_memory_if_they_have_nothing_in_common(monkeypatch):
+    def function(x, first, second, last):
+        return last(torch.cat([torch.relu(first(x[:, :8])), torch.relu(second(x[:, 8:]))], 1)) + 1
+
+    program, _ = compile_function(monkeypatch, function, conv(8, 8), conv(8, 8), conv(), layout=torch.channels_last)
+    (whole,) = {name for kernel in program.graph.kernels for name in kernel.parts}
+    writers = [kernel.parts for kernel in program.graph.kernels if whole in kernel.writes]
+    assert writers == [(), (whole,)]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("packed", [False, True])
+def test_plans_of_such_convolutions_are_sound(monkeypatch, policy, packed):
+    program, _ = compile_function(monkeypatch, joined, *BRANCHES)
+    costs = Roofline().estimate(program.graph)
+    plan = plan_graph(program.graph, costs, 4, policy, packed=packed)
+    check_plan(plan)
+    expected = execute_graph(program.graph)
+    assert all(execute_plan(plan, random.Random(seed)) == expected for seed in range(30))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, first, second: torch.cat([torch.relu(first(x)), torch.relu(second(x))], 1),
+        lambda x, first, second: torch.cat([torch.relu(first(x)), torch.relu(second(x))], 1)[:, 3:],
+        lambda x, first, second: torch.cat([torch.relu(first(x)), torch.relu(second(x))], 2) + 1,
+        lambda x, first, second: torch.cat([torch.relu(first(x)), torch.tanh(second(x))], 1) + 1,
+        lambda x, first, second: torch.cat([torch.relu(first(x))] * 2, 1) + 1 + second(x)[:, :1],
+    ],
+)
+def test_where_they_cannot_write_there_nothing_changes(monkeypatch, function):
+    program, _ = compile_function(monkeypatch, function, conv(), conv(), layout=torch.channels_last)
+    assert not any(kernel.parts for kernel in program.graph.kernels)
 
 
 def test_a_network_through_inductor(monkeypatch):

@@ -10,7 +10,7 @@ from millstream.testing import random_graph, spread_plan
 
 
 @st.composite
-def graphs(draw, min_kernels=10, max_kernels=200, device="cuda:0"):
+def graphs(draw, min_kernels=10, max_kernels=200, device="cuda:0", parts=True):
     return random_graph(
         random.Random(draw(st.integers(0, 2**32), label="seed")),
         draw(st.integers(min_kernels, max_kernels), label="kernels"),
@@ -18,6 +18,7 @@ def graphs(draw, min_kernels=10, max_kernels=200, device="cuda:0"):
         views=draw(st.sampled_from([0.0, 0.3]), label="views"),
         in_place=draw(st.sampled_from([0.0, 0.2, 0.5]), label="in place"),
         operators=draw(st.sampled_from([0.0, 0.3]), label="operators"),
+        parts=draw(st.sampled_from([0.0, 0.3, 0.7] if parts else [0.0]), label="parts"),
         device=device,
     )
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from millstream.check.reports import Access, Action
 from millstream.graph import Allocate, Copy, Free, HappensBefore, Launch, Plan, step_storages
 
-USES = frozenset({Action.READ, Action.WRITE, Action.UPDATE})
+USES = frozenset({Action.READ, Action.WRITE, Action.UPDATE, Action.PART})
 """What depends on a buffer's contents; the rest only takes its memory or gives it back."""
 
 Touch = tuple[int, Action]
@@ -34,7 +34,8 @@ class Accesses:
                     self._add(storage, position, Action.UPDATE if storage in writes else Action.READ)
                 for storage in writes:
                     if storage not in reads:
-                        self._add(storage, position, Action.WRITE)
+                        is_part = isinstance(step, Launch) and plan.graph.writes_part(step.kernel, storage)
+                        self._add(storage, position, Action.PART if is_part else Action.WRITE)
             elif isinstance(step, (Allocate, Free)):
                 action = Action.ALLOCATE if isinstance(step, Allocate) else Action.FREE
                 self._add(plan.graph.storage_of[step.buffer], position, action)

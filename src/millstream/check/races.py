@@ -8,11 +8,20 @@ from millstream.check.accesses import USES, Accesses, Touch
 from millstream.check.reports import Action, Race
 from millstream.graph import HappensBefore, Launch, Plan
 
+_CONFLICTS = {
+    Action.READ: USES - {Action.READ},
+    Action.PART: USES - {Action.PART},
+    Action.WRITE: USES,
+    Action.UPDATE: USES,
+}
+"""By what a step does to a buffer: what other steps must not do to it without order."""
+
 
 def find_races(plan: Plan, accesses: Accesses | None = None) -> list[Race]:
     """Find conflicting uses in ``plan`` that are not ordered as the program orders them, without running it.
 
-    Two launches or copies *conflict* when they touch the same memory and at least one writes it. They must be ordered
+    Two launches or copies *conflict* when they touch the same memory and at least one writes it, unless both write
+    parts of their own. They must be ordered
     as in the program, or, where a copy is involved, which the program does not know, as the host issues them. A
     conflict is a *race* unless the order within one stream, or a chain of ``Record`` and ``Wait`` steps, does so. Every
     stream starts behind the start of stream 0 (see ``HappensBefore``), so what the caller issued before the plan races
@@ -44,26 +53,28 @@ def find_races(plan: Plan, accesses: Accesses | None = None) -> list[Race]:
 
 def _is_ordered(plan: Plan, order: HappensBefore, uses: list[Touch]) -> bool:
     """Tell whether a buffer has no race, from neighbouring uses only: happens-before is transitive."""
-    last_write: int | None = None
+    last_writes: list[int] = []  # the last one; or those of parts, if they came last
+    before_parts: list[int] | None = None  # what must be before each of the latter
     reads_since: list[int] = []
-    newest_write = newest_use = -1  # by kernel: the program's order
+    newest = dict.fromkeys(_CONFLICTS, -1)  # by action, the newest kernel: the program's order
     for position, action in uses:
         step = plan.steps[position]
         if isinstance(step, Launch):
-            if step.kernel < (newest_write if action is Action.READ else newest_use):
+            if step.kernel < max(newest[other] for other in _CONFLICTS[action]):
                 return False
-            newest_use = max(newest_use, step.kernel)
-        writes = action is not Action.READ
-        if last_write is not None and not order.before(last_write, position):
-            return False
-        if not writes:
+            newest[action] = max(newest[action], step.kernel)
+        if action is Action.READ:
+            if not all(order.before(write, position) for write in last_writes):
+                return False
             reads_since.append(position)
             continue
-        if not all(order.before(read, position) for read in reads_since):
+        is_one_more = action is Action.PART and not reads_since and before_parts is not None
+        needed = before_parts if is_one_more else [*last_writes, *reads_since]
+        if not all(order.before(other, position) for other in needed or ()):
             return False
-        last_write, reads_since = position, []
-        if isinstance(step, Launch):
-            newest_write = max(newest_write, step.kernel)
+        last_writes = [*last_writes, position] if is_one_more else [position]
+        before_parts = needed if action is Action.PART else None
+        reads_since = []
     return True
 
 
@@ -71,7 +82,7 @@ def _list_races(accesses: Accesses, order: HappensBefore, buffer: str, uses: lis
     steps = accesses.plan.steps
     races = []
     for earlier, later in combinations(uses, 2):
-        if earlier[1] is Action.READ and later[1] is Action.READ:
+        if later[1] not in _CONFLICTS[earlier[1]]:
             continue
         one, other = steps[earlier[0]], steps[later[0]]
         swapped = isinstance(one, Launch) and isinstance(other, Launch) and one.kernel > other.kernel

@@ -13,6 +13,7 @@ class Action(StrEnum):
     READ = "reads"
     WRITE = "writes"
     UPDATE = "reads and writes"
+    PART = "writes a part of"
     ALLOCATE = "allocates"
     FREE = "frees"
 

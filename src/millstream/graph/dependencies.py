@@ -46,38 +46,47 @@ def derive_dependencies(graph: KernelGraph) -> tuple[tuple[Dependency, ...], ...
 
     Contract:
         - Two kernels that touch one storage, at least one of them writing, are joined by a path of dependencies from
-          the earlier to the later one in program order. Aliases share a storage, so views are covered.
-        - Per storage, a reader depends on the last writer; a writer depends on the readers since the last write, or on
-          the last writer when there are none. What follows from these is not repeated.
+          the earlier to the later one in program order, unless both write parts with no reader between. Aliases share a
+          storage, so views are covered.
+        - Per storage, a reader depends on the last writer, or on all that have written parts since; a writer depends on
+          the readers since the last write, or on the last writers when there are none. Of writers of parts in a row
+          each depends on what the first one does. What follows from these is not repeated.
         - Each predecessor appears once.
 
-    Linear in the number of reads and writes.
+    Linear in the number of reads and writes, and of pairs of readers and writers of parts behind them.
 
     Returns:
         For each kernel, in program order, its predecessors in the order in which its reads and writes meet them.
     """
-    last_writer: dict[str, int] = {}
+    last_writers: dict[str, list[int]] = {}  # the last one; or those of parts, if they came last
+    before_parts: dict[str, list[Dependency]] = {}  # what each of the latter depends on
     readers_since: dict[str, list[int]] = {}
     result = []
     for kernel in graph.kernels:
         found: dict[int, Dependency] = {}
         reads, writes = graph.touched_by[kernel.id]
         for storage in reads:
-            writer = last_writer.get(storage)
-            if writer is not None and writer not in found:
-                found[writer] = Dependency(writer, DependencyKind.RAW, storage)
+            for writer in last_writers.get(storage, ()):
+                if writer not in found:
+                    found[writer] = Dependency(writer, DependencyKind.RAW, storage)
         for storage in writes:
-            readers = readers_since.get(storage)
-            writer = last_writer.get(storage)
-            if readers:
-                for reader in readers:
-                    found.setdefault(reader, Dependency(reader, DependencyKind.WAR, storage))
-            elif writer is not None:
-                found.setdefault(writer, Dependency(writer, DependencyKind.WAW, storage))
+            readers, is_part = readers_since.get(storage), graph.writes_part(kernel.id, storage)
+            is_one_more = is_part and not readers and storage in before_parts
+            if is_one_more:
+                needed = before_parts[storage]
+            elif readers:
+                needed = [Dependency(reader, DependencyKind.WAR, storage) for reader in readers]
+            else:
+                needed = [Dependency(writer, DependencyKind.WAW, storage) for writer in last_writers.get(storage, ())]
+            for each in needed:
+                found.setdefault(each.kernel, each)
+            last_writers[storage] = [*(last_writers[storage] if is_one_more else ()), kernel.id]
+            before_parts.pop(storage, None)
+            if is_part:
+                before_parts[storage] = needed
         for storage in reads:
             readers_since.setdefault(storage, []).append(kernel.id)
         for storage in writes:
-            last_writer[storage] = kernel.id
             readers_since[storage] = []
         result.append(tuple(found.values()))
     return tuple(result)

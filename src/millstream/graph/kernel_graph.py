@@ -71,6 +71,8 @@ class Kernel:
         flops: Floating-point operations, 0 where they do not matter.
         ops: The operators fused into it, for people.
         source: The user's line it comes from: ``file:line in function``, or empty.
+        parts: Those of ``writes`` of which it writes only a part of its own. Kernels that write parts of one buffer
+            need no order among each other.
     """
 
     id: int
@@ -84,6 +86,7 @@ class Kernel:
     flops: int = 0
     ops: tuple[str, ...] = ()
     source: str = ""
+    parts: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -139,6 +142,11 @@ class KernelGraph:
             owners[buffer.id] = owner
             owners.update(dict.fromkeys(chain, owner))
         return owners
+
+    def writes_part(self, kernel: int, storage: str) -> bool:
+        """Tell whether a kernel writes only a part of its own of a storage."""
+        parts = self.kernels[kernel].parts
+        return bool(parts) and any(self.storage_of[part] == storage for part in parts)
 
     @cached_property
     def touched_by(self) -> dict[int, tuple[tuple[str, ...], tuple[str, ...]]]:

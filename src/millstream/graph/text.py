@@ -168,6 +168,8 @@ def _format_effects(kernel: Kernel) -> str:
     parts = [f"{_names(kernel.reads)} -> {_names(kernel.writes)}"]
     if kernel.allocates:
         parts.append(f"allocates {_names(kernel.allocates)}")
+    if kernel.parts:
+        parts.append(f"parts {_names(kernel.parts)}")
     if kernel.num_bytes:
         parts.append(f"bytes {kernel.num_bytes}")
     if kernel.flops:
@@ -366,12 +368,13 @@ def _parse_kernel(line: _Line) -> Kernel:
     line.keyword("->")
     writes = line.names("the buffers written as (...)")
     allocates = line.names("the buffers allocated as (...)") if line.optional("allocates") else ()
+    parts = line.names("the buffers of which it writes a part as (...)") if line.optional("parts") else ()
     num_bytes = line.integer("the number of bytes") if line.optional("bytes") else 0
     flops = line.integer("the number of operations") if line.optional("flops") else 0
     ops = line.names("the fused operators as (...)") if line.optional("ops") else ()
     source = line.name("the source line") if line.optional("from") else ""
-    line.end("'allocates', 'bytes', 'flops', 'ops' or 'from', in this order, or the end of the line")
-    return Kernel(number, name, kind, device, reads, writes, allocates, num_bytes, flops, ops, source)
+    line.end("'allocates', 'parts', 'bytes', 'flops', 'ops' or 'from', in this order, or the end of the line")
+    return Kernel(number, name, kind, device, reads, writes, allocates, num_bytes, flops, ops, source, parts)
 
 
 def _parse_layout(reader: _Reader) -> MemoryLayout:

@@ -136,7 +136,12 @@ def _check_inputs(graph: KernelGraph) -> None:
 
 
 def _check_names(graph: KernelGraph, kernel: Kernel) -> None:
-    for verb, buffers in (("reads", kernel.reads), ("writes", kernel.writes), ("allocates", kernel.allocates)):
+    for verb, buffers in (
+        ("reads", kernel.reads),
+        ("writes", kernel.writes),
+        ("allocates", kernel.allocates),
+        ("writes a part of", kernel.parts),
+    ):
         for buffer in buffers:
             if buffer not in graph.buffer_of:
                 raise _kernel_error(kernel, buffer, f"{verb} unknown buffer {buffer!r}: add it to the buffers")
@@ -155,8 +160,24 @@ def _check_kernel(graph: KernelGraph, kernel: Kernel, written: set[str]) -> None
     for storage in writes:
         if graph.buffer_of[storage].role is Role.CONSTANT:
             raise _kernel_error(kernel, storage, f"writes constant {storage!r}: give it role state if it must change")
+    for buffer in kernel.parts:
+        _check_part(graph, kernel, buffer, written)
     for buffer in kernel.allocates:
         _check_allocated(graph, kernel, graph.buffer_of[buffer], written)
+
+
+def _check_part(graph: KernelGraph, kernel: Kernel, buffer: str, written: set[str]) -> None:
+    storage = graph.storage_of[buffer]
+    reads, writes = graph.touched_by[kernel.id]
+    if storage not in writes:
+        reason = "without writing it: list it among its writes too"
+    elif storage in reads:
+        reason = "which it also reads: it must come behind the others, so that it is no part"
+    elif storage not in written:
+        reason = "which no earlier kernel writes: let one write the whole first"
+    else:
+        return
+    raise _kernel_error(kernel, buffer, f"writes a part of {buffer!r}, {reason}")
 
 
 def _check_allocated(graph: KernelGraph, kernel: Kernel, buffer: Buffer, written: set[str]) -> None:

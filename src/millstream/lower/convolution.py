@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._triton import has_triton
 
-from millstream.lower.dense import ALIGNED_CHANNELS, CONVOLVE, convolve_dense, has_channels_last, is_small_dense
+from millstream.lower.dense import ALIGNED_CHANNELS, CONVOLVE, JOIN, convolve_dense, has_channels_last, is_small_dense
 from millstream.lower.depthwise import convolve_depthwise, is_small_depthwise
 
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
@@ -68,6 +68,29 @@ def _find_dense(node: torch.fx.Node) -> Writer | None:
     ops = ("convolution", *dict.fromkeys("relu" if part == "relu" else "add" for part in parts))
     name = f"{convolve_dense.__name__} with {' and '.join(parts)}"
     return Writer(convolve_dense, (image, weight, bias, addend, relu, *options), name, ops)
+
+
+def find_join(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The concatenation of which a convolution of ours may write its part; ``None`` where there is none.
+
+    Its parts are all of such convolutions, read by nobody else, and the whole is not handed to the caller, whose memory
+    the plan does not give.
+    """
+    join = next(iter(node.users), None)
+    if join is None or join.target is not JOIN:
+        return None
+    parts = join.args[0]
+    if not has_channels_last(join.meta["val"]) or _is_returned(join):
+        return None
+    for part in parts:  # type: ignore[union-attr]
+        writer = find_writer(part) if isinstance(part, torch.fx.Node) and set(part.users) == {join} else None
+        if writer is None or writer.function is not convolve_dense:
+            return None
+    return join
+
+
+def _is_returned(node: torch.fx.Node) -> bool:
+    return any(user.op == "output" or (user.target is torch.as_strided and _is_returned(user)) for user in node.users)
 
 
 def may_be_ours(image: torch.Tensor) -> bool:

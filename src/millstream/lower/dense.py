@@ -133,7 +133,7 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         kept: How many channels of the result are computed. The others are set to zero.
         stride: Of the convolution.
         padding: Of the convolution.
-        out: Channels last.
+        out: Channels last; there may be others between its own, in multiples of eight.
     """
     from millstream.lower.dense_kernel import dense  # Triton is there where there is a GPU
 
@@ -154,6 +154,7 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         *out.shape[2:],
         inputs // ALIGNED_CHANNELS,
         outputs // ALIGNED_CHANNELS,
+        _channels_between_pixels(out) // ALIGNED_CHANNELS,
         kept // KEPT_AT_ONCE,
         0 if bias is None else kept // KEPT_AT_ONCE,
         0 if addend is None else addend.shape[1] // ALIGNED_CHANNELS,
@@ -174,6 +175,12 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         num_warps=_NUM_WARPS,
         num_stages=tile.stages,
     )
+
+
+def _channels_between_pixels(out: torch.Tensor) -> int:
+    """How many numbers lie between a pixel of an image and the next."""
+    steps = [out.stride(i) for i in (3, 2, 0) if out.shape[i] > 1]
+    return steps[0] if steps else out.shape[1]
 
 
 _library = torch.library.Library("millstream", "DEF")
@@ -199,6 +206,21 @@ def _convolve(image: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch
 @torch.library.register_fake("millstream::convolve_dense", lib=_library)
 def _(image: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
     return torch.empty_like(torch.conv2d(image, weight, None, *options[-2:]))  # with the same strides
+
+
+_library.define("join_channels(Tensor[] parts) -> Tensor")
+JOIN = torch.ops.millstream.join_channels.default
+
+
+@torch.library.impl(_library, "join_channels", "CompositeExplicitAutograd")
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Results of convolutions, one's channels behind another's. Programs let these write there, and call nothing."""
+    return torch.cat(parts, 1)
+
+
+@torch.library.register_fake("millstream::join_channels", lib=_library)
+def _(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts, 1)
 
 
 @register_flop_formula(CONVOLVE.overloadpacket)

@@ -12,6 +12,7 @@ _ANY = [
     "out_width",
     "inputs",
     "outputs",
+    "out_channels",
     "kept",
     "bias_width",
     "addend_width",
@@ -40,6 +41,7 @@ def dense(
     out_width,
     inputs,
     outputs,
+    out_channels,
     kept,
     bias_width,
     addend_width,
@@ -70,9 +72,10 @@ def dense(
         weight: In memory: channels of ``out``, rows, columns, channels of ``image``.
         bias: For each channel that is kept, if any.
         addend: Like ``image``, but of its own number of channels.
-        out: Like ``image``.
+        out: Like ``image``, but with ``out_channels`` in memory for each pixel, of which ``outputs`` are written.
         num_pixels: Of ``out``, of all its images.
-        inputs: Channels of ``image``, in units of ``AT_ONCE``; so are ``outputs``, ``addend_width`` and a ``row``.
+        inputs: Channels of ``image``, in units of ``AT_ONCE``; so are ``outputs``, ``addend_width``,
+            ``out_channels`` and a ``row``.
         kept: How many channels of ``out`` are computed, in units of ``KEPT_AT_ONCE``; the others are set to zero.
         bias_width: As many as are kept, or 0.
         lowest: What smaller sums are set to: zero for relu, or minus infinity.
@@ -85,6 +88,7 @@ def dense(
     outputs *= AT_ONCE
     kept *= KEPT_AT_ONCE
     bias_width *= KEPT_AT_ONCE
+    out_channels *= AT_ONCE
     addend_width *= AT_ONCE
     row *= AT_ONCE
     pixel = tl.program_id(0) * TILE_PIXELS + tl.arange(0, TILE_PIXELS)
@@ -133,5 +137,5 @@ def dense(
         total += other.to(tl.float32)  # pyrefly: ignore[unbound-name]
     total = tl.maximum(total, lowest, propagate_nan=tl.PropagateNan.ALL)
     total = tl.where((channel < kept)[None, :], total, 0.0)
-    place = (pixel * outputs)[:, None] + channel[None, :]
+    place = (pixel * out_channels)[:, None] + channel[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])

@@ -21,7 +21,7 @@ from torch._prims_common import make_channels_last_strides_for
 
 from millstream.lower.channels import add_node
 from millstream.lower.convolution import arguments_of, may_be_ours, values_of
-from millstream.lower.dense import ALIGNED_CHANNELS, CONVOLVE, KEPT_AT_ONCE, is_small_dense
+from millstream.lower.dense import ALIGNED_CHANNELS, CONVOLVE, JOIN, KEPT_AT_ONCE, is_small_dense
 
 aten = torch.ops.aten
 
@@ -60,6 +60,7 @@ def absorb_epilogues(gm: torch.fx.GraphModule) -> None:
     - What follows is taken on for as long as nobody else reads what was there before: the first channels alone, a bias
       that need not be computed, one sum, relu, zeros in the other channels.
     - Nothing waits for longer than before: what is added is no deeper in the graph than the image.
+    - Where nothing but such convolutions is concatenated, they may write where the whole is to be.
 
     Args:
         gm: For inference, of aten operators, with channels last; its nodes carry their values in ``meta["val"]``.
@@ -70,9 +71,23 @@ def absorb_epilogues(gm: torch.fx.GraphModule) -> None:
     depths = _depths(gm.graph)
     for node in convolutions:
         _absorb(gm.graph, node, depths)
+    for node in gm.graph.nodes:
+        if node.target is aten.cat.default and _joins_whole_results(node):
+            node.target, node.args = JOIN, node.args[:1]
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()
+
+
+def _joins_whole_results(node: torch.fx.Node) -> bool:
+    """Whether a concatenation is of channels, and each part is all that one of our convolutions computes."""
+    parts, dim = node.args if len(node.args) == 2 else (node.args[0], 0)
+    return (
+        not node.kwargs
+        and dim in (1, -3)
+        and len(set(parts)) == len(parts)  # type: ignore[arg-type]
+        and all(part.target is CONVOLVE and len(part.users) == 1 for part in parts)  # type: ignore[union-attr]
+    )
 
 
 def _depths(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
@@ -186,6 +201,12 @@ def _lower(image: Any, weight: Any, bias: Any, addend: Any, *options: Any) -> An
     """Call the operator with tensors that lie in memory as our kernel reads them."""
     tensors = [None if tensor is None else _lay_out(tensor) for tensor in (image, weight, bias, addend)]
     result: Any = ir.FallbackKernel.create(CONVOLVE, *tensors, *options)
+    return ir.TensorBox.create(result)
+
+
+@register_lowering(JOIN, type_promotion_kind=None)
+def _lower_join(parts: Any) -> Any:
+    result: Any = ir.FallbackKernel.create(JOIN, [_lay_out(part) for part in parts])
     return ir.TensorBox.create(result)
 
 

@@ -12,6 +12,7 @@ everything else into a call with its reads and writes; then give each buffer its
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from dataclasses import replace
@@ -22,8 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from millstream.errors import LoweringError
-from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
-from millstream.lower.convolution import arguments_of, convolve_relu, find_epilogue, find_writer
+from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies
+from millstream.lower.convolution import arguments_of, convolve_relu, find_epilogue, find_join, find_writer
 from millstream.lower.fx_wrapper import GeneratedKernel
 from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
 from millstream.lower.program import Call, Layout, Program, Value, View
@@ -67,6 +68,7 @@ class _Translator:
         self.tuples: dict[str, int] = {}  # node that returns several tensors -> its kernel
         self.fake: dict[str, torch.Tensor] = {}
         self.filled: set[str] = set()  # allocations that some kernel has written so far
+        self.joined: dict[str, list[int]] = {}  # concatenation -> the kernels that write its parts
 
     def run(self) -> Program:
         outputs: tuple[Any, ...] = ()
@@ -173,13 +175,20 @@ class _Translator:
             )
         if isinstance(target, GeneratedKernel) and self._absorb(node):
             return
+        if node.name in self.layouts:
+            return  # a concatenation whose parts have been written where they belong
         writer = find_writer(node)
-        if writer is not None:
+        join = find_join(node) if writer is not None else None
+        if writer is not None and join is None:
             self._add_allocation(node, *layout_of(node.meta["val"]))
         reads, writes = self._accesses(node)
+        parts: tuple[str, ...] = ()
         if writer is not None:
-            writes = (*writes, node.name)
-            self.filled.add(node.name)
+            if join is not None:
+                self._add_part(node, join)
+                parts = (join.name,)
+            writes = (*writes, self._base(node))
+            self.filled.add(self._base(node))
         origins = node.meta.get("origins", ())
         value = node.meta.get("val")
         generated = isinstance(target, GeneratedKernel)
@@ -192,13 +201,14 @@ class _Translator:
                 device=self._device_of(node, reads + writes),
                 reads=reads,
                 writes=writes,
-                num_bytes=self._traffic(node, writes) + (self.bytes[node.name] if writer is not None else 0),
+                num_bytes=self._traffic(node, writes) + (storage_bytes(node.meta["val"]) if writer is not None else 0),
                 flops=count_elementwise(set(origins))
                 if generated
                 else count_flops(target, node.args, node.kwargs, value),
                 ops=(writer.ops if writer is not None else ())
                 or tuple(dict.fromkeys(op_name(origin) for origin in origins if origin.op == "call_function")),
                 source=next(filter(None, map(source_line, origins)), ""),
+                parts=parts,
             )
         )
         if writer is not None:
@@ -215,6 +225,19 @@ class _Translator:
             self.calls[-1] = replace(call, results=((None, node.name),))
         elif isinstance(value, (tuple, list)):
             self.tuples[node.name] = len(self.kernels) - 1
+
+    def _add_part(self, node: torch.fx.Node, join: torch.fx.Node) -> None:
+        """Let a convolution write where a concatenation is to have its result."""
+        if join.name not in self.layouts:
+            self._add_allocation(join, *layout_of(join.meta["val"]))
+        behind = 0
+        for part in join.args[0]:  # type: ignore[union-attr]
+            if part is node:
+                break
+            behind += part.meta["val"].shape[1]  # type: ignore[union-attr]
+        size, stride = tuple(node.meta["val"].shape), join.meta["val"].stride()
+        self.views[node.name] = View(join.name, size, stride, behind * stride[1])
+        self.joined.setdefault(join.name, []).append(len(self.kernels))
 
     def _absorb(self, node: torch.fx.Node) -> bool:
         """Let a convolution do what this kernel does, if that is adding its bias and relu; return whether it does."""
@@ -328,6 +351,7 @@ class _Translator:
             for name, size in self.bytes.items()
         )
         inputs = tuple(name for name in self.inputs if name is not None)
+        self._open_joined(buffers)
         written = {self._owner(name) for kernel in self.kernels for name in kernel.writes}
         graph = KernelGraph(
             name=self.name,
@@ -347,6 +371,28 @@ class _Translator:
             mutated=frozenset(name for name in inputs if name in written),
             aligned=frozenset(name for i, name in enumerate(self.inputs) if name is not None and i in self.aligned),
         )
+
+    def _open_joined(self, buffers: tuple[Buffer, ...]) -> None:
+        """Say for each concatenation that a kernel writes the whole before others write parts, so that it has memory.
+
+        If possible a kernel that all of these come behind anyway, which in truth writes nothing there: the last of
+        them, for the memory's sake. Else the first of these is taken to write the whole.
+        """
+        if not self.joined:
+            return
+        behind: list[int] = []  # for each kernel those that it comes behind, as bits
+        for found in derive_dependencies(KernelGraph(self.name, tuple(self.kernels), buffers)):
+            mask = 0
+            for each in found:
+                mask |= behind[each.kernel] | 1 << each.kernel
+            behind.append(mask)
+        for whole, writers in self.joined.items():
+            common = functools.reduce(operator.and_, (behind[writer] for writer in writers))
+            if common:
+                first = self.kernels[common.bit_length() - 1]
+                self.kernels[first.id] = replace(first, writes=(*first.writes, whole))
+            else:
+                self.kernels[writers[0]] = replace(self.kernels[writers[0]], parts=())
 
     def _owner(self, name: str) -> str:
         while name in self.alias:

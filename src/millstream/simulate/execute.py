@@ -116,6 +116,11 @@ class _Memory:
         for cell in self.cells_of[storage]:
             self.contents[cell] = value
 
+    def add(self, storage: str, value: int) -> None:
+        """Write a part of a buffer: whatever the order of such writes, the whole is the same."""
+        for cell in self.cells_of[storage]:
+            self.contents[cell] = self.contents.get(cell, 0) + value
+
     def launch(self, kernel: Kernel) -> None:
         """Write values that depend on the kernel, on all it reads, and on what it overwrites.
 
@@ -124,9 +129,13 @@ class _Memory:
         """
         reads, writes = self.graph.touched_by[kernel.id]
         values = tuple(map(self.read, reads))
+        parts = [storage for storage in writes if self.graph.writes_part(kernel.id, storage)]
         old = tuple(self.read(storage) if self.first_writer[storage] != kernel.id else 0 for storage in writes)
         for storage in writes:
-            self.write(storage, hash((kernel.id, self.number_of[storage], values, old)))
+            if storage in parts:
+                self.add(storage, hash((kernel.id, self.number_of[storage], values)))
+            else:
+                self.write(storage, hash((kernel.id, self.number_of[storage], values, old)))
 
     def copy(self, step: Copy) -> None:
         self.write(self.graph.storage_of[step.destination], self.read(self.graph.storage_of[step.source]))

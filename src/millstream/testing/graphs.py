@@ -19,6 +19,7 @@ def random_graph(
     views: float = 0.2,
     in_place: float = 0.15,
     operators: float = 0.15,
+    parts: float = 0.0,
     device: str = "cuda:0",
 ) -> KernelGraph:
     """Make a valid graph with inputs, states, constants, views, in-place updates and operators that allocate.
@@ -30,9 +31,10 @@ def random_graph(
         views: Probability that an access goes through a new view of the buffer.
         in_place: Probability that a kernel also updates a buffer that exists.
         operators: Probability that a kernel takes the memory of its results itself.
+        parts: Probability that a kernel, instead of anything new, writes a part of a buffer that exists.
         device: Where everything lives.
     """
-    return _RandomGraph(rng, locality, views, device).build(num_kernels, in_place, operators)
+    return _RandomGraph(rng, locality, views, parts, device).build(num_kernels, in_place, operators)
 
 
 def chain_graph(num_kernels: int, *, num_bytes: int = 1024, device: str = "cuda:0") -> KernelGraph:
@@ -150,10 +152,11 @@ class _Shape:
 class _RandomGraph:
     """A graph in the making; the roles of temporaries and outputs are told apart only at the end."""
 
-    def __init__(self, rng: random.Random, locality: float, views: float, device: str) -> None:
+    def __init__(self, rng: random.Random, locality: float, views: float, parts: float, device: str) -> None:
         self.rng = rng
         self.locality = locality
         self.views = views
+        self.parts = parts
         self.device = device
         self.buffers: list[Buffer] = []
         self.alive: list[Buffer] = []  # owners of memory with defined contents
@@ -195,6 +198,13 @@ class _RandomGraph:
             buffer = self.add("v", Role.TEMPORARY, alias_of=buffer)
         return buffer.id
 
+    def owner(self, name: str) -> str:
+        """Whose memory a buffer is."""
+        buffers = {buffer.id: buffer for buffer in self.buffers}
+        while (alias := buffers[name].alias_of) is not None:
+            name = alias
+        return name
+
     def choose(self) -> Buffer:
         youngest = self.alive[-4:] if self.rng.random() < self.locality else self.alive
         return self.rng.choice(youngest)
@@ -203,7 +213,13 @@ class _RandomGraph:
         rng = self.rng
         reads = [self.access(self.choose()) for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 5)))]
         writes = []
-        if rng.random() < in_place:
+        parts: tuple[str, ...] = ()
+        if self.parts and rng.random() < self.parts:
+            target = self.choose()
+            if target.role is Role.TEMPORARY and target.id not in {self.owner(name) for name in reads}:
+                writes.append(self.access(target))
+                parts = tuple(writes)
+        elif rng.random() < in_place:
             target = self.choose()
             if target.role is not Role.CONSTANT:
                 writes.append(self.access(target))
@@ -223,6 +239,7 @@ class _RandomGraph:
             reads=tuple(reads),
             writes=tuple(writes),
             allocates=allocates,
+            parts=parts,
             num_bytes=rng.choice(_SIZES),
             flops=rng.choice((0, 0, 1000, 10**9)),
             ops=tuple(rng.sample(("add", "mul", "relu", "sum", "mm"), rng.randint(0, 3))),
