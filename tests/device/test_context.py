@@ -355,6 +355,31 @@ def test_a_forked_child_sees_no_context_and_no_held_lock():
     assert out == "7 False\n"
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_collect_its_parents_garbage():
+    """CUDA objects that die in the child abort it."""
+    out = run_python("""
+        import gc, os
+        from millstream.device import context
+        context("cpu")
+        class Graph:
+            def __del__(self):
+                os._exit(1)
+        graph = Graph()
+        graph.itself = graph
+        gc.disable()
+        del graph
+        import warnings; warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+        if child == 0:
+            gc.collect()
+            os._exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        os._exit(0)
+    """)
+    assert out == "7\n"
+
+
 # --- the guard
 
 

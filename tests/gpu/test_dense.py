@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import millstream as ms
 from millstream.lower.dense import choose_tile, convolve_dense
 from tests import networks
 
@@ -26,6 +27,7 @@ SHAPES = [  # image, channels of the result, window, stride, padding
     ((1, 32, 1, 1), 32, (3, 3), (1, 1), (1, 1)),
     ((1, 672, 11, 11), 672, (1, 1), (1, 1), (0, 0)),
     ((1, 768, 17, 17), 192, (1, 1), (1, 1), (0, 0)),
+    ((1, 512, 28, 28), 128, (1, 1), (1, 1), (0, 0)),
     ((1, 168, 42, 42), 168, (1, 1), (1, 1), (0, 0)),
     ((1, 64, 56, 56), 64, (1, 1), (1, 1), (0, 0)),
     ((2, 24, 28, 28), 40, (1, 1), (1, 1), (0, 0)),
@@ -127,3 +129,34 @@ class Fire(nn.Module):
 
 def test_results_are_written_where_they_are_concatenated(names_on_streams):
     assert not any("cat" in name for name in names_on_streams(Fire))
+
+
+class Deep(nn.Module):
+    """Many small convolutions behind and beside one another."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(12)))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize("engine", ["graph", "streams"])
+def test_no_kernel_reads_what_the_one_in_front_has_not_written(engine):
+    torch.manual_seed(0)
+    model = Deep().cuda().half().eval().to(memory_format=torch.channels_last)
+    images = [
+        torch.randn(1, 32, 14, 14, device="cuda", dtype=torch.half).contiguous(memory_format=torch.channels_last)
+        for _ in range(2)
+    ]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = ms.compile(model, streams=4, engine=engine, strict=True)
+        wanted = [compiled(image) for image in images]
+        for image, want in zip(images, wanted, strict=True):
+            networks.assert_close(want, model(image), 2e-2)
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for i in range(1000):
+            wrong += (compiled(images[i % 2]) != wanted[i % 2]).sum()
+    assert int(wrong) == 0

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from millstream.device import context
 from millstream.errors import FallbackWarning, FeedError
@@ -252,6 +252,32 @@ def test_a_data_loader_with_worker_processes(pin_memory):
         got = list(fed)
         assert torch.equal(torch.cat([x for x, _ in got]).cpu(), torch.arange(200.0).view(100, 2))
         assert torch.equal(torch.cat([y for _, y in got]).cpu(), torch.arange(100))
+
+
+class Collecting(Dataset):
+    """Collects garbage for each sample."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        gc.collect()
+        return torch.tensor(float(index))
+
+
+def test_workers_do_not_collect_garbage_that_holds_cuda_objects():
+    loader = DataLoader(Collecting(), batch_size=5, num_workers=2)
+    fed = feed(loader, "cuda:0")
+    garbage = [torch.zeros(1 << 20).pin_memory(), torch.cuda.Event(), torch.zeros(4, device="cuda:0")]
+    garbage[0].to("cuda:0", non_blocking=True)
+    garbage[1].record()
+    garbage.append(garbage)
+    gc.disable()
+    try:
+        del garbage
+        assert torch.equal(torch.cat([*fed]).cpu(), torch.arange(20.0))
+    finally:
+        gc.enable()
 
 
 def test_tensors_of_all_sorts():

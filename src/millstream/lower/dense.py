@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from millstream.lower.early import early_start
+
 ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
 KEPT_AT_ONCE = 2  # of the channels that are wanted of a result there are a multiple of so many
 _DTYPES = (torch.float16, torch.bfloat16)
 _NUM_WARPS = 4
+_DEPTH_OF_SUM = 64  # deeper tiles have two sums
 
 
 class Tile(NamedTuple):
@@ -67,7 +70,7 @@ def has_channels_last(*tensors: torch.Tensor) -> bool:
 def choose_tile(weight: torch.Tensor, output: torch.Tensor, stride: list[int], padding: list[int]) -> Tile | None:
     """The tile that takes the least time, alone and beside others; ``None`` where cuDNN's kernels do.
 
-    From the times of 19 tiles for 150 convolutions of five networks at batch 1 on an H200, of which 23 stay with cuDNN.
+    From the times of 27 tiles for 151 convolutions of five networks at batch 1 on an H200, of which 2 stay with cuDNN.
     All of them take 1 % longer than with the best for each.
 
     Args:
@@ -79,27 +82,28 @@ def choose_tile(weight: torch.Tensor, output: torch.Tensor, stride: list[int], p
     num_pixels, outputs = output.shape[0] * output.shape[2] * output.shape[3], output.shape[1]
     row, rows = weight.shape[1] * weight.shape[3], weight.shape[2]
     depth = row * rows
-    num_squares = _ceil(num_pixels, 64) * _ceil(outputs, 64)
     num_blocks = _ceil(num_pixels, 64) * _ceil(outputs, 32)
     is_pointwise = _is_pointwise(weight, stride, padding)
-    # Long sums are cut in parts by cuDNN, and large products are what its blocks are made for.
-    if is_pointwise and (depth > 1280 or num_squares > 200 or num_squares * depth > 32_768):
-        return None
-    if not is_pointwise and (depth > 2304 or num_squares * depth > (180_000 if depth <= 720 else 40_960)):
+    # Large products are what cuDNN's blocks are made for; longer sums than these it computes in parts.
+    most = 200_000 if is_pointwise else 360_000 if depth <= 720 else 160_000
+    if num_blocks * depth > most or depth > 4608:
         return None
     if row <= 32:
-        return Tile(64, 64, 32, 4) if num_blocks > 100 else Tile(64, 32, 32, 5)
-    if num_blocks > 160 and outputs > 32:
-        return Tile(64, 64, 64, 4)
-    if is_pointwise and num_blocks <= 64 and depth >= 700:
-        return Tile(64, 16, 128, 3)
-    if is_pointwise and num_blocks <= 44:
-        return Tile(64, 16, 64, 4)
-    if not is_pointwise and num_blocks <= 40:
+        return Tile(64, 64, 32, 4)
+    if num_blocks > 130:
+        return Tile(64, 32, 32, 5) if outputs <= 32 else Tile(64, 64, 32, 4) if depth <= 300 else Tile(64, 64, 64, 4)
+    if is_pointwise and depth >= 336:
+        return Tile(64, 16, 128, 3) if num_blocks <= 42 else Tile(64, 32, 128, 3)
+    if is_pointwise:
+        return Tile(64, 16, 64, 4) if num_blocks <= 48 else Tile(64, 32, 64, 3)
+    unused = -row % 128 / row  # of a tile's depth, where a row ends within it
+    if num_blocks <= 12 or (num_blocks <= 32 and row >= 128 and unused <= 0.15):
         return Tile(16, 32, 128, 4)
-    if not is_pointwise and num_blocks < 64 and depth > 250:
-        return Tile(32, 32, 64, 4)
-    return Tile(64, 32, 64, 3)
+    if num_blocks > 25 and row <= 96:
+        return Tile(64, 32, 32, 5)
+    if num_blocks > 25 and row >= 128 and unused <= 0.2:
+        return Tile(64, 16, 128, 3) if num_blocks <= 64 else Tile(64, 32, 128, 3)
+    return Tile(64, 16, 64, 4) if num_blocks <= 64 else Tile(64, 32, 32, 5)
 
 
 def _is_pointwise(weight: torch.Tensor, stride: list[int], padding: list[int]) -> bool:
@@ -142,7 +146,6 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
     tile = choose_tile(weight, out, stride, padding)
     assert tile is not None
     row = inputs * columns
-    steps_a_row = _ceil(row, tile.depth)
     dense[_ceil(num_pixels, tile.pixels), _ceil(outputs, tile.channels)](
         image,
         weight,
@@ -160,10 +163,10 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         0 if addend is None else addend.shape[1] // ALIGNED_CHANNELS,
         0.0 if relu else -math.inf,
         row // ALIGNED_CHANNELS,
+        rows,
         *padding,
         *stride,
-        rows * steps_a_row,
-        steps_a_row,
+        rows * _ceil(row, tile.depth),
         IS_POINTWISE=_is_pointwise(weight, stride, padding),
         IS_WHOLE=row % tile.depth == 0,
         HAS_ADDEND=addend is not None,
@@ -172,6 +175,8 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         TILE_PIXELS=tile.pixels,
         TILE_CHANNELS=tile.channels,
         TILE_DEPTH=tile.depth,
+        IS_HALVED=tile.depth > _DEPTH_OF_SUM,
+        **early_start(image.device),
         num_warps=_NUM_WARPS,
         num_stages=tile.stages,
     )

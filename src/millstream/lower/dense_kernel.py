@@ -2,6 +2,10 @@
 
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
+from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
+    gdc_launch_dependents,
+    gdc_wait,
+)
 
 # Compiled for each tile, not for each size of image or window, nor for what follows.
 _ANY = [
@@ -18,12 +22,12 @@ _ANY = [
     "addend_width",
     "lowest",
     "row",
+    "rows",
     "pad_y",
     "pad_x",
     "stride_y",
     "stride_x",
     "steps",
-    "steps_a_row",
 ]
 
 
@@ -47,12 +51,12 @@ def dense(
     addend_width,
     lowest,
     row,
+    rows,
     pad_y,
     pad_x,
     stride_y,
     stride_x,
     steps,
-    steps_a_row,
     IS_POINTWISE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
@@ -61,6 +65,8 @@ def dense(
     TILE_PIXELS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
+    IS_HALVED: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
     """Convolve an image with windows over all of its channels.
 
@@ -79,10 +85,13 @@ def dense(
         kept: How many channels of ``out`` are computed, in units of ``KEPT_AT_ONCE``; the others are set to zero.
         bias_width: As many as are kept, or 0.
         lowest: What smaller sums are set to: zero for relu, or minus infinity.
-        steps: How many tiles deep the products are, in all rows of the window; ``steps_a_row`` in one of them.
+        rows: Of the window.
+        steps: How many tiles deep the products are, in all rows of the window.
         IS_POINTWISE: Whether the window is one pixel, and each pixel has one.
         IS_WHOLE: Whether tiles end where rows end.
         HAS_ADDEND: Whether to add ``addend``. Without it, numbers need not change between threads on the way.
+        IS_HALVED: Whether a tile's products are summed in two halves, of which neither waits for the other.
+        STARTS_EARLY: Whether to start before the kernel in front has ended (``early.py``).
     """
     inputs *= AT_ONCE
     outputs *= AT_ONCE
@@ -93,45 +102,52 @@ def dense(
     row *= AT_ONCE
     pixel = tl.program_id(0) * TILE_PIXELS + tl.arange(0, TILE_PIXELS)
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
-    depth = tl.arange(0, TILE_DEPTH)
+    part: tl.constexpr = TILE_DEPTH // 2 if IS_HALVED else TILE_DEPTH
+    depth = tl.arange(0, part)
     is_pixel, is_channel = pixel < num_pixels, channel < outputs
     if IS_POINTWISE:
+        y = pixel
+        x = pixel
         values = image + (pixel * inputs)[:, None] + depth[None, :]
-        taps = weight + channel[None, :] * row + depth[:, None]
     else:
         line = pixel // out_width
         y = line % out_height * stride_y - pad_y
         x = ((pixel - line * out_width) * stride_x - pad_x) * inputs
         values = image + ((line // out_height * height + y) * width * inputs + x)[:, None] + depth[None, :]
-        taps = weight + channel[None, :] * (steps // steps_a_row * row) + depth[:, None]
+    taps = weight + channel[None, :] * (rows * row) + depth[:, None]
+    if STARTS_EARLY:
+        gdc_wait()
     # What is added in the end is on its way from here on.
     shift = tl.load(bias + channel, channel < bias_width, 0.0)
     if HAS_ADDEND:
         place = (pixel * addend_width)[:, None] + channel[None, :]
         other = tl.load(addend + place, is_pixel[:, None] & (channel < addend_width)[None, :], 0.0)
     total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
-    for step in range(steps):
-        if IS_POINTWISE:
-            first = step * TILE_DEPTH
-            value_at = first
-            tap_at = first
-            is_value = is_pixel[:, None]
-        else:
-            i = step // steps_a_row
-            first = (step - i * steps_a_row) * TILE_DEPTH
-            value_at = i * width * inputs + first
-            tap_at = i * row + first
-            column = x[:, None] + (first + depth)[None, :]  # pyrefly: ignore[unbound-name]
-            is_row = is_pixel & (y + i >= 0) & (y + i < height)  # pyrefly: ignore[unbound-name]
-            is_value = is_row[:, None] & (column >= 0) & (column < width * inputs)
-        is_tap = is_channel[None, :]
-        if not IS_WHOLE:
-            inside = depth < row - first
-            is_value &= inside[None, :]
-            is_tap &= inside[:, None]
-        value = tl.load(values + value_at, is_value, 0.0)
-        tap = tl.load(taps + tap_at, is_tap, 0.0)
-        total = tl.dot(value, tap, total)
+    half = total
+    i = 0
+    first = 0
+    for _ in range(steps):
+        is_row = is_pixel
+        if not IS_POINTWISE:
+            is_row &= (y + i >= 0) & (y + i < height)
+        in_row = i * width * inputs
+        total = _add_products(
+            total, values + in_row, taps + i * row, first, depth, x, is_row, is_channel, row, width * inputs,
+            IS_POINTWISE, IS_WHOLE,
+        )  # fmt: skip
+        if IS_HALVED:
+            half = _add_products(
+                half, values + in_row, taps + i * row, first + part, depth, x, is_row, is_channel, row, width * inputs,
+                IS_POINTWISE, IS_WHOLE,
+            )  # fmt: skip
+        first += TILE_DEPTH
+        if not IS_POINTWISE:
+            i = tl.where(first < row, i, i + 1)
+            first = tl.where(first < row, first, 0)
+    if STARTS_EARLY:
+        gdc_launch_dependents()
+    if IS_HALVED:
+        total += half
     total += shift.to(tl.float32)[None, :]
     if HAS_ADDEND:
         total += other.to(tl.float32)  # pyrefly: ignore[unbound-name]
@@ -139,3 +155,21 @@ def dense(
     total = tl.where((channel < kept)[None, :], total, 0.0)
     place = (pixel * out_channels)[:, None] + channel[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])
+
+
+@triton.jit
+def _add_products(
+    total, values, taps, first, depth, x, is_row, is_channel, row, width,
+    IS_POINTWISE: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Add the products of a part of the window's row, from ``first`` on, if the image has it."""
+    is_value = is_row[:, None]
+    is_tap = is_channel[None, :]
+    if not IS_POINTWISE:
+        column = x[:, None] + (first + depth)[None, :]
+        is_value &= (column >= 0) & (column < width)
+    if not IS_WHOLE:
+        inside = depth < row - first
+        is_value &= inside[None, :]
+        is_tap &= inside[:, None]
+    return tl.dot(tl.load(values + first, is_value, 0.0), tl.load(taps + first, is_tap, 0.0), total)
