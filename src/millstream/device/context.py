@@ -458,13 +458,12 @@ def _start_afresh_after_fork() -> None:
     """In a forked child: see no context, and never destroy an inherited one.
 
     CUDA does not survive a fork: any call on an inherited stream, event or pinned block fails or aborts, and so would
-    their destructors. So the contexts are kept, unusable, until the child ends; and garbage of the parent's, graphs and
-    events in it, is not collected here (a DataLoader's worker died of it). The locks are made anew because another
-    thread of the parent may have held them at the moment of the fork; in the child nobody would release them.
+    their destructors. So the contexts are kept, unusable, until the child ends; and no garbage of the parent's, graphs
+    and events in it, is collected here, which a DataLoader's worker would not survive. The locks are made anew because
+    another thread of the parent may have held them at the moment of the fork; in the child nobody would release them.
     """
     global _capture_lock, _table_lock, _contexts  # noqa: PLW0603
-    if _contexts:
-        gc.freeze()
+    gc.freeze()
     for each in _contexts.values():
         each._end = "belongs to the process that forked this one"
         _inherited.append(each)
