@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import millstream as ms
 from millstream.api import executables
 from millstream.graph import KernelKind
-from millstream.lower import channels
+from millstream.lower import channels, dense
 from millstream.lower.channels import align_channels, puts_channels_last
 from millstream.lower.convolution import arguments_of
 
@@ -95,10 +96,10 @@ def close(got, expected):
 def test_a_network_of_odd_widths():
     torch.manual_seed(0)
     _, gm, expected, got = aligned(Branches(), torch.randn(2, 3, 16, 16, dtype=DOUBLE))
-    assert widths(gm) == [(18, 3), (24, 24), (24, 24), (40, 24), (24, 40), (40, 40), (64, 18)]
+    assert widths(gm) == [(18, 3), (24, 24), (24, 24), (40, 24), (24, 40), (40, 40), (64, 24)]
     close(got, expected)
     pads = sum(node.target is torch.ops.aten.constant_pad_nd.default for node in gm.graph.nodes)
-    assert pads == 5 + 4, "each weight, and each image once, however many read it"
+    assert pads == 6 + 5, "each weight, and each image once, however many read it"
 
 
 class Shapes(torch.fx.Interpreter):
@@ -129,7 +130,7 @@ def conv(outputs, inputs, window=3, **options):
         (conv(16, 8), (1, 8, 5, 5)),
         (conv(18, 3), (1, 3, 5, 5)),  # cuDNN has kernels for these
         (conv(18, 18, groups=18), (1, 18, 5, 5)),
-        (conv(24, 18, 1), (1, 18, 5, 5)),  # a product of matrices; to enlarge its image alone costs more
+        (conv(24, 18, 1), (1, 18, 5, 5)),  # a product of matrices; to enlarge a caller's image costs more
         (nn.Conv1d(18, 18, 3), (1, 18, 5)),
         (nn.ConvTranspose2d(18, 18, 3), (1, 18, 5, 5)),
     ],
@@ -138,6 +139,17 @@ def test_what_stays_as_it_is(layer, image):
     before, after, expected, got = aligned(Net(lambda x, f: torch.relu(f(x)), layer), torch.randn(image, dtype=DOUBLE))
     assert after.code == before.code
     close(got, expected)
+
+
+def test_few_channels_are_enlarged_for_our_own_kernel(monkeypatch):
+    monkeypatch.setattr(channels, "may_be_ours", lambda image: True)
+    monkeypatch.setattr(dense, "_DTYPES", (DOUBLE,))
+    for size, found in ((32, (24, 8)), (2000, (18, 3))):  # more pixels are for cuDNN's kernel
+        with FakeTensorMode():
+            image, weight = torch.empty(1, 3, size, size, dtype=DOUBLE), torch.empty(18, 3, 3, 3, dtype=DOUBLE)
+            gm = trace(lambda x, weight: torch.relu(torch.conv2d(x, weight)), image, weight)
+        align_channels(gm)
+        assert widths(gm) == [found]
 
 
 def test_results_for_the_caller_and_for_products_are_not_parts():
@@ -240,9 +252,9 @@ def test_weights_that_are_constants_are_enlarged_once():
         node.replace_all_uses_with(constant)
     gm.recompile()
     align_channels(gm)
-    assert widths(gm) == [(18, 3), (24, 24), (24, 24), (40, 24), (24, 40), (40, 40), (64, 18)]
+    assert widths(gm) == [(18, 3), (24, 24), (24, 24), (40, 24), (24, 40), (40, 40), (64, 24)]
     pads = [node for node in gm.graph.nodes if node.target is torch.ops.aten.constant_pad_nd.default]
-    assert len(pads) == 4, "of images alone"
+    assert len(pads) == 5, "of images alone"
     close(gm(state, x), expected)
 
 

@@ -19,10 +19,10 @@ from torch._inductor.constant_folding import constant_fold
 from torch._inductor.graph import GraphLowering
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from millstream.lower.convolution import arguments_of
-from millstream.lower.dense import ALIGNED_CHANNELS
+from millstream.lower.convolution import arguments_of, may_be_ours, values_of
+from millstream.lower.dense import ALIGNED_CHANNELS, is_small_dense
 
-_FEW_CHANNELS = 4  # of an image as it comes from outside; for these cuDNN has kernels of their own
+_FEW_CHANNELS = 4  # of an image as it comes from outside; for these cuDNN has kernels of its own
 _DTYPES = (torch.float16, torch.bfloat16)
 
 _ORIGIN = ("stack_trace", "nn_module_stack")  # where in the user's code a node comes from
@@ -34,7 +34,9 @@ _READERS_OF_PARTS = {aten.cat.default, aten._unsafe_index.Tensor, aten.mean.dim,
 
 
 def align_channels(gm: torch.fx.GraphModule) -> None:
-    """Enlarge, by zeros, the channels of convolutions that cuDNN would enlarge; the graph is changed in place.
+    """Enlarge, by zeros, the channels of convolutions that cuDNN would enlarge, or our kernel can compute only so.
+
+    The graph is changed in place.
 
     Args:
         gm: For inference, of aten operators, with channels last; its nodes carry their values in ``meta["val"]``.
@@ -73,13 +75,21 @@ def _is_misaligned(node: torch.fx.Node) -> bool:
         and image.meta["val"].dim() == 4
         and not transposed
         and groups == 1
-        and value.shape[1] > _FEW_CHANNELS
         and bool(_missing(value.shape[0]) or _missing(value.shape[1]))
+        and (value.shape[1] > _FEW_CHANNELS or _becomes_ours(node))
     )
 
 
+def _becomes_ours(node: torch.fx.Node) -> bool:
+    """Whether our own kernel computes a convolution that is enlarged."""
+    image, weight, _, *options = values_of(node)
+    sizes = [channels + _missing(channels) for channels in weight.shape[:2]]
+    enlarged = weight.new_empty([*sizes, *weight.shape[2:]])
+    return may_be_ours(image) and is_small_dense([image, enlarged, None, *options], node.meta["val"])
+
+
 def _is_product(node: torch.fx.Node) -> bool:
-    """Whether a convolution is a product of matrices. cuDNN enlarges nothing for these, but is slower all the same."""
+    """Whether a convolution is a product of matrices."""
     return arguments_of(node)[1].meta["val"].shape[2:] == (1, 1)
 
 
@@ -106,9 +116,11 @@ def _align(
     more_inputs, more_outputs = _missing(inputs), _missing(outputs)
     if not all(map(_reads_parts, node.users)):
         more_outputs = 0
-    if not (more_inputs or more_outputs) or (more_inputs and image not in images and _is_product(node)):
+    if not (more_inputs or more_outputs):
         return None
     if more_inputs and image not in images:
+        if _is_product(node) and image.op == "placeholder":
+            return None  # cuDNN enlarges nothing for it, and nobody makes the image here
         images[image] = _enlarge_image(graph, image, more_inputs)
     with graph.inserting_before(node):
         enlarged = add_node(
