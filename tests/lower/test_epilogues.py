@@ -154,7 +154,7 @@ def test_a_network_of_odd_widths_and_two_resolutions():
     gm = absorbed(Branches(), torch.randn(2, 3, 16, 16, dtype=DOUBLE))
     assert "bias sum relu" in tasks(gm)
     left = [node for node in gm.graph.nodes if node.target is torch.ops.aten.constant_pad_nd.default]
-    assert len(left) == 5 + 1, "weights, and the image that a convolution of three channels makes"
+    assert len(left) == 6 + 2, "weights, and the images that no convolution of ours makes"
 
 
 def test_the_operator_says_what_it_returns():
@@ -271,6 +271,18 @@ def test_convolutions_write_where_their_results_are_concatenated(monkeypatch):
     assert ids <= waiting[reader.id]
 
 
+def test_what_is_concatenated_twice_is_so_at_once(monkeypatch):
+    def function(x, first, second, third, last):
+        inner = torch.cat([torch.relu(second(x)), torch.relu(third(x))], 1)
+        return last(torch.cat([torch.relu(first(x)), inner], 1)) + 1
+
+    program, calls = compile_function(monkeypatch, function, conv(), conv(), conv(outputs=24), conv(56))
+    (whole,) = {name for kernel in program.graph.kernels for name in kernel.parts}
+    assert program.layouts[whole].size == (2, 56, 6, 6)
+    assert len(calls) == 4
+    assert not any("cat" in kernel.ops or "join_channels" in kernel.name for kernel in program.graph.kernels)
+
+
 def test_the_first_of_them_gets_the_memory_if_they_have_nothing_in_common(monkeypatch):
     def function(x, first, second, last):
         return last(torch.cat([torch.relu(first(x[:, :8])), torch.relu(second(x[:, 8:]))], 1)) + 1
@@ -300,6 +312,7 @@ def test_plans_of_such_convolutions_are_sound(monkeypatch, policy, packed):
         lambda x, first, second: torch.cat([torch.relu(first(x)), torch.relu(second(x))], 2) + 1,
         lambda x, first, second: torch.cat([torch.relu(first(x)), torch.tanh(second(x))], 1) + 1,
         lambda x, first, second: torch.cat([torch.relu(first(x))] * 2, 1) + 1 + second(x)[:, :1],
+        lambda x, first, second: torch.cat([torch.cat([torch.relu(first(x)), x], 1)] * 2, 1) + 1 + second(x)[:, :1],
     ],
 )
 def test_where_they_cannot_write_there_nothing_changes(monkeypatch, function):
@@ -310,4 +323,7 @@ def test_where_they_cannot_write_there_nothing_changes(monkeypatch, function):
 def test_a_network_through_inductor(monkeypatch):
     _, calls = compile_function(monkeypatch, lambda x, net: net(x[:, :3]), Branches())
     tasks = sorted(" ".join(str(bool(part)) for part in call.args[2:5]) for call in calls)
-    assert tasks == ["False True True", "True False False", "True False True", "True False True", "True True True"]
+    assert tasks == [
+        "False True True", "True False False", "True False False", "True False True", "True False True",
+        "True True True",
+    ]  # fmt: skip

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from millstream.lower.early import early_start
-
 MOST_OUTPUTS = 1 << 19
 """Beyond, the device is full, and cuDNN's kernel does more with it."""
 
@@ -84,6 +82,5 @@ def convolve_depthwise(
         KERNEL_WIDTH=weight.shape[3],
         TILE_PIXELS=_TILE_PIXELS,
         TILE_CHANNELS=_TILE_CHANNELS,
-        **early_start(image.device),
         num_warps=_NUM_WARPS,
     )

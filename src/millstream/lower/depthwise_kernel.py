@@ -2,10 +2,6 @@
 
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
-from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
-    gdc_launch_dependents,
-    gdc_wait,
-)
 
 # Compiled for each window and for what the number of channels is a multiple of, not for each size of image.
 _ANY = ["num_pixels", "height", "width", "out_height", "out_width", "channels", "pad_y", "pad_x"]
@@ -33,7 +29,6 @@ def depthwise(
     KERNEL_WIDTH: tl.constexpr,
     TILE_PIXELS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
 ):
     """Convolve each channel of an image with its own window.
 
@@ -43,7 +38,6 @@ def depthwise(
         out: Like ``image``.
         num_pixels: Of ``out``, of all its images.
         channels: How many times ``AT_ONCE`` there are; so the compiler knows what they are a multiple of.
-        STARTS_EARLY: Whether to start before the kernel in front has ended (``early.py``).
     """
     channels *= AT_ONCE
     pixel = tl.program_id(0) * TILE_PIXELS + tl.arange(0, TILE_PIXELS)
@@ -55,8 +49,6 @@ def depthwise(
     first = ((line // out_height * height + y) * width + x) * channels
     values = image + first[:, None] + channel[None, :]
     taps = weight + channel * (KERNEL_HEIGHT * KERNEL_WIDTH)
-    if STARTS_EARLY:
-        gdc_wait()
     total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
     for i in tl.static_range(KERNEL_HEIGHT):
         row = y + i * DILATION_Y
@@ -68,7 +60,5 @@ def depthwise(
             tap = tl.load(taps + (i * KERNEL_WIDTH + j), is_channel, 0.0)
             total += value.to(tl.float32) * tap.to(tl.float32)[None, :]
         values += DILATION_Y * width * channels
-    if STARTS_EARLY:
-        gdc_launch_dependents()
     place = (pixel * channels)[:, None] + channel[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])

@@ -71,23 +71,37 @@ def absorb_epilogues(gm: torch.fx.GraphModule) -> None:
     depths = _depths(gm.graph)
     for node in convolutions:
         _absorb(gm.graph, node, depths)
-    for node in gm.graph.nodes:
-        if node.target is aten.cat.default and _joins_whole_results(node):
-            node.target, node.args = JOIN, node.args[:1]
+    concatenations = [node for node in gm.graph.nodes if _is_of_channels(node)]
+    for node in concatenations:
+        node.args = ([part for each in node.args[0] for part in _parts(each)], 1)
     gm.graph.eliminate_dead_code()
+    for node in concatenations:
+        if node.users and _joins_whole_results(node):
+            node.target, node.args = JOIN, node.args[:1]
     gm.graph.lint()
     gm.recompile()
 
 
-def _joins_whole_results(node: torch.fx.Node) -> bool:
-    """Whether a concatenation is of channels, and each part is all that one of our convolutions computes."""
-    parts, dim = node.args if len(node.args) == 2 else (node.args[0], 0)
+def _is_of_channels(node: torch.fx.Node) -> bool:
+    """Whether this concatenates channels of images."""
     return (
-        not node.kwargs
-        and dim in (1, -3)
-        and len(set(parts)) == len(parts)  # type: ignore[arg-type]
-        and all(part.target is CONVOLVE and len(part.users) == 1 for part in parts)  # type: ignore[union-attr]
+        node.target is aten.cat.default
+        and len(node.args) == 2
+        and node.args[1] in (1, -3)
+        and not node.kwargs
+        and node.meta["val"].dim() == 4
     )
+
+
+def _parts(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What this consists of, if it is made only to be concatenated again."""
+    return node.args[0] if _is_of_channels(node) and len(node.users) == 1 else [node]  # type: ignore[return-value]
+
+
+def _joins_whole_results(node: torch.fx.Node) -> bool:
+    """Whether each part of a concatenation is all that one of our convolutions computes."""
+    parts: Any = node.args[0]
+    return len(set(parts)) == len(parts) and all(part.target is CONVOLVE and len(part.users) == 1 for part in parts)
 
 
 def _depths(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
