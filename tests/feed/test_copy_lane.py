@@ -551,7 +551,7 @@ def test_a_shed_is_emptied_with_the_context_and_closed_with_the_feed():
 def test_of_a_context_that_is_gone_nothing_is_taken_or_closed():
     shed = _Shed()
     shed.put(SimpleNamespace(is_usable=False))  # as in a forked child
-    assert shed.take() is None
+    assert shed.find() is None
     shed.put(SimpleNamespace(is_usable=False))
     shed.end()
 

@@ -19,6 +19,7 @@ from millstream.errors import ArgumentError, DeviceError, FeedError
 from millstream.feed import fetch, fetch_each
 from millstream.feed import fetch as fetch_function
 from millstream.feed.fetch import LARGE_BYTES, RING_BYTES, Fetcher, _Space
+from millstream.feed.layout import view_leaf
 from millstream.feed.ledger import Mark
 from tests.device.virtual_device import make_virtual_context
 from tests.feed.interrupts import interrupt_everywhere
@@ -148,6 +149,39 @@ def test_an_error_of_the_device_is_raised_with_its_step(fetcher):
         assert caught.value.__notes__ == [f"Raised while the result of step {future.step} was fetched."]
     fetcher.device.copy = copy
     assert fetcher.put(torch.tensor(2.0)).result(DEADLINE_S) == 2
+
+
+def test_who_does_not_want_a_result_any_more_does_not_hold_up_others(fetcher):
+    gate = threading.Event()
+    fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(DEADLINE_S))
+    unwanted, wanted = fetcher.put(torch.tensor(1)), fetcher.put(torch.tensor(2))
+
+    async def give_up():
+        await asyncio.wait_for(unwanted, 0.01)
+
+    assert not unwanted.cancel()
+    with pytest.raises(TimeoutError):
+        asyncio.run(give_up())
+    gate.set()
+    assert (wanted.result(DEADLINE_S), unwanted.result(DEADLINE_S)) == (2, 1)
+
+
+def test_nor_does_a_result_that_cannot_be_read_or_a_callback_that_exits(fetcher, monkeypatch):
+    def view(memory, start, spec):
+        if spec.size == (3,) and threading.current_thread() is fetcher._thread:
+            raise MemoryError("no memory for three")
+        return view_leaf(memory, start, spec)
+
+    monkeypatch.setattr(sys.modules[Fetcher.__module__], "view_leaf", view)
+    gate = threading.Event()
+    fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(DEADLINE_S))
+    futures = [fetcher.put(torch.zeros(3), step=7), fetcher.put(torch.tensor(1), callback=sys.exit)]
+    futures.append(fetcher.put(torch.tensor(2)))
+    gate.set()
+    assert [future.result(DEADLINE_S) for future in futures[1:]] == [1, 2]
+    with pytest.raises(MemoryError, match="three") as caught:
+        futures[0].result(DEADLINE_S)
+    assert "step 7" in caught.value.__notes__[0]
 
 
 def test_bad_requests(fetcher):

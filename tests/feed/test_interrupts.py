@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from millstream.feed import feeder
 from millstream.feed.ledger import Ledger
 from tests.feed.conftest import WAYS
 from tests.feed.interrupts import interrupt_everywhere
@@ -155,3 +156,30 @@ def test_another_pass_begins_behind_ctrl_c_at_any_moment_of_the_end_of_one(make_
         fed.close()
 
     assert len(interrupt_everywhere(run, *FILES)) > 10
+
+
+@pytest.mark.parametrize("make_feed", WAYS if sys.version_info >= (3, 12) else WAYS[:3], indirect=True)
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_pass_begins_again_where_it_was_to_behind_ctrl_c_at_any_moment_of_its_beginning(
+    make_feed, monkeypatch, is_resumed
+):
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+
+    def run(interrupter):
+        fed = make_feed([torch.full((500,), float(i)) for i in range(3)])
+        passing = iter(fed)
+        batches = [next(passing)]
+        if is_resumed:
+            fed.load_state_dict(fed.state_dict())
+        else:
+            batches.extend(passing)
+        del passing
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupter.run(lambda: iter(fed))
+        assert fed.state_dict()["position"] == (1 if is_resumed else 0)
+        assert take_rest(iter(fed), batches)
+        assert [batch[0].item() for batch in batches] == ([0.0, 1.0, 2.0] if is_resumed else [0.0, 1.0, 2.0] * 2)
+        fed.close()
+        assert feeder.context(fed.place)._arena.num_lent == 0
+
+    assert len(interrupt_everywhere(run, *FILES, "/feed/progress.py")) > 20

@@ -13,7 +13,7 @@ from millstream.errors import ArgumentError, FeedError
 from millstream.feed import Feed, feed
 from millstream.feed.feeder import Options
 from millstream.feed.shaping import make_transform
-from tests.feed.conftest import WAYS
+from tests.feed.conftest import WAYS, WITH_WORKER
 from tests.feed.test_feed import Failing, numbers, values
 
 # --- resuming
@@ -79,6 +79,43 @@ def test_resuming_behind_an_error_and_twice(make_feed):
     more = make_feed(numbers(8))
     more.load_state_dict(again.state_dict())
     assert values(more) == [5, 6, 7]
+
+
+def test_who_resumed_and_got_nothing_resumes_again(make_feed):
+    class Away:
+        is_back = False
+
+        def __iter__(self):
+            if not self.is_back:
+                raise ConnectionError("the storage does not answer")
+            return iter(numbers(5))
+
+    class AwayAtFirst(Away):
+        def __iter__(self):
+            if not self.is_back:
+                yield torch.zeros(1)
+                raise ConnectionError("the storage does not answer")
+            yield from numbers(5)
+
+    for loader in (Away(), AwayAtFirst()):
+        fed = make_feed(loader)
+        state = {"version": 1, "position": 3, "source": None, "rows": None}
+        fed.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(ConnectionError):
+                values(fed)
+            assert fed.state_dict() == state
+        loader.is_back = True
+        assert values(fed) == [3, 4]
+        assert values(fed) == [0, 1, 2, 3, 4]
+
+
+@WITH_WORKER
+def test_an_iterator_is_not_made_to_skip_twice(make_feed):
+    fed = make_feed(iter(numbers(9)), 1)
+    fed.load_state_dict({"version": 1, "position": 3, "source": None, "rows": None})
+    iter(fed)
+    assert values(fed)[0] in (4, 5)  # one or two had been pulled ahead
 
 
 def test_a_state_that_is_none(make_feed):

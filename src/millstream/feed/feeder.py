@@ -195,7 +195,7 @@ class Feed:
         iterator, skip, stateful = self._progress.begin(self.loader)
         if self.places is not None and self._options.deal:
             iterator = deal(islice(iterator, skip, None) if skip else iterator, len(self.places))
-        lane, ledger = self._shed.take() or self._make_lane(), self._find_ledger()
+        lane, ledger = self._shed.find() or self._make_lane(), self._find_ledger()
         ledger.begin_pass()
         session = Session(
             iterator,
@@ -207,10 +207,11 @@ class Feed:
             pace=self._pace_maker.begin_pass(may_be_alone=self.places is None and not self._options.check),
             may_look_ahead=self.place.kind != "cpu" and _is_stored(self.loader),  # on the CPU nothing is staged
         )
+        self._last = weakref.ref(session)
         begun = _Pass(session, self._progress, self.loader)
+        self._shed.remove(lane)  # not before: until here an interrupt would have left the lane to nobody
         for user in (session, self._shed):
             context(self.place).attach(user)
-        self._last = weakref.ref(session)
         self._lane = lane
         del iterator, stateful  # the worker's alone
         session.begin()
@@ -371,17 +372,22 @@ class _Shed:
         if self._closed:
             self.close()
 
-    def take(self) -> CopyLane | None:
-        """The lane, for another pass of the calling thread's current stream, if there is one that can be used."""
-        if (lane := self._find()) is not None:
-            lane.resume()
-        return lane
+    def find(self) -> CopyLane | None:
+        """The lane, for another pass of the calling thread's current stream, if there is one that can be used.
 
-    def _find(self) -> CopyLane | None:
+        It stays here until it is removed, when that pass will close it.
+        """
         with suppress(IndexError):
-            if (lane := self._lanes.popleft()).is_usable:
+            if (lane := self._lanes[0]).is_usable:
+                lane.resume()
                 return lane
+            self.remove(lane)
         return None
+
+    def remove(self, lane: Lane[Any]) -> None:
+        """Forget the lane, if it is here."""
+        with suppress(ValueError):
+            self._lanes.remove(cast("CopyLane", lane))
 
     def end(self) -> None:
         """Close the lane that is here, and those to come: the feed is closed, or gone. Also in a finalizer."""
@@ -390,8 +396,9 @@ class _Shed:
 
     def close(self) -> None:
         """Close the lane that is here. Any thread."""
-        if (lane := self._find()) is not None:
-            lane.close()
+        with suppress(IndexError):
+            if (lane := self._lanes.popleft()).is_usable:
+                lane.close()
 
 
 def _keep_in(shed: weakref.ref[_Shed]) -> Callable[[CopyLane], bool]:

@@ -44,7 +44,7 @@ JOIN_S = 5.0
 
 
 class Fetched(Future[Any]):
-    """A result on its way: a ``concurrent.futures.Future`` that can also be awaited.
+    """A result on its way: a ``concurrent.futures.Future`` that can also be awaited, and not be cancelled.
 
     Attributes:
         step: The step it belongs to.
@@ -53,6 +53,7 @@ class Fetched(Future[Any]):
     def __init__(self, step: int | None) -> None:
         super().__init__()
         self.step = step
+        self.set_running_or_notify_cancel()  # it comes in any case, and to a future that was cancelled it could not
 
     def __await__(self) -> Any:
         return asyncio.wrap_future(self).__await__()
@@ -238,7 +239,7 @@ class Fetcher:
         others = {i: _bring(leaf) for i, leaf in enumerate(leaves) if i not in set(on_device)}
         result = _Result(future, rebuild, others)
         if not on_device:
-            _complete(result, [])
+            _complete(result)
             return future
         if self.context.is_capturing():
             raise FeedError(
@@ -390,16 +391,11 @@ class Fetcher:
         except Exception as caught:  # noqa: BLE001 - whatever the device says, it belongs to these results
             error = caught
         for result in results:
-            if error is not None:
-                _fail(result, error)
-            else:
-                assert result.host is not None
-                base = 0 if result.stretch is None else result.stretch.start
-                views = [
-                    view_leaf(result.host, base + offset, spec)
-                    for offset, spec in zip(result.offsets, result.specs, strict=True)
-                ]
-                _complete(result, views)
+            with suppress(SystemExit):  # of a callback: others still wait for this thread
+                if error is not None:
+                    _fail(result, error)
+                else:
+                    _complete(result)
             self._free(result)
 
     def _copy(self, results: list[_Result]) -> Mark:
@@ -465,19 +461,27 @@ def _bring(leaf: Any) -> Any:
     return leaf.to("cpu") if hasattr(leaf, "to") else copy.copy(leaf)
 
 
-def _complete(result: _Result, views: Sequence[Tensor]) -> None:
+def _complete(result: _Result) -> None:
+    try:
+        whole = result.rebuild(_read(result))
+    except Exception as error:  # noqa: BLE001 - no memory, or of a type that the user has registered
+        _fail(result, error)
+        return
+    result.future.set_result(whole)
+
+
+def _read(result: _Result) -> list[Any]:
+    """The leaves as the user gets them."""
     values = dict(result.others)
-    for i, view in zip(result.staged, views, strict=True):
+    base = 0 if result.stretch is None else result.stretch.start
+    for i, offset, spec in zip(result.staged, result.offsets, result.specs, strict=True):
+        assert result.host is not None
+        view = view_leaf(result.host, base + offset, spec)
         values[i] = view.item() if view.dim() == 0 else view.clone()
     for i, value in result.others.items():
         if isinstance(value, Tensor) and value.dim() == 0 and value.layout is torch.strided:
             values[i] = value.item()
-    try:
-        whole = result.rebuild([values[i] for i in range(len(values))])
-    except Exception as error:  # noqa: BLE001 - of a type that the user has registered
-        _fail(result, error)
-        return
-    result.future.set_result(whole)
+    return [values[i] for i in range(len(values))]
 
 
 def _fail(result: _Result, error: BaseException) -> None:

@@ -42,7 +42,7 @@ class Progress:
     def __init__(self) -> None:
         self.note = Note(0, None, None)
         self.rows: int | None = None
-        self._to_resume = False
+        self._loaded: Note | None = None  # as long as it is the note, a state was loaded and no batch delivered since
 
     def finish(self, loader: Any) -> None:
         """The pass is over: the next one begins at the beginning."""
@@ -52,13 +52,12 @@ class Progress:
         self.note = Note(position, source, self.num_valid)
 
     def begin(self, loader: Any) -> tuple[Iterator[Any], int, Any]:
-        """Make the iterator of a pass, resuming if a state was loaded.
+        """Make the iterator of a pass, resuming if a state was loaded and no batch has been delivered since.
 
         Returns:
             The iterator, how many batches are to be skipped, and what has the source's state, if anything does.
         """
-        resume, self._to_resume = self._to_resume, False
-        if not resume:
+        if self.note is not self._loaded:
             self._go_to(0, None)
         source = self.note.source
         stateful = loader if is_stateful(loader) else None
@@ -71,6 +70,8 @@ class Progress:
             if source is not None:
                 iterator.load_state_dict(source)
                 return iterator, 0, stateful
+        if iterator is loader:
+            self._loaded = None  # what this pass skips is gone, and no other can skip it again
         return iterator, self.position, stateful
 
     @property
@@ -88,12 +89,15 @@ class Progress:
         return {"version": VERSION, "position": self.position, "source": self.note.source, "rows": self.rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next pass begin behind the batch that was delivered when ``state`` was taken."""
+        """Have the next pass begin behind the batch that was delivered when ``state`` was taken.
+
+        If that pass ends before it has delivered one, by an interrupt or an error, so does the one behind it.
+        """
         if not isinstance(state, dict) or state.get("version") != VERSION:
             raise ArgumentError(f"This is not the state of a feed (version {VERSION}): {state!r:.200}")
         self._go_to(state["position"], state["source"])
         self.rows = state["rows"]
-        self._to_resume = True
+        self._loaded = self.note
 
 
 def is_stateful(source: Any) -> bool:
