@@ -1031,3 +1031,11 @@ def test_closing_the_context_ends_the_feed(virtual_feed):
     assert feed_threads() == []
     with pytest.raises(FeedError, match="context was closed"):
         next(passing)
+
+
+def test_arrays_that_overlap_are_staged_without_compiled_code(virtual_feed, monkeypatch):
+    monkeypatch.setattr(staging, "filler", lambda: None)
+    array = np.arange(6.0)
+    batch = [torch.from_numpy(array[:3]), torch.from_numpy(array), torch.from_numpy(array)[1::2]]
+    ((first, whole, odd),) = virtual_feed([batch], mood="eager")[0]
+    assert [each.tolist() for each in (first, whole, odd)] == [[0, 1, 2], [0, 1, 2, 3, 4, 5], [1, 3, 5]]

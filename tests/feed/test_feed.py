@@ -651,3 +651,30 @@ def test_a_pass_begins_with_its_first_batch_on_the_way(make_feed):
     passing = iter(make_feed(numbers(3)))
     assert passing.session._sent.qsize() > 0
     assert values(passing) == [0, 1, 2]
+
+
+@WITH_WORKER
+def test_who_waits_for_the_first_batch_is_woken_by_close(make_feed):
+    may_go_on, ends = threading.Event(), []
+
+    def source():
+        may_go_on.wait(20)
+        yield torch.zeros(1)
+
+    fed = make_feed(source())
+    consumer = threading.Thread(target=lambda: ends.append(len(list(fed))))
+    consumer.start()
+    while fed._last is None:
+        pass
+    closer = threading.Thread(target=fed.close)
+    closer.start()
+    consumer.join(20)
+    assert ends == [0]
+    may_go_on.set()
+    closer.join(20)
+
+
+def test_a_device_that_is_none():
+    for device in (0, None, 1.5):
+        with pytest.raises(DeviceError, match="named by a string"):
+            feed([], device)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from millstream.device import Place
 from millstream.errors import ArgumentError, DeviceError, FeedError
-from millstream.feed import fetch, fetch_each
+from millstream.feed import fetch, fetch_each, register, structure
 from millstream.feed import fetch as fetch_function
 from millstream.feed.fetch import LARGE_BYTES, RING_BYTES, Fetcher, _Space
 from millstream.feed.layout import view_leaf
@@ -166,7 +166,84 @@ def test_who_does_not_want_a_result_any_more_does_not_hold_up_others(fetcher):
     assert (wanted.result(DEADLINE_S), unwanted.result(DEADLINE_S)) == (2, 1)
 
 
-def test_nor_does_a_result_that_cannot_be_read_or_a_callback_that_exits(fetcher, monkeypatch):
+class UncopyableError(Exception):
+    def __init__(self, what, why):
+        super().__init__(f"{what} {why}")
+
+
+class Odd:
+    """Cannot be made anew."""
+
+
+def make_odd(parts):
+    raise UncopyableError("no", "way")
+
+
+@pytest.fixture
+def odd():
+    register(Odd, lambda odd: ([torch.zeros(())], make_odd))
+    yield Odd()
+    structure._registered.pop(Odd)
+    structure._sorts.clear()
+
+
+def test_nor_does_an_error_that_cannot_be_copied(fetcher, odd):
+    failed, wanted = fetcher.put(odd, step=3), fetcher.put(torch.tensor(2))
+    assert wanted.result(DEADLINE_S) == 2
+    with pytest.raises(UncopyableError, match="no way") as caught:
+        failed.result(DEADLINE_S)
+    assert "step 3" in caught.value.__notes__[0]
+    with pytest.raises(UncopyableError, match="no way"):
+        fetch(odd).result()
+
+
+def test_a_callback_may_fetch_when_all_places_are_taken():
+    ctx, _ = make_virtual_context("eager")
+    fetcher = Fetcher(ctx, depth=2)
+    ctx.attach(fetcher)
+    gate, later = threading.Event(), []
+
+    def fetch_more(_):
+        gate.wait(DEADLINE_S)
+        later.extend(fetcher.put(torch.tensor(10 + i)) for i in range(5))
+
+    first = fetcher.put(torch.tensor(0), callback=fetch_more)
+    callers = [threading.Thread(target=fetcher.put, args=(torch.zeros(LARGE_BYTES // 8),)) for _ in range(20)]
+    for caller in callers:
+        caller.start()
+    gate.set()
+    for caller in callers:
+        caller.join(DEADLINE_S)
+        assert not caller.is_alive()
+    assert first.result(DEADLINE_S) == 0
+    last = fetcher.put(torch.tensor(1))  # behind those of the callback
+    assert last.result(DEADLINE_S) == 1
+    assert [future.result(DEADLINE_S) for future in later] == [10, 11, 12, 13, 14]
+    ctx.close()
+    assert ctx.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("make", [lambda x: (x[0], x), lambda x: (x[:4], x[2:8]), lambda x: {"all": x, "even": x[::2]}])
+def test_results_that_share_memory(fetcher, make):
+    torch.testing.assert_close(fetcher.put(make(torch.arange(8.0))).result(DEADLINE_S), make_plain(make))
+
+
+def make_plain(make):
+    made = make(torch.arange(8.0))
+    return (0.0, made[1]) if isinstance(made, tuple) and made[0].dim() == 0 else made
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_nor_does_a_callback_that_raises_anything(fetcher, error, caplog):
+    def fail(_):
+        raise error
+
+    assert fetcher.put(torch.tensor(1), callback=fail).result(DEADLINE_S) == 1
+    assert fetcher.put(torch.tensor(2)).result(DEADLINE_S) == 2
+    assert "callback" in caplog.text
+
+
+def test_nor_does_a_result_that_cannot_be_read(fetcher, monkeypatch):
     def view(memory, start, spec):
         if spec.size == (3,) and threading.current_thread() is fetcher._thread:
             raise MemoryError("no memory for three")
@@ -175,12 +252,11 @@ def test_nor_does_a_result_that_cannot_be_read_or_a_callback_that_exits(fetcher,
     monkeypatch.setattr(sys.modules[Fetcher.__module__], "view_leaf", view)
     gate = threading.Event()
     fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(DEADLINE_S))
-    futures = [fetcher.put(torch.zeros(3), step=7), fetcher.put(torch.tensor(1), callback=sys.exit)]
-    futures.append(fetcher.put(torch.tensor(2)))
+    unreadable, wanted = fetcher.put(torch.zeros(3), step=7), fetcher.put(torch.tensor(2))
     gate.set()
-    assert [future.result(DEADLINE_S) for future in futures[1:]] == [1, 2]
+    assert wanted.result(DEADLINE_S) == 2
     with pytest.raises(MemoryError, match="three") as caught:
-        futures[0].result(DEADLINE_S)
+        unreadable.result(DEADLINE_S)
     assert "step 7" in caught.value.__notes__[0]
 
 
@@ -212,6 +288,17 @@ def test_results_in_a_loop_come_some_steps_behind(num_values):
         assert value == i
         assert len(made) <= i + 4
     assert len(made) == num_values
+
+
+def test_an_error_in_a_loop_comes_behind_the_results_before():
+    def steps():
+        yield from (torch.tensor(i) for i in range(5))
+        raise LookupError("no more")
+
+    got = []
+    with pytest.raises(LookupError, match="no more"):
+        got.extend(fetch_each(steps()))
+    assert got == list(range(5))
 
 
 def test_awaiting():

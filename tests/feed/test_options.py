@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from millstream.device import Place
@@ -157,7 +158,92 @@ def test_a_resumed_run_knows_how_long_a_full_batch_is(make_feed):
     assert [len(batch["x"]) for batch in again] == [4]
 
 
+def sequences(*lengths):
+    rows = [torch.ones(length, 2) for length in lengths]
+    return {
+        "packed": pack_sequence(rows, enforce_sorted=False),
+        "jagged": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
+    }
+
+
+@pytest.mark.parametrize("kind", ["packed", "jagged"])
+def test_rows_of_sequences_are_sequences(make_feed, kind):
+    batches = [[sequences(2, 3, 2)[kind]], [sequences(1, 1, 1)[kind]], [sequences(9, 9)[kind]]]
+    assert len(list(make_feed(batches, drop_last=True))) == 2
+    with pytest.raises(FeedError, match="cannot be padded"):
+        list(make_feed(batches, pad_last=True))
+    with pytest.raises(FeedError, match="deal=True"):
+        list(feed(batches, ["cpu", "cpu"]))
+
+
+@pytest.mark.parametrize("num_batches", [3, 4, 5])
+def test_batches_that_are_dealt_are_padded_or_left_out_one_by_one(num_batches):
+    batches = [torch.ones(4)] * (num_batches - 1) + [torch.ones(2)]
+    padded = feed(batches, ["cpu", "cpu"], deal=True, pad_last=True)
+    assert [len(each) for parts in padded for each in parts] == [4] * num_batches
+    assert padded.num_valid == (2 if num_batches % 2 else 6)
+    left = feed(batches, ["cpu", "cpu"], deal=True, drop_last=True)
+    assert [len(each) for parts in left for each in parts] == [4] * (num_batches - 1)
+
+
 # --- transforms
+
+
+class Named(torch.Tensor):
+    pass
+
+
+class Holder:
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, *arguments, **options):
+        return self
+
+
+def make_sparse(batch):
+    with torch.sparse.check_sparse_tensor_invariants():
+        return torch.sparse_coo_tensor(torch.arange(4)[None], batch, (4,))
+
+
+def name(batch):
+    made = batch.as_subclass(Named)
+    made.note = "mine"
+    return made
+
+
+@pytest.mark.parametrize(
+    ("transform", "see"),
+    [
+        (name, lambda made: made),
+        (torch.nn.Parameter, lambda made: made),
+        (
+            make_sparse,
+            torch.Tensor.to_dense,
+        ),
+        (Holder, lambda made: made.x),
+        (lambda batch: [np.ones(3), batch, Holder(batch * 2)], lambda made: made[1]),
+    ],
+    ids=["subclass", "parameter", "sparse", "object", "among others"],
+)
+def test_what_a_transform_hides_in_its_result_is_the_users_too(make_feed, transform, see):
+    fed = make_feed([torch.full((4,), float(i)) for i in range(8)], transform=transform)
+    held = list(fed)
+    assert [see(each)[0].item() for each in held] == list(range(8))
+    if transform is name:
+        assert {(type(each), each.note) for each in held} == {(Named, "mine")}
+
+
+@pytest.mark.parametrize("make_feed", WAYS[:2], indirect=True)
+def test_a_transform_that_raises_stopiteration_does_not_end_the_pass(make_feed):
+    def transform(batch):
+        return next(iter([])) if batch.item() == 2 else batch
+
+    fed, got = make_feed(numbers(5), transform=transform), []
+    with pytest.raises(FeedError, match="StopIteration"):
+        got.extend(batch.item() for batch in fed)
+    assert got == [0, 1]
+    assert fed.state_dict()["position"] == 2
 
 
 def test_a_transform_sees_each_batch_and_its_result_is_delivered(make_feed):

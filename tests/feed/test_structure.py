@@ -269,3 +269,45 @@ def test_rebuilding_keeps_no_tensor_of_the_source_alive(wrap):
     gc.collect()
     assert gone() is None
     rebuild([torch.zeros(1)])
+
+
+class NamedPair(tuple):
+    def __new__(cls, left, right):
+        made = super().__new__(cls, (left, right))
+        made.name = "pair"
+        return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Slotted:
+    __slots__ = ("image", "label")
+    image: torch.Tensor
+    label: int
+
+
+def test_containers_with_a_will_of_their_own():
+    for batch in (NamedPair(torch.ones(1), 2), Slotted(torch.ones(1), 2)):
+        leaves, rebuild = split(batch)
+        made = rebuild([leaf + 1 for leaf in leaves])
+        assert type(made) is type(batch)
+        values = made if isinstance(made, tuple) else (made.image, made.label)
+        assert (values[0].item(), values[1]) == (2.0, 2)
+    made = split(NamedPair(torch.ones(1), 2))[1]([torch.zeros(1)])
+    assert made.name == "pair"
+    limits = torch.return_types.max((torch.ones(2), torch.zeros(2)))
+    assert type(split(limits)[1]([torch.ones(1), torch.ones(1)])) is type(limits)
+
+
+def test_a_field_of_records_is_an_array():
+    records = np.zeros(3, dtype=[("flag", "u1"), ("x", "<f4")])
+    records["x"] = [1, 2, 3]
+    assert as_tensor(records["x"]).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_jagged_tensors_that_fit_each_other_still_do():
+    first = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    other = torch.nested.nested_tensor([torch.ones(1, 3)], layout=torch.jagged)
+    leaves, rebuild = split([first, {"x": first * 2}, other])
+    a, b, c = rebuild([leaf.clone() for leaf in leaves])
+    assert (a + b["x"]).values().eq(3).all()
+    assert c.shape[0] == 1

@@ -13,6 +13,7 @@ lent to the user in the same way, so that it goes back to C's memory only behind
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import time
@@ -70,6 +71,8 @@ class DeviceLoad:
     ready: Event | None = None  # what the consumer's stream waits for
     tensors: Mapping[int, Tensor] | None = None  # by leaf, those that the user gets
     whole: Sequence[Tensor] | None = None  # the same where there are no others
+    hidden: Sequence[int] = ()  # others that a transform has made: they may be seen in memory that is not the user's
+    held: Sequence[Tensor] = ()  # such memory, until they were copied out of it
 
     @property
     def num_bytes(self) -> int:
@@ -330,6 +333,7 @@ class CopyLane:
         with context.on(copy_stream):
             batch = transform(load.rebuild([leaves[i] for i in range(len(leaves))]))
             outputs, load.rebuild = split(batch)
+            outputs = [as_tensor(leaf) for leaf in outputs]
             outputs = [leaf.resolve_conj().resolve_neg() if _is_plain(leaf) else leaf for leaf in outputs]
             slot.copied.record(copy_stream)
         self._lend_outputs(load, outputs, foreign, memories)
@@ -337,9 +341,13 @@ class CopyLane:
     def _lend_outputs(
         self, load: DeviceLoad, outputs: Sequence[Any], foreign: Set[int], memories: Sequence[Tensor]
     ) -> None:
-        """Lend what a transform has returned, but for tensors in storages that are not to be lent."""
+        """Lend what a transform has returned, but for tensors in storages that are not to be lent.
+
+        What is no plain tensor (subclasses, sparse ones, objects) cannot be lent, and is copied when it is handed out.
+        """
         slot, home, ring = load.slot, self._copy_stream, self.ring
         assert slot is not None
+        given = {id(leaf) for leaf in load.others.values()}
         load.others = others = {}
         found: dict[int, list[int]] = {}  # by storage, the outputs that lie there
         for i, leaf in enumerate(outputs):
@@ -349,8 +357,12 @@ class CopyLane:
                 found.setdefault(storage.data_ptr(), []).append(i)
             else:
                 others[i] = leaf
+        load.hidden = [i for i, leaf in others.items() if id(leaf) not in given and self._may_hide_memory(leaf)]
         own = {memory.data_ptr(): number for number, memory in enumerate(memories)}
-        load.loan = loan = ring.begin_loan(slot, [own[pointer] for pointer in found if pointer in own])
+        lent = [own[pointer] for pointer in found if pointer in own]
+        held = [number for number in range(len(memories)) if number not in lent] if load.hidden else []
+        load.loan = loan = ring.begin_loan(slot, lent + held)
+        load.held = [ring.lend_bytes(loan, number) for number in held]
         if loan.came_back:
             ring.give_back(slot)
         load.tensors = tensors = {}
@@ -368,6 +380,9 @@ class CopyLane:
             else:
                 memory = ring.lend_bytes(loan, number)
             tensors |= {i: _see_in(memory, outputs[i]) for i in together}
+
+    def _may_hide_memory(self, leaf: Any) -> bool:
+        return not _is_plain(leaf) and (not isinstance(leaf, Tensor) or leaf.device == self.device)
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
@@ -411,7 +426,10 @@ class CopyLane:
             tensors |= self._take_over(load, load.made, stream)
         for i, leaf in load.others.items():
             if i not in tensors:
-                tensors[i] = _move(leaf, self.device)
+                tensors[i] = _copy(leaf) if i in load.hidden else _move(leaf, self.device)
+        if load.hidden:
+            # WAR: what the transform has made is in memory of the copy stream, or seen in the slot.
+            self._copy_stream.wait_event(Mark(self._context, stream, timing=False).event)
         return load.rebuild([tensors[i] for i in range(len(tensors))])
 
     def _take_over(self, load: DeviceLoad, made: tuple[Mark, Stream], stream: Stream) -> dict[int, Tensor]:
@@ -491,6 +509,17 @@ def _can_be_staged(leaf: Any) -> bool:
 
 def _is_plain(leaf: Any) -> bool:
     return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_nested
+
+
+def _copy(leaf: Any) -> Any:
+    """The same in memory of the current stream, without what made it."""
+    if not isinstance(leaf, Tensor):
+        return copy.deepcopy(leaf)
+    made = leaf.detach().clone()
+    if type(made) is not type(leaf):
+        made = made.as_subclass(type(leaf))
+    made.__dict__.update(copy.deepcopy(leaf.__dict__))
+    return made
 
 
 def _move(leaf: Any, device: torch.device) -> Any:

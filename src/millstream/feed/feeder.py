@@ -100,7 +100,8 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     were so short, and its batches so cheap, that a thread may cost more than it hides, a later pass is tried without:
     then each batch is made in your thread when you ask for it (one further is pulled if the loader is a sequence, or a
     ``DataLoader`` over one), and what proves faster is kept. A loader that yields the
-    same tensors again with new content is safe with a GPU; on the CPU, where nothing is copied, it must yield new ones.
+    same tensors or arrays again with new content is safe with a GPU, as long as they are plain and require no gradient;
+    on the CPU, where nothing is copied, it must yield new ones.
     Random numbers that the loader draws in this process come from the same global generator that the training loop
     uses, at times that vary: give it a generator of its own, or worker processes, where runs must repeat exactly.
 
@@ -124,7 +125,8 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         cast: What floating tensors become, on the device.
         channels_last: Give tensors of four dimensions this layout, on the device.
         transform: Called with each batch on the device after that, on the copy stream (on the CPU: in the worker);
-            what it returns is delivered. It must not keep what it gets, nor wait for the device.
+            what it returns is delivered, copied once more if it is no plain tensor. It must not keep what it gets, nor
+            hide it in objects that are registered to stay on the host, nor wait for the device.
         drop_last: Leave out a batch that has fewer rows than the first.
         pad_last: Lengthen such a batch by repeating its last row; ``num_valid`` of the feed says how many are data.
         deal: With several devices: give them whole batches in turn.
@@ -144,7 +146,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
             f"The loader is a {type(loader).__name__}, which cannot be iterated; expected a DataLoader, "
             "a list, a generator or the like."
         )
-    if isinstance(device, str | torch.device | Place):
+    if isinstance(device, str) or not isinstance(device, Sequence):
         return Feed(loader, Place.of(device), options)
     places = tuple(Place.of(each) for each in device)
     if not places:
@@ -156,7 +158,8 @@ class Feed:
     """Device batches of a loader; see ``feed``, which makes it.
 
     Every ``iter`` begins a new pass over the loader. There is one pass at a time: a new one ends the last, because two
-    threads must not pull from one loader.
+    threads must not pull from one loader. Nor may two threads ask one pass: where several consume, let one of them send
+    what it gets through a ``Channel``.
 
     Attributes:
         loader: Where batches come from.
@@ -258,14 +261,12 @@ class Feed:
                 left -= 1
                 return None
             count += len(batch) if dealt else 1
-            num_valid = None
-            if (options.drop_last or options.pad_last) and (rows := count_rows(batch)) is not None:
-                progress.rows = full = progress.rows or rows
-                num_valid = rows
-                if rows < full and options.drop_last:
-                    return None
-                if rows < full:
-                    batch = pad_rows(batch, rows, full)
+            found = [_shape(each, options, progress) for each in (batch if dealt else [batch])]
+            shaped, valid = [each for each, _ in found if each is not _LEFT_OUT], [rows for _, rows in found]
+            if not shaped:
+                return None
+            num_valid = None if None in valid else sum(rows or 0 for rows in valid)
+            batch = shaped if dealt else shaped[0]
             return batch, Note(start + count, None if stateful is None else stateful.state_dict(), num_valid)
 
         return prepare
@@ -285,7 +286,7 @@ class Feed:
 
     @property
     def num_valid(self) -> int | None:
-        """Rows of the batch delivered last that are data and not padding; only with ``pad_last`` or ``drop_last``."""
+        """Rows of what was delivered last that are data and not padding; only with ``pad_last`` or ``drop_last``."""
         return self._progress.num_valid
 
     @property
@@ -357,6 +358,19 @@ def _is_stored(loader: Any) -> bool:
     if isinstance(loader, DataLoader):
         return not isinstance(loader.dataset, IterableDataset)
     return isinstance(loader, Sequence)
+
+
+_LEFT_OUT = object()
+
+
+def _shape(batch: Any, options: Options, progress: Progress) -> tuple[Any, int | None]:
+    """What is to become of a batch that may be short, and how many of its rows are data, if that was asked for."""
+    if not (options.drop_last or options.pad_last) or (rows := count_rows(batch)) is None:
+        return batch, None
+    progress.rows = full = progress.rows or rows
+    if rows >= full:
+        return batch, rows
+    return (_LEFT_OUT, 0) if options.drop_last else (pad_rows(batch, rows, full), rows)
 
 
 class _Shed:

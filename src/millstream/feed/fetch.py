@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import queue
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +26,12 @@ from torch import Tensor
 from millstream.device import DeviceContext, Place, Stream, context
 from millstream.errors import ArgumentError, DeviceError, FeedError
 from millstream.feed.channel import Channel, ChannelClosed
-from millstream.feed.layout import LeafSpec, describe_leaves, narrow_repeats, plan_layout, view_leaf
+from millstream.feed.layout import LeafSpec, describe_apart, narrow_repeats, plan_layout, view_leaf
 from millstream.feed.ledger import Mark
 from millstream.feed.staging import wait_until_reached
 from millstream.feed.structure import Rebuild, split
+
+_logger = logging.getLogger(__name__)
 
 RING_BYTES = 1 << 20
 """Room for the results on their way: 4,096 losses."""
@@ -120,9 +123,17 @@ class fetch_each:  # noqa: N801 - used like a function
 
     def _futures(self) -> Iterator[Fetched]:
         waiting: deque[Fetched] = deque()
-        for step, value in enumerate(self._values):
-            waiting.append(fetch(value, step=step))
-            del value
+        values = enumerate(self._values)
+        while True:
+            try:
+                step, value = next(values)
+                waiting.append(fetch(value, step=step))
+                del value
+            except StopIteration:
+                break
+            except Exception:
+                yield from waiting  # it comes where its value would have come
+                raise
             if len(waiting) > self._ahead:
                 yield waiting.popleft()
         yield from waiting
@@ -239,7 +250,12 @@ class Fetcher:
         others = {i: _bring(leaf) for i, leaf in enumerate(leaves) if i not in set(on_device)}
         result = _Result(future, rebuild, others)
         if not on_device:
-            _complete(result)
+            try:
+                whole = rebuild(_read(result))
+            except Exception as error:  # noqa: BLE001 - of a type that the user has registered
+                _fail(result, error)
+            else:
+                future.set_result(whole)
             return future
         if self.context.is_capturing():
             raise FeedError(
@@ -250,16 +266,19 @@ class Fetcher:
         return future
 
     def _send(self, result: _Result, on_device: Sequence[int], leaves: Sequence[Tensor]) -> None:
-        specs = describe_leaves(leaves)
+        specs = describe_apart(leaves)
         layout = plan_layout(specs)
         starts = [layout.parcels[parcel].start + start for parcel, start in layout.position]
         result.staged, result.specs, result.offsets = on_device, specs, starts
         result.num_bytes = layout.num_bytes
+        # Who fetches in a callback must not wait for what the thread that he is in does.
+        may_wait = threading.current_thread() is not self._thread
         self._start()
         try:
-            self._places.receive_into(result.places)
-            with self._lock:
-                self._snapshot(result, [leaves[i] for i, _ in layout.sources], [i for i, _ in layout.sources])
+            if may_wait:
+                self._places.receive_into(result.places)
+            with self._lock if may_wait else nullcontext():
+                self._snapshot(result, leaves, is_alone=not may_wait or result.num_bytes >= LARGE_BYTES)
                 self._orders.put(result)
         except BaseException as error:
             # Ctrl-C may come at any moment. The other thread sees what came of it, and takes everything back once.
@@ -279,18 +298,18 @@ class Fetcher:
             if self.closed:  # meanwhile
                 self._orders.put(None)
 
-    def _snapshot(self, result: _Result, sources: Sequence[Tensor], which: Sequence[int]) -> None:
-        """Copy what the caller's stream will have made, on that stream."""
+    def _snapshot(self, result: _Result, leaves: Sequence[Tensor], *, is_alone: bool) -> None:
+        """Copy what the caller's stream will have made, on that stream; into the ring, if it is not to be alone."""
         device = self.context
         stream = result.home = device.current_stream()
         with torch.inference_mode(False), torch.no_grad():
-            if result.num_bytes >= LARGE_BYTES:
+            if is_alone:
                 with device.capture_lock:
                     memory = result.own = device.allocate(result.num_bytes)
             else:
                 memory = self._take_space(result, stream)
-            views = [view_leaf(memory, result.offsets[i], result.specs[i]) for i in which]
-            pairs = [(narrow_repeats(a), narrow_repeats(b)) for a, b in zip(views, sources, strict=True)]
+            views = [view_leaf(memory, *place) for place in zip(result.offsets, result.specs, strict=True)]
+            pairs = [(narrow_repeats(a), narrow_repeats(b)) for a, b in zip(views, leaves, strict=True)]
             if len(pairs) == 1:
                 pairs[0][0].copy_(pairs[0][1])
             else:
@@ -391,12 +410,23 @@ class Fetcher:
         except Exception as caught:  # noqa: BLE001 - whatever the device says, it belongs to these results
             error = caught
         for result in results:
-            with suppress(SystemExit):  # of a callback: others still wait for this thread
-                if error is not None:
-                    _fail(result, error)
-                else:
-                    _complete(result)
-            self._free(result)
+            try:
+                whole = result.rebuild(_read(result)) if error is None else None
+            except BaseException as caught:  # noqa: BLE001 - no memory, or of a type that the user has registered
+                self._end(result, None, caught)
+            else:
+                self._end(result, whole, error)
+
+    def _end(self, result: _Result, whole: Any, error: BaseException | None) -> None:
+        """Give back what a result has taken, then complete its future: callbacks may fetch in turn."""
+        self._free(result)
+        try:
+            if error is None:
+                result.future.set_result(whole)
+            else:
+                _fail(result, error)
+        except BaseException:  # whatever a callback raises, others still wait for this thread
+            _logger.exception("A callback of a fetched result has raised")
 
     def _copy(self, results: list[_Result]) -> Mark:
         """Enqueue the copies: one for all that lie in the ring one behind the other, one for each large one."""
@@ -461,15 +491,6 @@ def _bring(leaf: Any) -> Any:
     return leaf.to("cpu") if hasattr(leaf, "to") else copy.copy(leaf)
 
 
-def _complete(result: _Result) -> None:
-    try:
-        whole = result.rebuild(_read(result))
-    except Exception as error:  # noqa: BLE001 - no memory, or of a type that the user has registered
-        _fail(result, error)
-        return
-    result.future.set_result(whole)
-
-
 def _read(result: _Result) -> list[Any]:
     """The leaves as the user gets them."""
     values = dict(result.others)
@@ -485,7 +506,8 @@ def _read(result: _Result) -> list[Any]:
 
 
 def _fail(result: _Result, error: BaseException) -> None:
-    mine = copy.copy(error)  # each result gets its own note
+    with suppress(Exception):  # which not every error lets be done
+        error = copy.copy(error)  # each result gets its own note
     if result.future.step is not None:
-        mine.add_note(f"Raised while the result of step {result.future.step} was fetched.")
-    result.future.set_exception(mine)
+        error.add_note(f"Raised while the result of step {result.future.step} was fetched.")
+    result.future.set_exception(error)

@@ -156,14 +156,16 @@ class HostLane:
                 if leaf.device.type != "cpu":
                     raise misplaced(batch, i, leaf, self._place)
                 num_bytes += leaf.nbytes if leaf.layout is torch.strided and not leaf.is_nested else 0
-        if any(map(is_not, tensors, leaves)):
-            batch = rebuild(tensors)
-        return HostLoad(batch, num_bytes)
+        return HostLoad(rebuild(tensors) if any(map(is_not, tensors, leaves)) else batch, num_bytes)
 
     def stage(self, load: HostLoad, stopped: threading.Event) -> bool:  # noqa: ARG002
         """Nothing to move."""
         if self._transform is not None:
             load.batch = self._transform(load.batch)
+            leaves, rebuild = split(load.batch)
+            tensors = [as_tensor(leaf) for leaf in leaves]
+            if any(map(is_not, tensors, leaves)):
+                load.batch = rebuild(tensors)
         load.staged_ns = time.perf_counter_ns()
         return True
 

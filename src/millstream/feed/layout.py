@@ -10,6 +10,7 @@ storage as the stretch that they cover. On the device they share it again.
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -110,9 +111,12 @@ class Layout:
 def describe_leaves(leaves: Sequence[Tensor]) -> tuple[LeafSpec, ...]:
     """Say how plain host tensors will look on the device, and which of them share memory there."""
     storages = [leaf.untyped_storage().data_ptr() for leaf in leaves]
-    if len(set(storages)) == len(storages):
-        return tuple(_describe(leaf, piece) for piece, leaf in enumerate(leaves))
-    return _describe_aliases(leaves, storages)
+    return describe_apart(leaves) if len(set(storages)) == len(storages) else _describe_aliases(leaves, storages)
+
+
+def describe_apart(leaves: Sequence[Tensor]) -> tuple[LeafSpec, ...]:
+    """The same for tensors that are not to share memory."""
+    return tuple(_describe(leaf, piece) for piece, leaf in enumerate(leaves))
 
 
 def plan_layout(specs: Sequence[LeafSpec]) -> Layout:
@@ -194,10 +198,8 @@ def view_leaf(memory: Tensor, start: int, spec: LeafSpec) -> Tensor:
 
 
 def see_source(leaf: Tensor, num_bytes: int) -> Tensor:
-    """The bytes of a leaf's storage from its first element on."""
-    start = int(leaf.storage_offset()) * leaf.element_size()
-    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-    return empty.set_(leaf.untyped_storage(), start, (num_bytes,), (1,))
+    """The bytes of host memory from the first element of a leaf on, whether or not all of them are of its storage."""
+    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(leaf.data_ptr()), dtype=torch.uint8)
 
 
 def narrow_repeats(tensor: Tensor) -> Tensor:

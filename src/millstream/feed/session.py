@@ -281,10 +281,11 @@ class Session:
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
             self._traceback = _skip_own_frames(error.__traceback__)
-            self._error = error
+            self._error = _never_the_end(error)
 
     def _stop_worker(self) -> None:
         self._budget.cancel()
+        self._begun.set()
         self._sent.put(None)
         self._lane.stop(self._stopped)
         self._stopped.set()  # last: who closes looks at it
@@ -321,7 +322,7 @@ class Session:
                     self._receive(wait=True)
             item = self._next[0] if self._next else None
             if item is not None:
-                item.batch = lane.deliver(item.load)
+                item.batch = self._deliver(item.load)
                 ledger.get(item.times, lane.mark)
                 pace.deliver()
                 if not pace.alone:
@@ -342,6 +343,12 @@ class Session:
             # does not hold the error in turn, and the callers' variables die with the error and not with some later
             # collection.
             del self
+
+    def _deliver(self, load: Any) -> Any:
+        try:
+            return self._lane.deliver(load)
+        except StopIteration as error:
+            raise _never_the_end(error) from error
 
     def _receive(self, *, wait: bool) -> None:
         try:  # noqa: SIM105 - for every batch: what suppresses costs more than what it is about
@@ -415,6 +422,15 @@ class Session:
         self._next.clear()
         self._ahead.clear()
         self._guest.run(self._drop_source)  # whose last part runs as the others did, if there was no worker
+
+
+def _never_the_end(error: BaseException) -> BaseException:
+    """An error as who iterates may get it: what handles a batch is not to end the pass, as if the source had ended."""
+    if not isinstance(error, StopIteration):
+        return error
+    raised = FeedError("A transform, or what moves or makes a part of a batch, has raised StopIteration.")
+    raised.__cause__ = error
+    return raised
 
 
 def _skip_own_frames(traceback: TracebackType | None) -> TracebackType | None:

@@ -7,14 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
+from millstream.errors import FeedError
 from millstream.feed.lane import Transform
-from millstream.feed.structure import as_tensor, split
+from millstream.feed.structure import Rebuild, as_tensor, split
 
 
 def count_rows(batch: Any) -> int | None:
-    """Length of the first dimension of the first tensor or array that has one; ``None`` if there is none."""
-    for leaf in split(batch)[0]:
+    """Length of the first dimension of the first tensor or array that has one; ``None`` if there is none.
+
+    Of packed sequences and jagged tensors, it is the number of sequences.
+    """
+    for leaf in _split(batch)[0]:
+        if _is_of_sequences(leaf):
+            return int(leaf.batch_sizes[0]) if isinstance(leaf, PackedSequence) else leaf.size(0)
         shape: Any = getattr(leaf, "shape", ())
         if len(shape):
             return int(shape[0])
@@ -22,32 +29,56 @@ def count_rows(batch: Any) -> int | None:
 
 
 def pad_rows(batch: Any, rows: int, full: int) -> Any:
-    """Lengthen every tensor of ``rows`` rows to ``full`` by repeating its last one, which is valid data."""
-    leaves, rebuild = split(batch)
+    """Lengthen every tensor of ``rows`` rows to ``full`` by repeating its last one, which is valid data.
 
-    def pad(leaf: Any) -> Any:
-        tensor = as_tensor(leaf)
-        if not isinstance(tensor, Tensor) or not tensor.dim() or len(tensor) != rows or not rows:
-            return leaf
-        return torch.cat([tensor, tensor[-1:].expand(full - rows, *tensor.shape[1:])])
+    Raises:
+        FeedError: There are packed sequences or jagged tensors.
+    """
+    leaves, rebuild = _split(batch)
+    return rebuild([_pad(leaf, rows, full) for leaf in leaves])
 
-    return rebuild([pad(leaf) for leaf in leaves])
+
+def _pad(leaf: Any, rows: int, full: int) -> Any:
+    tensor = _see_rows(leaf, "padded", "pad it in the source")
+    if tensor is None or len(tensor) != rows or not rows:
+        return leaf
+    return torch.cat([tensor, tensor[-1:].expand(full - rows, *tensor.shape[1:])])
 
 
 def share_rows(batch: Any, parts: int) -> list[Any]:
     """Cut a batch into parts of (nearly) equally many rows, the longer ones first; what has no such rows goes to all.
 
     With fewer rows than parts, the last parts have none.
+
+    Raises:
+        FeedError: There are packed sequences or jagged tensors.
     """
     rows = count_rows(batch)
     pieces: list[list[Any]] = []
-    for leaf in split(batch)[0]:
-        tensor = as_tensor(leaf)
-        if isinstance(tensor, Tensor) and tensor.dim() and len(tensor) == rows:
+    for leaf in _split(batch)[0]:
+        tensor = _see_rows(leaf, "divided among devices", "let deal=True give each device a whole batch")
+        if tensor is not None and len(tensor) == rows:
             pieces.append(list(torch.tensor_split(tensor, parts)))
         else:
             pieces.append([leaf] * parts)
-    return [split(batch)[1]([piece[i] for piece in pieces]) for i in range(parts)]
+    return [_split(batch)[1]([piece[i] for piece in pieces]) for i in range(parts)]
+
+
+def _split(batch: Any) -> tuple[list[Any], Rebuild]:
+    """The leaves that have rows: those that a packed sequence is made of have steps."""
+    return split(batch, is_whole=_is_of_sequences)
+
+
+def _is_of_sequences(leaf: Any) -> bool:
+    return isinstance(leaf, PackedSequence) or (isinstance(leaf, Tensor) and leaf.is_nested)
+
+
+def _see_rows(leaf: Any, what: str, instead: str) -> Tensor | None:
+    """A leaf as a tensor that has rows; ``None`` if it has none."""
+    if _is_of_sequences(leaf):
+        raise FeedError(f"A {type(leaf).__name__} cannot be {what}; {instead}.")
+    tensor = as_tensor(leaf)
+    return tensor if isinstance(tensor, Tensor) and tensor.dim() else None
 
 
 def deal(batches: Iterator[Any], parts: int) -> Iterator[list[Any]]:

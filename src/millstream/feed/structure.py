@@ -82,7 +82,7 @@ def register(kind: type[T], take_apart: TakeApart | None = None) -> None:
     _sorts.clear()
 
 
-def split(batch: Any) -> tuple[list[Any], Rebuild]:
+def split(batch: Any, *, is_whole: Callable[[Any], bool] = lambda node: False) -> tuple[list[Any], Rebuild]:
     """List the leaves of ``batch``, and how to make a batch of the same shape from others.
 
     The result keeps no container of the batch and so none of its leaves alive. A leaf that occurs twice is listed
@@ -90,6 +90,7 @@ def split(batch: Any) -> tuple[list[Any], Rebuild]:
 
     Args:
         batch: Any object.
+        is_whole: Says of what else is a leaf that it is.
 
     Returns:
         The leaves, depth first in the order of iteration, and the function that rebuilds: each container gets its own
@@ -102,7 +103,7 @@ def split(batch: Any) -> tuple[list[Any], Rebuild]:
         return flat
     leaves: list[Any] = []
     try:
-        rebuild = _split(batch, leaves)
+        rebuild = _split(batch, leaves, {}, is_whole)
     except _UnknownError as unknown:
         node = unknown.node
         name = next((name for each, name in _walk(batch, "batch") if each is node), "batch")
@@ -146,8 +147,8 @@ def as_tensor(leaf: Any) -> Any:
     array = np.asarray(leaf)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    if not array.flags.writeable or min(array.strides, default=0) < 0:
-        array = array.copy()  # a tensor can always be written to, and never runs backwards
+    if not array.flags.writeable or any(step < 0 or step % array.itemsize for step in array.strides):
+        array = array.copy()  # a tensor can always be written to, and goes forward from element to element
     return torch.from_numpy(array)
 
 
@@ -212,10 +213,18 @@ Close = Callable[[list[Any]], Any]
 """Makes a container again from its new children."""
 
 
-def _split(node: Any, leaves: list[Any]) -> Rebuild | None:
-    """``None`` when nothing in ``node`` moves: it is then used as it is."""
+def _split(node: Any, leaves: list[Any], ragged: dict[int, Any], is_whole: Callable[[Any], bool]) -> Rebuild | None:
+    """``None`` when nothing in ``node`` moves: it is then used as it is.
+
+    Args:
+        node: A branch, a leaf or a plain value.
+        leaves: Those found so far.
+        ragged: By identity, where what tells the rows of a jagged tensor is among the leaves. Those that have the same
+            fit each other, and must have the same in the end.
+        is_whole: See ``split``.
+    """
     sort = _sort(node)
-    if sort is _LEAF:
+    if sort is _LEAF or is_whole(node):
         leaves.append(node)
         return itemgetter(len(leaves) - 1)
     if sort is _STAY:
@@ -223,9 +232,13 @@ def _split(node: Any, leaves: list[Any]) -> Rebuild | None:
     if sort is None:
         raise _UnknownError(node)
     branch = sort(node)
-    parts = [_split(child, leaves) for child in branch.children]
+    parts = [_split(child, leaves, ragged, is_whole) for child in branch.children]
     if not any(parts):
         return None
+    if sort is _open_nested:
+        parts[1:] = [
+            ragged.setdefault(id(child), part) for child, part in zip(branch.children[1:], parts[1:], strict=True)
+        ]
     close = branch.prepare()
     rest = [child if part is None else None for child, part in zip(branch.children, parts, strict=True)]
     return lambda values: close(
@@ -251,7 +264,7 @@ def _open_tuple(node: Any) -> _Branch:
     kind: Any = type(node)
     if hasattr(kind, "_make"):  # a named tuple: _make also serves subclasses with an __init__ of their own
         return _Branch(list(node), lambda: [f".{field}" for field in kind._fields], lambda: kind._make)
-    return _Branch(list(node), lambda: _number(node), lambda: kind)
+    return _Branch(list(node), lambda: _number(node), lambda: _prepare_tuple(node))
 
 
 def _open_list(node: Any) -> _Branch:
@@ -304,6 +317,24 @@ def _number(children: Sequence[Any]) -> list[str]:
     return [f"[{i}]" for i in range(len(children))]
 
 
+def _prepare_tuple(node: Any) -> Close:
+    kind = type(node)
+    if kind is tuple:
+        return tuple
+    attributes = dict(getattr(node, "__dict__", {}))
+
+    def close(values: list[Any]) -> Any:
+        try:
+            made: Any = tuple.__new__(kind, values)
+        except TypeError:  # of those that are written in C
+            return kind(values)
+        if attributes:
+            made.__dict__.update(attributes)
+        return made
+
+    return close
+
+
 def _prepare_list(node: Any) -> Close:
     if type(node) is list:
         return lambda values: values
@@ -333,16 +364,23 @@ def _prepare_mapping(node: dict[Any, Any] | UserDict[Any, Any], keys: list[Any])
 
 
 def _prepare_dataclass(node: Any, names: list[str]) -> Close:
-    shell = copy.copy(node)  # not through __init__, which may compute, check or count
-    for name in names:
-        object.__setattr__(shell, name, None)
+    shell = object.__new__(type(node))  # not through __init__, which may compute, check or count
+    slots = {name for kind in type(node).__mro__ for name in _slots_of(kind) if hasattr(node, name)}
+    for name in {*getattr(node, "__dict__", ()), *slots} - {*names}:
+        object.__setattr__(shell, name, getattr(node, name))  # also into a frozen one
 
     def close(values: list[Any]) -> Any:
         for name, value in zip(names, values, strict=True):
-            object.__setattr__(shell, name, value)  # also into a frozen one
+            object.__setattr__(shell, name, value)
         return shell
 
     return close
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    names = kind.__dict__.get("__slots__", ())
+    names = (names,) if isinstance(names, str) else tuple(names)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _open_packed(node: PackedSequence) -> _Branch:
