@@ -41,6 +41,26 @@ def test_memory_that_is_freed_at_once():
         assert bool((value["x"] == i).all())
 
 
+def test_results_that_share_memory():
+    x = torch.arange(100_000.0, device="cuda:0")
+    for _ in range(20):
+        first, part, odd, whole = fetch((x[0], x[3:9], x[1::2], x)).result()
+        assert (first, part.tolist()) == (x[0].item(), x[3:9].tolist())
+        assert torch.equal(odd, x[1::2].cpu())
+        assert torch.equal(whole, x.cpu())
+        x += 1
+
+
+def test_a_callback_may_fetch():
+    later, zero = [], torch.zeros((), device="cuda:0")
+    futures = [
+        fetch(torch.tensor(i, device="cuda:0"), callback=lambda n: later.append(fetch(zero + n))) for i in range(600)
+    ]
+    assert [future.result() for future in futures] == list(range(600))
+    fetch(torch.zeros(1, device="cuda:0")).result()  # behind the last callback
+    assert sorted(int(future.result()) for future in later) == list(range(600))
+
+
 def test_the_caller_never_waits_for_the_device():
     x = torch.ones(10, device="cuda:0")
     fetch([x, x.sum()]).result()  # warm
