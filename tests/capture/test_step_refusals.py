@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import queue
 import random
 import threading
 import warnings
@@ -513,6 +516,71 @@ def test_sparse_arguments_and_objects_with_tensors_inside():
         Step(lambda x: torch.distributions.Normal(x, x.exp(), validate_args=False), build=interpret, strict=True)(
             torch.ones(2)
         )
+
+
+def store(batch):
+    batch["h"] = batch["x"] * 2
+
+
+def count(batch):
+    batch["n"] += 1
+
+
+def append(batch):
+    batch["logs"].append(batch["x"].sum())
+
+
+def reorder(batch):
+    batch["pair"].reverse()
+
+
+def set_field(batch):
+    batch["point"].x = batch["x"] * 2
+
+
+@dataclasses.dataclass
+class Point:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("change", [store, count, append, reorder, set_field], ids=lambda change: change.__name__)
+def test_containers_among_the_arguments_that_the_step_changes(change):
+    def step(batch):
+        change(batch)
+        return batch["x"].sum()
+
+    def make(number):
+        x, pair = torch.full((2,), float(number)), [torch.zeros(2), torch.ones(2)]
+        return {"x": x, "n": 0, "logs": [], "pair": pair, "point": Point(torch.zeros(2))}
+
+    ours = Step(step, build=interpret)
+    for number in range(3):
+        batch, expected = make(number), make(number)
+        with pytest.warns(FallbackWarning, match="container") if number == 0 else contextlib.nullcontext():
+            ours(batch)
+        step(expected)
+        assert_same(batch, expected)
+
+
+def fill(kind):
+    tensors = [torch.full((2,), float(number)) for number in range(4)]
+    if kind != "queue":
+        return iter(tensors) if kind == "list" else (tensor for tensor in tensors)
+    items = queue.Queue()
+    for tensor in tensors:
+        items.put(tensor)
+    return items
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "queue"])
+def test_data_from_an_iterator(kind):
+    source = fill(kind)
+    take = source.get if kind == "queue" else lambda: next(source)
+    ours = Step(lambda: take() * 2, build=interpret)
+    with pytest.warns(FallbackWarning, match="from an iterator.* as an argument"):
+        results = [ours()]
+    results += [ours() for _ in range(3)]
+    assert [result[0].item() for result in results] == [0, 2, 4, 6]
 
 
 def test_many_signatures_give_one_warning():

@@ -18,6 +18,8 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import io
+import queue
 import sysconfig
 import types
 from collections import deque
@@ -56,6 +58,9 @@ def is_users(filename: str) -> bool:
     return path.startswith(_SITE) or not path.startswith(_STDLIB)
 
 
+_SOURCES = (Iterator, queue.Queue, queue.SimpleQueue)
+"""Types that give something else each time, and have it no more."""
+
 MISSING: Any = object()
 """Stands for an entry that is not there."""
 
@@ -79,13 +84,17 @@ class Link:
 
 @dataclass
 class Found:
-    """What a function reaches, by name; nothing occurs twice, and disabled scalers do not occur."""
+    """What a function reaches, by name; nothing occurs twice, and disabled scalers do not occur.
+
+    ``sources`` are the names of iterators and queues.
+    """
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
     scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
 
 
@@ -139,6 +148,8 @@ class _Search:
         elif isinstance(value, GradScaler):
             if value.is_enabled():
                 self.found.scalers.append((name, value))
+        elif isinstance(value, _SOURCES) and not isinstance(value, io.IOBase):
+            self.found.sources.append(name)
         elif isinstance(value, types.FunctionType):
             self._visit_function(name, value)
         elif isinstance(value, types.MethodType):

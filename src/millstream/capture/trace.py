@@ -146,8 +146,11 @@ class _Tracer:
         watched = {id(entry.tensor) for entry in self.request.state}
 
         def run_step() -> Any:
-            args, kwargs = put_together(self.request.structure, iter(self.request.arguments).__next__)
-            return self.request.function(*args, **kwargs)
+            given = put_together(self.request.structure, iter(self.request.arguments).__next__)
+            args, kwargs = given
+            result = self.request.function(*args, **kwargs)
+            self._check_arguments(given)
+            return result
 
         def body() -> Sequence[Tensor]:
             functions = FunctionWatch(self._note_failure, watched)
@@ -171,6 +174,16 @@ class _Tracer:
         except Exception:
             self._raise_failure()
             raise
+
+    def _check_arguments(self, given: Any) -> None:
+        """Refuse changes of containers among the arguments: the function was given copies of them."""
+        leaves: list[Tensor] = []
+        structure = take_apart(given, leaves)
+        if structure != self.request.structure or [*map(id, leaves)] != [*map(id, self.request.arguments)]:
+            raise CaptureError(
+                "The step changes a container among its arguments, which a graph would not do again.",
+                remedy="Return what it would put there.",
+            )
 
     def _note_failure(self, error: Exception) -> None:
         self.failure = self.failure or error
