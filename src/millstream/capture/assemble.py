@@ -16,7 +16,7 @@ from millstream.capture.optimizers import NumberPlace, device_of, number_places
 from millstream.capture.request import Gradient, Request, Traced
 from millstream.capture.signature import Leaf, Reference, Structure, walk_arguments
 from millstream.capture.state import Lifted, find_mirrored, lift
-from millstream.capture.step_graph import HostTensor, Memory, Slot, StepGraph, adopt
+from millstream.capture.step_graph import HostTensor, Memory, Slot, StepGraph, adopt, is_alike
 from millstream.errors import CaptureError
 
 
@@ -134,13 +134,14 @@ class Workshop:
             else:
                 static.append(entry.tensor.detach())
         written_state = Memory(tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written)
-        if not written_state.is_apart_from(call.arguments, among_each_other=traced.writes_arguments):
+        given = [*call.arguments, *(request.state[index].tensor for index, *_ in traced.replaced)]
+        if not written_state.is_apart_from(given, among_each_other=traced.writes_arguments):
             raise CaptureError(
                 "An argument shares memory with state that the step writes, or with another argument, one written.",
                 remedy="Pass a clone of it.",
             )
         # From here on nothing fails: only now may gradients be moved to where graphs have them.
-        before = [self._settle_gradient(gradient) for gradient in request.gradients]
+        before = self._settle_gradients(request.gradients)
         after = [
             (old if old is not None else self._home(gradient)) if is_left else None
             for gradient, old, is_left in zip(request.gradients, before, traced.left, strict=True)
@@ -170,6 +171,7 @@ class Workshop:
             guards=guards,
             static=static,
             arguments=traced.arguments,
+            places=[(holder, key) for _, holder, key in traced.replaced],
             slots=[self._slot(place) for place in request.numbers],
             mirrors=mirrors,
             numbers=[place.get() for place in request.numbers],
@@ -193,16 +195,22 @@ class Workshop:
         used = {id(tensor) for graph in graphs for tensor in graph.guards.watched}
         self.homes = {key: home for key, home in self.homes.items() if key in used}
 
-    def _settle_gradient(self, gradient: Gradient) -> Tensor | None:
-        """Bring the gradient that there is to where graphs have it, and return that place."""
-        if gradient.before is None:
-            return None
-        tensor = gradient.parameter
-        known = self.homes.get(id(tensor))
-        if known is not None and (known[1] is gradient.before or adopt(tensor, gradient.before, known[1])):
-            return known[1]
-        self.homes[id(tensor)] = (tensor, gradient.before)
-        return gradient.before
+    def _settle_gradients(self, gradients: Sequence[Gradient]) -> list[Tensor | None]:
+        """Bring the gradients that there are to where graphs have them, and return those places."""
+        owners = {id(home): tensor for tensor, home in self.homes.values()}
+        strays: list[tuple[Tensor, Tensor]] = []
+        for gradient in gradients:
+            tensor, before = gradient.parameter, gradient.before
+            if before is None:
+                continue
+            known = self.homes.get(id(tensor))
+            if known is None or not is_alike(before, known[1]):
+                is_anothers = owners.get(id(before), tensor) is not tensor
+                known = self.homes[id(tensor)] = (tensor, torch.empty_like(before) if is_anothers else before)
+            if known[1] is not before:
+                strays.append(known)
+        adopt(strays)
+        return [gradient.parameter.grad for gradient in gradients]
 
     def _home(self, gradient: Gradient) -> Tensor:
         """The place for a gradient where there is none yet."""

@@ -22,7 +22,7 @@ import io
 import queue
 import sysconfig
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +86,8 @@ class Link:
 class Found:
     """What a function reaches, by name; nothing occurs twice, and disabled scalers do not occur.
 
-    ``sources`` are the names of iterators and queues.
+    ``sources`` are the names of iterators and queues; ``references`` counts on how many ways a tensor, by id, was met,
+    modules' parameters and buffers and optimizers apart.
     """
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
@@ -95,6 +96,7 @@ class Found:
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    references: Counter[int] = field(default_factory=Counter)
     links: list[Link] = field(default_factory=list)
 
 
@@ -136,6 +138,8 @@ class _Search:
 
     def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912 - one line per kind of thing
         """Look at ``value``, once."""
+        if isinstance(value, Tensor):
+            self.found.references[id(value)] += 1
         if isinstance(value, (*SCALARS, types.BuiltinFunctionType, torch.Generator)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value

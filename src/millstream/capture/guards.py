@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 
 from millstream.capture import torch_private
 from millstream.capture.discover import MISSING, Link
+from millstream.capture.python_state import look
 from millstream.capture.quick import QuickGuards, load_library
 from millstream.capture.request import Request, Traced
 from millstream.capture.scaler import is_idle
-from millstream.capture.signature import SCALARS, Reference, is_same, walk
+from millstream.capture.signature import SCALARS, Reference, TensorMeta, is_same, meta_of, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ class Guards:
         hooked: Tensors, modules and optimizers whose hooks count.
         names: How to call an entry, by id of the holder and key.
         owned: Entries, in the same form, that hold state of the step.
+        held: Places whose tensors are read as if they were arguments: holder, key, form of
+            the tensor.
         scalers: Gradient scalers, which must be between ``update`` and ``unscale_``.
         hook_count: Number of hooks ever registered, when last looked at.
         hook_state: Numbers of hooks of ``hooked``.
@@ -108,6 +111,7 @@ class Guards:
     hooked: list[Any] = field(default_factory=list)
     names: dict[tuple[int, Any], str] = field(default_factory=dict)
     owned: set[tuple[int, Any]] = field(default_factory=set)
+    held: list[tuple[Any, Any, tuple[type, TensorMeta | None]]] = field(default_factory=list)
     scalers: list[GradScaler] = field(default_factory=list)
     hook_count: int = -1
     hook_state: list[int] = field(default_factory=list)
@@ -132,7 +136,7 @@ class Guards:
             return
         entries = [*self.plain, *self.objects, *((cell, None, value) for cell, value in self.cells)]
         for container, copy in self.copies:
-            entries += ((container, key, _look(copy, key)) for key in _keys(copy))
+            entries += ((container, key, look(copy, key)) for key in _keys(copy))
         containers = [container for container, _ in self.copies]
         with contextlib.suppress(ValueError):
             self.quick = QuickGuards(library, entries, containers, self.watched, self.gradients, written)
@@ -149,6 +153,8 @@ class Guards:
                 return None
             self.hook_count = torch_private.count_hooks()
         if self.scalers and not all(map(is_idle, self.scalers)):
+            return None
+        if not all(_form_of(look(holder, key)) == form for holder, key, form in self.held):
             return None
         if self.quick is not None and self.quick.hold():
             return []
@@ -180,13 +186,11 @@ class Guards:
 
     def broken(self) -> Break | None:
         """The first condition that does not hold."""
-        for holder, key, value in (*self.plain, *self.objects):
-            if not is_same(_look(holder, key), value):
+        cells = ((cell, None, value) for cell, value in self.cells)
+        for holder, key, value in (*self.plain, *self.objects, *cells):
+            if not is_same(look(holder, key), value):
                 name = self.names.get((id(holder), key), str(key))
                 return Break(f"{name} is another than before.", holder, key, (id(holder), key) in self.owned)
-        for cell, value in self.cells:
-            if not is_same(cell.cell_contents, value):
-                return Break(f"{self.names.get((id(cell), None), 'A closure variable')} is another than before.", cell)
         for container, copy in self.copies:
             if not _is_unchanged(container, copy):
                 return Break(
@@ -197,6 +201,10 @@ class Guards:
                 return Break("A parameter was moved or converted.", tensor, is_final=True)
             if tensor.requires_grad is not requires_grad:
                 return Break("A parameter was frozen or unfrozen.", tensor)
+        for holder, key, form in self.held:
+            if _form_of(look(holder, key)) != form:
+                name = self.names.get((id(holder), key), str(key))
+                return Break(f"{name} has another shape, dtype or layout than before.", holder, key)
         if not all(map(is_idle, self.scalers)):
             return Break("Gradients were unscaled outside of the step.")
         return Break("A hook was registered or removed.") if self.hook_state != self._hooks() else None
@@ -232,17 +240,20 @@ def make_guards(
     guards = Guards()
     for attributes, attribute, value in traced.reads:
         guards.plain.add(attributes, attribute, value)
-    returned = {id(output.value) for output in traced.outputs if output.kind == "object"}
+    outputs = (*traced.outputs, *(output for _, _, output in traced.effects))
+    returned = {id(output.value) for output in outputs if output.kind == "object"}
     returned |= {id(part.target) for _, part in walk(traced.structure, "") if isinstance(part, Reference)}
     used = {
         id(entry.tensor): entry
         for index, entry in enumerate(request.state)
         if index in traced.state or id(entry.tensor) in returned
     }
-    stored = {(id(holder), key) for holder, key, _ in traced.effects}
+    for index, holder, key in traced.replaced:
+        entry = request.state[index]
+        guards.held.append((holder, key, _form_of(entry.tensor)))
+        guards.names[id(holder), key] = entry.name
     for link in request.found.links:
-        if (id(link.holder), link.key) not in stored:
-            _add_link(guards, link, used)
+        _add_link(guards, link, used)
     for entry in used.values():
         for holder, key in entry.places:
             guards.objects.add(holder, key, entry.tensor)
@@ -325,15 +336,12 @@ def _is_unchanged(container: Any, copy: Any) -> bool:
     return len(container) == len(copy) and all(map(is_, container, copy))
 
 
+def _form_of(value: Any) -> tuple[type, TensorMeta | None]:
+    return type(value), meta_of(value) if isinstance(value, Tensor) else None
+
+
 def _keys(container: Any) -> Iterable[Any]:
     return container if isinstance(container, dict) else range(len(container))
-
-
-def _look(holder: Any, key: Any) -> Any:
-    try:
-        return holder[key]
-    except (KeyError, IndexError):
-        return MISSING
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")

@@ -23,6 +23,7 @@ from millstream.capture.scalars import GraphScalar, run_with_scalars
 from millstream.errors import CaptureError
 
 aten = torch.ops.aten
+_DATA = vars(torch._C.TensorBase)["data"]
 
 VALUE_READERS = {
     "item": "The step reads a tensor's value with .item().",
@@ -62,6 +63,7 @@ class FunctionWatch(TorchFunctionMode):
 
     Attributes:
         calling: Name of the PyTorch function that runs now.
+        moved: By id, tensors whose ``.data`` was assigned, and what has the memory that they had at first.
     """
 
     def __init__(self, refuse: Callable[[CaptureError], None], lifted: set[int]) -> None:
@@ -69,6 +71,7 @@ class FunctionWatch(TorchFunctionMode):
         self._refuse = refuse
         self._lifted = lifted
         self.calling = ""
+        self.moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,6 +84,8 @@ class FunctionWatch(TorchFunctionMode):
             self._fail("The step registers a hook on a parameter or other state.", "Register it outside of the step.")
         if any(isinstance(arg, np.ndarray) for arg in args):
             self._fail(*_NUMPY_READ)
+        if name == "__set__" and getattr(func, "__self__", None) is _DATA:
+            return self._set_data(func, *args)
         before, self.calling = self.calling, name
         try:
             if next(_scalars_in((*args, *kwargs.values())), None) is not None:
@@ -88,6 +93,19 @@ class FunctionWatch(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self.calling = before
+
+    def _set_data(self, func: Callable[..., Any], tensor: Tensor, value: Tensor) -> None:
+        """``tensor.data = value`` gives ``tensor`` other memory, which no operator does: a tracer does not see it."""
+        if not fits(value, tensor):
+            self._fail(
+                "The step assigns to .data a tensor of another shape, dtype or device.",
+                "Change it outside of the step.",
+            )
+        with torch.no_grad():
+            before, after = tensor.detach(), value.detach()
+        func(tensor, after)
+        torch_private.mean_what(tensor, after)
+        self.moved.setdefault(id(tensor), (tensor, before))
 
     @contextlib.contextmanager
     def from_numpy_refused(self) -> Iterator[None]:
@@ -129,6 +147,10 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in _tensors_in((*args, *kwargs.values())):
                 if torch_private.is_real(tensor):
                     self._fail(ForeignTensor(tensor, here()))
+        if getattr(func, "overloadpacket", None) is aten.set_:
+            self._fail(
+                CaptureError("The step gives a tensor other memory with set_().", where=here(), remedy="Use copy_().")
+            )
         last = next(iter(reversed(self._graph.nodes)))
         try:
             replacement = _REPLACEMENTS.get(func)
@@ -181,6 +203,11 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             node.meta["stack_trace"] = text
             node.meta["in_backward"] = sequence is not None
             node = node.prev
+
+
+def fits(new: Any, old: Tensor) -> bool:
+    """Whether ``new`` is a tensor that can be copied to ``old`` as it is."""
+    return isinstance(new, Tensor) and new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
 
 
 def _tensors_in(values: Any) -> Iterator[Tensor]:

@@ -109,9 +109,9 @@ class Snapshot:
         """Everything that differs now."""
         found: dict[tuple[int, Any], Change] = {}
         for name, holder, key, before in self._links:
-            after = _look(holder, key)
+            after = look(holder, key)
             # torch.fx.wrap: while tracing, FX itself puts wrappers in the place of such functions.
-            if not is_same(after, before) and getattr(after, "__wrapped__", None) is not before:
+            if not is_same(after, before) and getattr(after, "__wrapped__", after) is not before:
                 found[id(holder), key] = Change(Kind.PLAIN, name, holder, key, before, after)
         for kind, name, holder, copy in self._copies.values():
             if isinstance(holder, dict):
@@ -127,7 +127,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back."""
         for _, holder, key, before in self._links:
-            if _look(holder, key) is not before:
+            if look(holder, key) is not before:
                 store(holder, key, before)
         for _, _, holder, copy in self._copies.values():
             if isinstance(holder, dict):
@@ -141,7 +141,8 @@ class Snapshot:
                 holder.update(copy) if isinstance(holder, set) else holder.extend(copy)
 
 
-def _look(holder: Any, key: Any) -> Any:
+def look(holder: Any, key: Any) -> Any:
+    """What a dict, list or closure cell holds, or ``MISSING``."""
     try:
         return holder.cell_contents if isinstance(holder, CellType) else holder[key]
     except (KeyError, IndexError, ValueError):

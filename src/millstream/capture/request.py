@@ -83,6 +83,8 @@ class Traced:
         numbers: Positions in ``Request.numbers`` of the inputs that are numbers.
         arguments: Positions in ``Request.arguments`` of the inputs that are arguments, and the device on which the
             graph wants them if they are on another.
+        replaced: Of state that the step replaces by new tensors, which are read as arguments are: position in
+            ``Request.state``, holder and key of the place that holds it. They are counted on behind the arguments.
         written: For each input, whether the graph writes it.
         left: For every gradient of the request, whether the step leaves one behind.
         structure: Structure of the result.
@@ -99,6 +101,7 @@ class Traced:
     gradients: list[int]
     numbers: list[int]
     arguments: list[tuple[int, torch.device | None]]
+    replaced: list[tuple[int, Any, Any]]
     written: list[bool]
     left: list[bool]
     structure: Structure

@@ -267,19 +267,18 @@ class Step:
         random_state = RandomState()
         # On the host, so that a large model does not need its state twice on the device.
         backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
-        argument_backups = [tensor.detach().clone() for tensor in call.arguments] if graph.writes_arguments else []
+        arguments = graph.complete(call.arguments)
+        argument_backups = [tensor.detach().clone() for tensor in arguments] if graph.writes_arguments else []
         try:
             graph.fill_slots()
             with torch.no_grad():
-                graph.executable = self._build(
-                    graph.gm, graph.inputs(call.arguments), frozenset(range(len(graph.static)))
-                )
+                graph.executable = self._build(graph.gm, graph.inputs(arguments), frozenset(range(len(graph.static))))
             result = graph.run(call.arguments)
         except BaseException as error:
             with torch.no_grad():
                 for tensor, backup in zip(graph.written, backups, strict=True):
                     tensor.copy_(backup)
-                for tensor, backup in zip(call.arguments, argument_backups, strict=False):
+                for tensor, backup in zip(arguments, argument_backups, strict=False):
                     tensor.copy_(backup)
             random_state.restore()
             if not isinstance(error, Exception) or isinstance(error, ArgumentError):  # it is the user who is asked

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from millstream.capture import torch_private
 from millstream.capture.guards import Guards
 from millstream.capture.optimizers import NumberPlace
-from millstream.capture.python_state import store
+from millstream.capture.python_state import look, store
 from millstream.capture.request import Output
 from millstream.capture.scalars import Questions
 from millstream.capture.signature import LEAF, Structure, put_together
@@ -88,6 +88,7 @@ class StepGraph:
         guards: What it takes for granted.
         static: Its inputs before the arguments.
         arguments: Which arguments are inputs, and the device to which they must be brought, if any.
+        places: Where tensors are that it reads as if they were arguments, counted on behind those: holder and key.
         slots: Numbers of optimizers; those that it reads are among ``static``.
         mirrors: Numbers in tensors on the host that it reads; among ``static``.
         numbers: Their values when last found to be fine.
@@ -110,6 +111,7 @@ class StepGraph:
     guards: Guards
     static: list[Tensor]
     arguments: list[tuple[int, torch.device | None]]
+    places: list[tuple[Any, Any]]
     slots: list[Slot]
     mirrors: list[Slot]
     numbers: list[Any]
@@ -130,16 +132,17 @@ class StepGraph:
     def fits(self, arguments: list[Tensor]) -> bool:
         """Whether the graph may run now. If so, its numbers and gradients are brought into their places."""
         strays = self.guards.hold()
-        if strays is None or not self.written_state.is_apart_from(arguments, among_each_other=self.writes_arguments):
+        if strays is None or not self.written_state.is_apart_from(
+            self.complete(arguments), among_each_other=self.writes_arguments
+        ):
             return False
         numbers = [slot.place.get() for slot in self.slots]
         if numbers != self.numbers:
             if not all(type(number) in (float, int) for number in numbers) or not self.questions.allow(numbers):
                 return False
             self.numbers = numbers
-        for tensor, home in strays:
-            if not adopt(tensor, tensor.grad, home):
-                return False
+        if not adopt(strays):
+            return False
         self.fill_slots()
         return True
 
@@ -153,8 +156,12 @@ class StepGraph:
             if mirror.value != number:
                 mirror.set(number)
 
+    def complete(self, arguments: list[Tensor]) -> list[Tensor]:
+        """``arguments`` and what is read as if it were among them."""
+        return [*arguments, *(look(holder, key) for holder, key in self.places)] if self.places else arguments
+
     def inputs(self, arguments: list[Tensor]) -> list[Tensor]:
-        """A new list of the executable's inputs."""
+        """A new list of the executable's inputs, for complete ``arguments``."""
         given = [
             arguments[index] if device is None else arguments[index].to(device, non_blocking=True)
             for index, device in self.arguments
@@ -163,6 +170,7 @@ class StepGraph:
 
     def run(self, arguments: list[Tensor]) -> Any:
         """Run the graph and return the step's result."""
+        arguments = self.complete(arguments)
         results = torch_private.call_without_grad(self.executable, self.inputs(arguments))
         # Kernels write behind autograd's back; an older graph that still needs a parameter must notice.
         if self.guards.quick is None:
@@ -191,15 +199,26 @@ class StepGraph:
             release()
 
 
-def adopt(tensor: Tensor, gradient: Tensor | None, home: Tensor | None) -> bool:
-    """Move ``gradient``, left on ``tensor`` by eager code, to where graphs expect it; ``False`` if it cannot be."""
-    if gradient is None or home is None or gradient.shape != home.shape or gradient.dtype != home.dtype:
-        return False
-    if gradient.device != home.device or gradient.layout != home.layout:
-        return False
-    home.copy_(gradient.detach())
-    tensor.grad = home
+def adopt(strays: Iterable[tuple[Tensor, Tensor | None]]) -> bool:
+    """Move gradients, left by eager code, to where graphs expect them; ``False``, and none moved, if one cannot be."""
+    moves: list[tuple[Tensor, Tensor, Tensor]] = []
+    for tensor, home in strays:
+        gradient = tensor.grad
+        if gradient is None or home is None or not is_alike(gradient, home):
+            return False
+        moves.append((tensor, gradient.detach(), home))
+    # One may lie in the home of another, which would be overwritten first.
+    homes = {torch_private.storage_id(home) for _, _, home in moves}
+    values = [value.clone() if torch_private.storage_id(value) in homes else value for _, value, _ in moves]
+    for (tensor, _, home), value in zip(moves, values, strict=True):
+        home.copy_(value)
+        tensor.grad = home
     return True
+
+
+def is_alike(left: Tensor, right: Tensor) -> bool:
+    """Whether two gradients differ in their values alone."""
+    return (left.shape, left.dtype, left.device, left.layout) == (right.shape, right.dtype, right.device, right.layout)
 
 
 class Memory:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.utils.hooks import RemovableHandle
 
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -114,6 +114,13 @@ def graph_being_traced() -> fx.Graph:
     return mode.tracer.graph
 
 
+def mean_what(tensor: Tensor, other: Tensor) -> None:
+    """From here on record what is done to ``tensor`` as done to ``other``, whose memory it has. Tried on 2.11, 2.13."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    set_proxy_slot(tensor, mode.tracer, get_proxy_slot(other, mode.tracer))
+
+
 def is_real(tensor: Tensor) -> bool:
     """Whether ``tensor`` has values, rather than being fake or a wrapper of ``torch.func``. Tried on 2.11 and 2.13."""
     return not isinstance(tensor, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -122,6 +129,15 @@ def is_real(tensor: Tensor) -> bool:
 def storage_id(tensor: Tensor) -> int:
     """A number that is equal exactly for tensors that share memory, fake or not. Tried on 2.11 and 2.13."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_same_view(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors, fake or not, are the same part of the same memory."""
+    return (
+        storage_id(left) == storage_id(right)
+        and left.storage_offset() == right.storage_offset()
+        and left.stride() == right.stride()
+    )
 
 
 def next_sequence_number() -> int:
@@ -176,6 +192,8 @@ __all__ = [
     "has_tensor_hooks",
     "is_any_autocast_enabled",
     "is_real",
+    "is_same_view",
+    "mean_what",
     "next_sequence_number",
     "no_compiled_modules",
     "patched",

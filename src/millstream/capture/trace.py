@@ -9,7 +9,8 @@
 
 **Steps**
 1. Make all state, gradients and arguments fake; put scalars for the numbers.
-2. Run the function; add copies for state it replaced and for gradients it left; detach its results.
+2. Run the function; detach its results and what it stored; add copies for optimizer state it replaced, for gradients it
+   left, and for what it assigned to ``.data``.
 3. Clean the graph and drop the inputs it does not use.
 """
 
@@ -38,7 +39,7 @@ from millstream.capture.clean import (
 )
 from millstream.capture.discover import MISSING
 from millstream.capture.lines import place_of
-from millstream.capture.modes import ForeignTensor, FunctionWatch, OperatorWatch
+from millstream.capture.modes import ForeignTensor, FunctionWatch, OperatorWatch, fits
 from millstream.capture.optimizers import device_of, schedulers_are_refused, traceable
 from millstream.capture.python_state import (
     Change,
@@ -52,7 +53,7 @@ from millstream.capture.request import Output, Request, Traced
 from millstream.capture.scalars import GraphScalar, Questions
 from millstream.capture.scaler import is_idle, steps_are_masked
 from millstream.capture.signature import Container, Reference, Structure, Value, put_together, take_apart, walk
-from millstream.capture.state import become_fake
+from millstream.capture.state import Lifted, become_fake
 from millstream.errors import CaptureError
 
 SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
@@ -89,6 +90,10 @@ class _Tracer:
     stepped: list[Optimizer] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     effects: list[tuple[Any, Any, Output]] = field(default_factory=list)
+    memory: set[int] = field(default_factory=set)
+    moved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    replaced: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     left: list[bool] = field(default_factory=list)
     structure: Structure | None = None
     failure: Exception | None = None
@@ -161,12 +166,17 @@ class _Tracer:
                 checkpoints_reuse_randoms(randoms),
                 steps_are_masked(),
             ):
+                self.moved, self.memory = functions.moved, set(map(torch_private.storage_id, self._inputs()))
                 result = run_step()
                 self._raise_failure()
                 with torch.no_grad():
+                    self._keep_data()
                     stored = self._keep_changes()
+                    self._check_left()
                     self._keep_gradients()
-                    return self._take_outputs(result, stored)
+                    results = self._take_outputs(result, stored)
+                    self._copy_back()
+                    return results
 
         try:
             with torch_private.pretend_compiling():
@@ -248,19 +258,19 @@ class _Tracer:
             for gradient in self.request.gradients
         ]
 
-    def _keep_changes(self) -> list[tuple[Any, Any, Tensor]]:
-        """Copy new tensors into the state whose place they took; refuse what a graph cannot do to Python objects.
+    def _keep_changes(self) -> list[Change]:
+        """Note what is to be copied into the state of optimizers; refuse what a graph cannot do to Python objects.
 
         Returns:
-            Other tensors that the function stored: holder, key and tensor.
+            Where else the function stored tensors.
         """
-        copied = self._state_to_keep()
-        stored: list[tuple[Any, Any, Tensor]] = []
+        state = {id(entry.tensor) for entry in self.request.state}
+        stored: list[Change] = []
         for change in self.snapshot.changes():
             before, after = change.before, change.after
-            is_state = change.kind is Kind.STATE or id(before) in copied
-            if is_state and isinstance(before, Tensor) and _fits(after, before):
-                before.copy_(after)
+            is_users = change.kind in (Kind.PLAIN, Kind.MODULE)
+            if id(before) in state and not is_users and fits(after, before):
+                self.copies.append((before, after))
             elif change.kind is Kind.STATE:
                 raise StateMissing(change.name)
             elif change.kind is Kind.GROUP:
@@ -271,40 +281,19 @@ class _Tracer:
             elif change.kind is Kind.MODULE and change.key == "training":
                 self.effects.append((change.holder, change.key, Output("object", value=after)))
             elif isinstance(after, torch_private.FakeTensor) and change.is_entry:
-                stored.append((change.holder, change.key, after))
+                stored.append(change)
             elif change.kind not in (Kind.OPTIMIZER, Kind.SCALER):
                 raise _side_effect(change)
+        return stored
+
+    def _check_left(self) -> None:
+        """Refuse what a call would leave unfinished or changed without a graph noticing."""
         for name, scaler in self.request.found.scalers:
             if not is_idle(scaler):
                 raise CaptureError(f"The step ends without {name}.update().", remedy="Call it in the same step.")
         for entry in self.request.state:
             if entry.tensor.requires_grad != entry.required_grad:
                 raise CaptureError(f"The step leaves {entry.name}.requires_grad changed.", remedy=SIDE_EFFECT_REMEDY)
-        return stored
-
-    def _state_to_keep(self) -> set[int]:
-        """Ids of state tensors whose object must stay: those with a registered place, and those that the step reads.
-
-        Any other tensor that the function replaces (``self.last = loss``) is a result rather than state.
-        """
-        placeholders = torch_private.graph_being_traced().find_nodes(op="placeholder")
-        return {
-            id(entry.tensor)
-            for entry, node in zip(self.request.state, placeholders, strict=False)
-            if entry.places or node.users
-        }
-
-    def _keep_gradients(self) -> None:
-        for gradient, home in zip(self.request.gradients, self.homes, strict=True):
-            now = gradient.parameter.grad
-            self.left.append(now is not None)
-            if now is not None and now is not home:
-                if not _fits(now, home):
-                    raise CaptureError(
-                        f"The gradient of {gradient.name} has another shape, dtype or layout than it had.",
-                        remedy="Keep gradients dense and in the parameter's dtype.",
-                    )
-                home.copy_(now)
         for argument in self.request.arguments:
             if argument.requires_grad and argument.is_leaf and argument.grad is not None:
                 raise CaptureError(
@@ -312,13 +301,83 @@ class _Tracer:
                     remedy="Use torch.autograd.grad and return the gradient.",
                 )
 
-    def _take_outputs(self, result: Any, stored: list[tuple[Any, Any, Tensor]]) -> list[Tensor]:
+    def _note_replaced(self, stored: list[Change], leaves: list[Tensor]) -> None:
+        """Find state that the step uses and puts new tensors in the place of.
+
+        Such state is read from its place in each call, like an argument: to copy the new tensor into the old one would
+        change what the user may keep by another name. Where several places hold one tensor, nobody can tell by which
+        it was read; then the graph is for that very tensor.
+        """
+        index_of = {id(entry.tensor): index for index, entry in enumerate(self.request.state)}
+        placeholders = torch_private.graph_being_traced().find_nodes(op="placeholder")
+        returned = {*map(id, leaves), *(id(change.after) for change in stored)}
+        for change in stored:
+            if change.after.requires_grad and change.after.is_leaf and id(change.after) not in index_of:
+                raise _needs_gradient(change)
+            index = index_of.get(id(change.before))
+            if index is None or not (id(change.before) in returned or placeholders[index].users):
+                continue
+            entry = self.request.state[index]
+            if entry.required_grad:
+                raise _needs_gradient(change)
+            if index in self.request.mirrored:
+                raise _writes_host(entry)
+            places = {(id(holder), key) for holder, key in entry.places}
+            if self.request.found.references[id(entry.tensor)] + len(places) == 1:
+                self.replaced[index] = (change.holder, change.key)
+
+    def _keep_gradients(self) -> None:
+        gradients = [gradient.parameter.grad for gradient in self.request.gradients]
+        self.left += [now is not None for now in gradients]
+        kept = [home for now, home in zip(gradients, self.homes, strict=True) if now is home]
+        taken = {
+            torch_private.storage_id(tensor) for tensor in (*kept, *(entry.tensor for entry in self.request.state))
+        }
+        for gradient, now, home in zip(self.request.gradients, gradients, self.homes, strict=True):
+            if now is None or now is home:
+                continue
+            if not fits(now, home):
+                raise CaptureError(
+                    f"The gradient of {gradient.name} has another shape, dtype or layout than it had.",
+                    remedy="Keep gradients dense and in the parameter's dtype.",
+                )
+            if torch_private.storage_id(now) in taken:
+                raise CaptureError(
+                    f"The gradient of {gradient.name} shares memory with state or with another gradient.",
+                    remedy="Give it memory of its own, with clone().",
+                )
+            taken.add(torch_private.storage_id(now))
+            self.copies.append((home, now))
+
+    def _keep_data(self) -> None:
+        """Note what was assigned to the ``.data`` of inputs."""
+        taken = set(self.memory)
+        for tensor in self._inputs():
+            before = self._memory_of(tensor)
+            if torch_private.is_same_view(tensor, before):
+                continue
+            if torch_private.storage_id(tensor) in taken:
+                raise CaptureError(
+                    "The step assigns to .data what shares memory with state or with an argument.",
+                    remedy="Assign a clone of it, or use copy_().",
+                )
+            taken.add(torch_private.storage_id(tensor))
+            self.copies.append((before, tensor))
+
+    def _memory_of(self, tensor: Tensor) -> Tensor:
+        """What has the memory that ``tensor`` had when the step began."""
+        return self.moved.get(id(tensor), (tensor, tensor))[1]
+
+    def _take_outputs(self, result: Any, stored: list[Change]) -> list[Tensor]:
         leaves: list[Tensor] = []
         self.structure = _bind_numbers(take_apart(result, leaves))
         _check_returned(self.structure)
+        self._note_replaced(stored, leaves)
         arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
-        objects = {id(entry.tensor) for entry in self.request.state}
-        taken = {torch_private.storage_id(tensor) for tensor in self._inputs()}
+        for index in self.replaced:
+            arguments[id(self.request.state[index].tensor)] = len(arguments)
+        objects = {id(entry.tensor) for entry in self.request.state} - {id(target) for target, _ in self.copies}
+        taken = set(self.memory)
         results: list[Tensor] = []
         index_of: dict[int, int] = {}
 
@@ -339,8 +398,16 @@ class _Tracer:
             return Output("graph", index_of[id(leaf)])
 
         self.outputs += map(take, leaves)
-        self.effects += ((holder, key, take(tensor)) for holder, key, tensor in stored)
+        self.effects += ((change.holder, change.key, take(change.after)) for change in stored)
         return results
+
+    def _copy_back(self) -> None:
+        """Do all copies as if at once: what one of them overwrites, another may read."""
+        values = [
+            value.clone() if torch_private.storage_id(value) in self.memory else value for _, value in self.copies
+        ]
+        for (target, _), value in zip(self.copies, values, strict=True):
+            self._memory_of(target).copy_(value)
 
     def _inputs(self) -> Iterator[Tensor]:
         yield from (entry.tensor for entry in self.request.state)
@@ -354,17 +421,19 @@ class _Tracer:
         placeholders = gm.graph.find_nodes(op="placeholder")
         sizes = [len(part) for part in (self.request.state, self.homes, self.request.numbers, self.request.arguments)]
         starts = [sum(sizes[:part]) for part in range(4)]
-        transfers = hoist_transfers(gm, placeholders[starts[3] :])
+        replaced = [placeholders[index] for index in self.replaced]
+        transfers = hoist_transfers(gm, [*placeholders[starts[3] :], *replaced])
         written = written_storages(gm)
         is_written = [torch_private.storage_id(node.meta["val"]) in written for node in placeholders]
         for index in self.request.mirrored:
             if is_written[index]:
-                raise CaptureError(
-                    f"The step writes {self.request.state[index].name}, a number on the host, from the device.",
-                    remedy="Keep that tensor on the device.",
-                )
+                raise _writes_host(self.request.state[index])
         devices = [transfers.get(node) for node in placeholders]
         kept = drop_unused_inputs(gm)
+        read = [(number, index) for number, index in enumerate(self.replaced) if index in kept]
+        for _, index in read:  # what calls bring comes last
+            gm.graph.find_nodes(op="placeholder")[-1].append(placeholders[index])
+        kept = [position for position in kept if position not in self.replaced]
         gm.recompile()
         state, gradients, numbers, arguments = (
             [position - start for position in kept if start <= position < start + size]
@@ -375,7 +444,11 @@ class _Tracer:
             state=state,
             gradients=gradients,
             numbers=numbers,
-            arguments=[(index, devices[starts[3] + index]) for index in arguments],
+            arguments=[
+                *((index, devices[starts[3] + index]) for index in arguments),
+                *((len(self.request.arguments) + number, devices[index]) for number, index in read),
+            ],
+            replaced=[(index, *place) for index, place in self.replaced.items()],
             written=[is_written[position] for position in kept],
             left=self.left,
             structure=self.structure,
@@ -388,7 +461,7 @@ class _Tracer:
             ],
             effects=self.effects,
             optimizers=self.stepped,
-            writes_arguments=any(is_written[starts[3] :]),
+            writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in self.replaced),
         )
 
 
@@ -400,8 +473,18 @@ class _Nth:
         return numbers[self.index]
 
 
-def _fits(new: Any, old: Tensor) -> bool:
-    return isinstance(new, Tensor) and new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
+def _needs_gradient(change: Change) -> CaptureError:
+    return CaptureError(
+        f"The step puts a new tensor that requires a gradient in {change.name}, or in the place of one.",
+        remedy="Change it in place, under torch.no_grad().",
+    )
+
+
+def _writes_host(entry: Lifted) -> CaptureError:
+    return CaptureError(
+        f"The step writes {entry.name}, a number on the host, from the device.",
+        remedy="Keep that tensor on the device.",
+    )
 
 
 def _bind_numbers(structure: Structure) -> Structure:
@@ -418,6 +501,8 @@ def _check_returned(structure: Structure) -> None:
     for name, part in walk(structure, "the result"):
         if not isinstance(part, Reference) or isinstance(part.target, nn.Module | Optimizer | Tensor):
             continue
+        if isinstance(part.target, Iterator):
+            raise CaptureError(f"{name} is an iterator, which gives its items once.", remedy="Return a list.")
         if any(isinstance(value, torch_private.FakeTensor) for value in getattr(part.target, "__dict__", {}).values()):
             raise CaptureError(
                 f"{name} is a {type(part.target).__name__} with tensors inside.",
