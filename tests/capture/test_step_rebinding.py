@@ -328,6 +328,38 @@ def test_the_same_as_eager(scenario):
     assert_same(ours, scenario(lambda step: step))
 
 
+def test_a_tensor_that_is_replaced_between_calls_is_read_from_its_place():
+    held = {"mean": torch.zeros(2)}
+
+    def update(x):
+        held["mean"] = held["mean"] * 0.5 + x
+        return held["mean"]
+
+    def read(x):
+        return held["mean"] * x
+
+    steps = [Step(function, build=interpret, strict=True) for function in (update, read)]
+    expected = torch.zeros(2)
+    for x in numbers(20):
+        expected = expected * 0.5 + x
+        assert_same([step(x) for step in steps], [expected, expected * x])
+    assert [len(step.graphs) for step in steps] == [1, 2]
+
+
+def test_an_argument_that_is_stored_is_the_very_object():
+    model = nn.Module()
+
+    def step(x):
+        model.last = x
+        return x.sum()
+
+    ours = Step(step, build=interpret, strict=True)
+    for _ in range(2):
+        x = torch.ones(2, requires_grad=True)
+        ours(x)
+        assert model.last is x
+
+
 def shared_data(left, right, x):
     left.data = right.data
 

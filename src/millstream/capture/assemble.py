@@ -64,11 +64,14 @@ class Workshop:
     Attributes:
         slots: Tensors for the numbers of optimizers.
         cycled: Hyperparameters that were seen to change: graphs read them at run time.
+        changing: Places that were seen to hold another tensor than before (id of the holder, key) and their holders:
+            graphs read what is there in each call.
         homes: For a tensor, by id, itself and the gradient that graphs read and write.
     """
 
     slots: dict[NumberPlace, Slot] = field(default_factory=dict)
     cycled: set[NumberPlace] = field(default_factory=set)
+    changing: dict[tuple[int, Any], Any] = field(default_factory=dict)
     homes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def make_request(self, function: Any, call: Call, found: Found) -> Request:
@@ -113,6 +116,7 @@ class Workshop:
                 if (entry.tensor.requires_grad or entry.tensor.grad is not None)
             ],
             numbers=numbers,
+            changing=self.changing,
             mirrored=find_mirrored(state),
         )
 

@@ -40,12 +40,14 @@ class Break:
         holder: Dict, list or other object that changed, if any.
         key: Key of the entry that changed.
         is_final: Whether it will not hold again: state was replaced.
+        is_tensor: Whether the entry held a tensor.
     """
 
     reason: str
     holder: Any = None
     key: Any = None
     is_final: bool = False
+    is_tensor: bool = False
 
 
 @dataclass(slots=True)
@@ -190,7 +192,8 @@ class Guards:
         for holder, key, value in (*self.plain, *self.objects, *cells):
             if not is_same(look(holder, key), value):
                 name = self.names.get((id(holder), key), str(key))
-                return Break(f"{name} is another than before.", holder, key, (id(holder), key) in self.owned)
+                is_final, is_tensor = (id(holder), key) in self.owned, isinstance(value, Tensor)
+                return Break(f"{name} is another than before.", holder, key, is_final, is_tensor)
         for container, copy in self.copies:
             if not _is_unchanged(container, copy):
                 return Break(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class Request:
         state: All tensors in ``found``.
         gradients: All tensors whose gradient may change.
         numbers: Numbers to be read at run time.
+        changing: Places, by id of the holder and key, whose tensors are to be read as arguments are.
         mirrored: Positions in ``state`` of numbers on the host, and the device on which the graph reads them.
     """
 
@@ -54,6 +55,7 @@ class Request:
     state: list[Lifted]
     gradients: list[Gradient]
     numbers: list[NumberPlace]
+    changing: Container[tuple[int, Any]]
     mirrored: dict[int, torch.device]
 
 
@@ -83,7 +85,7 @@ class Traced:
         numbers: Positions in ``Request.numbers`` of the inputs that are numbers.
         arguments: Positions in ``Request.arguments`` of the inputs that are arguments, and the device on which the
             graph wants them if they are on another.
-        replaced: Of state that the step replaces by new tensors, which are read as arguments are: position in
+        replaced: Of state that is read as arguments are, since other tensors take its place: position in
             ``Request.state``, holder and key of the place that holds it. They are counted on behind the arguments.
         written: For each input, whether the graph writes it.
         left: For every gradient of the request, whether the step leaves one behind.

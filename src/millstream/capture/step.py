@@ -200,7 +200,7 @@ class Step:
             handle.remove()
 
     def _look_back(self, call: Call, found: Found) -> None:
-        """Learn from graphs that do not fit: drop dead ones, lift numbers that change, stop if it leads nowhere."""
+        """Learn from graphs that do not fit: drop dead ones, lift what changes, stop if it leads nowhere."""
         for graph in list(self._by_key.get(call.key, ())):
             change = graph.guards.broken()
             if change is None:
@@ -210,6 +210,8 @@ class Step:
                 for place in number_places(optimizer):
                     if optimizer.param_groups[place.group] is change.holder and place.key == change.key:
                         self._workshop.cycled.add(place)
+            if change.is_tensor:
+                self._workshop.changing[id(change.holder), change.key] = change.holder  # whose id thus stays its own
             if change.is_final:
                 self._drop(graph)
         last = next(reversed(self._graphs.values()), None)

@@ -264,12 +264,12 @@ class _Tracer:
         Returns:
             Where else the function stored tensors.
         """
-        state = {id(entry.tensor) for entry in self.request.state}
+        given = {*map(id, self.request.arguments), *(id(entry.tensor) for entry in self.request.state)}
         stored: list[Change] = []
         for change in self.snapshot.changes():
             before, after = change.before, change.after
             is_users = change.kind in (Kind.PLAIN, Kind.MODULE)
-            if id(before) in state and not is_users and fits(after, before):
+            if id(before) in given and not is_users and fits(after, before):
                 self.copies.append((before, after))
             elif change.kind is Kind.STATE:
                 raise StateMissing(change.name)
@@ -281,6 +281,8 @@ class _Tracer:
             elif change.kind is Kind.MODULE and change.key == "training":
                 self.effects.append((change.holder, change.key, Output("object", value=after)))
             elif isinstance(after, torch_private.FakeTensor) and change.is_entry:
+                if after.requires_grad and after.is_leaf and id(after) not in given:
+                    raise _needs_gradient(change.name)
                 stored.append(change)
             elif change.kind not in (Kind.OPTIMIZER, Kind.SCALER):
                 raise _side_effect(change)
@@ -302,29 +304,33 @@ class _Tracer:
                 )
 
     def _note_replaced(self, stored: list[Change], leaves: list[Tensor]) -> None:
-        """Find state that the step uses and puts new tensors in the place of.
+        """Find state that the step uses and in whose place it, or the user between calls, puts other tensors.
 
         Such state is read from its place in each call, like an argument: to copy the new tensor into the old one would
         change what the user may keep by another name. Where several places hold one tensor, nobody can tell by which
         it was read; then the graph is for that very tensor.
         """
-        index_of = {id(entry.tensor): index for index, entry in enumerate(self.request.state)}
         placeholders = torch_private.graph_being_traced().find_nodes(op="placeholder")
         returned = {*map(id, leaves), *(id(change.after) for change in stored)}
-        for change in stored:
-            if change.after.requires_grad and change.after.is_leaf and id(change.after) not in index_of:
-                raise _needs_gradient(change)
-            index = index_of.get(id(change.before))
-            if index is None or not (id(change.before) in returned or placeholders[index].users):
+        replaced = {id(change.before) for change in stored}
+        linked = {id(link.value): (link.holder, link.key) for link in self.request.found.links}
+        for index, entry in enumerate(self.request.state):
+            tensor = id(entry.tensor)
+            if not placeholders[index].users and tensor not in returned:
                 continue
-            entry = self.request.state[index]
-            if entry.required_grad:
-                raise _needs_gradient(change)
-            if index in self.request.mirrored:
-                raise _writes_host(entry)
-            places = {(id(holder), key) for holder, key in entry.places}
-            if self.request.found.references[id(entry.tensor)] + len(places) == 1:
-                self.replaced[index] = (change.holder, change.key)
+            registered = {(id(holder), key): (holder, key) for holder, key in entry.places}
+            holder, key = next(iter(registered.values()), linked.get(tensor, (None, None)))
+            if tensor in replaced:
+                if entry.required_grad:
+                    raise _needs_gradient(entry.name)
+                if index in self.request.mirrored:
+                    raise _writes_host(entry)
+            elif (
+                entry.required_grad or index in self.request.mirrored or (id(holder), key) not in self.request.changing
+            ):
+                continue
+            if self.request.found.references[tensor] + len(registered) == 1 and holder is not None:
+                self.replaced[index] = (holder, key)
 
     def _keep_gradients(self) -> None:
         gradients = [gradient.parameter.grad for gradient in self.request.gradients]
@@ -473,9 +479,9 @@ class _Nth:
         return numbers[self.index]
 
 
-def _needs_gradient(change: Change) -> CaptureError:
+def _needs_gradient(name: str) -> CaptureError:
     return CaptureError(
-        f"The step puts a new tensor that requires a gradient in {change.name}, or in the place of one.",
+        f"The step puts a new tensor that requires a gradient in {name}, or in the place of one.",
         remedy="Change it in place, under torch.no_grad().",
     )
 
