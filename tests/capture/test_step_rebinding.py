@@ -404,6 +404,23 @@ def test_memory_of_two_is_refused(function, reason):
     assert_same([left, right, left.grad], [torch.ones(2, 2), torch.zeros(2, 2), None])
 
 
+def test_storing_a_view_of_written_state_is_refused():
+    model, total = nn.Module(), torch.zeros(4)
+    model.first = torch.zeros(2)
+
+    def step(x, *, add):
+        if add:
+            total.add_(x)
+        model.first = total[:2]
+        return x.sum()
+
+    ours = Step(step, build=interpret, strict=True)
+    with pytest.raises(CaptureError, match=r"stores in model\.first a view of state"):
+        ours(torch.ones(4), add=True)
+    ours(torch.ones(4), add=False)
+    assert_same([total, model.first], [torch.zeros(4), torch.zeros(2)])
+
+
 @pytest.mark.parametrize("kind", [nn.Parameter, lambda x: x.detach().requires_grad_()], ids=["parameter", "leaf"])
 def test_replacing_what_requires_a_gradient_is_refused(kind):
     model = nn.Linear(2, 2)

@@ -93,6 +93,7 @@ class _Tracer:
     memory: set[int] = field(default_factory=set)
     moved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    stored: dict[int, str] = field(default_factory=dict)
     replaced: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     left: list[bool] = field(default_factory=list)
     structure: Structure | None = None
@@ -404,7 +405,11 @@ class _Tracer:
             return Output("graph", index_of[id(leaf)])
 
         self.outputs += map(take, leaves)
-        self.effects += ((change.holder, change.key, take(change.after)) for change in stored)
+        for change in stored:
+            output = take(change.after)
+            self.effects.append((change.holder, change.key, output))
+            if output.kind == "graph":
+                self.stored[torch_private.storage_id(change.after)] = change.name
         return results
 
     def _copy_back(self) -> None:
@@ -434,6 +439,13 @@ class _Tracer:
         for index in self.request.mirrored:
             if is_written[index]:
                 raise _writes_host(self.request.state[index])
+        for node in placeholders[: starts[2]]:
+            storage = torch_private.storage_id(node.meta["val"])
+            if storage in self.stored and storage in written:
+                raise CaptureError(
+                    f"The step stores in {self.stored[storage]} a view of state that it writes.",
+                    remedy="Store a clone of it.",
+                )
         devices = [transfers.get(node) for node in placeholders]
         kept = drop_unused_inputs(gm)
         read = [(number, index) for number, index in enumerate(self.replaced) if index in kept]
