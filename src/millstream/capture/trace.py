@@ -369,7 +369,7 @@ class _Tracer:
             outputs=self.outputs,
             questions=self.questions,
             reads=[
-                (vars(module), name, vars(module)[name])
+                (vars(module), name, vars(module).get(name, MISSING))
                 for module, name in reads.values()
                 if selects_behaviour(module, name)
             ],
