@@ -327,7 +327,10 @@ def _add_readings(guards: Guards, request: Request, traced: Traced, used: Contai
     for attributes, attribute, value in traced.reads:
         guards.expect(attributes, attribute, value)
     stored = {(id(holder), key) for holder, key, _ in traced.effects}
+    groups = {id(group) for _, optimizer in request.found.optimizers for group in optimizer.param_groups}
     for link in request.found.links:
+        if id(link.holder) in groups:  # see _add_optimizer
+            continue
         at = (id(link.holder), link.key)
         # A tensor that the step replaces is a result; anything else may have told it to make one (`if x is None`).
         if not isinstance(link.value, Tensor) or (id(link.value) in used and at not in stored):

@@ -82,7 +82,8 @@ class Snapshot:
 
     def __init__(self, found: Found) -> None:
         self._copies: dict[int, tuple[Kind, str, Any, Any]] = {}
-        self._links = [(link.name, link.holder, link.key, link.value) for link in found.links]
+        # As it is now: numbers of optimizers have been replaced.
+        self._links = [(link.name, link.holder, link.key, _look(link.holder, link.key)) for link in found.links]
         for name, root in found.modules:
             for path, module in root.named_modules():
                 prefix = f"{name}.{path}" if path else name

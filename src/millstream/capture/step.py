@@ -204,6 +204,7 @@ class Step:
         for graph in list(self._by_key.get(call.key, ())):
             change = graph.guards.broken()
             if change is None:
+                self._why = graph.changed_number() or self._why
                 continue
             self._why = change.reason
             for _, optimizer in found.optimizers:

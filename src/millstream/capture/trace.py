@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
@@ -51,7 +51,7 @@ from millstream.capture.randomness import RandomState, other_generators_refused
 from millstream.capture.request import Output, Request, Traced
 from millstream.capture.scalars import GraphScalar, Questions
 from millstream.capture.scaler import is_idle, steps_are_masked
-from millstream.capture.signature import Container, Reference, Structure, Value, put_together, take_apart, walk
+from millstream.capture.signature import LEAF, Container, Reference, Structure, put_together, take_apart, walk
 from millstream.capture.state import become_fake
 from millstream.errors import CaptureError
 
@@ -301,7 +301,8 @@ class _Tracer:
 
     def _take_outputs(self, result: Any, stored: list[tuple[Any, Any, Tensor]]) -> list[Tensor]:
         leaves: list[Tensor] = []
-        self.structure = _bind_numbers(take_apart(result, leaves))
+        structure = take_apart(result, leaves)
+        self.structure = _make_numbers_leaves(structure)
         _check_returned(self.structure)
         arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
         objects = {id(entry.tensor) for entry in self.request.state}
@@ -325,7 +326,12 @@ class _Tracer:
                 results.append(plain)
             return Output("graph", index_of[id(leaf)])
 
-        self.outputs += map(take, leaves)
+        tensors = iter(leaves)
+        for _, part in walk(structure, ""):
+            if part is LEAF:
+                self.outputs.append(take(next(tensors)))
+            elif _is_graph_scalar(part):
+                self.outputs.append(Output("number", value=part.target.of))
         self.effects += ((holder, key, take(tensor)) for holder, key, tensor in stored)
         return results
 
@@ -391,12 +397,16 @@ def _fits(new: Any, old: Tensor) -> bool:
     return isinstance(new, Tensor) and new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
 
 
-def _bind_numbers(structure: Structure) -> Structure:
-    """Put plain numbers for graph scalars: the graph then belongs to these values."""
-    if isinstance(structure, Reference) and isinstance(structure.target, GraphScalar):
-        return Value(float, float(structure.target))
+def _is_graph_scalar(part: Structure) -> TypeGuard[Reference]:
+    return isinstance(part, Reference) and isinstance(part.target, GraphScalar)
+
+
+def _make_numbers_leaves(structure: Structure) -> Structure:
+    """Let the places of graph scalars be filled in each call."""
+    if _is_graph_scalar(structure):
+        return LEAF
     if isinstance(structure, Container):
-        return replace(structure, children=tuple(map(_bind_numbers, structure.children)))
+        return replace(structure, children=tuple(map(_make_numbers_leaves, structure.children)))
     return structure
 
 
