@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from millstream.capture import torch_private
+from millstream.capture.caches import caches_unfilled
 from millstream.capture.checkpointing import RandomRecords, checkpoints_reuse_randoms
 from millstream.capture.clean import (
     drop_idle_nodes,
@@ -59,7 +60,7 @@ SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this 
 
 
 class StateMissing(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
-    """The optimizer would create state now: only an eager call can initialise it."""
+    """State would be created now, of an optimizer or in a cache: only an eager call can give it values."""
 
 
 class FoundLate(Exception):  # noqa: N818 - a message to the step, which lifts the objects and traces again
@@ -109,7 +110,11 @@ class _Tracer:
                 traceable([optimizer for _, optimizer in request.found.optimizers]),
             ):
                 self.snapshot = Snapshot(request.found)
-                with record_module_reads(self._on_forward) as reads, self._optimizers_watched():
+                with (
+                    record_module_reads(self._on_forward) as reads,
+                    self._optimizers_watched(),
+                    caches_unfilled(request.found.cached, lambda name: self._report(StateMissing(f"{name}'s cache"))),
+                ):
                     self.homes = self._make_homes()
                     inputs = [*state, *self.homes, *numbers, *request.arguments]
                     try:
