@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import BackendCompilerFailed
 
+from millstream.capture.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
 from millstream.lower import Lowered, compile_graph, frozen_parameters
 
@@ -77,6 +79,9 @@ class Compiler:
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile a graph that Dynamo captured."""
+        if any(isinstance(value, torch.Tensor) and is_lazy_view(value) for value in inputs):
+            self.warn(f"a graph runs as plain Python, as an input is a conjugated or negated view. {RESOLVE_REMEDY}")
+            return gm.forward
         builder, graph = self._new_builder(self.warn), Graph()
 
         def finish(lowered: Lowered) -> Runnable:
@@ -139,6 +144,10 @@ class Compiled:
         dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
         self._call = torch.compile(function, backend=compiler, dynamic=False, fullgraph=compiler.strict)
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A function compiled in a class is a method."""
+        return self if instance is None else types.MethodType(self, instance)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         breaks = len(dynamo_utils.graph_break_reasons)
         try:
@@ -164,6 +173,15 @@ class Compiled:
             self.compiler.warn(f"the graph is cut{where} ({first}); the parts run one after another.")
 
 
+_RETURN_SELF = frozenset(
+    """
+    train eval requires_grad_ apply to to_empty type float double half bfloat16 cpu cuda xpu ipu mtia share_memory
+    """.split()
+)
+_PLAIN_METHODS = frozenset(vars(torch.nn.Module)) - _RETURN_SELF
+"""Methods of every module that do not return it. Dynamo, when it finds one compiled model in another, looks at them."""
+
+
 class CompiledModule(torch.nn.Module):
     """A module compiled by ``ms.compile``: calls run compiled, everything else reaches the original module.
 
@@ -180,7 +198,7 @@ class CompiledModule(torch.nn.Module):
             return object.__getattribute__(self, name)
         original = object.__getattribute__(self, "_original")
         value = getattr(original, name)
-        if not callable(value) or getattr(value, "__self__", None) is not original:
+        if name in _PLAIN_METHODS or not callable(value) or getattr(value, "__self__", None) is not original:
             return value
 
         @functools.wraps(value)
@@ -201,3 +219,17 @@ class CompiledModule(torch.nn.Module):
 
     def __repr__(self) -> str:
         return f"compiled {self._original!r}"
+
+
+def compile_module(module: torch.nn.Module, compiler: Compiler, *, freeze: bool = False) -> CompiledModule:
+    """Make a compiled module, with items where ``module`` has them: Python looks for these methods in classes only."""
+    methods = {name: _reach_original(name) for name in _ITEM_METHODS if hasattr(type(module), name)}
+    kind = type(CompiledModule.__name__, (CompiledModule,), methods) if methods else CompiledModule
+    return kind(module, compiler, freeze=freeze)
+
+
+_ITEM_METHODS = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
+
+
+def _reach_original(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self._original, name)(*args)
