@@ -11,7 +11,7 @@ from torch import nn
 
 import millstream as ms
 
-# Where tests are collected from source, Dynamo says that it cannot look into a compiled model within another.
+# Dynamo does not look into a compiled model within another, and says so.
 CUT = "ignore:.*the graph is cut:millstream.FallbackWarning"
 
 
@@ -105,3 +105,23 @@ def test_a_bad_option_is_named(wrap, named):
 def test_what_cannot_be_called_is_refused(wrap):
     with pytest.raises(ms.ArgumentError, match=r"takes a .*function.*, not int"):
         wrap(3)
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("inner", [False, True], ids=["of the model", "of one within"])
+def test_hooks_registered_and_removed_later(register, inner):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    compiled, x = ms.compile(model), torch.ones(1, 2)
+
+    def zero(_module, values, result=None):
+        return (values[0] * 0,) if result is None else result * 0
+
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), model(x))
+            handle = getattr(compiled[2] if inner else compiled, register)(zero)
+            for _ in range(2):
+                torch.testing.assert_close(compiled(x), model(x))
+            handle.remove()
+        torch.testing.assert_close(compiled(x), model(x))

@@ -21,6 +21,7 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import BackendCompilerFailed
 
 from millstream.capture.signature import RESOLVE_REMEDY, is_lazy_view
+from millstream.capture.torch_private import count_hooks
 from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
 from millstream.lower import Lowered, compile_graph, frozen_parameters
 
@@ -124,6 +125,35 @@ class Compiler:
                 executable.release()
 
 
+class _Hooks:
+    """Hooks of a module and of those within it: Dynamo misses later ones, unless it asks for each in every call."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+        self._count = -1
+        self._counted: list[tuple[Any, int]] = []
+
+    def changed(self) -> tuple[int, ...] | None:
+        """The numbers of all hooks, ``None`` if they are those of the last look."""
+        count = count_hooks()
+        if count == self._count and all(len(hooks) == number for hooks, number in self._counted):
+            return None
+        self._count = count
+        own = [
+            hooks
+            for module in self._root.modules()
+            for hooks in (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+            )
+            if hooks
+        ]
+        self._counted = [(hooks, len(hooks)) for hooks in own]
+        return tuple(number for hooks in own for number in hooks)
+
+
 class Compiled:
     """A function compiled by ``ms.compile``.
 
@@ -142,14 +172,21 @@ class Compiled:
         self._freeze = freeze
         self._reported = 0
         dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
-        self._call = torch.compile(function, backend=compiler, dynamic=False, fullgraph=compiler.strict)
+        self._function = function
+        self._hooks = _Hooks(function) if isinstance(function, torch.nn.Module) else None
+        self._calls: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._call = self._call_for(())
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A function compiled in a class is a method."""
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # part of another capture
+            return self._function(*args, **kwargs)
         breaks = len(dynamo_utils.graph_break_reasons)
+        if self._hooks is not None and (numbers := self._hooks.changed()) is not None:
+            self._call = self._call_for(numbers)
         try:
             with frozen_parameters() if self._freeze else _NOTHING:
                 result = self._call(*args, **kwargs)
@@ -160,6 +197,15 @@ class Compiled:
         if len(self.compiler.graphs) != self._reported:
             self._report(breaks)
         return result
+
+    def _call_for(self, hooks: tuple[int, ...]) -> Callable[..., Any]:
+        """What to call with these hooks. Dynamo takes what it captured for one backend for no other."""
+        if hooks not in self._calls:
+            backend = functools.partial(self.compiler)
+            self._calls[hooks] = torch.compile(
+                self._function, backend=backend, dynamic=False, fullgraph=self.compiler.strict
+            )
+        return self._calls[hooks]
 
     def _report(self, breaks: int) -> None:
         """Tell the user what Dynamo left to Python while it captured."""
