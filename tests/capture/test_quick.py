@@ -13,6 +13,8 @@ from torch import nn
 
 from millstream.capture import Step, quick
 from millstream.capture import step as step_module
+from millstream.capture.attributes import SlotAttributes
+from millstream.capture.discover import MISSING
 from millstream.errors import CaptureError
 from tests.capture.worlds import interpret
 
@@ -36,9 +38,19 @@ class Scene:
         def closure():
             return content
 
+        class Settings:
+            rate = 0.5
+
+        class Slotted:
+            __slots__ = ("rate",)
+
+        self.settings, self.slotted = Settings, Slotted()
+        self.slotted.rate = 0.5
         self.cell = closure.__closure__[0]
         entries = [(self.holder, key, value) for key, value in self.holder.items()]
         entries += [(self.items, 0, self.weight), (self.items, 1, self.frozen), (self.cell, None, content)]
+        entries += [(vars(self), "later", MISSING), (vars(Settings), "later", MISSING), (vars(Settings), "rate", 0.5)]
+        entries += [(SlotAttributes(self.slotted), "rate", 0.5)]
         self.guards = quick.QuickGuards(
             quick.load_library(),
             entries,
@@ -106,6 +118,8 @@ FAULTS = {
     "offset": other_offset,
     "no memory": no_memory,
     "swapped": swapped,
+    "transposed": lambda scene: setattr(scene.weight, "data", scene.weight.data.t()),
+    "cut": lambda scene: setattr(scene.weight, "data", scene.weight.data[:2]),
     "frozen": lambda scene: scene.weight.requires_grad_(False),
     "unfrozen": lambda scene: scene.frozen.requires_grad_(True),
     "gradient replaced": other_gradient,
@@ -121,6 +135,11 @@ FAULTS = {
     "item removed": lambda scene: scene.items.pop(),
     "item added": lambda scene: scene.items.append(1),
     "cell": out_of_cell,
+    "attribute come": lambda scene: setattr(scene, "later", None),
+    "attribute of a class": lambda scene: setattr(scene.settings, "rate", 0.25),
+    "attribute of a class come": lambda scene: setattr(scene.settings, "later", 1),
+    "slot": lambda scene: setattr(scene.slotted, "rate", 0.25),
+    "slot emptied": lambda scene: delattr(scene.slotted, "rate"),
 }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.capture.worlds import World, batches, check
+from millstream.capture import Step
+from millstream.errors import FallbackWarning
+from tests.capture.worlds import World, batches, check, interpret
 
 OPTIMIZERS = {
     "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr),
@@ -88,6 +91,39 @@ def test_schedulers_that_write_the_rate(name):
             world.plan.step()
 
     check(lambda: mlp(OPTIMIZERS["momentum"], scheduler=SCHEDULERS[name]), batches(8, 6, 4), between=advance)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+def test_rates_of_numpy(kind):
+    def slow_down(world, number):
+        world.optimizers[0].param_groups[0]["lr"] = kind(0.05) * kind(0.9) ** number
+
+    step = check(lambda: mlp(OPTIMIZERS["momentum"]), batches(8, 6, 4), between=slow_down)
+    assert step.graphs[0].num_runs == 7
+
+
+def test_a_rate_that_is_returned_is_the_present_one():
+    def make():
+        world = mlp(OPTIMIZERS["momentum"], scheduler=SCHEDULERS["lambda"])
+        inner, group = world.step, world.optimizers[0].param_groups[0]
+        world.step = lambda x, y: {"lr": group["lr"], "loss": inner(x, y), "more": [2 * group["lr"], group["momentum"]]}
+        return world
+
+    def advance(world, number):
+        if number:
+            world.plan.step()
+
+    check(make, batches(8, 6, 4), between=advance)
+
+
+def test_a_rate_that_is_asked_about_in_every_call_is_named():
+    weight = torch.nn.Parameter(torch.ones(2))
+    opt = torch.optim.SGD([weight], lr=1.0)
+    captured = Step(lambda x: x * round(float(opt.param_groups[0]["lr"]), 3), build=interpret, max_graphs=2)
+    with pytest.warns(FallbackWarning, match=r"value of param_groups\[0\]\['lr'\], which changes"):
+        for number in range(12):
+            opt.param_groups[0]["lr"] = 1.0 + number
+            assert captured(torch.ones(2)).tolist() == [1.0 + number] * 2
 
 
 @pytest.mark.parametrize("name", ["momentum", "nesterov", "adamw", "amsgrad", "nadam", "radam", "rmsprop centered"])

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from millstream.capture.compile import Builder, Compiled, CompiledModule, Compiler
+from millstream.capture.compile import Builder, Compiled, Compiler, compile_module
 from millstream.engine import ENGINES, Family, Scheduling, build
 from millstream.errors import ArgumentError
+from millstream.lower import check_options
 
 
 def compile(  # noqa: PLR0913  all but the first by name, each with a default
@@ -52,7 +53,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     Raises:
         ArgumentError: An argument has no meaning; the message lists the choices.
     """
-    check_arguments(engine, max_graphs)
+    check_arguments(engine, max_graphs, options)
     scheduling = scheduling_of(streams, policy, memory)
     if model is None:
         return functools.partial(
@@ -77,7 +78,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         options=options,
     )
     if isinstance(model, torch.nn.Module):
-        return CompiledModule(model, compiler, freeze=freeze)
+        return compile_module(model, compiler, freeze=freeze)
     return Compiled(model, compiler, freeze=freeze)
 
 
@@ -107,9 +108,15 @@ def scheduling_of(streams: int | str, policy: str | None, memory: float | int) -
     return Scheduling(None if streams == "auto" else streams, policy, memory)  # type: ignore[arg-type]
 
 
-def check_arguments(engine: str | None, max_graphs: int) -> None:
-    """Refuse an unknown engine and a bound below one."""
+def check_arguments(engine: str | None, max_graphs: int, options: dict[str, Any] | None) -> None:
+    """Refuse an unknown engine, a bound below one, and options that TorchInductor does not know."""
     if engine is not None and engine not in ENGINES:
         raise ArgumentError(f"Unknown engine {engine!r}; choose one of {', '.join(map(repr, ENGINES))}, or None.")
+    if not isinstance(max_graphs, int):
+        raise ArgumentError(f"max_graphs={max_graphs!r} is no number of graphs; give an int, 1 or more.")
     if max_graphs < 1:
         raise ArgumentError(f"max_graphs={max_graphs} leaves no graph to run; give 1 or more.")
+    if options is not None and not isinstance(options, dict):
+        raise ArgumentError(f"options={options!r} is no dict; give one such as {{'max_autotune': True}}.")
+    if options:
+        check_options(options)

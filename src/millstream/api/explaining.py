@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 from millstream.capture.compile import Compiled, CompiledModule
@@ -24,6 +25,7 @@ def explain(compiled: Any) -> Explanation:
     Raises:
         ArgumentError: It is something else.
     """
+    compiled = _function_of(compiled)
     fallbacks = compiled.fallbacks if isinstance(compiled, Step) else _compiled(compiled).compiler.fallbacks
     programs = tuple(_report(executable) for executable in executables(compiled))
     return Explanation(getattr(compiled, "__name__", type(compiled).__name__), programs, tuple(fallbacks))
@@ -53,6 +55,7 @@ def executables(compiled: Any) -> list[Executable]:
     Raises:
         ArgumentError: It is neither.
     """
+    compiled = _function_of(compiled)
     if isinstance(compiled, Step):
         return [
             executable for record in compiled.graphs for executable in getattr(record.executable, "executables", ())
@@ -60,8 +63,13 @@ def executables(compiled: Any) -> list[Executable]:
     return [executable for graph in _compiled(compiled).compiler.graphs for executable in graph.executables]
 
 
+def _function_of(compiled: Any) -> Any:
+    """What stands behind a bound method."""
+    return compiled.__func__ if isinstance(compiled, types.MethodType) else compiled
+
+
 def _compiled(compiled: Any) -> Compiled:
-    if type(compiled) is CompiledModule:
+    if issubclass(type(compiled), CompiledModule):
         return compiled._millstream  # type: ignore[no-any-return]
     if isinstance(compiled, Compiled):
         return compiled

@@ -12,7 +12,7 @@ from millstream.api.compiling import check_arguments, scheduling_of
 from millstream.capture.step import Step
 from millstream.engine import Executable
 from millstream.engine import build as build_executable
-from millstream.errors import CaptureError, MillstreamError
+from millstream.errors import ArgumentError, CaptureError, MillstreamError
 from millstream.lower import Lowered, compile_graph
 from millstream.passes import split_gradients
 
@@ -49,7 +49,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     Raises:
         ArgumentError: An argument has no meaning; the message lists the choices.
     """
-    check_arguments(engine, max_graphs)
+    check_arguments(engine, max_graphs, options)
     scheduling = scheduling_of(streams, policy, memory)
     if fn is None:
         return functools.partial(
@@ -63,6 +63,8 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             max_graphs=max_graphs,
             options=options,
         )
+    if not callable(fn):
+        raise ArgumentError(f"step() takes a function that does a training step, not {type(fn).__name__}.")
     name = getattr(fn, "__name__", type(fn).__name__)
 
     def build_step(gm: torch.fx.GraphModule, inputs: list[Any], static: frozenset[int]) -> StepProgram:

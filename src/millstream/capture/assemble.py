@@ -14,7 +14,7 @@ from millstream.capture.discover import Found
 from millstream.capture.guards import make_guards
 from millstream.capture.optimizers import NumberPlace, device_of, number_places
 from millstream.capture.request import Gradient, Request, Traced
-from millstream.capture.signature import Leaf, Reference, Structure, walk_arguments
+from millstream.capture.signature import RESOLVE_REMEDY, Leaf, Reference, Structure, is_lazy_view, walk_arguments
 from millstream.capture.state import Lifted, find_mirrored, lift
 from millstream.capture.step_graph import HostTensor, Memory, Slot, StepGraph, adopt, is_alike
 from millstream.errors import CaptureError
@@ -92,6 +92,8 @@ class Workshop:
             )
         if any(argument.layout is not torch.strided for argument in call.arguments):
             raise CaptureError("An argument is a sparse or nested tensor.", remedy="Pass dense tensors.")
+        if any(map(is_lazy_view, call.arguments)):
+            raise CaptureError("An argument is a conjugated or negated view.", remedy=RESOLVE_REMEDY)
         state = lift(found)
         for entry in state:
             if id(entry.tensor) in arguments:

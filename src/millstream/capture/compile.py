@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import BackendCompilerFailed
 
+from millstream.capture.signature import RESOLVE_REMEDY, is_lazy_view
+from millstream.capture.torch_private import count_hooks
 from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
 from millstream.lower import Lowered, compile_graph, frozen_parameters
 
@@ -77,6 +80,9 @@ class Compiler:
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile a graph that Dynamo captured."""
+        if any(isinstance(value, torch.Tensor) and is_lazy_view(value) for value in inputs):
+            self.warn(f"a graph runs as plain Python, as an input is a conjugated or negated view. {RESOLVE_REMEDY}")
+            return gm.forward
         builder, graph = self._new_builder(self.warn), Graph()
 
         def finish(lowered: Lowered) -> Runnable:
@@ -119,6 +125,35 @@ class Compiler:
                 executable.release()
 
 
+class _Hooks:
+    """Hooks of a module and of those within it: Dynamo misses later ones, unless it asks for each in every call."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+        self._count = -1
+        self._counted: list[tuple[Any, int]] = []
+
+    def changed(self) -> tuple[int, ...] | None:
+        """The numbers of all hooks, ``None`` if they are those of the last look."""
+        count = count_hooks()
+        if count == self._count and all(len(hooks) == number for hooks, number in self._counted):
+            return None
+        self._count = count
+        own = [
+            hooks
+            for module in self._root.modules()
+            for hooks in (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+            )
+            if hooks
+        ]
+        self._counted = [(hooks, len(hooks)) for hooks in own]
+        return tuple(number for hooks in own for number in hooks)
+
+
 class Compiled:
     """A function compiled by ``ms.compile``.
 
@@ -137,10 +172,21 @@ class Compiled:
         self._freeze = freeze
         self._reported = 0
         dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
-        self._call = torch.compile(function, backend=compiler, dynamic=False, fullgraph=compiler.strict)
+        self._function = function
+        self._hooks = _Hooks(function) if isinstance(function, torch.nn.Module) else None
+        self._calls: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._call = self._call_for(())
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A function compiled in a class is a method."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # part of another capture
+            return self._function(*args, **kwargs)
         breaks = len(dynamo_utils.graph_break_reasons)
+        if self._hooks is not None and (numbers := self._hooks.changed()) is not None:
+            self._call = self._call_for(numbers)
         try:
             with frozen_parameters() if self._freeze else _NOTHING:
                 result = self._call(*args, **kwargs)
@@ -152,6 +198,15 @@ class Compiled:
             self._report(breaks)
         return result
 
+    def _call_for(self, hooks: tuple[int, ...]) -> Callable[..., Any]:
+        """What to call with these hooks. Dynamo takes what it captured for one backend for no other."""
+        if hooks not in self._calls:
+            backend = functools.partial(self.compiler)
+            self._calls[hooks] = torch.compile(
+                self._function, backend=backend, dynamic=False, fullgraph=self.compiler.strict
+            )
+        return self._calls[hooks]
+
     def _report(self, breaks: int) -> None:
         """Tell the user what Dynamo left to Python while it captured."""
         self._reported = len(self.compiler.graphs)
@@ -162,6 +217,15 @@ class Compiled:
                 where = f" at {frame.filename}:{frame.lineno} in {frame.name}"
             first = str(reason.reason).strip().splitlines()[0]
             self.compiler.warn(f"the graph is cut{where} ({first}); the parts run one after another.")
+
+
+_RETURN_SELF = frozenset(
+    """
+    train eval requires_grad_ apply to to_empty type float double half bfloat16 cpu cuda xpu ipu mtia share_memory
+    """.split()
+)
+_PLAIN_METHODS = frozenset(vars(torch.nn.Module)) - _RETURN_SELF
+"""Methods of every module that do not return it. Dynamo, when it finds one compiled model in another, looks at them."""
 
 
 class CompiledModule(torch.nn.Module):
@@ -180,7 +244,7 @@ class CompiledModule(torch.nn.Module):
             return object.__getattribute__(self, name)
         original = object.__getattribute__(self, "_original")
         value = getattr(original, name)
-        if not callable(value) or getattr(value, "__self__", None) is not original:
+        if name in _PLAIN_METHODS or not callable(value) or getattr(value, "__self__", None) is not original:
             return value
 
         @functools.wraps(value)
@@ -201,3 +265,17 @@ class CompiledModule(torch.nn.Module):
 
     def __repr__(self) -> str:
         return f"compiled {self._original!r}"
+
+
+def compile_module(module: torch.nn.Module, compiler: Compiler, *, freeze: bool = False) -> CompiledModule:
+    """Make a compiled module, with items where ``module`` has them: Python looks for these methods in classes only."""
+    methods = {name: _reach_original(name) for name in _ITEM_METHODS if hasattr(type(module), name)}
+    kind = type(CompiledModule.__name__, (CompiledModule,), methods) if methods else CompiledModule
+    return kind(module, compiler, freeze=freeze)
+
+
+_ITEM_METHODS = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
+
+
+def _reach_original(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self._original, name)(*args)

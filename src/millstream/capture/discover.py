@@ -1,8 +1,8 @@
 """Find the modules, optimizers, scalers and tensors that a function reaches.
 
 A function reaches what its closure, the globals its code names, its defaults and its bound object hold; and, from
-there, what containers hold, and those attributes of plain objects whose names occur in the code found so far. What is
-missed here shows up while tracing and is added then.
+there, what containers hold, and those attributes of plain objects, classes and functions whose names occur in the code
+found so far. What is missed here shows up while tracing and is added then.
 
 **Contract**
 - Nothing is called, and no property is evaluated: looking has no side effects.
@@ -15,6 +15,7 @@ missed here shows up while tracing and is added then.
 
 from __future__ import annotations
 
+import argparse
 import dis
 import functools
 import inspect
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from millstream.capture.attributes import ClassAttributes, SlotAttributes
 from millstream.capture.signature import SCALARS
 
 MAX_ITEMS = 1000
@@ -71,7 +73,7 @@ class Link:
 
     Attributes:
         name: How a user would write it, such as ``self.model``.
-        holder: A dict, list or closure cell.
+        holder: A dict, list, closure cell, or attributes in the form of a dict.
         key: Key or index in the holder; ``None`` for a cell.
         value: What was found there, or ``MISSING``.
     """
@@ -86,17 +88,30 @@ class Link:
 class Found:
     """What a function reaches, by name; nothing occurs twice, and disabled scalers do not occur.
 
-    ``sources`` are the names of iterators and queues; ``references`` counts on how many ways a tensor, by id, was met,
-    modules' parameters and buffers and optimizers apart.
+    Attributes:
+        modules: Modules.
+        optimizers: Optimizers.
+        scalers: Gradient scalers.
+        tensors: Tensors.
+        objects: Attributes of plain objects, classes and functions.
+        containers: Lists, dicts, sets and deques.
+        watched: Those of ``containers`` that the code may look into.
+        cached: Functions behind ``functools.lru_cache``.
+        links: The steps on the way.
+        sources: Names of iterators and queues.
+        references: On how many ways a tensor, by id, was met, modules' parameters and buffers and optimizers apart.
     """
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
     scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    objects: list[tuple[str, MutableMapping[str, Any]]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     references: Counter[int] = field(default_factory=Counter)
+    watched: list[tuple[str, Any]] = field(default_factory=list)
+    cached: list[types.FunctionType] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
 
 
@@ -118,23 +133,23 @@ class _Search:
         self.names: set[str] = {"__call__", "forward"}
         self._seen: dict[int, Any] = {}  # id -> object, kept alive so that ids stay unique
         self._linked: set[tuple[int, Any]] = set()
-        self._plain: list[tuple[str, Any]] = []
-        self._classes: list[tuple[str, type]] = []
+        self._plain: list[tuple[str, MutableMapping[str, Any], frozenset[str]]] = []  # and what their classes give
+        self._of_module: str | None = None  # the attribute of a module from which the search has come
+        self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
 
     def finish(self) -> None:
         """Look at plain objects and classes again until their code yields no new name."""
         known = -1
-        while known != len(self.names) + len(self._plain) + len(self._classes):
-            known = len(self.names) + len(self._plain) + len(self._classes)
-            names = sorted(self.names)
-            for prefix, value in list(self._plain):
-                holder = vars(value)
-                for name in names:
-                    if name in holder:
-                        self.follow(f"{prefix}.{name}", holder, name)
-            for prefix, kind in list(self._classes):
-                for name in names:
-                    self._visit_method(f"{prefix}.{name}", kind, name)
+        while known != len(self.names) + len(self._plain):
+            known = len(self.names) + len(self._plain)
+            for prefix, holder, defaults in list(self._plain):
+                for name in sorted(self.names.intersection(holder)):
+                    self.follow(f"{prefix}.{name}", holder, name)
+                for name in sorted(self.names & defaults.difference(holder)):  # may be set later
+                    self.follow(f"{prefix}.{name}", holder, name)
+        # Of a module everything is looked at; what its code never names (a log, say) may grow as it likes.
+        attributes = {None, *self.names}
+        self.found.watched = [item for item in self.found.containers if self._attribute_of[id(item[1])] in attributes]
 
     def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912 - one line per kind of thing
         """Look at ``value``, once."""
@@ -163,19 +178,25 @@ class _Search:
             self.visit(name, value.func)
             self.visit(f"{name}.args", value.args)
             self.visit(f"{name}.keywords", value.keywords)
+        elif isinstance(value, staticmethod | classmethod):
+            self.visit(name, value.__func__)
+        elif isinstance(value, property):
+            self.visit(name, value.fget)
+        elif isinstance(value, functools.cached_property):
+            self.visit(name, value.func)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            if isinstance(value.__wrapped__, types.FunctionType):
+                self.found.cached.append(value.__wrapped__)
+            self.visit(name, value.__wrapped__)
         elif isinstance(value, list | tuple | deque | set | frozenset | dict):
             self._visit_container(name, value)
         elif isinstance(value, types.ModuleType):
             if is_users(getattr(value, "__file__", None) or "<frozen>"):
-                self._plain.append((name, value))
+                self._plain.append((name, vars(value), frozenset()))
         elif isinstance(value, type):
             self._visit_class(name, value)
-        elif hasattr(value, "__dict__"):
-            self._visit_class(name, type(value))
-            kind: Any = type(value)
-            if is_users(_file_of(kind)):
-                self._plain.append((name, value))
-                self.found.containers.append((name, vars(value)))
+        else:
+            self._visit_object(name, value)
 
     def follow(self, name: str, holder: Any, key: Any) -> None:
         """Go from ``holder`` to what it holds at ``key``, and write the step down."""
@@ -188,8 +209,9 @@ class _Search:
             except ValueError:  # not assigned yet
                 return
         else:
-            value = holder[key]
-        if not isinstance(value, types.ModuleType | types.BuiltinFunctionType | type):
+            value = holder[key] if isinstance(holder, list) else holder.get(key, MISSING)
+        is_library = isinstance(value, type) and not is_users(_file_of(value))
+        if not is_library and not isinstance(value, _NEVER_REPLACED):
             self.found.links.append(Link(name, holder, key, value))
         self.visit(name, value)
 
@@ -210,6 +232,7 @@ class _Search:
             self.visit(f"{parent}default[{position}]", default)
         for variable, default in (function.__kwdefaults__ or {}).items():
             self.visit(variable, default)
+        self._visit_attributes(name, vars(function), frozenset())
         wrapped = vars(function).get("__wrapped__")
         if wrapped is not None:
             self.visit(name, wrapped)
@@ -219,6 +242,7 @@ class _Search:
             return
         if isinstance(value, list | dict | deque | set):
             self.found.containers.append((name, value))
+            self._attribute_of[id(value)] = self._of_module
         if isinstance(value, dict):
             for key in list(value):
                 self.follow(f"{name}[{key!r}]", value, key)
@@ -234,34 +258,60 @@ class _Search:
             if id(base) not in self._seen or base is kind:
                 self._seen[id(base)] = base
                 if is_users(_file_of(base)):
-                    self._classes.append((name, base))
+                    self._visit_attributes(name, ClassAttributes(base), frozenset())
 
-    def _visit_method(self, name: str, kind: type, attribute: str) -> None:
-        value = vars(kind).get(attribute)
-        if isinstance(value, staticmethod | classmethod):
-            value = value.__func__
-        elif isinstance(value, property):
-            value = value.fget
-        elif isinstance(value, functools.cached_property):
-            value = value.func
-        if isinstance(value, types.FunctionType | Tensor | nn.Module | Optimizer):
-            self.visit(name, value)
+    def _visit_object(self, name: str, value: Any) -> None:
+        kind: Any = type(value)
+        self._visit_class(name, kind)
+        if not is_users(_file_of(kind)) and kind not in _NAMESPACES:
+            return
+        if hasattr(value, "__dict__"):
+            self._visit_attributes(name, vars(value), defaults_of(kind))
+        slots = SlotAttributes(value)
+        if slots.has_slots():
+            self._visit_attributes(name, slots, frozenset())
+
+    def _visit_attributes(self, name: str, holder: MutableMapping[str, Any], defaults: frozenset[str]) -> None:
+        self._plain.append((name, holder, defaults))
+        self.found.objects.append((name, holder))
 
     def _visit_module(self, name: str, root: nn.Module) -> None:
         self.found.modules.append((name, root))
+        outer = self._of_module
         for path, module in root.named_modules():
             self._seen[id(module)] = module
             prefix = f"{name}.{path}" if path else name
             if type(module) not in _TORCH_MODULES:
                 self._visit_class(prefix, type(module))
             for attribute, value in list(vars(module).items()):
+                self._of_module = attribute
                 if attribute not in _PLAIN_MODULE_ATTRIBUTES and not isinstance(value, (*SCALARS, tuple)):
                     self.follow(f"{prefix}.{attribute}", vars(module), attribute)
                 elif isinstance(value, tuple):
                     self.visit(f"{prefix}.{attribute}", value)
+        self._of_module = outer
 
 
 _TORCH_MODULES = frozenset(value for value in vars(nn).values() if isinstance(value, type))
+
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+"""Classes of Python's own whose objects users fill."""
+
+_NEVER_REPLACED = (
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
+"""Not worth a look in every call."""
+
+
+def defaults_of(kind: type) -> frozenset[str]:
+    """Names that ``kind`` gives plain values, which an object of it may override."""
+    values = {key: value for base in reversed(kind.__mro__) for key, value in vars(base).items()}
+    return frozenset(key for key, value in values.items() if not hasattr(type(value), "__get__"))
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, getitem, is_
+from operator import attrgetter, contains, getitem, is_
 from types import CellType
 from typing import Any
 
@@ -23,8 +23,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from millstream.capture import torch_private
-from millstream.capture.discover import MISSING, Link
-from millstream.capture.python_state import look
+from millstream.capture.attributes import Attributes
+from millstream.capture.discover import MISSING
+from millstream.capture.python_state import differs, look
 from millstream.capture.quick import QuickGuards, load_library
 from millstream.capture.request import Request, Traced
 from millstream.capture.scaler import is_idle
@@ -85,12 +86,18 @@ class Guards:
     Attributes:
         plain: Entries with plain Python values, compared by value.
         objects: Other entries, compared by identity.
+        absent: Entries that must not be there.
         cells: Closure cells and their contents.
         copies: Dicts of submodules or hooks, lists of groups or parameters, and copies of them.
-        watched: Tensors whose own properties count.
+        sized: Lists and dicts of the user's, whose entries are among the others.
+        sizes: Their lengths.
+        loose: Sets and deques of the user's, and copies of them.
+        watched: Tensors whose gradients count.
+        gradients: The gradient that each of them must have.
+        placed: Those, and all other state of the graph.
         required_grad: Whether they require a gradient.
         addresses: Where their data is: ``tensor.data = ...`` keeps the object.
-        gradients: The gradient that each of them must have.
+        layouts: Whether their sizes and strides are as before, and ``required_grad``.
         hooked: Tensors, modules and optimizers whose hooks count.
         names: How to call an entry, by id of the holder and key.
         owned: Entries, in the same form, that hold state of the step.
@@ -104,12 +111,18 @@ class Guards:
 
     plain: Entries = field(default_factory=Entries)
     objects: Entries = field(default_factory=Entries)
+    absent: Entries = field(default_factory=Entries)
     cells: list[tuple[CellType, Any]] = field(default_factory=list)
     copies: list[tuple[Any, Any]] = field(default_factory=list)
+    sized: list[Any] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    loose: list[tuple[Any, Any]] = field(default_factory=list)
     watched: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    placed: list[Tensor] = field(default_factory=list)
     required_grad: list[bool] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
-    gradients: list[Tensor | None] = field(default_factory=list)
+    layouts: Callable[[], bool] = bool
     hooked: list[Any] = field(default_factory=list)
     names: dict[tuple[int, Any], str] = field(default_factory=dict)
     owned: set[tuple[int, Any]] = field(default_factory=set)
@@ -119,12 +132,34 @@ class Guards:
     hook_state: list[int] = field(default_factory=list)
     quick: QuickGuards | None = None
 
-    def watch(self, tensor: Tensor, gradient: Tensor | None) -> None:
-        """Watch the properties of ``tensor``, which must have ``gradient``."""
-        self.watched.append(tensor)
-        self.required_grad.append(tensor.requires_grad)
-        self.addresses.append(tensor.data_ptr())
-        self.gradients.append(gradient)
+    def expect(self, holder: Any, key: Any, value: Any, name: str | None = None) -> None:
+        """Add an entry, which may be ``MISSING``, or a closure cell."""
+        if isinstance(holder, Attributes):
+            holder = holder.view()
+        if name is not None:
+            self.names[id(holder), key] = name
+        if isinstance(holder, CellType):
+            self.cells.append((holder, value))
+        elif value is MISSING:
+            self.absent.add(holder, key, value)
+        else:
+            (self.plain if isinstance(value, SCALARS) else self.objects).add(holder, key, value)
+
+    def measure(self, name: str, container: Any) -> None:
+        """Expect ``container`` to keep its length; a set or deque, whose items are no entries, all that it holds."""
+        self.names[id(container), None] = name
+        if isinstance(container, list | dict):
+            self.sized.append(container)
+            self.sizes.append(len(container))
+        else:
+            self.loose.append((container, container.copy()))
+
+    def place(self, tensors: Sequence[Tensor]) -> None:
+        """Expect ``tensors`` to stay where they are."""
+        self.placed += tensors
+        self.required_grad += (tensor.requires_grad for tensor in tensors)
+        self.addresses += map(Tensor.data_ptr, tensors)
+        self.layouts = torch_private.layout_check(self.placed)
 
     def note_hooks(self) -> None:
         """Remember which hooks there are now."""
@@ -136,12 +171,14 @@ class Guards:
         library = load_library()
         if library is None:
             return
-        entries = [*self.plain, *self.objects, *((cell, None, value) for cell, value in self.cells)]
+        entries = [*self.plain, *self.objects, *self.absent, *((cell, None, value) for cell, value in self.cells)]
         for container, copy in self.copies:
             entries += ((container, key, look(copy, key)) for key in _keys(copy))
-        containers = [container for container, _ in self.copies]
+        containers = [*(container for container, _ in self.copies), *self.sized]
+        gradient_of = dict(zip(map(id, self.watched), self.gradients, strict=True))
+        gradients = [gradient_of.get(id(tensor)) for tensor in self.placed]
         with contextlib.suppress(ValueError):
-            self.quick = QuickGuards(library, entries, containers, self.watched, self.gradients, written)
+            self.quick = QuickGuards(library, entries, containers, self.placed, gradients, written)
 
     def hold(self) -> list[tuple[Tensor, Tensor | None]] | None:
         """Compare with the state at capture.
@@ -158,13 +195,13 @@ class Guards:
             return None
         if not all(_form_of(look(holder, key)) == form for holder, key, form in self.held):
             return None
+        if self.loose and any(differs(container, copy) for container, copy in self.loose):
+            return None
         if self.quick is not None and self.quick.hold():
             return []
         if not self._entries_hold():
             return None
-        if [*map(Tensor.data_ptr, self.watched)] != self.addresses:
-            return None
-        if [*map(_REQUIRES_GRAD, self.watched)] != self.required_grad:
+        if [*map(Tensor.data_ptr, self.placed)] != self.addresses or not self.layouts():
             return None
         gradients = [*map(_GRADIENT, self.watched)]
         if all(map(is_, gradients, self.gradients)):
@@ -180,6 +217,8 @@ class Guards:
             return (
                 self.objects.compare(is_)
                 and (self.plain.compare(is_) or self.plain.compare(is_same))
+                and not any(map(contains, self.absent.holders, self.absent.keys))
+                and [*map(len, self.sized)] == self.sizes
                 and all(is_same(cell.cell_contents, value) for cell, value in self.cells)
                 and all(_is_unchanged(container, copy) for container, copy in self.copies)
             )
@@ -189,28 +228,42 @@ class Guards:
     def broken(self) -> Break | None:
         """The first condition that does not hold."""
         cells = ((cell, None, value) for cell, value in self.cells)
-        for holder, key, value in (*self.plain, *self.objects, *cells):
+        for holder, key, value in (*self.plain, *self.objects, *self.absent, *cells):
             if not is_same(look(holder, key), value):
                 name = self.names.get((id(holder), key), str(key))
                 is_final, is_tensor = (id(holder), key) in self.owned, isinstance(value, Tensor)
                 return Break(f"{name} is another than before.", holder, key, is_final, is_tensor)
+        change = self._changed_container() or self._changed_tensor()
+        if change is not None:
+            return change
+        if not all(map(is_idle, self.scalers)):
+            return Break("Gradients were unscaled outside of the step.")
+        return Break("A hook was registered or removed.") if self.hook_state != self._hooks() else None
+
+    def _changed_container(self) -> Break | None:
+        sized = zip(self.sized, self.sizes, strict=True)
+        changed = [container for container, size in sized if len(container) != size]
+        changed += (container for container, copy in self.loose if differs(container, copy))
+        for container in changed:
+            return Break(f"{self.names[id(container), None]} holds other items than before.", container)
         for container, copy in self.copies:
             if not _is_unchanged(container, copy):
                 return Break(
                     "A submodule, hook, parameter group or parameter was replaced, added or removed.", container
                 )
-        for tensor, requires_grad, address in zip(self.watched, self.required_grad, self.addresses, strict=True):
+        return None
+
+    def _changed_tensor(self) -> Break | None:
+        for tensor, requires_grad, address in zip(self.placed, self.required_grad, self.addresses, strict=True):
             if tensor.data_ptr() != address:
-                return Break("A parameter was moved or converted.", tensor, is_final=True)
+                return Break("A parameter or other state was moved or converted.", tensor, is_final=True)
             if tensor.requires_grad is not requires_grad:
-                return Break("A parameter was frozen or unfrozen.", tensor)
+                return Break("A parameter or other state was frozen or unfrozen.", tensor)
         for holder, key, form in self.held:
             if _form_of(look(holder, key)) != form:
                 name = self.names.get((id(holder), key), str(key))
                 return Break(f"{name} has another shape, dtype or layout than before.", holder, key)
-        if not all(map(is_idle, self.scalers)):
-            return Break("Gradients were unscaled outside of the step.")
-        return Break("A hook was registered or removed.") if self.hook_state != self._hooks() else None
+        return None if self.layouts() else Break("A parameter or other state was given another shape or layout.")
 
     def _hooks(self) -> list[int]:
         counts: list[int] = []
@@ -241,8 +294,6 @@ def make_guards(
         homes: Gradients that are inputs of the graph.
     """
     guards = Guards()
-    for attributes, attribute, value in traced.reads:
-        guards.plain.add(attributes, attribute, value)
     outputs = (*traced.outputs, *(output for _, _, output in traced.effects))
     returned = {id(output.value) for output in outputs if output.kind == "object"}
     returned |= {id(part.target) for _, part in walk(traced.structure, "") if isinstance(part, Reference)}
@@ -255,8 +306,7 @@ def make_guards(
         entry = request.state[index]
         guards.held.append((holder, key, _form_of(entry.tensor)))
         guards.names[id(holder), key] = entry.name
-    for link in request.found.links:
-        _add_link(guards, link, used)
+    _add_readings(guards, request, traced, used)
     for entry in used.values():
         for holder, key in entry.places:
             guards.objects.add(holder, key, entry.tensor)
@@ -267,8 +317,11 @@ def make_guards(
     tensors += [gradient.parameter for gradient in request.gradients]
     watched = {id(tensor): tensor for tensor in tensors}
     guards.hooked += watched.values()
-    for tensor in (*watched.values(), *homes):
-        guards.watch(tensor, gradient_of.get(id(tensor)))
+    guards.watched = [*watched.values(), *homes]
+    guards.gradients = [gradient_of.get(id(tensor)) for tensor in guards.watched]
+    mirrored = {id(request.state[index].tensor) for index in request.mirrored}
+    others = (entry.tensor for key, entry in used.items() if key not in watched and key not in mirrored)
+    guards.place([*guards.watched, *others])
     for module in (module for _, module in request.found.modules):
         _add_tree(guards, module)
     free = {(id(place.optimizer), place.group, place.key, place.item) for place in request.numbers}
@@ -284,16 +337,26 @@ def make_guards(
     return guards
 
 
-def _add_link(guards: Guards, link: Link, used: Container[int]) -> None:
-    if link.value is MISSING or (isinstance(link.value, Tensor) and id(link.value) not in used):
-        return
-    guards.names[id(link.holder), link.key] = link.name
-    if link.key is None:
-        guards.cells.append((link.holder, link.value))
-    elif isinstance(link.value, SCALARS):
-        guards.plain.add(link.holder, link.key, link.value)
-    else:
-        guards.objects.add(link.holder, link.key, link.value)
+def _add_readings(guards: Guards, request: Request, traced: Traced, used: Container[int]) -> None:
+    """Expect the Python values that the step may have read."""
+    for attributes, attribute, value in traced.reads:
+        guards.expect(attributes, attribute, value)
+    stored = {(id(holder), key) for holder, key, _ in traced.effects}
+    groups = {id(group) for _, optimizer in request.found.optimizers for group in optimizer.param_groups}
+    for link in request.found.links:
+        if id(link.holder) in groups:  # see _add_optimizer
+            continue
+        at = (id(link.holder), link.key)
+        # A tensor that the step replaces is a result; anything else may have told it to make one (`if x is None`).
+        if not isinstance(link.value, Tensor) or id(link.value) in used:
+            guards.expect(link.holder, link.key, link.value, link.name)
+            stored.discard(at)
+    for holder, key, output in traced.effects:
+        is_new = not isinstance(holder, CellType) and look(holder, key) is MISSING
+        if is_new and output.kind != "object" and (id(holder), key) in stored:
+            guards.expect(holder, key, MISSING)
+    for name, container in request.found.watched:
+        guards.measure(name, container)
 
 
 def _add_tree(guards: Guards, root: nn.Module) -> None:
@@ -347,5 +410,4 @@ def _keys(container: Any) -> Iterable[Any]:
     return container if isinstance(container, dict) else range(len(container))
 
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
 _GRADIENT = attrgetter("grad")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -39,6 +40,9 @@ class NumberPlace:
     key: str
     item: int | None
 
+    def __str__(self) -> str:
+        return f"param_groups[{self.group}][{self.key!r}]"
+
     def get(self) -> Any:
         """The number as it is now, or whatever stands in its place."""
         value = self.optimizer.param_groups[self.group].get(self.key)
@@ -57,15 +61,20 @@ class NumberPlace:
             group[self.key] = type(group[self.key])(items)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a graph can read ``value`` at run time: a real number, of NumPy too (schedulers), and no ``bool``."""
+    return isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool)
+
+
 def number_places(optimizer: Optimizer) -> Iterator[NumberPlace]:
-    """All plain floats among the hyperparameters of ``optimizer``."""
+    """All floats among the hyperparameters of ``optimizer``."""
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if isinstance(value, float):
+            if isinstance(value, float | np.floating):
                 yield NumberPlace(optimizer, number, key, None)
             elif isinstance(value, tuple | list) and key != "params":
                 for item, part in enumerate(value):
-                    if isinstance(part, float):
+                    if isinstance(part, float | np.floating):
                         yield NumberPlace(optimizer, number, key, item)
 
 

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from millstream.capture.discover import MISSING, Found
+from millstream.capture.attributes import Attributes
+from millstream.capture.discover import MISSING, Found, defaults_of
 from millstream.capture.signature import is_same
 
 _SCALARS = (bool, int, float, complex, str, type(None), tuple, torch.dtype)
@@ -81,7 +82,8 @@ class Snapshot:
 
     def __init__(self, found: Found) -> None:
         self._copies: dict[int, tuple[Kind, str, Any, Any]] = {}
-        self._links = [(link.name, link.holder, link.key, link.value) for link in found.links]
+        # As it is now: numbers of optimizers have been replaced.
+        self._links = [(link.name, link.holder, link.key, look(link.holder, link.key)) for link in found.links]
         for name, root in found.modules:
             for path, module in root.named_modules():
                 prefix = f"{name}.{path}" if path else name
@@ -98,11 +100,11 @@ class Snapshot:
         for name, scaler in found.scalers:
             for part in (vars(scaler), scaler._per_optimizer_states, *scaler._per_optimizer_states.values()):
                 self._keep(Kind.SCALER, name, part)
-        for name, container in found.containers:
+        for name, container in (*found.objects, *found.containers):
             self._keep(Kind.PLAIN, name, container)
 
     def _keep(self, kind: Kind, name: str, holder: Any) -> None:
-        if isinstance(holder, dict | list | set | deque):
+        if isinstance(holder, dict | list | set | deque | Attributes):
             self._copies.setdefault(id(holder), (kind, name, holder, holder.copy()))
 
     def changes(self) -> list[Change]:
@@ -110,17 +112,16 @@ class Snapshot:
         found: dict[tuple[int, Any], Change] = {}
         for name, holder, key, before in self._links:
             after = look(holder, key)
-            # torch.fx.wrap: while tracing, FX itself puts wrappers in the place of such functions.
-            if not is_same(after, before) and getattr(after, "__wrapped__", after) is not before:
+            if _is_changed(after, before):
                 found[id(holder), key] = Change(Kind.PLAIN, name, holder, key, before, after)
         for kind, name, holder, copy in self._copies.values():
-            if isinstance(holder, dict):
+            if isinstance(holder, dict | Attributes):
                 for key in [*copy, *(key for key in holder if key not in copy)]:
                     before, after = copy.get(key, MISSING), holder.get(key, MISSING)
-                    if not is_same(after, before):
+                    if _is_changed(after, before):
                         label = f"{name}.{key}" if isinstance(key, str) else name
                         found.setdefault((id(holder), key), Change(kind, label, holder, key, before, after))
-            elif len(holder) != len(copy) or any(a is not b for a, b in zip(holder, copy, strict=True)):
+            elif differs(holder, copy):
                 found[id(holder), None] = Change(kind, name, holder, None, copy, holder)
         return list(found.values())
 
@@ -136,13 +137,30 @@ class Snapshot:
                 ):
                     holder.clear()
                     holder.update(copy)
-            elif len(holder) != len(copy) or any(a is not b for a, b in zip(holder, copy, strict=True)):
+            elif isinstance(holder, Attributes):
+                for key in [*copy, *(key for key in holder if key not in copy)]:
+                    if holder.get(key, MISSING) is not copy.get(key, MISSING):
+                        store(holder, key, copy.get(key, MISSING))
+            elif differs(holder, copy):
                 holder.clear()
                 holder.update(copy) if isinstance(holder, set) else holder.extend(copy)
 
 
+def differs(container: Any, copy: Any) -> bool:
+    """Whether a list, set or deque holds other objects than its copy."""
+    if isinstance(container, set):  # in no order
+        return bool(container != copy)
+    return len(container) != len(copy) or any(a is not b for a, b in zip(container, copy, strict=True))
+
+
+def _is_changed(after: Any, before: Any) -> bool:
+    # While tracing, FX puts wrappers in the place of functions marked by torch.fx.wrap; so do our own patches.
+    is_wrapper = isinstance(after, FunctionType) and vars(after).get("__wrapped__", after) is before
+    return not is_wrapper and not is_same(after, before)
+
+
 def look(holder: Any, key: Any) -> Any:
-    """What a dict, list or closure cell holds, or ``MISSING``."""
+    """What a dict, list, closure cell or mapping holds, or ``MISSING``."""
     try:
         return holder.cell_contents if isinstance(holder, CellType) else holder[key]
     except (KeyError, IndexError, ValueError):
@@ -180,7 +198,7 @@ def record_module_reads(
             return value
         if name == "forward":
             on_forward(module)
-        if isinstance(value, _SCALARS) and not name.startswith("__"):
+        if name == "forward" or (isinstance(value, _SCALARS) and not name.startswith("__")):
             reads[id(module), name] = (module, name)
         return value
 
@@ -192,7 +210,10 @@ def record_module_reads(
 
 
 def selects_behaviour(module: nn.Module, name: str) -> bool:
-    """Whether to check on each call that the attribute ``name`` is unchanged."""
-    if name not in vars(module):
-        return False
-    return not (type(module).__module__.startswith("torch.nn.modules") and name in _STRUCTURAL)
+    """Whether to check on each call that the attribute ``name`` of this very object is unchanged, or still absent."""
+    if name == "forward":
+        return True
+    is_torch = type(module).__module__.startswith("torch.nn.modules")
+    if name in vars(module):
+        return not (is_torch and name in _STRUCTURAL)
+    return not is_torch and name in defaults_of(type(module)) and name not in vars(nn.Module)

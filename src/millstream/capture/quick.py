@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from millstream.capture.discover import MISSING
 from millstream.device.native import load, torch_options
 from millstream.lower.tensors import place_of_implementation
 
@@ -27,9 +28,9 @@ class QuickGuards:
 
     Args:
         library: From ``load_library``.
-        entries: Dict, list or closure cell; key; and the value it must hold.
+        entries: Dict, list, closure cell or mapping; key; and the value it must hold, or ``MISSING``.
         containers: Dicts and lists that must keep their length.
-        tensors: Must keep their memory and whether they require a gradient.
+        tensors: Must keep their memory, their layout, and whether they require a gradient.
         gradients: What each of them must have.
         written: Tensors whose versions ``bump_versions`` counts up.
 
@@ -52,7 +53,10 @@ class QuickGuards:
         self._handle = handle = ctypes.c_void_p(library.millstream_make(place_of_implementation()))
         self.hold = functools.partial(library.millstream_hold, handle)
         self.bump_versions = functools.partial(library.millstream_bump_versions, handle)
-        accepted = [library.millstream_add_entry(handle, *map(id, entry)) for entry in entries]
+        accepted = [
+            library.millstream_add_entry(handle, id(holder), id(key), None if value is MISSING else id(value))
+            for holder, key, value in entries
+        ]
         accepted += (library.millstream_add_length(handle, id(container)) for container in containers)
         for tensor, gradient in zip(tensors, gradients, strict=True):
             wanted = None if gradient is None else gradient._cdata

@@ -2,7 +2,7 @@
 //
 // Contract
 // - `hold` gives 1 only if every entry holds the object it held (or an equal plain value), every container as many items,
-//   and every tensor its memory, its gradient and its demand for one. 0 means no more than: let Python look.
+//   and every tensor its memory, layout, gradient and demand for one. 0 means no more than: let Python look.
 // - The caller keeps alive what is added here, and holds Python's lock.
 // - Where Python tells which dicts change (3.12 and later), dicts are looked into only when one of them has changed.
 
@@ -44,9 +44,9 @@ bool hear_of(PyObject*) { return false; }
 #endif
 
 struct Entry {
-  PyObject* holder;  // dict, list or closure cell
+  PyObject* holder;  // dict, list, closure cell or another mapping
   PyObject* key;
-  PyObject* value;
+  PyObject* value;  // null: there must be none
 };
 
 // A Python tensor is a pointer to its implementation, which torch.utils.swap_tensors exchanges.
@@ -58,6 +58,7 @@ struct Watched {
   const void* address;
   const Implementation* gradient;
   bool requires_grad;
+  size_t layout;         // where its dimensions, sizes and strides begin among those of all
   const char* storage;   // where these are looked up: to be fetched ahead, not to be read
   const char* autograd;  // likewise; null without
 };
@@ -107,12 +108,22 @@ struct Guards {
   bool hears = true;         // whether Python tells of changes in all of these dicts
   uint64_t held_at = kNever;  // the number of changes when the dicts were last found to hold
   std::vector<Watched> watched;
+  std::vector<int64_t> layouts;
   std::vector<Written> written;
 };
+
+// A class's attributes and those in slots.
+PyObject* look_up_in_mapping(const Entry& entry) {
+  PyObject* now = PyObject_GetItem(entry.holder, entry.key);
+  if (now != nullptr) Py_DECREF(now);  // the owner holds it
+  if (now == nullptr && PyErr_ExceptionMatches(PyExc_KeyError)) PyErr_Clear();
+  return now;
+}
 
 PyObject* look_up(const Entry& entry) {
   if (PyDict_Check(entry.holder)) return PyDict_GetItemWithError(entry.holder, entry.key);
   if (PyCell_Check(entry.holder)) return PyCell_GET(entry.holder);
+  if (!PyList_Check(entry.holder)) return look_up_in_mapping(entry);
   Py_ssize_t index = PyLong_AsSsize_t(entry.key);
   return index >= 0 && index < PyList_GET_SIZE(entry.holder) ? PyList_GET_ITEM(entry.holder, index) : nullptr;
 }
@@ -120,15 +131,27 @@ PyObject* look_up(const Entry& entry) {
 bool holds(const Entry& entry) {
   PyObject* now = look_up(entry);
   if (now == entry.value) return true;
-  if (now == nullptr || Py_TYPE(now) != Py_TYPE(entry.value)) return false;
+  if (now == nullptr || entry.value == nullptr || Py_TYPE(now) != Py_TYPE(entry.value)) return false;
   bool is_plain = PyFloat_CheckExact(now) || PyLong_CheckExact(now) || PyUnicode_CheckExact(now);
   return is_plain && PyObject_RichCompareBool(now, entry.value, Py_EQ) == 1;
 }
 
-bool holds(const Watched& watched) {
+bool has_layout(const Implementation& tensor, const int64_t* layout) {
+  if (tensor.dim() != *layout++) return false;
+  for (int64_t size : tensor.sizes()) {
+    if (size != *layout++) return false;
+  }
+  for (int64_t stride : tensor.strides()) {
+    if (stride != *layout++) return false;
+  }
+  return true;
+}
+
+bool holds(const Watched& watched, const std::vector<int64_t>& layouts) {
   const Implementation* tensor = *watched.place;
   if (tensor != watched.tensor || tensor->data() != watched.address) return false;
   if (tensor->requires_grad() != watched.requires_grad) return false;
+  if (!has_layout(*tensor, layouts.data() + watched.layout)) return false;
   // at::Tensor, whose headers take ten times as long to compile, adds no member to its only base.
   const auto& gradient = reinterpret_cast<const at::TensorBase&>(tensor->grad());
   return (gradient.defined() ? gradient.unsafeGetTensorImpl() : nullptr) == watched.gradient;
@@ -156,7 +179,7 @@ bool hold(Guards& guards) {
   const std::vector<Watched>& all = guards.watched;
   for (size_t i = 0; i < all.size(); ++i) {
     if (i + kAhead < all.size()) fetch(all[i + kAhead]);
-    if (!holds(all[i])) return false;
+    if (!holds(all[i], guards.layouts)) return false;
   }
   return true;
 }
@@ -179,7 +202,7 @@ void millstream_drop(Guards* guards) { delete guards; }
 
 int millstream_add_entry(Guards* guards, PyObject* holder, PyObject* key, PyObject* value) {
   guards->contents_of(holder).entries.push_back({holder, key, value});
-  return PyDict_Check(holder) || PyCell_Check(holder) || (PyList_Check(holder) && PyLong_Check(key));
+  return PyList_Check(holder) ? PyLong_Check(key) : PyCell_Check(holder) || (PyMapping_Check(holder) && !PyTuple_Check(holder));
 }
 
 int millstream_add_length(Guards* guards, PyObject* container) {
@@ -194,7 +217,10 @@ int millstream_add_tensor(Guards* guards, PyObject* tensor, void* gradient) {
     const auto* storage = reinterpret_cast<const char*>(known->unsafe_storage().unsafeGetStorageImpl());
     const auto* autograd = known->autograd_meta() ? reinterpret_cast<const char*>(&known->grad()) : nullptr;
     guards->watched.push_back({place, known, known->data(), static_cast<Implementation*>(gradient),
-                               known->requires_grad(), storage, autograd});
+                               known->requires_grad(), guards->layouts.size(), storage, autograd});
+    guards->layouts.push_back(known->dim());
+    guards->layouts.insert(guards->layouts.end(), known->sizes().begin(), known->sizes().end());
+    guards->layouts.insert(guards->layouts.end(), known->strides().begin(), known->strides().end());
     return 1;
   } catch (const std::exception&) {  // a tensor without memory
     return 0;

@@ -61,12 +61,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a tensor of the result comes from: from the graph, or it is the very object of an argument or of state.
+    """Where a part of the result comes from: from the graph, from the numbers, or it is an argument or state itself.
 
     Attributes:
-        index: Number of the graph's result or of the argument; ``-1`` for an object.
-        kind: ``"graph"``, ``"argument"`` or ``"object"``.
-        value: The object.
+        index: Number of the graph's result or of the argument; ``-1`` otherwise.
+        kind: ``"graph"``, ``"argument"``, ``"object"`` or ``"number"``.
+        value: The object, or a function that gives the number from all that are read at run time.
     """
 
     kind: str
@@ -90,7 +90,7 @@ class Traced:
         written: For each input, whether the graph writes it.
         left: For every gradient of the request, whether the step leaves one behind.
         structure: Structure of the result.
-        outputs: Its tensors.
+        outputs: Its tensors and numbers.
         questions: What the program asked about the numbers.
         reads: Module attributes that the program read.
         effects: Entries to set after every call: holder, key, and where the value comes from.

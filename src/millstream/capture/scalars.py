@@ -67,7 +67,7 @@ class GraphScalar(torch.SymFloat):
 
     def __float__(self) -> float:
         self.questions.asked.append((self.of, self.value))
-        return self.value
+        return float(self.value)  # NumPy's is of a subclass
 
     def __index__(self) -> int:
         return operator.index(float(self))  # type: ignore[arg-type] # raises what a float raises

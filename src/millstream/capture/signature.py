@@ -18,8 +18,10 @@ from torch import Tensor, nn
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 """Types whose values are compared by value; all other objects are compared by identity."""
 
-TensorMeta: TypeAlias = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], object]
-"""Shape, dtype, device, strides, and whether a gradient is required: no, yes by a leaf, yes by a computed tensor."""
+TensorMeta: TypeAlias = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], object, bool]
+"""Shape, dtype, device, strides, whether a gradient is required (no, yes by a leaf, yes by a computed tensor), and
+whether it is a lazy view.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,22 @@ def is_same(now: Any, value: Any) -> bool:
     return now is value or (isinstance(value, (*SCALARS, tuple)) and type(now) is type(value) and bool(now == value))
 
 
+RESOLVE_REMEDY = "Pass x.resolve_conj().resolve_neg()."
+"""Kernels read memory as it lies."""
+
+
+def is_lazy_view(tensor: Tensor) -> bool:
+    """Whether the memory of ``tensor`` holds its values with another sign, as that of ``z.conj()`` does."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Everything about ``tensor`` that a captured graph depends on, apart from its values."""
     gradient = tensor.requires_grad and ("leaf" if tensor.is_leaf else "computed")
     try:
-        return (tensor.shape, tensor.dtype, tensor.device, tensor.stride(), gradient)
+        return (tensor.shape, tensor.dtype, tensor.device, tensor.stride(), gradient, is_lazy_view(tensor))
     except RuntimeError:  # sparse or nested: it has no strides, and will be refused
-        return (tensor.shape, tensor.dtype, tensor.device, (), gradient)
+        return (tensor.shape, tensor.dtype, tensor.device, (), gradient, False)
 
 
 def take_apart(value: Any, leaves: list[Tensor]) -> Structure:

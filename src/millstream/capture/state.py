@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from millstream.capture import torch_private
 from millstream.capture.discover import Found, walk_parameters
+from millstream.capture.signature import is_lazy_view
 from millstream.errors import CaptureError
 
 
@@ -101,6 +102,8 @@ def _check_liftable(name: str, tensor: Tensor) -> None:
         )
     if tensor.layout is not torch.strided:
         raise CaptureError(f"{name} has the layout {tensor.layout}.", remedy="Only dense tensors can be captured.")
+    if is_lazy_view(tensor):
+        raise CaptureError(f"{name} is a conjugated or negated view.", remedy="Keep x.resolve_conj().resolve_neg().")
 
 
 def find_mirrored(state: Sequence[Lifted]) -> dict[int, torch.device]:

@@ -161,8 +161,8 @@ class Step:
         except StateMissing as missing:
             if self._num_unready == MAX_UNREADY:
                 error = CaptureError(
-                    f"The step creates new optimizer state ({missing}) again and again.",
-                    remedy="Give every parameter a gradient in the first call.",
+                    f"The step creates new state ({missing}) again and again.",
+                    remedy="Give every parameter a gradient in the first call, and caches room for all they are asked.",
                 )
         except CaptureError as refusal:
             error = refusal
@@ -204,6 +204,7 @@ class Step:
         for graph in list(self._by_key.get(call.key, ())):
             change = graph.guards.broken()
             if change is None:
+                self._why = graph.changed_number() or self._why
                 continue
             self._why = change.reason
             for _, optimizer in found.optimizers:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from millstream.capture import torch_private
 from millstream.capture.guards import Guards
-from millstream.capture.optimizers import NumberPlace
+from millstream.capture.optimizers import NumberPlace, is_number
 from millstream.capture.python_state import look, store
 from millstream.capture.request import Output
 from millstream.capture.scalars import Questions
@@ -138,13 +138,22 @@ class StepGraph:
             return False
         numbers = [slot.place.get() for slot in self.slots]
         if numbers != self.numbers:
-            if not all(type(number) in (float, int) for number in numbers) or not self.questions.allow(numbers):
+            if not all(map(is_number, numbers)) or not self.questions.allow(numbers):
                 return False
             self.numbers = numbers
         if not adopt(strays):
             return False
         self.fill_slots()
         return True
+
+    def changed_number(self) -> str | None:
+        """In a sentence, which number keeps the graph from running, if one does."""
+        numbers = [slot.place.get() for slot in self.slots]
+        if all(map(is_number, numbers)) and self.questions.allow(numbers):
+            return None
+        changed = zip(self.slots, self.numbers, numbers, strict=True)
+        names = (str(slot.place) for slot, before, now in changed if now != before)
+        return f"It depends on the value of {next(names, 'a hyperparameter')}, which changes."
 
     def fill_slots(self) -> None:
         """Bring the numbers that the graph reads up to date."""
@@ -186,6 +195,8 @@ class StepGraph:
         def value_of(output: Output) -> Any:
             if output.kind == "graph":
                 return results[output.index]
+            if output.kind == "number":
+                return output.value(self.numbers)
             return arguments[output.index] if output.kind == "argument" else output.value
 
         for holder, key, output in self.effects:

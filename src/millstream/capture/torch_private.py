@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C._dynamo.guards import TensorGuards
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -140,6 +141,17 @@ def is_same_view(left: Tensor, right: Tensor) -> bool:
     )
 
 
+def layout_check(tensors: Sequence[Tensor]) -> Callable[[], bool]:
+    """A quick look whether each of ``tensors`` has its sizes, strides and dtype still, and its demand for a gradient.
+
+    Dynamo's own guard, 40 ns a tensor; ``stride()`` and ``shape`` take 180. Tried on 2.11 and 2.13.
+    """
+    sizes = [list(tensor.shape) for tensor in tensors]
+    strides = [list(tensor.stride()) for tensor in tensors]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+    return functools.partial(guards.check, *tensors)
+
+
 def next_sequence_number() -> int:
     """The number that autograd will give to the next node it makes. Tried on 2.11 and 2.13."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
@@ -193,6 +205,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_real",
     "is_same_view",
+    "layout_check",
     "mean_what",
     "next_sequence_number",
     "no_compiled_modules",

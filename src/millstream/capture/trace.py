@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from millstream.capture import torch_private
+from millstream.capture.caches import caches_unfilled
 from millstream.capture.checkpointing import RandomRecords, checkpoints_reuse_randoms
 from millstream.capture.clean import (
     drop_idle_nodes,
@@ -52,7 +53,7 @@ from millstream.capture.randomness import RandomState, other_generators_refused
 from millstream.capture.request import Output, Request, Traced
 from millstream.capture.scalars import GraphScalar, Questions
 from millstream.capture.scaler import is_idle, steps_are_masked
-from millstream.capture.signature import Container, Reference, Structure, Value, put_together, take_apart, walk
+from millstream.capture.signature import LEAF, Container, Reference, Structure, put_together, take_apart, walk
 from millstream.capture.state import Lifted, become_fake
 from millstream.errors import CaptureError
 
@@ -60,7 +61,7 @@ SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this 
 
 
 class StateMissing(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
-    """The optimizer would create state now: only an eager call can initialise it."""
+    """State would be created now, of an optimizer or in a cache: only an eager call can give it values."""
 
 
 class FoundLate(Exception):  # noqa: N818 - a message to the step, which lifts the objects and traces again
@@ -115,7 +116,11 @@ class _Tracer:
                 traceable([optimizer for _, optimizer in request.found.optimizers]),
             ):
                 self.snapshot = Snapshot(request.found)
-                with record_module_reads(self._on_forward) as reads, self._optimizers_watched():
+                with (
+                    record_module_reads(self._on_forward) as reads,
+                    self._optimizers_watched(),
+                    caches_unfilled(request.found.cached, lambda name: self._report(StateMissing(f"{name}'s cache"))),
+                ):
                     self.homes = self._make_homes()
                     inputs = [*state, *self.homes, *numbers, *request.arguments]
                     try:
@@ -377,7 +382,8 @@ class _Tracer:
 
     def _take_outputs(self, result: Any, stored: list[Change]) -> list[Tensor]:
         leaves: list[Tensor] = []
-        self.structure = _bind_numbers(take_apart(result, leaves))
+        structure = take_apart(result, leaves)
+        self.structure = _make_numbers_leaves(structure)
         _check_returned(self.structure)
         self._note_replaced(stored, leaves)
         arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
@@ -404,7 +410,7 @@ class _Tracer:
                 results.append(plain)
             return Output("graph", index_of[id(leaf)])
 
-        self.outputs += map(take, leaves)
+        self.outputs += _outputs(structure, map(take, leaves))
         for change in stored:
             output = take(change.after)
             self.effects.append((change.holder, change.key, output))
@@ -473,7 +479,7 @@ class _Tracer:
             outputs=self.outputs,
             questions=self.questions,
             reads=[
-                (vars(module), name, vars(module)[name])
+                (vars(module), name, vars(module).get(name, MISSING))
                 for module, name in reads.values()
                 if selects_behaviour(module, name)
             ],
@@ -505,12 +511,25 @@ def _writes_host(entry: Lifted) -> CaptureError:
     )
 
 
-def _bind_numbers(structure: Structure) -> Structure:
-    """Put plain numbers for graph scalars: the graph then belongs to these values."""
-    if isinstance(structure, Reference) and isinstance(structure.target, GraphScalar):
-        return Value(float, float(structure.target))
+def _outputs(structure: Structure, tensors: Iterator[Output]) -> Iterator[Output]:
+    """What is to be had of a result, in order: tensors, and numbers that depend on the optimizer's."""
+    for _, part in walk(structure, ""):
+        if part is LEAF:
+            yield next(tensors)
+        elif _is_graph_scalar(part):
+            yield Output("number", value=part.target.of)
+
+
+def _is_graph_scalar(part: Structure) -> TypeGuard[Reference]:
+    return isinstance(part, Reference) and isinstance(part.target, GraphScalar)
+
+
+def _make_numbers_leaves(structure: Structure) -> Structure:
+    """Let the places of graph scalars be filled in each call."""
+    if _is_graph_scalar(structure):
+        return LEAF
     if isinstance(structure, Container):
-        return replace(structure, children=tuple(map(_bind_numbers, structure.children)))
+        return replace(structure, children=tuple(map(_make_numbers_leaves, structure.children)))
     return structure
 
 

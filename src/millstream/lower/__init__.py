@@ -6,7 +6,7 @@ from millstream.lower.probe import ask_early
 from millstream.lower.program import Call, Layout, Program, Value, View
 
 if TYPE_CHECKING:
-    from millstream.lower.compile import Lowered, Phase, compile_graph, frozen_parameters
+    from millstream.lower.compile import Lowered, Phase, check_options, compile_graph, frozen_parameters
 
 __all__ = [
     "Call",
@@ -17,6 +17,7 @@ __all__ = [
     "Value",
     "View",
     "ask_early",
+    "check_options",
     "compile_graph",
     "frozen_parameters",
 ]

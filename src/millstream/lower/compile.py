@@ -15,12 +15,13 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+import torch._inductor
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.utils import should_assume_input_aligned
 
-from millstream.errors import LoweringError
+from millstream.errors import ArgumentError, LoweringError
 from millstream.lower.channels import align_channels, puts_channels_last
 from millstream.lower.epilogues import absorb_epilogues, knows_dense_convolutions
 from millstream.lower.fx_wrapper import collect_wrappers
@@ -65,6 +66,20 @@ class Lowered:
 Finish = Callable[[Lowered], Callable[[list[Any]], Sequence[Any]]]
 #: Told why a graph runs on plain Inductor instead.
 Refuse = Callable[[Exception], None]
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse options that Inductor does not have.
+
+    Raises:
+        ArgumentError: One is unknown.
+    """
+    known = frozenset(torch._inductor.list_options())
+    for name in options:
+        if name not in known:
+            raise ArgumentError(
+                f"TorchInductor has no option {name!r}; torch._inductor.list_options() lists those it has."
+            )
 
 
 def compile_graph(

@@ -1,0 +1,351 @@
+"""Wherever a step finds a Python value, it notices another one; what it cannot do again it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import warnings
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+from millstream.capture import Step, quick
+from millstream.errors import FallbackWarning
+from tests.capture.worlds import assert_same, interpret
+
+
+@pytest.fixture(autouse=True, params=["compiled", "python"])
+def _way(request, monkeypatch):
+    """Both ways to check notice the same: the compiled one, which steps on a device use, and the one in Python."""
+    if request.param == "compiled":
+        monkeypatch.setattr(quick, "DEVICES", frozenset({"cpu"}))
+
+
+def of_attribute(holder):
+    return lambda x: x * holder.scale, lambda value: setattr(holder, "scale", value)
+
+
+def of_class():
+    class Settings:
+        scale = 1.0
+
+    return of_attribute(Settings)
+
+
+def of_object_whose_class_has_it():
+    class Settings:
+        scale = 1.0
+
+    return of_attribute(Settings())
+
+
+def of_slots():
+    @dataclasses.dataclass(slots=True)
+    class Settings:
+        scale: float = 1.0
+
+    return of_attribute(Settings())
+
+
+def of_module_whose_class_has_it():
+    class Scaled(nn.Module):
+        scale = 1.0
+
+        def forward(self, x):
+            return x * self.scale
+
+    module = Scaled()
+    return lambda x: module(x), lambda value: setattr(module, "scale", value)
+
+
+def of_function():
+    def step(x):
+        return x * step.scale
+
+    step.scale = 1.0
+    return step, lambda value: setattr(step, "scale", value)
+
+
+def of_new_key():
+    settings = {}
+    return lambda x: x * settings.get("scale", 1.0), lambda value: settings.update({"scale": value})
+
+
+def of_list_that_grows():
+    factors = [1.0]
+
+    def step(x):
+        for factor in factors:
+            x = x * factor
+        return x
+
+    return step, factors.append
+
+
+def of_list_in_module():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factors = []
+
+        def forward(self, x):
+            for factor in self.factors:
+                x = x * factor
+            return x
+
+    module = Stack()
+    return lambda x: module(x), module.factors.append
+
+
+def of_set():
+    options = {1.0}
+    return lambda x: x * max(options), lambda value: (options.clear(), options.add(value))
+
+
+def of_deque():
+    recent = deque([1.0], maxlen=1)
+    return lambda x: x * recent[-1], recent.append
+
+
+def of_forward_set_later():
+    module = nn.Linear(2, 2)
+    return lambda x: module(x), lambda value: setattr(module, "forward", lambda x: x * value)
+
+
+def of_method_set_later():
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x
+
+    module = Scaled()
+    return lambda x: module(x), lambda value: setattr(Scaled, "forward", lambda self, x: x * value)
+
+
+def of_buffer():
+    module = nn.BatchNorm1d(2, affine=False).eval()
+    return lambda x: module(x), lambda value: setattr(module.running_mean, "data", torch.full((2,), value))
+
+
+def of_tensor():
+    scale = torch.ones(2)
+    return lambda x: x * scale, lambda value: setattr(scale, "data", torch.full((2,), value))
+
+
+def of_layout():
+    weight = nn.Parameter(torch.arange(4.0).view(2, 2))
+    return lambda x: x @ weight, lambda value: setattr(weight, "data", weight.data.t())
+
+
+def of_shape():
+    weight = nn.Parameter(torch.arange(4.0).view(4, 1))
+    return lambda x: x[0] * weight, lambda value: setattr(weight, "data", weight.data[: 4 - int(value)])
+
+
+READINGS = {
+    "a namespace of argparse": lambda: of_attribute(argparse.Namespace(scale=1.0)),
+    "a simple namespace": lambda: of_attribute(types.SimpleNamespace(scale=1.0)),
+    "a class": of_class,
+    "an object whose class has it": of_object_whose_class_has_it,
+    "a module whose class has it": of_module_whose_class_has_it,
+    "slots": of_slots,
+    "a function": of_function,
+    "a new key": of_new_key,
+    "a list that grows": of_list_that_grows,
+    "a list in a module": of_list_in_module,
+    "a set": of_set,
+    "a deque": of_deque,
+    "a forward of the object's own": of_forward_set_later,
+    "another forward of the class": of_method_set_later,
+    "data of a buffer": of_buffer,
+    "data of a tensor": of_tensor,
+    "data in another layout": of_layout,
+    "data of another shape": of_shape,
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_another_value_is_noticed(name):
+    step, change = READINGS[name]()
+    captured = Step(step, build=interpret, strict=True)
+    x = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    for value in (None, None, 2.0, None, 3.0):
+        if value is not None:
+            change(value)
+        assert_same(captured(x), step(x))
+    assert len(captured.graphs) <= 3
+
+
+def test_data_of_optimizer_state():
+    results = []
+    for wrap in (lambda step: step, lambda step: Step(step, build=interpret, strict=True)):
+        weight = nn.Parameter(torch.ones(2))
+        opt = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+
+        def step(x, weight=weight, opt=opt):
+            (weight * x).sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+        run = wrap(step)
+        for _ in range(3):
+            run(torch.ones(2))
+        opt.state[weight]["momentum_buffer"].data = torch.zeros(2)
+        run(torch.ones(2))
+        results.append((weight.detach(), opt.state[weight]["momentum_buffer"]))
+    assert_same(*results)
+
+
+def test_what_a_step_does_not_look_into_may_grow():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.losses = []
+
+        def forward(self, x):
+            return x * 2
+
+        def fit(self, step, x):
+            self.losses.append(step(x))
+
+    net = Net()
+    captured = Step(lambda x: net(x), build=interpret, strict=True)
+    for _ in range(5):
+        net.fit(captured, torch.ones(2))
+    assert captured.graphs[0].num_runs == 5
+
+
+def in_attribute():
+    class Trainer:
+        state = None
+
+        def step(self, x):
+            self.state = x * 1 if self.state is None else self.state + x
+            return self.state * 1
+
+    return Trainer().step
+
+
+def in_absent_attribute():
+    class Trainer:
+        def step(self, x):
+            if not hasattr(self, "state"):
+                self.state = torch.zeros(2)
+            self.state = self.state + x
+            return self.state * 1
+
+    return Trainer().step
+
+
+def in_slot():
+    @dataclasses.dataclass(slots=True)
+    class Trainer:
+        state: object = None
+
+        def step(self, x):
+            self.state = x * 1 if self.state is None else self.state + x
+            return self.state * 1
+
+    return Trainer().step
+
+
+def in_cell():
+    state = None
+
+    def step(x):
+        nonlocal state
+        state = x * 1 if state is None else state + x
+        return state * 1
+
+    return step
+
+
+def in_dict():
+    states = {}
+
+    def step(x):
+        states["x"] = states["x"] + x if "x" in states else x * 1
+        return states["x"] * 1
+
+    return step
+
+
+def in_class():
+    class Trainer:
+        table = None
+
+        def step(self, x):
+            if Trainer.table is None:
+                Trainer.table = torch.arange(2.0)
+            return x + Trainer.table
+
+    return Trainer().step
+
+
+@pytest.mark.parametrize("make", [in_attribute, in_absent_attribute, in_slot, in_cell, in_dict, in_class])
+def test_what_the_first_call_makes_the_next_ones_use(make):
+    theirs, captured = make(), Step(make(), build=interpret, strict=True)
+    for number in range(5):
+        x = torch.full((2,), float(number))
+        assert_same(captured(x), theirs(x))
+    assert len(captured.graphs) == 2
+
+
+def count_in_class():
+    class Counter:
+        value = 0
+
+        def step(self, x):
+            Counter.value += 1
+            return x * 2
+
+    return Counter().step, lambda: Counter.value
+
+
+def count_in_slot():
+    @dataclasses.dataclass(slots=True)
+    class Counter:
+        value: int = 0
+
+        def step(self, x):
+            self.value += 1
+            return x * 2
+
+    counter = Counter()
+    return counter.step, lambda: counter.value
+
+
+def count_in_function():
+    def step(x):
+        step.value += 1
+        return x * 2
+
+    step.value = 0
+    return step, lambda: step.value
+
+
+@pytest.mark.parametrize("make", [count_in_class, count_in_slot, count_in_function])
+def test_a_counter_is_refused(make):
+    step, count = make()
+    captured = Step(step, build=interpret)
+    with pytest.warns(FallbackWarning, match=r"changes .*value"):
+        captured(torch.ones(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captured(torch.ones(2))
+    assert count() == 2
+
+
+def test_the_reason_names_the_container():
+    log = []
+
+    def step(x):
+        return x * 2 if not log else x * len(log)
+
+    captured = Step(step, build=interpret, max_graphs=2)
+    with pytest.warns(FallbackWarning, match="log holds other items than before"):
+        for number in range(12):
+            captured(torch.ones(2))
+            log.append(number)

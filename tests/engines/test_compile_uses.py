@@ -1,0 +1,127 @@
+"""A compiled model or function is used like the original: within others, as a method, with items, on odd views."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+import millstream as ms
+
+# Dynamo does not look into a compiled model within another, and says so.
+CUT = "ignore:.*the graph is cut:millstream.FallbackWarning"
+
+
+class Outer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+@pytest.mark.parametrize("outer", [ms.compile, torch.compile], ids=["ours", "torch"])
+@pytest.mark.filterwarnings(CUT)
+def test_a_compiled_model_within_another(outer):
+    torch._dynamo.reset()
+    inner, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(outer(Outer(ms.compile(inner)))(x), inner(x) * 2)
+
+
+def test_methods_that_return_the_model_return_the_compiled_one():
+    compiled = ms.compile(nn.Linear(2, 2))
+    for result in (compiled.train(), compiled.eval(), compiled.to("cpu"), compiled.apply(lambda module: None)):
+        assert result is compiled
+
+
+class Scaled:
+    scale = 3.0
+
+    @ms.compile
+    def compiled(self, x):
+        return x * self.scale
+
+    @ms.step
+    def stepped(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("name", ["compiled", "stepped"])
+def test_a_method(name):
+    scaled = Scaled()
+    assert getattr(scaled, name)(torch.ones(2)).tolist() == [3, 3]
+    assert "1 kernel" in str(ms.explain(getattr(scaled, name)))
+    assert "1 kernel" in str(ms.explain(getattr(Scaled, name)))
+
+
+def test_items_of_a_model_that_has_them():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    compiled = ms.compile(model)
+    assert len(compiled) == 2
+    assert compiled[0] is model[0]
+    assert list(compiled) == list(model)
+    assert model[1] in compiled
+    compiled[1] = nn.Tanh()
+    assert isinstance(model[1], nn.Tanh)
+    assert "nothing is compiled yet" in str(ms.explain(compiled))
+    assert not isinstance(ms.compile(nn.Linear(2, 2)), Iterable)
+
+
+@pytest.mark.parametrize("wrap", [ms.compile, ms.step], ids=["compile", "step"])
+def test_views_with_another_sign_than_their_memory(wrap):
+    torch._dynamo.reset()
+    wrapped = wrap(lambda x: x * 2)
+    z = torch.tensor([1 + 2j, 3 + 4j])
+    assert wrapped(z.imag).tolist() == [4, 8]
+    with pytest.warns(ms.FallbackWarning, match="conjugated or negated view"):
+        assert wrapped(z.conj().imag).tolist() == [-4, -8]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert wrapped(z.imag).tolist() == [4, 8]
+
+
+BAD = {
+    "nope": {"options": {"nope": 1}},
+    "options=3": {"options": 3},
+    "max_graphs=2.5": {"max_graphs": 2.5},
+    "max_graphs='a'": {"max_graphs": "a"},
+    "streams=2.0": {"streams": 2.0},
+}
+
+
+@pytest.mark.parametrize("wrap", [ms.compile, ms.step], ids=["compile", "step"])
+@pytest.mark.parametrize("named", BAD)
+def test_a_bad_option_is_named(wrap, named):
+    with pytest.raises(ms.ArgumentError, match=named.replace(".", r"\.")):
+        wrap(lambda x: x, **BAD[named])
+
+
+@pytest.mark.parametrize("wrap", [ms.compile, ms.step], ids=["compile", "step"])
+def test_what_cannot_be_called_is_refused(wrap):
+    with pytest.raises(ms.ArgumentError, match=r"takes a .*function.*, not int"):
+        wrap(3)
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("inner", [False, True], ids=["of the model", "of one within"])
+def test_hooks_registered_and_removed_later(register, inner):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    compiled, x = ms.compile(model), torch.ones(1, 2)
+
+    def zero(_module, values, result=None):
+        return (values[0] * 0,) if result is None else result * 0
+
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), model(x))
+            handle = getattr(compiled[2] if inner else compiled, register)(zero)
+            for _ in range(2):
+                torch.testing.assert_close(compiled(x), model(x))
+            handle.remove()
+        torch.testing.assert_close(compiled(x), model(x))
