@@ -1,5 +1,7 @@
 """Plans on several streams: the text that runs them, the arguments that ask for them, and what is chosen."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -39,6 +41,31 @@ def lowered(model, *inputs):
     engine._run = spy
     expected = compiled(*inputs)
     return engine.lowered, seen[0], expected
+
+
+def named(target, name):
+    def function(*args, **kwargs):
+        return target(*args, **kwargs)
+
+    function.__name__ = name
+    return function
+
+
+def test_operators_may_be_called_anything():
+    """Also like what the text itself uses, or like another one with a number behind it."""
+    program, inputs, expected = lowered(networks.Inception().eval(), networks.example(networks.Inception)[0])
+    program = program.program
+    costs = Costs(tuple(KernelCost(1000) for _ in program.graph.kernels))
+    plan = plan_graph(program.graph, costs, 2)
+    for names in (["fork"], ["event_0"], ["stream_1"], ["enter"], ["v_buf0"], ["lambda"], ["v", "stream"], ["k", "k", "k_1"]):
+        calls = tuple(
+            replace(call, target=named(getattr(call.target, "binding", call.target), names[index % len(names)]))
+            for index, call in enumerate(program.calls)
+        )
+        run = compile_plan(replace(program, calls=calls), plan, context=context("cpu"))
+        assert torch.equal(run(list(inputs))[0], expected)
+        for event in run.events:
+            context("cpu").release_event(event)
 
 
 @pytest.mark.parametrize("policy", ["list", "slack", "chains"])
