@@ -160,7 +160,8 @@ def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Pr
             continue
         wait_factor, packed = variant
         priced = replace(costs, wait_ns=round(costs.wait_ns * wait_factor))
-        plan = plan_graph(graph, priced, num_streams, policy, memory_bytes=budget, packed=packed)
+        fewer = len(counts) == 1  # else they are candidates themselves
+        plan = plan_graph(graph, priced, num_streams, policy, memory_bytes=budget, packed=packed, fewer=fewer)
         if plan.num_streams > 1 and plan.steps not in seen:
             seen.add(plan.steps)
             proposals.append(_assess(replace(plan, spread=True), costs))
