@@ -12,6 +12,7 @@ import torch
 from millstream.check import check_plan
 from millstream.cost import Costs, Roofline
 from millstream.device import context
+from millstream.device.native import why_not_build
 from millstream.engine.captured import Family
 from millstream.engine.choice import MOST_STREAMS, Scheduling
 from millstream.engine.cuda_graph import CudaGraphEngine
@@ -152,7 +153,8 @@ def build(
     if engine == "threads" and not on_cpu:
         refuse(f"{lowered.program.graph.name} runs on the serial engine: it has kernels elsewhere than on the CPU.")
     elif engine == "threads" and find_library() is None:
-        refuse(f"{lowered.program.graph.name} runs on the serial engine: there is no compiler for threads.cpp.")
+        obstacle = why_not_build() or "threads.cpp cannot be compiled"
+        refuse(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}.")
     elif engine == "threads" or (engine is None and on_cpu and not scheduling.serial and torch.get_num_threads() > 1):
         return Executable(ThreadsEngine(lowered, plan, scheduling, asked=engine is not None), notes)
     elif engine != "serial":
