@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+import signal
 import sys
 import threading
 
@@ -345,6 +346,32 @@ def test_a_forked_child_has_workers_of_its_own():
         right = team() is not parents and torch.equal(threaded(program.program)[1](list(inputs))[0], expected)
         os._exit(0 if right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@torch.no_grad()
+def test_a_forked_child_does_not_wait_for_a_call_of_its_parent():
+    model, (x, _) = networks.Mlp().eval(), networks.example(networks.Mlp)
+    compiled = ms.compile(model, engine="serial", strict=True)
+    expected = compiled(x)
+    (executable,) = executables(compiled)
+    with executable.engine.lock:  # as in the middle of a call by another thread
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os._exit(0 if torch.equal(compiled(x), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(compiled(x), expected)
+
+
+def test_why_there_are_no_threads_is_told(monkeypatch):
+    module = sys.modules["millstream.engine.build"]  # the package gives its name to the function
+    monkeypatch.setattr(module, "find_library", lambda: None)
+    monkeypatch.setattr(module, "why_not_build", lambda: "nothing can be kept in the cache folder /full")
+    compiled = ms.compile(networks.Mlp().eval(), engine="threads")
+    with pytest.warns(ms.FallbackWarning, match="serial engine: nothing can be kept in the cache folder /full"):
+        compiled(networks.example(networks.Mlp)[0])
 
 
 def test_the_environment_asks_for_threads(monkeypatch):
