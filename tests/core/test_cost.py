@@ -64,8 +64,22 @@ def test_a_table_reads_back_and_is_sorted():
     assert format_table(swapped) == format_table(table)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "kernels": {"k": [1]}}', "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "kernels": {"k": [1]}}', "\0", "[" * 100_000]
+)
 def test_what_is_no_table_is_refused(text):
+    with pytest.raises(ArgumentError, match=r"not a cost table .*: measure again"):
+        parse_table(text)
+
+
+@pytest.mark.parametrize(
+    "cost",
+    ["-1, 1, 1", "1e300, 1, 1", "9007199254740992, 1, 1", "5, NaN, 1", "5, 1, Infinity", "5, -3, 1", "5, 1, 1.5"],
+)
+def test_what_no_kernel_can_cost_is_refused(cost):
+    text = format_table(CostTable("H200", {}, {"k": KernelCost(77, 1.0, 1.0)}))
+    assert parse_table(text).costs == {"k": KernelCost(77, 1.0, 1.0)}
+    text = f'{{"format": 1, "device": "H200", "versions": {{}}, "kernels": {{"k": [{cost}]}}}}'
     with pytest.raises(ArgumentError, match=r"not a cost table .*: measure again"):
         parse_table(text)
 

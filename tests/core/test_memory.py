@@ -117,8 +117,21 @@ def test_what_is_left_of_a_buffer_still_has_its_owner(taken_at, other_at):
         ({"z": 0}, "unknown buffer 'z'"),
         ({"big": 1}, "'big' at bytes 1 to 257, outside its arena of 256 bytes"),
         ({"left": -64}, "'left' at bytes -64 to 64, outside"),
+        ({"y": 0}, "names output 'y': lay out temporaries"),
+        ({"x": 0}, "names input 'x': lay out temporaries"),
     ],
 )
 def test_a_layout_must_fit_its_plan(offset_of, message):
     with pytest.raises(PlanError, match=message):
         find_overlaps(plan_serial(GRAPH), MemoryLayout(offset_of, 256, "cpu"))
+
+
+def test_a_layout_is_of_the_device_of_its_buffers():
+    with pytest.raises(PlanError, match="'left' of cpu on cuda:0"):
+        find_overlaps(plan_serial(GRAPH), MemoryLayout({"left": 0}, 512, "cuda:0"))
+
+
+def test_a_layout_keeps_to_the_alignment():
+    plan = plan_serial(GRAPH)
+    with pytest.raises(PlanError, match="'right' at byte 129: on cpu take multiples of 64"):
+        check_plan(plan, MemoryLayout({"left": 0, "right": 129}, 512, "cpu"))

@@ -94,6 +94,12 @@ def test_the_good_graph_passes():
             "first",
             "v",
         ),
+        (
+            with_kernel(2, reads=("u",), writes=("y", "t", "v"), parts=("v",)),
+            "writes a part of 'v', and the whole too",
+            "third",
+            "v",
+        ),
         (with_kernel(2, allocates=("s",)), "allocates 's', which has role state", "third", "s"),
         (with_kernel(2, writes=("y", "t"), allocates=("t",)), "'t', which an earlier kernel writes", "third", "t"),
     ],

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import multiprocessing
 import random
+import re
 import shutil
 import threading
 import weakref
@@ -307,3 +308,30 @@ def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", f"{shutil.which('g++') or shutil.which('c++')} -O1")
     assert native.build(native._SOURCE) is not None
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
+def test_what_was_cut_off_is_compiled_again(monkeypatch, tmp_path, part):
+    """Loading it would end the process, so that it must not be tried."""
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    library = native.build(native._SOURCE)
+    whole = library.read_bytes()
+    library.unlink()  # it is loaded, and must stay as it is
+    library.write_bytes(whole[: int(part * len(whole))])
+    assert native._find(library.stem.rpartition("_")[0]) is None
+    assert native.build(native._SOURCE).read_bytes() == whole
+    assert [each.suffix for each in tmp_path.iterdir()] == [".so"]
+
+
+def test_where_nothing_can_be_kept_nothing_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled for nothing"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for name, reason in (("file", "nothing can be kept in .*file"), ("open", "others can write into .*open")):
+        monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / name))
+        assert native.build(native._SOURCE) is None
+        assert re.search(reason, native.why_not_build())
+    monkeypatch.setenv("CXX", '"g++')
+    assert native.build(native._SOURCE) is None
+    assert native.why_not_build() == "there is no compiler"

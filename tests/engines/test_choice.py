@@ -4,6 +4,7 @@ import json
 import os
 import random
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,7 @@ from millstream.engine.choice import (
 from millstream.engine.store import Store
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN, Wait
-from millstream.schedule import peak_bytes, plan_serial
+from millstream.schedule import POLICIES, peak_bytes, plan_serial, policies
 from millstream.testing import blocks_graph, chain_graph, random_graph, towers_graph
 
 TOWERS = towers_graph(8, 6, num_bytes=8 << 20)
@@ -173,6 +174,23 @@ def test_no_plan_over_the_budget_is_proposed(seed, memory):
     for proposal in proposals:
         assert proposal.peak_bytes <= budget
         check_plan(proposal.plan)
+
+
+def test_a_tight_budget_has_nothing_planned_twice(monkeypatch):
+    planned = Counter()
+
+    def counting(name, policy):
+        def plan(graph, costs, num_streams, lookahead=None, packed=False):
+            planned[name, costs.wait_ns, num_streams, lookahead, packed] += 1
+            return policy(graph, costs, num_streams, lookahead, packed)
+
+        return plan
+
+    monkeypatch.setattr(policies, "POLICIES", {name: counting(name, each) for name, each in POLICIES.items()})
+    (proposal,) = propose(TOWERS, costs_of(TOWERS), Scheduling(memory=peak_bytes(plan_serial(TOWERS))))
+    assert proposal.plan.num_streams == 1
+    assert len(planned) > 1
+    assert set(planned.values()) == {1}
 
 
 def test_a_budget_below_one_stream_is_refused():

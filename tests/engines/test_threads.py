@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+import signal
 import sys
 import threading
 
@@ -203,6 +204,53 @@ def test_an_error_in_a_kernel_reaches_the_caller_and_leaves_the_engine_usable():
 
 
 @torch.no_grad()
+def test_a_signal_that_arrives_as_a_step_in_python_begins_reaches_the_caller(monkeypatch):
+    """The interpreter raises it in front of the step's first line, where nothing of ours can catch it."""
+
+    def interrupted(values, kernel):
+        raise KeyboardInterrupt
+
+    program, inputs, _ = lowered(networks.Inception().eval(), networks.example(networks.Inception)[0])
+    calls = tuple(dataclasses.replace(call, target=lambda *_, **__: None) for call in program.program.calls)
+    monkeypatch.setattr(threads_native._Values, "step", interrupted)
+    _, run = threaded(dataclasses.replace(program.program, calls=calls))
+    with pytest.raises(KeyboardInterrupt):
+        run(list(inputs))
+
+
+@pytest.fixture
+def raising():
+    """An operator implemented in Python, and what it raises, if that is set."""
+    library, error = torch.library.Library("millstream_threads", "DEF"), []
+
+    def implementation(x):
+        if error:
+            raise error[0]
+        return x * 2
+
+    library.define("raising(Tensor x) -> Tensor")
+    library.impl("raising", implementation, "CPU")
+    library.impl("raising", torch.empty_like, "Meta")
+    yield torch.ops.millstream_threads.raising, error
+    library._destroy()
+
+
+@torch.no_grad()
+def test_what_an_operator_in_python_raises_keeps_its_type(raising):
+    operator, error = raising
+    model, (x, _) = networks.Inception().eval(), networks.example(networks.Inception)
+    compiled = ms.compile(lambda x: (operator(model(x)), operator(x)), engine="threads", streams=2, strict=True)
+    expected = settled(compiled, x)
+    assert executables(compiled)[0].num_streams == 2
+    for kind in (ValueError, KeyboardInterrupt, SystemExit, torch.linalg.LinAlgError):
+        error[:] = [kind("as it was raised")]
+        with pytest.raises(kind, match="as it was raised"):
+            compiled(x)
+        error.clear()
+        assert is_the_same(compiled(x), expected)
+
+
+@torch.no_grad()
 def test_a_kernel_that_checks_its_indices_raises():
     table = torch.randn(5, 8)
 
@@ -298,6 +346,32 @@ def test_a_forked_child_has_workers_of_its_own():
         right = team() is not parents and torch.equal(threaded(program.program)[1](list(inputs))[0], expected)
         os._exit(0 if right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@torch.no_grad()
+def test_a_forked_child_does_not_wait_for_a_call_of_its_parent():
+    model, (x, _) = networks.Mlp().eval(), networks.example(networks.Mlp)
+    compiled = ms.compile(model, engine="serial", strict=True)
+    expected = compiled(x)
+    (executable,) = executables(compiled)
+    with executable.engine.lock:  # as in the middle of a call by another thread
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os._exit(0 if torch.equal(compiled(x), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(compiled(x), expected)
+
+
+def test_why_there_are_no_threads_is_told(monkeypatch):
+    module = sys.modules["millstream.engine.build"]  # the package gives its name to the function
+    monkeypatch.setattr(module, "find_library", lambda: None)
+    monkeypatch.setattr(module, "why_not_build", lambda: "nothing can be kept in the cache folder /full")
+    compiled = ms.compile(networks.Mlp().eval(), engine="threads")
+    with pytest.warns(ms.FallbackWarning, match="serial engine: nothing can be kept in the cache folder /full"):
+        compiled(networks.example(networks.Mlp)[0])
 
 
 def test_the_environment_asks_for_threads(monkeypatch):

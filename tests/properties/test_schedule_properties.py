@@ -1,6 +1,7 @@
 """Every policy on random graphs: safe, between its bounds, the same every time, and right in every order."""
 
 import random
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +50,15 @@ def test_the_makespan_is_between_the_critical_path_and_the_serial_time_with_wait
     assert max(alone.end_ns, costs.total_ns // plan.num_streams) <= shared.end_ns + 1
     assert shared.end_ns <= costs.total_ns + num_waits * costs.wait_ns + len(graph.kernels)  # rounded up for each
     assert {span.kernel for span in shared.spans} == set(range(len(graph.kernels)))
+
+
+@given(cases(), st.integers(0, 2000))
+def test_kernels_that_must_not_start_at_once_hold_nothing_up_for_longer_than_that(case, start_ns):
+    graph, costs, num_streams, policy = case
+    plan = plan_graph(graph, costs, num_streams, policy)
+    num_waits = sum(isinstance(step, Wait) for step in plan.steps)
+    most = sum(max(cost.duration_ns, start_ns) for cost in costs.kernels) + num_waits * costs.wait_ns
+    assert simulate(plan, replace(costs, start_ns=start_ns)).end_ns <= most + len(graph.kernels)  # rounded up for each
 
 
 @given(cases(), st.sampled_from([assign_list, assign_slack, assign_chains]), st.sampled_from([None, 1, 7, 40]))

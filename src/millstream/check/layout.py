@@ -5,7 +5,7 @@ from __future__ import annotations
 from millstream.check.accesses import USES, Accesses
 from millstream.check.reports import Overlap
 from millstream.errors import PlanError
-from millstream.graph import MemoryLayout, OwnedRanges, Plan
+from millstream.graph import MemoryLayout, OwnedRanges, Plan, Role, alignment_of
 
 
 def find_overlaps(plan: Plan, layout: MemoryLayout, accesses: Accesses | None = None) -> list[Overlap]:
@@ -23,7 +23,7 @@ def find_overlaps(plan: Plan, layout: MemoryLayout, accesses: Accesses | None = 
         One entry per buffer that takes bytes too early and range taken, in host order of the taking.
 
     Raises:
-        PlanError: The layout names an unknown buffer or a view, or puts a buffer outside its arena.
+        PlanError: The layout names what is no temporary of its device, or puts a buffer outside its arena.
     """
     _check_bounds(plan, layout)
     accesses = accesses or Accesses(plan)
@@ -46,15 +46,32 @@ def find_overlaps(plan: Plan, layout: MemoryLayout, accesses: Accesses | None = 
     return overlaps
 
 
+def check_alignment(plan: Plan, layout: MemoryLayout) -> None:
+    """Raise for the first buffer that does not lie as kernels were compiled for.
+
+    Raises:
+        PlanError: Its offset is no multiple of ``alignment_of`` the layout's device.
+    """
+    alignment = alignment_of(layout.device)
+    for buffer, offset in layout.offset_of.items():
+        if offset % alignment:
+            text = f"puts buffer {buffer!r} at byte {offset}: on {layout.device} take multiples of {alignment}"
+            raise PlanError(f"the layout of plan {plan.policy!r} {text}", buffer=buffer)
+
+
 def _check_bounds(plan: Plan, layout: MemoryLayout) -> None:
     for buffer_id, offset in layout.offset_of.items():
         buffer = plan.graph.buffer_of.get(buffer_id)
         if buffer is None or buffer.alias_of is not None:
             what = "unknown buffer" if buffer is None else "view"
-            raise PlanError(f"the layout names {what} {buffer_id!r}: lay out buffers that own memory", buffer=buffer_id)
-        if offset < 0 or offset + buffer.num_bytes > layout.arena_bytes:
+            text = f"names {what} {buffer_id!r}: lay out buffers that own memory"
+        elif buffer.role is not Role.TEMPORARY:  # inputs are in use before its first step, outputs behind its last
+            text = f"names {buffer.role} {buffer_id!r}: lay out temporaries, others are in use beyond the plan"
+        elif buffer.device != layout.device:
+            text = f"puts buffer {buffer_id!r} of {buffer.device} on {layout.device}: lay out each device by itself"
+        elif offset < 0 or offset + buffer.num_bytes > layout.arena_bytes:
             place = f"bytes {offset} to {offset + buffer.num_bytes}"
-            message = (
-                f"the layout puts buffer {buffer_id!r} at {place}, outside its arena of {layout.arena_bytes} bytes"
-            )
-            raise PlanError(message, buffer=buffer_id)
+            text = f"puts buffer {buffer_id!r} at {place}, outside its arena of {layout.arena_bytes} bytes"
+        else:
+            continue
+        raise PlanError(f"the layout {text}", buffer=buffer_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millstream.check.accesses import Accesses
-from millstream.check.layout import find_overlaps
+from millstream.check.layout import check_alignment, find_overlaps
 from millstream.check.lifetimes import find_lifetime_errors
 from millstream.check.races import find_races
 from millstream.check.reports import LifetimeError, Overlap, Race
@@ -23,7 +23,8 @@ def check_plan(plan: Plan, layout: MemoryLayout | None = None) -> None:
     Raises:
         GraphError: The plan's graph is not valid; see ``validate_graph``.
         PlanError: The plan is not valid (see ``validate_plan``), or has races, lifetime errors or overlaps; the message
-            tells the story of the first ones.
+            tells the story of the first ones. Or the layout does not fit it; see ``find_overlaps`` and
+            ``check_alignment``.
     """
     validate_plan(plan)
     accesses = Accesses(plan)
@@ -31,6 +32,7 @@ def check_plan(plan: Plan, layout: MemoryLayout | None = None) -> None:
     layout = layout or plan.layout
     if layout is not None:
         faults += find_overlaps(plan, layout, accesses)
+        check_alignment(plan, layout)
     if not faults:
         return
     count = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"

@@ -25,6 +25,7 @@ from millstream.errors import ArgumentError
 from millstream.graph import Kernel, KernelGraph
 
 _FORMAT = 1
+_MOST_NS = 1 << 53  # 104 days: more is a spoiled file, and inexact where times are divided
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,19 @@ def parse_table(text: str) -> CostTable:
     """Read what ``format_table`` wrote.
 
     Raises:
-        ArgumentError: The text is not such a table, for instance because another version of the library wrote it.
+        ArgumentError: The text is not such a table, for instance because another version of the library wrote it; or no
+            kernel can cost what it says.
     """
     try:
         content = json.loads(text)
         version = content["format"]
         costs = {key: KernelCost(int(ns), float(c), float(m)) for key, (ns, c, m) in content["kernels"].items()}
         table = CostTable(str(content["device"]), {str(k): str(v) for k, v in content["versions"].items()}, costs)
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        for key, cost in costs.items():
+            shares = cost.compute_share, cost.memory_share
+            if not (0 <= cost.duration_ns < _MOST_NS and all(0 <= share <= 1 for share in shares)):
+                raise ValueError(f"kernel {key} takes {cost.duration_ns} ns and the shares {shares}")
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise ArgumentError(f"this is not a cost table ({error!r}): measure again") from error
     if version != _FORMAT:
         raise ArgumentError(f"the cost table has format {version!r}, expected {_FORMAT}: measure again")

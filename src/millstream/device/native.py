@@ -51,19 +51,32 @@ def build(source: Path, *options: str) -> Path | None:
         source: The file.
         options: For the compiler, behind its own.
     """
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or sys.platform == "win32":
+    compiler = _compiler()
+    if not compiler:
         return None
-    command = [*shlex.split(compiler), *_FLAGS, str(source), *options]
+    command = [*compiler, *_FLAGS, str(source), *options]
     facts = (*command, torch.__version__, sys.version, sysconfig.get_platform(), *platform.libc_ver())
-    key = hashlib.sha256("\n".join((*facts, source.read_text())).encode()).hexdigest()[:16]
-    target = cache_folder() / f"{source.stem}_{key}.so"
+    key = _digest("\n".join((*facts, source.read_text())).encode())
+    name = f"{source.stem}_{key}"
+    found = _find(name)
+    if found is None and not why_not_build():
+        with suppress(OSError, subprocess.SubprocessError):
+            _compile(command, name)
+            found = _find(name)
+    return found
+
+
+def why_not_build() -> str:
+    """Say in a few words why nothing can be compiled, or kept when it is; empty when it can."""
+    if not _compiler():
+        return "there is no compiler"
+    folder = cache_folder()
     try:
-        if not _can_be_loaded(target):
-            _compile(command, target)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return target if _can_be_loaded(target) else None
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder):
+            return "" if _is_guarded(folder) else f"others can write into the cache folder {folder}"
+    except OSError as error:
+        return f"nothing can be kept in the cache folder {folder} ({error.strerror})"
 
 
 def build_native() -> Path | None:
@@ -111,24 +124,52 @@ def torch_options() -> tuple[str, ...]:
     return f"-I{root / 'include'}", f"-I{sysconfig.get_paths()['include']}", f"-L{root / 'lib'}", "-lc10"
 
 
-def _compile(command: Sequence[str], target: Path) -> None:
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
+def _compiler() -> list[str]:
+    """The command that compiles C++; empty where there is none."""
+    named = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if named is None or sys.platform == "win32":
+        return []
+    try:
+        return shlex.split(named)
+    except ValueError:  # a quote without its other half
+        return []
+
+
+def _compile(command: Sequence[str], name: str) -> None:
+    """Compile into the cache folder; behind the name stands a digest of what was compiled."""
+    folder = cache_folder()
+    with tempfile.TemporaryDirectory(dir=folder) as inside:
+        made = Path(inside) / name
         subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, timeout=120)
-        made.replace(target)  # at once, also when several processes come here
+        made.replace(folder / f"{name}_{_digest(made.read_bytes())}.so")  # at once: several processes may come here
+
+
+def _find(name: str) -> Path | None:
+    """What ``_compile`` has made under a name; ``None`` where there is nothing that can be loaded."""
+    return next(filter(_can_be_loaded, sorted(cache_folder().glob(f"{name}_*.so"))), None)
 
 
 def _can_be_loaded(library: Path) -> bool:
-    """Whether it is there, was made by this user, and is for this machine: folders are shared between machines."""
+    """Whether it was made by this user, is whole, and for this machine: folders are shared between machines."""
     try:
-        states = library.stat(), library.parent.stat()
-        if any(state.st_uid not in (0, os.getuid()) or state.st_mode & stat.S_IWOTH for state in states):
+        if not (_is_guarded(library) and _is_guarded(library.parent)):
             return False
+        if not library.stem.endswith(_digest(library.read_bytes())):
+            return False  # loading a file that was cut off can end the process
         ctypes.CDLL(str(library))
     except OSError:
         return False
     return True
+
+
+def _is_guarded(path: Path) -> bool:
+    """Whether nobody can write there but this user and the system's."""
+    state = path.stat()
+    return state.st_uid in (0, os.getuid()) and not state.st_mode & stat.S_IWOTH
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 @functools.cache

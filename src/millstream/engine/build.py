@@ -12,8 +12,9 @@ import torch
 from millstream.check import check_plan
 from millstream.cost import Costs, Roofline
 from millstream.device import context
+from millstream.device.native import why_not_build
 from millstream.engine.captured import Family
-from millstream.engine.choice import Scheduling
+from millstream.engine.choice import MOST_STREAMS, Scheduling
 from millstream.engine.cuda_graph import CudaGraphEngine
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
@@ -152,7 +153,8 @@ def build(
     if engine == "threads" and not on_cpu:
         refuse(f"{lowered.program.graph.name} runs on the serial engine: it has kernels elsewhere than on the CPU.")
     elif engine == "threads" and find_library() is None:
-        refuse(f"{lowered.program.graph.name} runs on the serial engine: there is no compiler for threads.cpp.")
+        obstacle = why_not_build() or "threads.cpp cannot be compiled"
+        refuse(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}.")
     elif engine == "threads" or (engine is None and on_cpu and not scheduling.serial and torch.get_num_threads() > 1):
         return Executable(ThreadsEngine(lowered, plan, scheduling, asked=engine is not None), notes)
     elif engine != "serial":
@@ -200,14 +202,16 @@ def with_environment(scheduling: Scheduling) -> Scheduling:
     """Let ``MILLSTREAM_NSTREAMS`` say how many streams.
 
     Raises:
-        ArgumentError: It is neither a number nor ``auto``.
+        ArgumentError: It is neither a possible number nor ``auto``.
     """
     number = os.environ.get("MILLSTREAM_NSTREAMS")
     if not number:
         return scheduling
-    if number != "auto" and not number.isdecimal():
-        raise ArgumentError(f"MILLSTREAM_NSTREAMS={number!r} is no number of streams; give one, or 'auto'.")
-    return replace(scheduling, streams=None if number == "auto" else int(number))
+    try:
+        return replace(scheduling, streams=None if number == "auto" else int(number))
+    except ValueError as error:
+        possible = f"give 1 to {MOST_STREAMS}, or 'auto'"
+        raise ArgumentError(f"MILLSTREAM_NSTREAMS={number!r} is no number of streams; {possible}.") from error
 
 
 def why_not_graph(lowered: Lowered) -> str:

@@ -30,6 +30,7 @@ STREAM_COUNTS = (8, 6, 4, 3, 2)
 TRIED_POLICIES = ("list", "slack", "chains")  # the first with all variants, the others with the first one
 #: What a wait is taken to cost, as a factor, and whether memory is packed: what is right differs from graph to graph.
 VARIANTS = ((1.0, True), (1.0, False), (4.0, True))
+MOST_STREAMS = 1024  # more than any device runs at one time; a plan keeps books for each
 MARGIN = 0.01  # by so much several streams must be faster than one: below it the difference is noise
 HOPEFUL = 1.15  # candidates predicted within this factor of the best one are timed
 MOST_TRIALS = 12
@@ -56,6 +57,8 @@ class Scheduling:
             not isinstance(self.streams, int) or isinstance(self.streams, bool) or self.streams < 1
         ):
             raise ArgumentError(f"streams={self.streams!r} leaves nowhere to run; give 1 or more, or 'auto'.")
+        if self.streams is not None and self.streams > MOST_STREAMS:
+            raise ArgumentError(f"streams={self.streams} is more than can be planned; give at most {MOST_STREAMS}.")
         if self.policy is not None and self.policy not in POLICIES:
             raise ArgumentError(f"Unknown policy {self.policy!r}; choose one of {', '.join(map(repr, POLICIES))}.")
         if isinstance(self.memory, bool) or not isinstance(self.memory, (int, float)):
@@ -157,7 +160,8 @@ def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Pr
             continue
         wait_factor, packed = variant
         priced = replace(costs, wait_ns=round(costs.wait_ns * wait_factor))
-        plan = plan_graph(graph, priced, num_streams, policy, memory_bytes=budget, packed=packed)
+        fewer = len(counts) == 1  # else they are candidates themselves
+        plan = plan_graph(graph, priced, num_streams, policy, memory_bytes=budget, packed=packed, fewer=fewer)
         if plan.num_streams > 1 and plan.steps not in seen:
             seen.add(plan.steps)
             proposals.append(_assess(replace(plan, spread=True), costs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from millstream.engine.choice import (
     propose,
     recall,
 )
+from millstream.engine.locked import Locked
 from millstream.engine.measure import CostMeter, to_measure
 from millstream.engine.source import compile_plan
 from millstream.engine.store import Store
@@ -28,7 +28,7 @@ from millstream.lower import Lowered
 
 SHARE_OF_COMPILING, LEAST_S = 0.2, 1.0  # trials end after this part of the time that compiling took, or this many s
 
-_table_lock = threading.Lock()
+_guard = Locked()
 _tables: dict[str, CostTable] = {}  # by device: what this process has read and measured so far
 
 
@@ -102,13 +102,13 @@ class Planner:
     def _known(self) -> MeasuredCosts:
         """What this process knows, by measurements where there are any."""
         name, program = str(self._context.place), self._lowered.program
-        with _table_lock:
+        with _guard.lock:
             if name not in _tables:
                 _tables[name] = self._store.load_costs()
             return MeasuredCosts(_tables[name], Roofline(), lambda kernel: program.code(kernel.id))
 
     def _keep(self, costs: Mapping[str, KernelCost]) -> None:
-        with _table_lock:
+        with _guard.lock:
             name = str(self._context.place)
             table = _tables[name] = _tables[name].with_costs(costs)
         self._store.save_costs(table)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 
 from millstream.device import guard
 from millstream.engine.arena import bind_arena
+from millstream.engine.locked import Locked
 from millstream.engine.source import Run, compile_plan
 from millstream.graph import Plan
 from millstream.lower import Lowered
 from millstream.schedule import assign_offsets
 
 
-class SerialEngine:
+class SerialEngine(Locked):
     """Runs a one-stream plan by calling its kernels in order.
 
     On the CPU, temporaries live in one arena laid out once, so that a call allocates nothing but its outputs. On a GPU
@@ -25,8 +25,8 @@ class SerialEngine:
     name = "serial"
 
     def __init__(self, lowered: Lowered, plan: Plan) -> None:
+        super().__init__()  # the arena serves one call at a time
         self.lowered, self.plan = lowered, plan
-        self._lock = threading.Lock()  # the arena serves one call at a time
         self._place = next((name for name in sorted(lowered.program.devices) if name != "cpu"), "cpu")
         self._run: Run | None = (
             None  # made by the first call: engines are built while PyTorch compiles, among fake tensors
@@ -36,12 +36,12 @@ class SerialEngine:
         if self._place != "cpu":
             with guard(self._place):  # the wrapper allocates on the current device
                 return (self._run or self._prepare({}))(inputs)
-        with self._lock:
+        with self.lock:
             return (self._run or self._prepare(bind_arena(self.lowered.program, assign_offsets(self.plan))))(inputs)
 
     def release(self) -> None:
         """Give the arena back; the next call takes it anew."""
-        with self._lock:
+        with self.lock:
             self._run = None
 
     def _prepare(self, bound: dict[str, torch.Tensor]) -> Run:

@@ -17,7 +17,9 @@ it. A graph that is captured from such an input does that in every replay.
 
 from __future__ import annotations
 
+import keyword
 import linecache
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -41,6 +43,12 @@ from millstream.lower.tensors import (
 #: ``observe(kernel, launch, written) -> result``: launches a kernel in its own way. Launching it again would write
 #: other values to these tensors, because it updates some of them in place.
 Observe = Callable[[int, Callable[[], Any], tuple[torch.Tensor, ...]], Any]
+
+#: Names that the text gives a meaning of its own, and those that become such with a number behind them.
+_OWN_NAMES = re.compile(
+    r"run|inputs|results|torch|observe|enter|raw_stream|current_stream|fork"
+    r"|(stream|handle|event)(_\d+)?|(given_)?v(_.*)?"
+)
 
 
 class Run(Protocol):
@@ -101,7 +109,7 @@ class Writer:
         self.current = 0  # the stream that is current at this point of the text
         self.scope: dict[str, Any] = {}
         self.globals: dict[int, str] = {}  # id of an object in scope -> its name there
-        self.counts: Counter[str] = Counter(["run", "inputs", "raw_stream", "results", "torch", "observe", "enter"])
+        self.counts: Counter[str] = Counter()  # the last number given to a name
         self.bound = bound
         self.lines: list[str] = []
         self.events: list[Event] = []
@@ -282,11 +290,15 @@ class Writer:
     def _global(self, name: str, value: Any) -> str:
         """Name ``value`` in the function's globals, each object once."""
         if id(value) not in self.globals:
-            name = "".join(c if c.isalnum() else "_" for c in name)
-            count = self.counts[name]
-            self.counts[name] += 1
-            self.globals[id(value)] = f"{name}_{count}" if count else name
-            self.scope[self.globals[id(value)]] = value  # also keeps the object, and so its id, alive
+            wanted = "".join(c if c.isalnum() else "_" for c in name)
+            if keyword.iskeyword(wanted) or _OWN_NAMES.fullmatch(wanted):
+                wanted = f"_{wanted}"
+            free = wanted
+            while free in self.scope:
+                self.counts[wanted] += 1
+                free = f"{wanted}_{self.counts[wanted]}"
+            self.globals[id(value)] = free
+            self.scope[free] = value  # also keeps the object, and so its id, alive
         return self.globals[id(value)]
 
 

@@ -5,18 +5,18 @@ Every call issues all kernels anew, so the host is usually the slowest part; wha
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 
 from millstream.device import DeviceContext, guard
+from millstream.engine.locked import Locked
 from millstream.engine.source import Run, compile_plan
 from millstream.graph import Plan
 from millstream.lower import Lowered
 
 
-class StreamsEngine:
+class StreamsEngine(Locked):
     """Runs a plan by issuing its kernels on the streams of one place.
 
     Memory comes from PyTorch's allocator, each buffer under the stream of its first writer. A block that is free again
@@ -32,13 +32,13 @@ class StreamsEngine:
     name = "streams"
 
     def __init__(self, lowered: Lowered, plan: Plan, context: DeviceContext) -> None:
+        super().__init__()  # the events serve one call at a time
         self.lowered, self.plan = lowered, plan
         self._context = context
-        self._lock = threading.Lock()  # the events serve one call at a time
         self._run: Run | None = None  # made by the first call: engines are built while PyTorch compiles
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        with self._lock, guard(self._context.place):
+        with self.lock, guard(self._context.place):
             if self._run is None:
                 self._run = compile_plan(self.lowered.program, self.plan, context=self._context)
             here = self._context.current_stream()

@@ -40,8 +40,7 @@ class Library:
         self.holding, self.releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
         for name in ("make", "make_worker", "get"):
             getattr(self.holding, f"millstream_{name}").restype = ctypes.c_void_p
-        for name in ("error", "message"):
-            getattr(self.holding, f"millstream_{name}").restype = ctypes.c_char_p
+        self.holding.millstream_take_error.restype = ctypes.py_object
 
     def __getattr__(self, name: str) -> Any:
         self.__dict__[name] = function = getattr(self.holding, f"millstream_{name}")
@@ -51,7 +50,7 @@ class Library:
 @functools.cache
 def find_library() -> Library | None:
     """The compiled code, or ``None`` where it cannot be had."""
-    path = build(_SOURCE, *torch_options(), "-ltorch_cpu", "-pthread")
+    path = build(_SOURCE, *torch_options(), "-ltorch_cpu", "-ltorch_python", "-pthread")
     return None if path is None or place_of_implementation() is None else Library(path)
 
 

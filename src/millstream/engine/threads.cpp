@@ -4,16 +4,20 @@
 // - A register holds a tensor: written by one stream, read by others behind a signal, or before the streams begin.
 // - Registers of tensors that Python knows are set and cleared by a thread that holds Python's lock. They hold them for
 //   the whole run, so that no count of references reaches the point where PyTorch would ask for the lock.
-// - A step that Python must do is a call back to it, which takes the lock meanwhile.
+// - A step that Python must do is a call of a Python object, which takes the lock meanwhile. So does keeping an error.
 // - An error on one stream ends the others at their next wait; the first one is reported. The plan is of no use then.
+
+#include <Python.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/EmptyTensor.h>
@@ -22,6 +26,10 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/inductor/inductor_ops.h>
+
+namespace torch {
+void translate_exception_to_python(const std::exception_ptr& error);  // of torch/csrc/Exceptions.h, which takes seconds
+}
 
 namespace {
 
@@ -138,10 +146,38 @@ struct Result {
 };
 
 struct Stopped {};
+struct PythonFailed {};
+
+// Python's lock, for as long as this lives.
+class Lock {
+ public:
+  Lock() : state_(PyGILState_Ensure()) {}
+  ~Lock() { PyGILState_Release(state_); }
+  Lock(const Lock&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+// The Python exception that is set on this thread, which is not set afterwards.
+PyObject* take_exception() {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (trace) PyException_SetTraceback(value, trace);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  return value;
+}
 
 struct Plan {
-  Plan(int num_registers, int num_events, int num_streams, int (*python)(int))
-      : registers(num_registers), events(num_events), streams(num_streams), python(python) {}
+  Plan(int num_registers, int num_events, int num_streams, PyObject* python)
+      : registers(num_registers), events(num_events), streams(num_streams), python(Py_NewRef(python)) {}
+
+  ~Plan() {
+    Py_DECREF(python);
+    Py_XDECREF(error);
+  }
 
   struct Step {
     int kernel;
@@ -157,25 +193,33 @@ struct Plan {
       }
     } catch (const Stopped&) {
     } catch (...) {
-      fail(std::current_exception(), kernel);
+      keep(std::current_exception(), kernel);
+      for (Signal& event : events) event.send(run);
     }
   }
 
-  void fail(std::exception_ptr found, int kernel) {
-    if (!stopped.exchange(true)) error = found, failed = kernel;
-    for (Signal& event : events) event.send(run);
+  // Keep the first error, as the Python exception that PyTorch makes of it. What Python has raised is still set, on
+  // this thread alone, and must not stay so.
+  void keep(const std::exception_ptr& found, int kernel) {
+    const Lock lock;
+    if (!PyErr_Occurred()) torch::translate_exception_to_python(found);
+    PyObject* exception = take_exception();
+    if (stopped.exchange(true)) {
+      Py_XDECREF(exception);
+    } else {
+      error = exception, failed = kernel;
+    }
   }
 
   Registers registers;
   std::vector<Signal> events;
   std::vector<std::vector<Step>> streams;
   std::vector<Argument> pending;  // arguments of the next operator
-  int (*python)(int);
+  PyObject* python;  // is called with a kernel that Python must do
   uint32_t run = 0;
   std::atomic<bool> stopped{false};
-  std::exception_ptr error;
+  PyObject* error = nullptr;
   int failed = -1;  // the kernel; -1 where memory was taken
-  std::string message;
 };
 
 // --- workers
@@ -194,7 +238,7 @@ void use_threads(int number) {
 
 extern "C" {
 
-Plan* millstream_make(int num_registers, int num_events, int num_streams, int (*python)(int)) {
+Plan* millstream_make(int num_registers, int num_events, int num_streams, PyObject* python) {
   return new Plan(num_registers, num_events, num_streams, python);
 }
 
@@ -268,9 +312,10 @@ int millstream_add_operator(
 
 void millstream_add_python(Plan* plan, int stream, int kernel) {
   plan->streams[stream].push_back({kernel, [=] {
-    if (plan->python(kernel) == 0) return;
-    plan->fail(nullptr, kernel);
-    throw Stopped();
+    const Lock lock;
+    PyObject* none = PyObject_CallFunction(plan->python, "i", kernel);
+    if (!none) throw PythonFailed();
+    Py_DECREF(none);
   }});
 }
 
@@ -352,25 +397,8 @@ int millstream_has_failed(Plan* plan) { return plan->stopped.load(); }
 
 int millstream_failed(Plan* plan) { return plan->failed; }
 
-const char* millstream_message(Plan* plan) { return plan->message.c_str(); }
-
-// The name of the Python exception for what went wrong; null when Python knows better.
-const char* millstream_error(Plan* plan) {
-  const char* kind = "RuntimeError";
-  try {
-    if (!plan->error) return nullptr;
-    std::rethrow_exception(plan->error);
-  } catch (const c10::Error& error) {
-    if (dynamic_cast<const c10::IndexError*>(&error)) kind = "IndexError";
-    if (dynamic_cast<const c10::ValueError*>(&error)) kind = "ValueError";
-    if (dynamic_cast<const c10::TypeError*>(&error)) kind = "TypeError";
-    if (dynamic_cast<const c10::NotImplementedError*>(&error)) kind = "NotImplementedError";
-    plan->message = error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    plan->message = error.what();
-  }
-  return kind;
-}
+// The first error, which is Python's from here on.
+PyObject* millstream_take_error(Plan* plan) { return std::exchange(plan->error, nullptr); }
 
 // A new handle of the tensor in a register, to be given to Python.
 at::Tensor* millstream_get(Plan* plan, int reg) { return new at::Tensor(plan->registers[reg]); }

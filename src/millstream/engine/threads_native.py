@@ -11,14 +11,13 @@ back to Python.
   is over.
 - A tensor is a register, written by one stream: whoever uses it comes behind, because the plan says so. A view is made
   anew at each use, for no plan orders the streams by views.
-- An error on one stream ends the others at their next wait. It is raised in the caller; the compiled plan is of no use
-  afterwards.
+- An error on one stream ends the others at their next wait. It is raised in the caller, as the type that PyTorch gives
+  it, be it a signal's; the compiled plan is of no use afterwards.
 - Not for two calls at once: signals and bound memory serve one.
 """
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,7 +73,7 @@ class _Threads:
         self._workers = team.workers(plan.num_streams - 1)
         builder = _Builder(program, plan, bound, self._library)
         builder.add_steps()
-        self._values, self._callback = builder.values, builder.callback
+        self._values = builder.values
         self._plan = self._values.plan
         weakref.finalize(self, self._library.drop, self._plan)
         registers = self._values.registers
@@ -116,11 +115,7 @@ class _Threads:
 
     def _raise(self) -> None:
         """Raise the first error."""
-        errors, self._values.errors = self._values.errors, []  # their tracebacks hold tensors
-        kind = self._library.error(self._plan)
-        if kind is None:
-            raise errors[0]
-        error = getattr(builtins, kind.decode())(self._library.message(self._plan).decode())
+        error = self._library.take_error(self._plan)  # its traceback holds tensors
         failed = self._library.failed(self._plan)
         if failed >= 0:
             kernel = self._program.graph.kernels[failed]
@@ -135,26 +130,20 @@ class _Values:
 
     def __init__(self, program: Program, bound: dict[str, torch.Tensor], library: Library) -> None:
         self.bound, self.registers = bound, dict[str, int]()
-        self.errors: list[BaseException] = []
         self._program, self._library = program, library
 
     def fetch(self, tree: Any) -> Any:
         """Arguments or results, with tensors for values."""
         return tree_map_only(Value, lambda value: self.tensor(value.name), tree)
 
-    def step(self, kernel: int) -> int:
-        """Call what a kernel calls, and note its error, if there is one: then return 1."""
-        try:
-            call = self._program.calls[kernel]
-            target = getattr(call.target, "binding", call.target)
-            result = target(*self.fetch(call.args), **self.fetch(call.kwargs))
-            for index, name in call.results:
-                tensor = result if index is None else result[index]
-                self._library.set(self.plan, self.registers[name], ctypes.c_void_p(tensor._cdata))
-        except BaseException as error:  # noqa: BLE001  on its way to the caller
-            self.errors.append(error)
-            return 1
-        return 0
+    def step(self, kernel: int) -> None:
+        """Call what a kernel calls."""
+        call = self._program.calls[kernel]
+        target = getattr(call.target, "binding", call.target)
+        result = target(*self.fetch(call.args), **self.fetch(call.kwargs))
+        for index, name in call.results:
+            tensor = result if index is None else result[index]
+            self._library.set(self.plan, self.registers[name], ctypes.c_void_p(tensor._cdata))
 
     def bind(self, name: str) -> bool:
         """Whether a value stays in place from call to call; one that is a view of such a value becomes one."""
@@ -178,14 +167,13 @@ class _Builder:
 
     def __init__(self, program: Program, plan: Plan, bound: dict[str, torch.Tensor], library: Library) -> None:
         self.values = _Values(program, bound, library)
-        self.callback = _CALLBACK(self.values.step)
         self._program, self._steps, self._library = program, plan.steps, library
         recorded = {step.event: step.stream for step in plan.steps if isinstance(step, Record)}
         self._recorder = recorded
         values = [leaf for call in program.calls for leaf in tree_leaves((call.args, call.kwargs, call.results))]
         most = len(program.inputs) + len(program.layouts) + len(values)
         self.values.plan = self._plan = ctypes.c_void_p(
-            library.make(most, max(recorded, default=0) + 1, plan.num_streams, self.callback)
+            library.make(most, max(recorded, default=0) + 1, plan.num_streams, ctypes.py_object(self.values.step))
         )
         self._live: dict[str, set[str]] = {}  # storage -> values in registers that hold it
 
@@ -297,9 +285,6 @@ class _Builder:
                 tensor = ctypes.c_void_p(self.values.bound[name]._cdata)
                 self._library.set(self._plan, registers[name], tensor)
         return registers[name]
-
-
-_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 
 
 def operator_of(call: Call, kernel: Kernel) -> OpOverload | None:

@@ -8,7 +8,7 @@ from millstream.graph.dependencies import (
     step_storages,
 )
 from millstream.graph.kernel_graph import Buffer, Kernel, KernelGraph, KernelKind, Role
-from millstream.graph.layout import MemoryLayout
+from millstream.graph.layout import MemoryLayout, alignment_of
 from millstream.graph.order import HappensBefore, Moment, StreamClocks
 from millstream.graph.plan import Allocate, Copy, Free, Launch, Plan, Record, Step, Wait
 from millstream.graph.ranges import OwnedRanges
@@ -44,6 +44,7 @@ __all__ = [
     "StreamClocks",
     "Timeline",
     "Wait",
+    "alignment_of",
     "derive_dependencies",
     "format_graph",
     "format_plan",

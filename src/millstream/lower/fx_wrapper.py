@@ -169,6 +169,10 @@ class Converter(wrapper_fxir.FxConverter):
         super()._generate_fallback_call(ir_node, args, kwargs)
         self._tag_origins(ir_node, last)
 
+    def _generate_unbacked_symbol_defs(self, line: Any) -> None:
+        if line.unbacked_bindings:  # upstream looks for the result first, which an operator that only checks has not
+            super()._generate_unbacked_symbol_defs(line)
+
     def _generate_device_copy(self, line: Any) -> None:
         source, destination = self._lookup_args((line.source, line.destination))
         self.gm.graph.call_function(torch.ops.aten.copy_.default, (destination, source, line.non_blocking))

@@ -44,8 +44,8 @@ def count_flops(target: Any, args: Any, kwargs: Any, value: Any) -> int:
         return 0
     args, kwargs = tree_map_only(torch.fx.Node, lambda node: node.meta.get("val"), (tuple(args), dict(kwargs)))
     out = kwargs.pop("out", value)
-    # The formulas take their arguments by position; the wrapper passes some by name.
-    names = [argument.name for argument in target._schema.arguments]
+    # The formulas take their arguments by position, as the schema does; the wrapper passes some by name.
+    names = [argument.name for argument in target._schema.arguments if not argument.kwarg_only]
     args = (*args, *(kwargs.pop(name) for name in names[len(args) :] if name in kwargs))
     try:
         return int(formula(*args, **kwargs, out_val=out))
@@ -69,6 +69,11 @@ def written_arguments(target: Any, args: Any, kwargs: Any) -> list[torch.fx.Node
 def draws_random_numbers(target: Any) -> bool:
     """Whether an operator moves the state of a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def float32_precision() -> str:
+    """How exactly PyTorch's libraries multiply in float32 on CUDA devices at present: matrices, and convolutions."""
+    return " ".join(torch._C._get_fp32_precision_getter("cuda", what) for what in ("matmul", "conv"))
 
 
 @cache

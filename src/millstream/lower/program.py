@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from millstream.graph import KernelGraph
+from millstream.lower.operators import float32_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Program:
         constants: Folded tensors by value name.
         mutated: Ids of the inputs that the program writes.
         aligned: Ids of the inputs whose first element kernels take to lie at a multiple of ``ALIGNMENT_BYTES``.
+        dtypes: Of inputs, constants and buffers, where they are known.
     """
 
     graph: KernelGraph
@@ -88,6 +90,7 @@ class Program:
     constants: dict[str, torch.Tensor]
     mutated: frozenset[str]
     aligned: frozenset[str]
+    dtypes: dict[str, torch.dtype]
 
     def base(self, name: str) -> str:
         """Return the input, constant or buffer that the value ``name`` lies in."""
@@ -95,15 +98,20 @@ class Program:
         return name if view is None else view.base
 
     def code(self, kernel: int) -> str:
-        """Return what decides how long a kernel takes, beside the sizes of its buffers: its source and arguments."""
+        """Return what decides how long a kernel takes, beside the sizes of its buffers: its source and arguments.
+
+        What a library does in float32 depends on the precision that is asked of it at present.
+        """
         call = self.calls[kernel]
         source = getattr(getattr(getattr(call.target, "__self__", None), "fn", None), "src", "")
-        return f"{source or self.graph.kernels[kernel].name}{self._shapes((call.args, call.kwargs))!r}"
+        source = source or f"{self.graph.kernels[kernel].name} {float32_precision()}"
+        return f"{source}{self._shapes((call.args, call.kwargs))!r}"
 
     def _shapes(self, tree: Any) -> Any:
         if isinstance(tree, Value):
             layout = self.views.get(tree.name) or self.layouts.get(tree.name)
-            return (layout.size, layout.stride) if layout else ()
+            dtype = self.dtypes.get(self.base(tree.name))
+            return (dtype, layout.size, layout.stride) if layout else (dtype,)
         if isinstance(tree, dict):
             return {key: self._shapes(item) for key, item in tree.items()}
         return [self._shapes(item) for item in tree] if isinstance(tree, (list, tuple)) else tree

@@ -11,11 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.errors import ArgumentError
-from millstream.graph import MemoryLayout, Plan, Role
+from millstream.graph import MemoryLayout, Plan, Role, alignment_of
 from millstream.schedule.lifetimes import Lifetime, derive_lifetimes
-
-_CPU_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
-_DEVICE_ALIGNMENT = 512  # bytes: what PyTorch's CUDA allocator gives, which kernels were compiled to rely on
 
 
 def assign_offsets(plan: Plan, device: str | None = None) -> MemoryLayout:
@@ -59,11 +56,6 @@ def assign_offsets(plan: Plan, device: str | None = None) -> MemoryLayout:
     arena = _Arena(len(sized), plan.num_streams)
     offset_of = {lifetime.buffer: arena.place(size, lifetime) for size, lifetime in sized}
     return MemoryLayout(offset_of, arena.num_bytes, device)
-
-
-def alignment_of(device: str) -> int:
-    """Bytes to which buffers on a device are aligned."""
-    return _CPU_ALIGNMENT if device.partition(":")[0] == "cpu" else _DEVICE_ALIGNMENT
 
 
 class _Arena:

@@ -84,6 +84,7 @@ def plan_graph(
     *,
     memory_bytes: int | None = None,
     packed: bool = False,
+    fewer: bool = True,
 ) -> Plan:
     """Plan a graph by a policy, within a memory budget.
 
@@ -96,6 +97,7 @@ def plan_graph(
             the program's order, and then fewer streams are taken, down to the serial plan.
         packed: Whether temporaries are packed into one arena, with waits that let memory be used again; see
             ``share_memory``. The serial plan is never packed: an allocator does as well for it.
+        fewer: Whether numbers of streams between ``num_streams`` and one are tried over the budget.
 
     Raises:
         ArgumentError: There is no such policy, no stream, costs of another graph, or a budget that even the serial plan
@@ -111,7 +113,7 @@ def plan_graph(
     if memory_bytes is None:
         return POLICIES[policy](graph, costs, num_streams, None, packed) if num_streams > 1 else plan_serial(graph)
     if policy != "serial":
-        for streams, lookahead in product(range(num_streams, 1, -1), _LOOKAHEADS):
+        for streams, lookahead in product(range(num_streams, 1 if fewer else num_streams - 1, -1), _LOOKAHEADS):
             plan = POLICIES[policy](graph, costs, streams, lookahead, packed)
             if peak_bytes(plan) <= memory_bytes:
                 return plan

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.graph import KernelGraph, MemoryLayout, OwnedRanges, Role
+from millstream.graph import KernelGraph, MemoryLayout, OwnedRanges, Role, alignment_of
 from millstream.schedule.assignment import Assignment
-from millstream.schedule.memory import alignment_of
 
 _SEVERAL = -1  # instead of a stream: uses end on more than one
 

@@ -28,7 +28,8 @@ def simulate(plan: Plan, costs: Costs, *, shared: bool = True, issue_ns: int = 0
         - Copies take no time: their cost is not known here.
         - The run is over when stream 0 and all kernels are through.
 
-    So the makespan is never below the critical path, nor above the sum of all durations and all waits.
+    So the makespan is never below the critical path, nor, where the host takes no time, above the sum of all waits and
+    all durations, each of which counts as ``start_ns`` where it is shorter.
     O(steps * streams) time. The same arguments give the same timeline.
 
     Args:

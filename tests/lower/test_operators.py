@@ -1,0 +1,61 @@
+"""What is known of library kernels: their work, what tells their costs apart, and those that only check."""
+
+import pytest
+import torch
+
+import millstream as ms
+from millstream.api import executables
+from millstream.cost import kernel_key
+from millstream.graph import KernelKind
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    precision = torch.get_float32_matmul_precision()
+    with torch.no_grad():
+        yield
+    torch.set_float32_matmul_precision(precision)
+
+
+def program_of(function, *inputs):
+    torch._dynamo.reset()
+    compiled = ms.compile(function, engine="serial", strict=True)
+    compiled(*inputs)
+    return executables(compiled)[0].lowered.program
+
+
+def key_of(dtype=torch.float32):
+    program = program_of(torch.matmul, torch.ones(8, 8, dtype=dtype), torch.ones(8, 8, dtype=dtype))
+    (kernel,) = program.graph.kernels
+    return kernel_key(program.graph, kernel, program.code(kernel.id))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_counts_with_and_without_what_is_added(bias):
+    graph = program_of(torch.nn.Linear(16, 24, bias=bias), torch.ones(32, 16)).graph
+    (flops,) = [kernel.flops for kernel in graph.kernels if kernel.kind is KernelKind.GEMM]
+    assert flops == 2 * 32 * 16 * 24
+
+
+def test_products_of_several_matrices_count():
+    batch = torch.ones(4, 8, 8)
+    graph = program_of(lambda a, b, c: torch.baddbmm(a, b, c, alpha=2), batch, batch, batch).graph
+    assert [kernel.flops for kernel in graph.kernels if kernel.kind is KernelKind.GEMM] == [2 * 4 * 8 * 8 * 8]
+
+
+def test_the_type_tells_costs_apart():
+    assert len({key_of(dtype) for dtype in (torch.float16, torch.bfloat16)}) == 2
+
+
+def test_the_precision_of_products_tells_costs_apart():
+    keys = []
+    for precision in ("highest", "high", "highest"):
+        torch.set_float32_matmul_precision(precision)
+        keys.append(key_of())
+    assert keys[0] == keys[2] != keys[1]
+
+
+@pytest.mark.parametrize("function", [torch.linalg.inv, torch.linalg.cholesky])
+def test_operators_that_only_check_have_no_result(function):
+    x = 2 * torch.eye(4)
+    assert torch.equal(ms.compile(function, engine="serial", strict=True)(x), function(x))
