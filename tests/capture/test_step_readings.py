@@ -293,6 +293,22 @@ def test_what_the_first_call_makes_the_next_ones_use(make):
     assert len(captured.graphs) == 2
 
 
+def test_state_that_changes_its_shape():
+    def make():
+        state = torch.zeros(4)
+
+        def step(x):
+            nonlocal state
+            state = torch.tanh(x + state[: len(x)])
+            return state.sum()
+
+        return step
+
+    theirs, captured = make(), Step(make(), build=interpret, strict=True)
+    for count in (4, 4, 3, 3, 3, 2, 2, 2):
+        assert_same(captured(torch.ones(count)), theirs(torch.ones(count)))
+
+
 def count_in_class():
     class Counter:
         value = 0

@@ -583,6 +583,14 @@ def test_data_from_an_iterator(kind):
     assert [result[0].item() for result in results] == [0, 2, 4, 6]
 
 
+def test_an_iterator_that_a_module_has_and_its_code_never_names():
+    model = nn.Linear(2, 2)
+    model.ids = iter([torch.zeros(1)])
+    ours = Step(lambda x: model(x).sum(), build=interpret, strict=True)
+    assert ours(torch.ones(1, 2)).item() == model(torch.ones(1, 2)).sum().item()
+    assert next(model.ids).item() == 0
+
+
 def test_many_signatures_give_one_warning():
     calls = []
 

@@ -98,7 +98,7 @@ class Found:
         watched: Those of ``containers`` that the code may look into.
         cached: Functions behind ``functools.lru_cache``.
         links: The steps on the way.
-        sources: Names of iterators and queues.
+        sources: Names of iterators and queues that the code may ask.
         references: On how many ways a tensor, by id, was met, modules' parameters and buffers and optimizers apart.
     """
 
@@ -136,6 +136,7 @@ class _Search:
         self._plain: list[tuple[str, MutableMapping[str, Any], frozenset[str]]] = []  # and what their classes give
         self._of_module: str | None = None  # the attribute of a module from which the search has come
         self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
+        self._sources: list[tuple[str, str | None]] = []  # iterators and queues, and that attribute
 
     def finish(self) -> None:
         """Look at plain objects and classes again until their code yields no new name."""
@@ -147,8 +148,9 @@ class _Search:
                     self.follow(f"{prefix}.{name}", holder, name)
                 for name in sorted(self.names & defaults.difference(holder)):  # may be set later
                     self.follow(f"{prefix}.{name}", holder, name)
-        # Of a module everything is looked at; what its code never names (a log, say) may grow as it likes.
+        # Of a module everything is looked at; what its code never names (a log, say) may change as it likes.
         attributes = {None, *self.names}
+        self.found.sources = [name for name, attribute in self._sources if attribute in attributes]
         self.found.watched = [item for item in self.found.containers if self._attribute_of[id(item[1])] in attributes]
 
     def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912 - one line per kind of thing
@@ -168,7 +170,7 @@ class _Search:
             if value.is_enabled():
                 self.found.scalers.append((name, value))
         elif isinstance(value, _SOURCES) and not isinstance(value, io.IOBase):
-            self.found.sources.append(name)
+            self._sources.append((name, self._of_module))
         elif isinstance(value, types.FunctionType):
             self._visit_function(name, value)
         elif isinstance(value, types.MethodType):

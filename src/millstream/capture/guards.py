@@ -341,16 +341,15 @@ def _add_readings(guards: Guards, request: Request, traced: Traced, used: Contai
     """Expect the Python values that the step may have read."""
     for attributes, attribute, value in traced.reads:
         guards.expect(attributes, attribute, value)
-    stored = {(id(holder), key) for holder, key, _ in traced.effects}
+    stored = {(id(holder), key) for holder, key, _ in traced.effects}  # and not known by a link
     groups = {id(group) for _, optimizer in request.found.optimizers for group in optimizer.param_groups}
     for link in request.found.links:
         if id(link.holder) in groups:  # see _add_optimizer
             continue
-        at = (id(link.holder), link.key)
-        # A tensor that the step replaces is a result; anything else may have told it to make one (`if x is None`).
+        stored.discard((id(link.holder), link.key))
+        # A tensor that the graph does not read may be another; what is no tensor may tell the step to make one.
         if not isinstance(link.value, Tensor) or id(link.value) in used:
             guards.expect(link.holder, link.key, link.value, link.name)
-            stored.discard(at)
     for holder, key, output in traced.effects:
         is_new = not isinstance(holder, CellType) and look(holder, key) is MISSING
         if is_new and output.kind != "object" and (id(holder), key) in stored:
