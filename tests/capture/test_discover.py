@@ -129,10 +129,16 @@ def hide(key, value):
 
 
 def test_what_discovery_misses_is_found_while_tracing():
-    class Box:
-        __slots__ = ("model", "opt", "scale")
-
     def make():
+        content = {}
+
+        class Box:
+            def __getattr__(self, name):
+                return content[name]
+
+            def __setattr__(self, name, value):
+                content[name] = value
+
         torch.manual_seed(0)
         box = Box()
         box.model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -166,6 +172,19 @@ def test_what_discovery_misses_is_found_while_tracing():
     torch.manual_seed(9)
     assert_same(left, their_step(x))
     assert len(captured.graphs) == 1
+
+
+def test_slots_and_attributes_of_classes():
+    class Box:
+        __slots__ = ("model",)
+        scale = torch.ones(1)
+
+        def __call__(self, x):
+            return self.model(x) * self.scale
+
+    box = Box()
+    box.model = nn.Linear(2, 2)
+    assert names(discover([("step", lambda x: box(x))])) == (["box.model"], [], ["box.scale"])
 
 
 def test_torch_compiled_modules_are_traced_through():
