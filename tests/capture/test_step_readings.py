@@ -365,3 +365,60 @@ def test_the_reason_names_the_container():
         for number in range(12):
             captured(torch.ones(2))
             log.append(number)
+
+
+def test_a_counter_with_the_name_of_a_method_that_is_called():
+    args, weight = argparse.Namespace(step=0), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def function(x):
+        (weight * x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return args  # is reached
+
+    step = Step(function, build=interpret, strict=True)
+    for _ in range(5):
+        step(torch.ones(2))
+        args.step += 1
+    assert len(step.graphs) == 1
+
+
+def test_tensors_in_a_tuple_are_the_same_by_identity_and_not_by_value():
+    state = {"hidden": (torch.zeros(3), torch.zeros(()))}
+
+    def function(x):
+        first, second = state["hidden"]
+        second.add_(1)
+        return first + x, second + 0
+
+    ours, x = Step(function, build=interpret), torch.ones(3)
+    for number in range(4):
+        before = state["hidden"] = (torch.full((3,), float(number)), torch.tensor(0.0))
+        first, second = ours(x)
+        assert (first[0].item(), second.item(), before[1].item()) == (number + 1, 1, 1)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "iterator"])
+def test_what_a_module_also_has_under_a_name_that_no_code_knows(kind):
+    held = {"list": [1.0, 2.0], "dict": {"a": 1.0}, "iterator": iter([1.0, 2.0, 3.0])}[kind]
+    model = nn.Linear(2, 2)
+    model.saved = held
+
+    def function(x):
+        y = model(x).sum()
+        if kind == "iterator":
+            return y * next(held)
+        return y * sum(held) if kind == "list" else y * ("b" in held)
+
+    x = torch.ones(1, 2)
+    whole = model(x).sum().item()
+    ours = Step(function, build=interpret)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        results = [ours(x).item() / whole for _ in range(2)]
+        if kind != "iterator":
+            held.append(3.0) if kind == "list" else held.update(b=1.0)
+        results.append(ours(x).item() / whole)
+    expected = {"list": [3, 3, 6], "dict": [0, 0, 1], "iterator": [1, 2, 3]}[kind]
+    assert results == pytest.approx(expected)

@@ -21,6 +21,7 @@ import functools
 import inspect
 import io
 import queue
+import sys
 import sysconfig
 import types
 from collections import Counter, deque
@@ -131,27 +132,42 @@ class _Search:
     def __init__(self) -> None:
         self.found = Found()
         self.names: set[str] = {"__call__", "forward"}
+        self._read: set[str] = set()  # those of them that are not only called as methods
         self._seen: dict[int, Any] = {}  # id -> object, kept alive so that ids stay unique
         self._linked: set[tuple[int, Any]] = set()
         self._plain: list[tuple[str, MutableMapping[str, Any], frozenset[str]]] = []  # and what their classes give
         self._of_module: str | None = None  # the attribute of a module from which the search has come
         self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
+        self._aside: list[tuple[str, dict[str, Any], str]] = []  # attributes of modules, looked at last
         self._sources: list[tuple[str, str | None]] = []  # iterators and queues, and that attribute
 
     def finish(self) -> None:
         """Look at plain objects and classes again until their code yields no new name."""
-        known = -1
-        while known != len(self.names) + len(self._plain):
-            known = len(self.names) + len(self._plain)
-            for prefix, holder, defaults in list(self._plain):
-                for name in sorted(self.names.intersection(holder)):
-                    self.follow(f"{prefix}.{name}", holder, name)
-                for name in sorted(self.names & defaults.difference(holder)):  # may be set later
-                    self.follow(f"{prefix}.{name}", holder, name)
+        self._follow_names()
+        while self._aside:  # those that the code names first: what it also reaches by another way is met by that way
+            self._aside.sort(key=lambda item: item[2] not in self.names)
+            name, holder, self._of_module = self._aside.pop(0)
+            if isinstance(holder[self._of_module], tuple):
+                self.visit(name, holder[self._of_module])
+            else:
+                self.follow(name, holder, self._of_module)
+            self._of_module = None
+            self._follow_names()
         # Of a module everything is looked at; what its code never names (a log, say) may change as it likes.
         attributes = {None, *self.names}
         self.found.sources = [name for name, attribute in self._sources if attribute in attributes]
         self.found.watched = [item for item in self.found.containers if self._attribute_of[id(item[1])] in attributes]
+
+    def _follow_names(self) -> None:
+        known = -1
+        while known != len(self.names) + len(self._read) + len(self._plain):
+            known = len(self.names) + len(self._read) + len(self._plain)
+            for prefix, holder, defaults in list(self._plain):
+                for name in sorted(self.names.intersection(holder)):
+                    if name in self._read or not isinstance(holder[name], SCALARS):  # x.step() calls no number
+                        self.follow(f"{prefix}.{name}", holder, name)
+                for name in sorted(self.names & defaults.difference(holder)):  # may be set later
+                    self.follow(f"{prefix}.{name}", holder, name)
 
     def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912 - one line per kind of thing
         """Look at ``value``, once."""
@@ -224,6 +240,7 @@ class _Search:
         parent = name.rpartition(".")[0]
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.follow(variable, cell, None)
+        self._read |= _names_read(code)
         for variable in sorted(_names_in(code)):
             self.names.add(variable)
             if variable in function.__globals__:
@@ -279,19 +296,14 @@ class _Search:
 
     def _visit_module(self, name: str, root: nn.Module) -> None:
         self.found.modules.append((name, root))
-        outer = self._of_module
         for path, module in root.named_modules():
             self._seen[id(module)] = module
             prefix = f"{name}.{path}" if path else name
             if type(module) not in _TORCH_MODULES:
                 self._visit_class(prefix, type(module))
             for attribute, value in list(vars(module).items()):
-                self._of_module = attribute
-                if attribute not in _PLAIN_MODULE_ATTRIBUTES and not isinstance(value, (*SCALARS, tuple)):
-                    self.follow(f"{prefix}.{attribute}", vars(module), attribute)
-                elif isinstance(value, tuple):
-                    self.visit(f"{prefix}.{attribute}", value)
-        self._of_module = outer
+                if attribute not in _PLAIN_MODULE_ATTRIBUTES and not isinstance(value, SCALARS):
+                    self._aside.append((f"{prefix}.{attribute}", vars(module), attribute))
 
 
 _TORCH_MODULES = frozenset(value for value in vars(nn).values() if isinstance(value, type))
@@ -321,6 +333,17 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)
+
+
+def _names_read(code: types.CodeType) -> set[str]:
+    """Those of the names in some code that are not only called as methods."""
+    names = {str(item.argval) for item in dis.get_instructions(code) if not _is_method_load(item)}
+    return names.union(*(_names_read(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+
+
+def _is_method_load(item: dis.Instruction) -> bool:
+    is_marked = sys.version_info >= (3, 12) and item.opname == "LOAD_ATTR" and bool((item.arg or 0) & 1)
+    return item.opname == "LOAD_METHOD" or is_marked
 
 
 def _globals_stored_by(code: types.CodeType) -> set[str]:

@@ -73,7 +73,13 @@ Structure: TypeAlias = Leaf | Value | Reference | Container
 
 def is_same(now: Any, value: Any) -> bool:
     """Whether two plain values are equal; objects are the same by identity only."""
-    return now is value or (isinstance(value, (*SCALARS, tuple)) and type(now) is type(value) and bool(now == value))
+    if now is value:
+        return True
+    if type(now) is not type(value):
+        return False
+    if isinstance(value, tuple):  # item by item: tensors in it would compare their values
+        return len(now) == len(value) and all(map(is_same, now, value))
+    return isinstance(value, SCALARS) and bool(now == value)
 
 
 RESOLVE_REMEDY = "Pass x.resolve_conj().resolve_neg()."
