@@ -347,3 +347,36 @@ def test_close_may_come_from_a_finalizer_inside_a_method():
 def test_bounds_that_are_none(capacity, max_bytes):
     with pytest.raises(ArgumentError, match=r"capacity is|max_bytes is"):
         Channel(capacity, max_bytes)
+
+
+class Obliging:
+    """A lock that lets others in right behind the release that an error has led to, once."""
+
+    def __init__(self, lock):
+        self.lock, self.others = lock, []
+
+    def __enter__(self):
+        return self.lock.__enter__()
+
+    def __exit__(self, kind, *rest):
+        self.lock.__exit__(kind, *rest)
+        if kind is TimeoutError:
+            while self.others:
+                self.others.pop()()
+
+
+def test_who_has_waited_in_vain_has_done_nothing():
+    channel, got = Channel(1), []
+    channel.send("a")
+    channel._lock = Obliging(channel._lock)
+    channel._lock.others.append(lambda: got.append(channel.receive()))
+    with pytest.raises(TimeoutError):
+        channel.send("b", timeout=0.01)
+    with pytest.raises(TimeoutError):
+        channel.receive(timeout=0.01)
+    assert got == ["a"]
+    mine = []
+    channel._lock.others.append(lambda: channel.send("c"))
+    with pytest.raises(TimeoutError):
+        channel.receive_into(mine, timeout=0.01)
+    assert (mine, channel.receive(timeout=1)) == ([], "c")

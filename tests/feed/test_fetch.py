@@ -301,6 +301,38 @@ def test_an_error_in_a_loop_comes_behind_the_results_before():
     assert got == list(range(5))
 
 
+def test_a_result_that_is_asked_for_while_the_fetcher_is_closed_has_an_end(fetcher, monkeypatch):
+    fetcher.put(torch.tensor(0.0)).result(DEADLINE_S)
+    snapshot, is_in, may_go_on, ends = fetcher._snapshot, threading.Event(), threading.Event(), []
+
+    def wait_and_snapshot(*arguments, **options):
+        is_in.set()
+        may_go_on.wait(DEADLINE_S)
+        snapshot(*arguments, **options)
+
+    monkeypatch.setattr(fetcher, "_snapshot", wait_and_snapshot)
+    caller = threading.Thread(target=lambda: ends.append(fetcher.put(torch.tensor(1.0))))
+    caller.start()
+    is_in.wait(DEADLINE_S)
+    closer = threading.Thread(target=fetcher.close)
+    closer.start()
+    while not fetcher._stopped.is_set():
+        pass
+    may_go_on.set()
+    caller.join(DEADLINE_S)
+    closer.join(DEADLINE_S)
+    with pytest.raises(DeviceError, match="closed"):
+        ends[0].result(DEADLINE_S)
+
+
+def test_closing_in_a_callback_ends_the_thread(fetcher):
+    fetcher.put(torch.tensor(1.0), callback=lambda _: fetcher.close())
+    fetcher._thread.join(DEADLINE_S)
+    assert not fetcher._thread.is_alive()
+    with pytest.raises(DeviceError, match="closed"):
+        fetcher.put(torch.tensor(2.0))
+
+
 def test_awaiting():
     async def run():
         got = [value async for value in fetch_each((torch.tensor(i) for i in range(5)), ahead=2)]

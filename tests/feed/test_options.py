@@ -1,5 +1,6 @@
 """What a feed can do beyond feeding: resume, shape batches, transform them, serve several devices, check itself."""
 
+import gc
 import threading
 import weakref
 
@@ -186,6 +187,13 @@ def test_batches_that_are_dealt_are_padded_or_left_out_one_by_one(num_batches):
     assert [len(each) for parts in left for each in parts] == [4] * (num_batches - 1)
 
 
+def test_batches_of_a_group_come_before_the_error_that_ends_it():
+    fed, got = feed(DataLoader(Failing(3)), ["cpu", "cpu"], deal=True), []
+    with pytest.raises(LookupError):
+        got.extend(part.item() for parts in fed for part in parts)
+    assert got == [0, 1, 2]
+
+
 # --- transforms
 
 
@@ -232,6 +240,47 @@ def test_what_a_transform_hides_in_its_result_is_the_users_too(make_feed, transf
     assert [see(each)[0].item() for each in held] == list(range(8))
     if transform is name:
         assert {(type(each), each.note) for each in held} == {(Named, "mine")}
+
+
+class Movable(Holder):
+    place = "host"
+
+    def to(self, *arguments, **options):
+        moved = Movable(self.x)
+        moved.place = "device"
+        return moved
+
+
+def fill(batch):
+    batch[0].x = batch[1]
+    return batch[0]
+
+
+@pytest.mark.parametrize("make_feed", ["virtual", "virtual, alone"], indirect=True)
+def test_objects_that_a_transform_fills_or_makes_are_the_users_and_moved(make_feed):
+    held = list(make_feed([(Holder(None), torch.full((4,), float(i))) for i in range(8)], transform=fill))
+    assert [each.x[0].item() for each in held] == list(range(8))
+    made = list(make_feed([torch.ones(1)] * 3, transform=lambda batch: Movable(batch * 2)))
+    assert [(each.place, each.x.item()) for each in made] == [("device", 2.0)] * 3
+
+
+def test_parts_of_one_new_buffer_seen_as_several_types(make_feed):
+    def transform(batch):
+        buffer = torch.zeros(13, dtype=torch.uint8)
+        buffer[4:] = int(batch)
+        return buffer[:4].view(torch.float32), buffer[4:]
+
+    for number, (first, rest) in enumerate(make_feed(numbers(4), transform=transform)):
+        assert (first.item(), rest.tolist()) == (0.0, [number] * 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_image_stays_when_its_label_is_dropped(make_feed, dtype):
+    source = [(torch.full((1 << 16,), i, dtype=torch.uint8), torch.tensor([float(i)])) for i in range(12)]
+    for number, (image, label) in enumerate(make_feed(source, transform=make_transform(dtype, False, None))):
+        del label
+        gc.collect()
+        assert image.unique().tolist() == [number]
 
 
 @pytest.mark.parametrize("make_feed", WAYS[:2], indirect=True)

@@ -46,8 +46,8 @@ class RingModel(RuleBasedStateMachine):
                     return slot
         return None
 
-    @rule(sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3))
-    def send(self, sizes):
+    @rule(sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3), first=st.integers(0, 2))
+    def send(self, sizes, first=0):
         slot = self.take()
         if slot is None:
             return
@@ -59,7 +59,8 @@ class RingModel(RuleBasedStateMachine):
             self.context.copy([(memory[: parcel.num_bytes], source)], self.copy_stream)
         slot.copied.record(self.copy_stream)
         slot.written = True
-        loan = self.ring.begin_loan(slot, range(len(memories)))
+        numbers = [(first + i) % len(memories) for i in range(len(memories))]  # a transform returns them in any order
+        loan = self.ring.begin_loan(slot, numbers)
         lent = [self.ring.lend_bytes(loan, number) for number in range(len(memories))]
         self.under_way.append((loan, view_leaves(layout, lent), self.number, slot))
 
@@ -226,3 +227,9 @@ def test_what_an_interrupt_kept_from_going_home_goes_later(what, ends):
         assert held() == 0
     assert not ring._scattered
     ring.close()
+
+
+@pytest.mark.parametrize("parcels", [[0], [1], [1, 0], [2, 0, 1], [0, 2]])
+def test_a_slot_comes_back_with_the_last_of_its_parcels_whatever_their_numbers(parcels):
+    loan = Loan(None, None, parcels)
+    assert [loan.is_last() for _ in parcels] == [False] * (len(parcels) - 1) + [True]

@@ -311,3 +311,8 @@ def test_jagged_tensors_that_fit_each_other_still_do():
     a, b, c = rebuild([leaf.clone() for leaf in leaves])
     assert (a + b["x"]).values().eq(3).all()
     assert c.shape[0] == 1
+
+
+def test_a_list_of_another_type_that_is_made_twice():
+    leaves, rebuild = split(collections.deque([torch.ones(1)], maxlen=3))
+    assert [len(rebuild(leaves)) for _ in range(2)] == [1, 1]

@@ -91,6 +91,7 @@ class Channel(Generic[T]):
             _wait(bell, timeout)
             with self._lock:
                 if offer in self._senders:
+                    self._senders.remove(offer)
                     if self._closed:
                         raise ChannelClosed("The channel was closed while a producer waited for room.")
                     raise TimeoutError(f"There was no room in the channel within {timeout} s.")
@@ -169,6 +170,8 @@ class Channel(Generic[T]):
             with self._lock:
                 if wish.offer is not None:
                     return
+                if wish in self._receivers:
+                    self._receivers.remove(wish)
                 if not self._closed:
                     raise TimeoutError(f"Nothing came through the channel within {timeout} s.")
                 if self._error is None:

@@ -347,7 +347,9 @@ class CopyLane:
         """
         slot, home, ring = load.slot, self._copy_stream, self.ring
         assert slot is not None
-        given = {id(leaf) for leaf in load.others.values()}
+        given = {
+            id(leaf) for leaf in load.others.values() if isinstance(leaf, Tensor)
+        }  # an object may have been changed
         load.others = others = {}
         found: dict[int, list[int]] = {}  # by storage, the outputs that lie there
         for i, leaf in enumerate(outputs):
@@ -426,7 +428,7 @@ class CopyLane:
             tensors |= self._take_over(load, load.made, stream)
         for i, leaf in load.others.items():
             if i not in tensors:
-                tensors[i] = _copy(leaf) if i in load.hidden else _move(leaf, self.device)
+                tensors[i] = _move(_copy(leaf) if i in load.hidden else leaf, self.device)
         if load.hidden:
             # WAR: what the transform has made is in memory of the copy stream, or seen in the slot.
             self._copy_stream.wait_event(Mark(self._context, stream, timing=False).event)
@@ -495,7 +497,8 @@ def _pair(pinned: PinnedSlot, memories: Sequence[Tensor]) -> list[tuple[Tensor, 
 
 def _see_in(memory: Tensor, leaf: Tensor) -> Tensor:
     """See a place in memory as a leaf that lies at the same place of its storage."""
-    return memory.view(leaf.dtype).as_strided(leaf.size(), leaf.stride(), leaf.storage_offset()).data
+    empty = torch.empty(0, dtype=leaf.dtype, device=memory.device)
+    return empty.set_(memory.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
 
 
 def _can_be_staged(leaf: Any) -> bool:

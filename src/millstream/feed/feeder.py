@@ -101,7 +101,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     then each batch is made in your thread when you ask for it (one further is pulled if the loader is a sequence, or a
     ``DataLoader`` over one), and what proves faster is kept. A loader that yields the
     same tensors or arrays again with new content is safe with a GPU, as long as they are plain and require no gradient;
-    on the CPU, where nothing is copied, it must yield new ones.
+    on the CPU, where nothing is copied, and where batches are dealt, it must yield new ones.
     Random numbers that the loader draws in this process come from the same global generator that the training loop
     uses, at times that vary: give it a generator of its own, or worker processes, where runs must repeat exactly.
 

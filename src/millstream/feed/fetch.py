@@ -278,8 +278,12 @@ class Fetcher:
             if may_wait:
                 self._places.receive_into(result.places)
             with self._lock if may_wait else nullcontext():
+                if self.closed:
+                    raise ChannelClosed("The fetcher is closed.")
                 self._snapshot(result, leaves, is_alone=not may_wait or result.num_bytes >= LARGE_BYTES)
                 self._orders.put(result)
+            if self._stopped.is_set():
+                self._sweep()
         except BaseException as error:
             # Ctrl-C may come at any moment. The other thread sees what came of it, and takes everything back once.
             self._orders.put(result)
@@ -372,6 +376,8 @@ class Fetcher:
                     continue
                 first = waiting.popleft()
                 if first is None:
+                    for result in waiting:
+                        self._orders.put(result)  # to be swept
                     return
                 batch = [first]
                 # Only what is there already: a host that is far ahead has asked for results of steps yet to come.
@@ -404,9 +410,8 @@ class Fetcher:
     def _bring_all(self, results: list[_Result]) -> None:
         error: BaseException | None = None
         try:
-            arrived = self._copy(results)
-            if not wait_until_reached(self.context, arrived.event, self._stopped):
-                error = DeviceError(f"The context of {self.context.place} was closed before the result had come.")
+            if self._stopped.is_set() or not wait_until_reached(self.context, self._copy(results).event, self._stopped):
+                error = self._too_late()
         except Exception as caught:  # noqa: BLE001 - whatever the device says, it belongs to these results
             error = caught
         for result in results:
@@ -472,16 +477,38 @@ class Fetcher:
             return
         self.closed = True
         self._places.cancel()
-        if self._thread is not None and threading.current_thread() is not self._thread:
+        is_other = threading.current_thread() is not self._thread
+        if is_other:
             self._orders.put(None)
+            self._join()
+        self._stopped.set()
+        with self._space_lock:
+            self._ring_bells()
+        if is_other:
+            self._join()
+        self._sweep()
+        self._orders.put(None)  # for the thread, if this is called in it
+        if self._lock.acquire(timeout=JOIN_S):  # who is in there does not wait any more
+            try:
+                if self._host is not None and not self.context.closed:
+                    self.context.release_pinned(self._host)
+                self._ring = self._host = self._made = None
+            finally:
+                self._lock.release()
+
+    def _join(self) -> None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join(JOIN_S)
-            self._stopped.set()
-            with self._space_lock:
-                self._ring_bells()
-            self._thread.join(JOIN_S)
-        if self._host is not None and not self.context.closed:
-            self.context.release_pinned(self._host)
-        self._ring = self._host = self._made = None
+
+    def _sweep(self) -> None:
+        """End what has come behind the end."""
+        with suppress(queue.Empty):
+            while True:
+                if (late := self._orders.get_nowait()) is not None:
+                    self._end(late, None, self._too_late())
+
+    def _too_late(self) -> DeviceError:
+        return DeviceError(f"The context of {self.context.place} was closed before the result had come.")
 
 
 def _bring(leaf: Any) -> Any:

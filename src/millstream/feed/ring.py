@@ -447,7 +447,7 @@ class Loan:
         self.came_back = not parcels
         self._decided: dict[int, bool] = {}  # of what was forgone: whether this got the claim, and not a finalizer
         self._kept: frozenset[int] = frozenset()
-        self.tickets = [*parcels]
+        self.tickets = [*range(len(parcels))]  # whatever their numbers: the last to be popped is 0
 
     def lease(self, number: int) -> Lease:
         """What keeps a parcel from coming back."""

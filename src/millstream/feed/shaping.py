@@ -84,12 +84,17 @@ def _see_rows(leaf: Any, what: str, instead: str) -> Tensor | None:
 def deal(batches: Iterator[Any], parts: int) -> Iterator[list[Any]]:
     """Take ``parts`` batches at a time; the last time perhaps fewer."""
     group: list[Any] = []
-    for batch in batches:
-        group.append(batch)
-        del batch
-        if len(group) == parts:
-            yield group
-            group = []
+    try:
+        for batch in batches:
+            group.append(batch)
+            del batch
+            if len(group) == parts:
+                yield group
+                group = []
+    except Exception:
+        if group:
+            yield group  # what came before the error
+        raise
     if group:
         yield group
 

@@ -32,7 +32,7 @@ from millstream.errors import ArgumentError, FeedError
 T = TypeVar("T")
 
 Rebuild = Callable[[Sequence[Any]], Any]
-"""Makes the batch again from one value per leaf, in the order of ``split``. To be called once."""
+"""Makes the batch again from one value per leaf, in the order of ``split``. Only the last one made is to be used."""
 
 TakeApart = Callable[[Any], tuple[Sequence[Any], Callable[[Sequence[Any]], Any]]]
 
@@ -342,8 +342,9 @@ def _prepare_list(node: Any) -> Close:
     shell.clear()
 
     def close(values: list[Any]) -> Any:
-        shell.extend(values)
-        return shell
+        made = copy.copy(shell)  # this may be asked for once more, when an interrupt came between
+        made.extend(values)
+        return made
 
     return close
 
