@@ -17,17 +17,20 @@ def numbers(count, size=2):
     return [torch.full((size,), float(number)) for number in range(1, count + 1)]
 
 
-def attributes_in_turn(wrap):
-    model = nn.Module()
-    model.now, model.before = torch.ones(2), torch.zeros(2)
-
+def taking_turns(model):
     def step(x):
         y = model.now + 2 * model.before + x
         model.before = model.now
         model.now = y
         return y
 
-    step = wrap(step)
+    return step
+
+
+def attributes_in_turn(wrap):
+    model = nn.Module()
+    model.now, model.before = torch.ones(2), torch.zeros(2)
+    step = wrap(taking_turns(model))
     return [(step(x), model.now, model.before) for x in numbers(5)]
 
 
@@ -36,14 +39,7 @@ def buffers_in_turn(wrap):
     model.register_buffer("now", torch.ones(2))
     model.register_buffer("before", torch.zeros(2))
     seen = []
-
-    def step(x):
-        y = model.now + 2 * model.before + x
-        model.before = model.now
-        model.now = y
-        return y
-
-    step = wrap(step)
+    step = wrap(taking_turns(model))
     for x in numbers(5):
         seen += [step(x), model.before, *model.state_dict().values()]
     return seen

@@ -247,7 +247,7 @@ class CudaDriver:
         """By compiled code, or else by way of the CUDA array interface: PyTorch keeps the object that offers it."""
         if (compiled := lender()) is not None and (lent := compiled.lend(memory, token)) is not None:
             return lent
-        return _see_alike(torch.as_tensor(_Lent(whole_storage(memory), token), device=self.torch_device), memory)
+        return see_alike(torch.as_tensor(_Lent(whole_storage(memory), token), device=self.torch_device), memory)
 
     def copy(
         self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Stream, before: Sequence[Event], after: Sequence[Event]
@@ -363,7 +363,7 @@ def lend_host(memory: Tensor, token: object) -> Tensor:
         return lent
     array = whole_storage(memory).numpy().view(_LentArray)
     array.token = token
-    return _see_alike(torch.from_numpy(array), memory)
+    return see_alike(torch.from_numpy(array), memory)
 
 
 def whole_storage(tensor: Tensor) -> Tensor:
@@ -372,7 +372,7 @@ def whole_storage(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _see_alike(whole: Tensor, example: Tensor) -> Tensor:
+def see_alike(whole: Tensor, example: Tensor) -> Tensor:
     """See the bytes of a storage as ``example`` sees those of its own."""
     empty = torch.empty(0, dtype=example.dtype, device=whole.device)
     return empty.set_(whole.untyped_storage(), int(example.storage_offset()), example.size(), example.stride())

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from millstream.device import DeviceContext, Event, Stream
-from millstream.device.driver import whole_storage
+from millstream.device.driver import see_alike, whole_storage
 from millstream.device.likeness import Likeness
 from millstream.errors import FeedError
 from millstream.feed.checking import Checker
@@ -347,9 +347,8 @@ class CopyLane:
         """
         slot, home, ring = load.slot, self._copy_stream, self.ring
         assert slot is not None
-        given = {
-            id(leaf) for leaf in load.others.values() if isinstance(leaf, Tensor)
-        }  # an object may have been changed
+        # Not those of objects, which the transform may have changed.
+        given = {id(leaf) for leaf in load.others.values() if isinstance(leaf, Tensor)}
         load.others = others = {}
         found: dict[int, list[int]] = {}  # by storage, the outputs that lie there
         for i, leaf in enumerate(outputs):
@@ -381,7 +380,7 @@ class CopyLane:
                 continue
             else:
                 memory = ring.lend_bytes(loan, number)
-            tensors |= {i: _see_in(memory, outputs[i]) for i in together}
+            tensors |= {i: see_alike(memory, outputs[i]) for i in together}
 
     def _may_hide_memory(self, leaf: Any) -> bool:
         return not _is_plain(leaf) and (not isinstance(leaf, Tensor) or leaf.device == self.device)
@@ -493,12 +492,6 @@ def _pair(pinned: PinnedSlot, memories: Sequence[Tensor]) -> list[tuple[Tensor, 
             memory = memory[first : first + source.numel()]
         pairs.append((memory, source))
     return pairs
-
-
-def _see_in(memory: Tensor, leaf: Tensor) -> Tensor:
-    """See a place in memory as a leaf that lies at the same place of its storage."""
-    empty = torch.empty(0, dtype=leaf.dtype, device=memory.device)
-    return empty.set_(memory.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
 
 
 def _can_be_staged(leaf: Any) -> bool:

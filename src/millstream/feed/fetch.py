@@ -504,7 +504,10 @@ class Fetcher:
         """End what has come behind the end."""
         with suppress(queue.Empty):
             while True:
-                if (late := self._orders.get_nowait()) is not None:
+                late = self._orders.get_nowait()
+                if late is not None and late.future.done():  # by an error that its caller has met
+                    self._free(late)
+                elif late is not None:
                     self._end(late, None, self._too_late())
 
     def _too_late(self) -> DeviceError:

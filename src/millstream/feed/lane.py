@@ -148,24 +148,19 @@ class HostLane:
 
     def describe(self, batch: Any) -> HostLoad:
         """Check that the batch is on the host, and make tensors of its arrays."""
-        leaves, rebuild = split(batch)
-        tensors = [as_tensor(leaf) for leaf in leaves]
+        tensors, batch = _make_tensors(batch)
         num_bytes = 0
         for i, leaf in enumerate(tensors):
             if isinstance(leaf, Tensor):
                 if leaf.device.type != "cpu":
                     raise misplaced(batch, i, leaf, self._place)
                 num_bytes += leaf.nbytes if leaf.layout is torch.strided and not leaf.is_nested else 0
-        return HostLoad(rebuild(tensors) if any(map(is_not, tensors, leaves)) else batch, num_bytes)
+        return HostLoad(batch, num_bytes)
 
     def stage(self, load: HostLoad, stopped: threading.Event) -> bool:  # noqa: ARG002
         """Nothing to move."""
         if self._transform is not None:
-            load.batch = self._transform(load.batch)
-            leaves, rebuild = split(load.batch)
-            tensors = [as_tensor(leaf) for leaf in leaves]
-            if any(map(is_not, tensors, leaves)):
-                load.batch = rebuild(tensors)
+            _, load.batch = _make_tensors(self._transform(load.batch))
         load.staged_ns = time.perf_counter_ns()
         return True
 
@@ -199,6 +194,13 @@ class HostLane:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+def _make_tensors(batch: Any) -> tuple[list[Any], Any]:
+    """The leaves of a batch, tensors for its arrays, and the batch with these: itself, if there is none."""
+    leaves, rebuild = split(batch)
+    tensors = [as_tensor(leaf) for leaf in leaves]
+    return tensors, rebuild(tensors) if any(map(is_not, tensors, leaves)) else batch
 
 
 def misplaced(batch: Any, index: int, leaf: Tensor, place: Place) -> FeedError:
