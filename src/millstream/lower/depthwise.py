@@ -15,9 +15,10 @@ import torch
 MOST_OUTPUTS = 1 << 19
 """Beyond, the device is full, and cuDNN's kernel does more with it."""
 
-_TILE_PIXELS = 16
+_RUN = 4  # pixels side by side
+_TILE_RUNS = 16
 _TILE_CHANNELS = 16
-_NUM_WARPS = 2  # each thread has one pixel and four channels
+_NUM_WARPS = 2  # each thread has one run and four channels
 _MOST_TAPS = 81  # the loop over them is unrolled
 _DTYPES = (torch.float16, torch.bfloat16)
 _CHANNELS_AT_ONCE = 8  # 16 bytes of 2-byte numbers, the longest load
@@ -63,12 +64,14 @@ def convolve_depthwise(
     _, _, height, width = image.shape
     num_images, _, out_height, out_width = out.shape
     at_once = math.gcd(groups, _CHANNELS_AT_ONCE)
-    num_pixels = num_images * out_height * out_width
-    depthwise[-(-num_pixels // _TILE_PIXELS), -(-groups // _TILE_CHANNELS)](
+    runs_a_line = -(-out_width // _RUN)
+    num_runs = num_images * out_height * runs_a_line
+    depthwise[-(-num_runs // _TILE_RUNS), -(-groups // _TILE_CHANNELS)](
         image,
         weight,
         out,
-        num_pixels,
+        num_runs,
+        runs_a_line,
         height,
         width,
         out_height,
@@ -80,7 +83,8 @@ def convolve_depthwise(
         AT_ONCE=at_once,
         KERNEL_HEIGHT=weight.shape[2],
         KERNEL_WIDTH=weight.shape[3],
-        TILE_PIXELS=_TILE_PIXELS,
+        RUN=_RUN,
+        TILE_RUNS=_TILE_RUNS,
         TILE_CHANNELS=_TILE_CHANNELS,
         num_warps=_NUM_WARPS,
     )

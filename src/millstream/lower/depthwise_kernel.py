@@ -4,7 +4,7 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
 # Compiled for each window and for what the number of channels is a multiple of, not for each size of image.
-_ANY = ["num_pixels", "height", "width", "out_height", "out_width", "channels", "pad_y", "pad_x"]
+_ANY = ["num_runs", "runs_a_line", "height", "width", "out_height", "out_width", "channels", "pad_y", "pad_x"]
 
 
 @triton.jit(do_not_specialize=_ANY)
@@ -12,7 +12,8 @@ def depthwise(
     image,
     weight,
     out,
-    num_pixels,
+    num_runs,
+    runs_a_line,
     height,
     width,
     out_height,
@@ -27,38 +28,61 @@ def depthwise(
     AT_ONCE: tl.constexpr,
     KERNEL_HEIGHT: tl.constexpr,
     KERNEL_WIDTH: tl.constexpr,
-    TILE_PIXELS: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE_RUNS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
 ):
     """Convolve each channel of an image with its own window.
+
+    A thread computes four pixels that lie side by side, a *run*, and so loads a column once for all that read it, and a
+    tap once for all four.
 
     Args:
         image: In memory: images, rows, columns, channels.
         weight: In memory: channels, rows, columns.
         out: Like ``image``.
-        num_pixels: Of ``out``, of all its images.
+        num_runs: Of ``out``, of all its images; ``runs_a_line`` in a row of pixels, of which the last may be shorter.
         channels: How many times ``AT_ONCE`` there are; so the compiler knows what they are a multiple of.
+        RUN: Four.
     """
     channels *= AT_ONCE
-    pixel = tl.program_id(0) * TILE_PIXELS + tl.arange(0, TILE_PIXELS)
+    run = tl.program_id(0) * TILE_RUNS + tl.arange(0, TILE_RUNS)
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
-    is_pixel, is_channel = pixel < num_pixels, channel < channels
-    line = pixel // out_width
+    is_run, is_channel = run < num_runs, channel < channels
+    line = run // runs_a_line
+    out_x = (run - line * runs_a_line) * RUN
     y = line % out_height * STRIDE_Y - pad_y
-    x = (pixel - line * out_width) * STRIDE_X - pad_x
+    x = out_x * STRIDE_X - pad_x
     first = ((line // out_height * height + y) * width + x) * channels
     values = image + first[:, None] + channel[None, :]
     taps = weight + channel * (KERNEL_HEIGHT * KERNEL_WIDTH)
-    total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
+    zeros = tl.zeros((TILE_RUNS, TILE_CHANNELS), tl.float32)
+    totals = (zeros, zeros, zeros, zeros)
     for i in tl.static_range(KERNEL_HEIGHT):
         row = y + i * DILATION_Y
-        in_rows = is_pixel & (row >= 0) & (row < height)
-        for j in tl.static_range(KERNEL_WIDTH):
-            column = x + j * DILATION_X
-            inside = in_rows & (column >= 0) & (column < width)
-            value = tl.load(values + j * DILATION_X * channels, inside[:, None] & is_channel[None, :], 0.0)
-            tap = tl.load(taps + (i * KERNEL_WIDTH + j), is_channel, 0.0)
-            total += value.to(tl.float32) * tap.to(tl.float32)[None, :]
+        in_rows = is_run & (row >= 0) & (row < height)
+        for j in tl.static_range((RUN - 1) * STRIDE_X + (KERNEL_WIDTH - 1) * DILATION_X + 1):
+            inside = in_rows & (x + j >= 0) & (x + j < width)
+            value = tl.load(values + j * channels, inside[:, None] & is_channel[None, :], 0.0).to(tl.float32)
+            totals = (
+                _add(totals[0], value, taps, is_channel, j, DILATION_X, KERNEL_WIDTH),
+                _add(totals[1], value, taps, is_channel, j - STRIDE_X, DILATION_X, KERNEL_WIDTH),
+                _add(totals[2], value, taps, is_channel, j - 2 * STRIDE_X, DILATION_X, KERNEL_WIDTH),
+                _add(totals[3], value, taps, is_channel, j - 3 * STRIDE_X, DILATION_X, KERNEL_WIDTH),
+            )
         values += DILATION_Y * width * channels
-    place = (pixel * channels)[:, None] + channel[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])
+        taps += KERNEL_WIDTH
+    place = ((line * out_width + out_x) * channels)[:, None] + channel[None, :]
+    for k in tl.static_range(RUN):
+        inside = is_run & (out_x + k < out_width)
+        total = totals[k].to(out.dtype.element_ty)
+        tl.store(out + place + k * channels, total, inside[:, None] & is_channel[None, :])
+
+
+@triton.jit
+def _add(total, value, taps, is_channel, j: tl.constexpr, DILATION: tl.constexpr, WIDTH: tl.constexpr):
+    """Add what a column, the ``j``-th of those that a pixel's window covers or leaves out, gives to that pixel."""
+    if j >= 0 and j % DILATION == 0 and j // DILATION < WIDTH:
+        tap = tl.load(taps + j // DILATION, is_channel, 0.0)
+        total += value * tap.to(tl.float32)[None, :]
+    return total
