@@ -23,11 +23,12 @@ from torch._inductor.utils import should_assume_input_aligned
 
 from millstream.errors import ArgumentError, LoweringError
 from millstream.lower.channels import align_channels, puts_channels_last
-from millstream.lower.epilogues import absorb_epilogues, knows_dense_convolutions
+from millstream.lower.epilogues import absorb_epilogues, knows_own_convolutions
 from millstream.lower.fx_wrapper import collect_wrappers
 from millstream.lower.pooling import decompositions
 from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
+from millstream.lower.prologues import absorb_prologues
 from millstream.lower.shortcuts import shortcuts
 from millstream.lower.translate import translate
 
@@ -167,8 +168,9 @@ def _lower(
     if phase is Phase.INFERENCE and puts_channels_last(graph):
         align_channels(graph)
         absorb_epilogues(graph)
+        absorb_prologues(graph)
         kwargs = {**kwargs, "layout_opt": True}  # decided on what was there before
-    with collect_wrappers(options) as wrappers, shortcuts(), knows_dense_convolutions():
+    with collect_wrappers(options) as wrappers, shortcuts(), knows_own_convolutions():
         arguments: Any = {**kwargs, "fx_wrapper": True}
         compile_fx_inner(graph, inputs, **arguments)
         aligned = aligned_inputs(inputs)

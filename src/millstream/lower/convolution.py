@@ -21,7 +21,7 @@ import torch
 from torch.utils._triton import has_triton
 
 from millstream.lower.dense import ALIGNED_CHANNELS, CONVOLVE, JOIN, convolve_dense, has_channels_last, is_small_dense
-from millstream.lower.depthwise import convolve_depthwise, is_small_depthwise
+from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise, is_small_depthwise
 
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 
@@ -46,17 +46,20 @@ def find_writer(node: torch.fx.Node) -> Writer | None:
     """What computes a convolution into memory that it is given; ``None`` where nothing does, and for other nodes."""
     if node.target is CONVOLVE:
         return _find_dense(node)
+    if node.target is CONVOLVE_DEPTHWISE:
+        return _find_depthwise(node)
     if node.target is not torch.ops.aten.convolution.default:
         return None
     values, output = values_of(node), node.meta["val"]
     image, weight, _, stride, padding, dilation, _, _, groups = arguments_of(node)
-    arguments = (image, weight, stride, padding, dilation, groups)
     if values[2] is None and may_be_ours(values[0]):
-        if is_small_depthwise(values, output):
-            return Writer(convolve_depthwise, arguments, convolve_depthwise.__name__)
+        if is_small_depthwise(values, output) and _is_laid_out(values[0], values[1], output):
+            own = (image, weight, False, stride, [n for n in reversed(padding) for _ in range(2)], dilation)
+            return Writer(convolve_depthwise, own, convolve_depthwise.__name__)
         if is_small_dense(values, output) and has_channels_last(*values[:2], output):
             own = (image, weight, None, None, False, output.shape[1], stride, padding)
             return Writer(convolve_dense, own, convolve_dense.__name__)
+    arguments = (image, weight, stride, padding, dilation, groups)
     return Writer(convolve, arguments, str(node.target)) if _is_for_cudnn(values) else None
 
 
@@ -68,6 +71,19 @@ def _find_dense(node: torch.fx.Node) -> Writer | None:
     ops = ("convolution", *dict.fromkeys("relu" if part == "relu" else "add" for part in parts))
     name = f"{convolve_dense.__name__} with {' and '.join(parts)}"
     return Writer(convolve_dense, (image, weight, bias, addend, relu, *options), name, ops)
+
+
+def _find_depthwise(node: torch.fx.Node) -> Writer | None:
+    image, weight, relu, _, *options = arguments_of(node)
+    if not _is_laid_out(image.meta["val"], weight.meta["val"], node.meta["val"]):
+        return None
+    name = f"{convolve_depthwise.__name__} of relu" if relu else convolve_depthwise.__name__
+    return Writer(convolve_depthwise, (image, weight, relu, *options), name, (*["relu"] * relu, "convolution"))
+
+
+def _is_laid_out(image: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> bool:
+    """Whether a depthwise convolution's tensors lie in memory as our kernel reads and writes them."""
+    return has_channels_last(image, output) and weight.is_contiguous()
 
 
 def find_join(node: torch.fx.Node) -> torch.fx.Node | None:

@@ -1,6 +1,7 @@
 """Depthwise convolutions of few outputs, by a kernel of our own.
 
-cuDNN's is made for large batches; figures of both are in ``docs/decisions/0012``.
+cuDNN's is made for large batches; figures of both are in ``docs/decisions/0012``. Ours also does what stands in front:
+relu and a border of zeros, and reads and writes images that have more channels in memory (``prologues``).
 
 Tried on torch 2.11, Triton 3.6.
 """
@@ -11,6 +12,8 @@ import math
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 
 MOST_OUTPUTS = 1 << 19
 """Beyond, the device is full, and cuDNN's kernel does more with it."""
@@ -27,6 +30,8 @@ _CHANNELS_AT_ONCE = 8  # 16 bytes of 2-byte numbers, the longest load
 def is_small_depthwise(arguments: list[Any], output: Any) -> bool:
     """Whether our kernel does what ``aten.convolution`` does for these arguments, and in less time.
 
+    That is, if channels come last in memory, and the weight's windows one behind the other.
+
     Args:
         arguments: The nine of ``aten.convolution``, tensors real or fake.
         output: Such a tensor as it returns.
@@ -34,7 +39,6 @@ def is_small_depthwise(arguments: list[Any], output: Any) -> bool:
     image, weight, bias, stride, _, _, transposed, _, groups = arguments
     if bias is not None or transposed or len(stride) != 2 or groups == 1:
         return False
-    channels_last = torch.channels_last
     return (
         image.dtype in _DTYPES
         and weight.dtype is image.dtype
@@ -42,45 +46,56 @@ def is_small_depthwise(arguments: list[Any], output: Any) -> bool:
         and math.prod(weight.shape[2:]) <= _MOST_TAPS
         and 0 < output.numel() <= MOST_OUTPUTS
         and image.numel() < 1 << 31
-        and weight.is_contiguous()
-        and image.is_contiguous(memory_format=channels_last)
-        and output.is_contiguous(memory_format=channels_last)
     )
 
 
 def convolve_depthwise(
     image: torch.Tensor,
     weight: torch.Tensor,
+    relu: bool,
     stride: list[int],
     padding: list[int],
     dilation: list[int],
-    groups: int,
     *,
     out: torch.Tensor,
 ) -> None:
-    """Do what ``aten.convolution`` does for such a convolution, into ``out``. Sums are in single precision."""
+    """Compute a depthwise convolution, and what stands in front of it, into ``out``. Sums are in single precision.
+
+    Args:
+        image: Channels last. Those behind the weight's are not read.
+        weight: Contiguous.
+        relu: Whether to apply relu to the image.
+        stride: Of the convolution.
+        padding: Zeros to the left, the right, above and below of the image.
+        dilation: Of the convolution.
+        out: Channels last. Those behind the weight's are set to zero.
+    """
     from millstream.lower.depthwise_kernel import depthwise  # Triton is there where there is a GPU
 
-    _, _, height, width = image.shape
-    num_images, _, out_height, out_width = out.shape
-    at_once = math.gcd(groups, _CHANNELS_AT_ONCE)
+    num_images, out_channels, out_height, out_width = out.shape
+    left, _, top, _ = padding
     runs_a_line = -(-out_width // _RUN)
     num_runs = num_images * out_height * runs_a_line
-    depthwise[-(-num_runs // _TILE_RUNS), -(-groups // _TILE_CHANNELS)](
+    image_at_once, out_at_once = (math.gcd(each.shape[1], _CHANNELS_AT_ONCE) for each in (image, out))
+    depthwise[-(-num_runs // _TILE_RUNS), -(-out_channels // _TILE_CHANNELS)](
         image,
         weight,
         out,
         num_runs,
         runs_a_line,
-        height,
-        width,
+        *image.shape[2:],
         out_height,
         out_width,
-        groups // at_once,
-        *padding,
+        weight.shape[0],
+        image.shape[1] // image_at_once,
+        out_channels // out_at_once,
+        top,
+        left,
         *stride,
         *dilation,
-        AT_ONCE=at_once,
+        IS_RELU=relu,
+        IMAGE_AT_ONCE=image_at_once,
+        OUT_AT_ONCE=out_at_once,
         KERNEL_HEIGHT=weight.shape[2],
         KERNEL_WIDTH=weight.shape[3],
         RUN=_RUN,
@@ -88,3 +103,33 @@ def convolve_depthwise(
         TILE_CHANNELS=_TILE_CHANNELS,
         num_warps=_NUM_WARPS,
     )
+
+
+_library = torch.library.Library("millstream", "FRAGMENT")
+_library.define(
+    "convolve_depthwise(Tensor image, Tensor weight, bool relu, int outputs, int[] stride, int[] padding, "
+    "int[] dilation) -> Tensor"
+)
+CONVOLVE_DEPTHWISE = torch.ops.millstream.convolve_depthwise.default
+
+
+@torch.library.impl(_library, "convolve_depthwise", "CompositeExplicitAutograd")
+def _convolve(image: torch.Tensor, weight: torch.Tensor, relu: bool, outputs: int, *options: Any) -> torch.Tensor:
+    """What the operator means; programs call ``convolve_depthwise`` in its place."""
+    stride, padding, dilation = options
+    channels = weight.shape[0]
+    image = image[:, :channels]
+    image = functional.pad(torch.relu(image) if relu else image, padding)
+    result = torch.conv2d(image, weight, None, stride, 0, dilation, channels)
+    result = functional.pad(result, [0, 0, 0, 0, 0, outputs - channels])
+    return result.contiguous(memory_format=torch.channels_last)
+
+
+@torch.library.register_fake("millstream::convolve_depthwise", lib=_library)
+def _(image: torch.Tensor, weight: torch.Tensor, relu: bool, outputs: int, *options: Any) -> torch.Tensor:
+    return torch.empty_like(_convolve(image, weight, relu, outputs, *options))
+
+
+@register_flop_formula(CONVOLVE_DEPTHWISE.overloadpacket)
+def _count_flops(*shapes: Any, out_shape: list[int], **_: Any) -> int:
+    return 2 * math.prod(out_shape) * math.prod(shapes[1][1:])  # and of the weight

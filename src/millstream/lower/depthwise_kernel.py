@@ -4,7 +4,8 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
 # Compiled for each window and for what the number of channels is a multiple of, not for each size of image.
-_ANY = ["num_runs", "runs_a_line", "height", "width", "out_height", "out_width", "channels", "pad_y", "pad_x"]
+_ANY = ["num_runs", "runs_a_line", "height", "width", "out_height", "out_width", "channels", "image_channels",
+        "out_channels", "pad_y", "pad_x"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_ANY)
@@ -19,13 +20,17 @@ def depthwise(
     out_height,
     out_width,
     channels,
+    image_channels,
+    out_channels,
     pad_y,
     pad_x,
     STRIDE_Y: tl.constexpr,
     STRIDE_X: tl.constexpr,
     DILATION_Y: tl.constexpr,
     DILATION_X: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    IS_RELU: tl.constexpr,
+    IMAGE_AT_ONCE: tl.constexpr,
+    OUT_AT_ONCE: tl.constexpr,
     KERNEL_HEIGHT: tl.constexpr,
     KERNEL_WIDTH: tl.constexpr,
     RUN: tl.constexpr,
@@ -42,10 +47,14 @@ def depthwise(
         weight: In memory: channels, rows, columns.
         out: Like ``image``.
         num_runs: Of ``out``, of all its images; ``runs_a_line`` in a row of pixels, of which the last may be shorter.
-        channels: How many times ``AT_ONCE`` there are; so the compiler knows what they are a multiple of.
+        channels: Of ``weight``.
+        image_channels: Of ``image``, in units of ``IMAGE_AT_ONCE``; so the compiler knows what they are a multiple of.
+        out_channels: Of ``out``, likewise. Those behind ``channels`` are set to zero.
+        IS_RELU: Whether to apply relu to the image.
         RUN: Four.
     """
-    channels *= AT_ONCE
+    image_channels *= IMAGE_AT_ONCE
+    out_channels *= OUT_AT_ONCE
     run = tl.program_id(0) * TILE_RUNS + tl.arange(0, TILE_RUNS)
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_run, is_channel = run < num_runs, channel < channels
@@ -53,7 +62,7 @@ def depthwise(
     out_x = (run - line * runs_a_line) * RUN
     y = line % out_height * STRIDE_Y - pad_y
     x = out_x * STRIDE_X - pad_x
-    first = ((line // out_height * height + y) * width + x) * channels
+    first = ((line // out_height * height + y) * width + x) * image_channels
     values = image + first[:, None] + channel[None, :]
     taps = weight + channel * (KERNEL_HEIGHT * KERNEL_WIDTH)
     zeros = tl.zeros((TILE_RUNS, TILE_CHANNELS), tl.float32)
@@ -63,20 +72,24 @@ def depthwise(
         in_rows = is_run & (row >= 0) & (row < height)
         for j in tl.static_range((RUN - 1) * STRIDE_X + (KERNEL_WIDTH - 1) * DILATION_X + 1):
             inside = in_rows & (x + j >= 0) & (x + j < width)
-            value = tl.load(values + j * channels, inside[:, None] & is_channel[None, :], 0.0).to(tl.float32)
+            there = inside[:, None] & (channel < image_channels)[None, :]  # also where the weight has none
+            value = tl.load(values + j * image_channels, there, 0.0)
+            if IS_RELU:
+                value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            value = value.to(tl.float32)
             totals = (
                 _add(totals[0], value, taps, is_channel, j, DILATION_X, KERNEL_WIDTH),
                 _add(totals[1], value, taps, is_channel, j - STRIDE_X, DILATION_X, KERNEL_WIDTH),
                 _add(totals[2], value, taps, is_channel, j - 2 * STRIDE_X, DILATION_X, KERNEL_WIDTH),
                 _add(totals[3], value, taps, is_channel, j - 3 * STRIDE_X, DILATION_X, KERNEL_WIDTH),
             )
-        values += DILATION_Y * width * channels
+        values += DILATION_Y * width * image_channels
         taps += KERNEL_WIDTH
-    place = ((line * out_width + out_x) * channels)[:, None] + channel[None, :]
+    place = ((line * out_width + out_x) * out_channels)[:, None] + channel[None, :]
     for k in tl.static_range(RUN):
-        inside = is_run & (out_x + k < out_width)
-        total = totals[k].to(out.dtype.element_ty)
-        tl.store(out + place + k * channels, total, inside[:, None] & is_channel[None, :])
+        inside = (is_run & (out_x + k < out_width))[:, None] & (channel < out_channels)[None, :]
+        total = tl.where(is_channel[None, :], totals[k], 0.0)
+        tl.store(out + place + k * out_channels, total.to(out.dtype.element_ty), inside)
 
 
 @triton.jit

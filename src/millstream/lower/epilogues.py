@@ -22,6 +22,7 @@ from torch._prims_common import make_channels_last_strides_for
 from millstream.lower.channels import add_node
 from millstream.lower.convolution import arguments_of, may_be_ours, values_of
 from millstream.lower.dense import ALIGNED_CHANNELS, CONVOLVE, JOIN, KEPT_AT_ONCE, is_small_dense
+from millstream.lower.depthwise import CONVOLVE_DEPTHWISE
 
 aten = torch.ops.aten
 
@@ -190,7 +191,7 @@ def _take_sum(epilogue: _Epilogue, user: torch.fx.Node, depths: dict[torch.fx.No
         column = other.all_input_nodes[0]
         epilogue.bias = column if _is_given(column, result.dtype) else None
         return epilogue.bias is not None
-    whole = _whole(other)
+    whole = whole_of(other)
     if depths[whole] > ready:
         return False
     width = whole.meta["val"].shape[1] if value.shape == result.shape else 0
@@ -200,7 +201,7 @@ def _take_sum(epilogue: _Epilogue, user: torch.fx.Node, depths: dict[torch.fx.No
     return True
 
 
-def _whole(node: torch.fx.Node) -> torch.fx.Node:
+def whole_of(node: torch.fx.Node) -> torch.fx.Node:
     """What this is the first channels of; itself, if of nothing."""
     if node.target is aten.slice.Tensor and node.args[1:] == (1, 0, node.meta["val"].shape[1]):
         return node.args[0]  # type: ignore[return-value]
@@ -213,18 +214,18 @@ def _whole(node: torch.fx.Node) -> torch.fx.Node:
 @register_lowering(CONVOLVE, type_promotion_kind=None)
 def _lower(image: Any, weight: Any, bias: Any, addend: Any, *options: Any) -> Any:
     """Call the operator with tensors that lie in memory as our kernel reads them."""
-    tensors = [None if tensor is None else _lay_out(tensor) for tensor in (image, weight, bias, addend)]
+    tensors = [None if tensor is None else lay_out(tensor) for tensor in (image, weight, bias, addend)]
     result: Any = ir.FallbackKernel.create(CONVOLVE, *tensors, *options)
     return ir.TensorBox.create(result)
 
 
 @register_lowering(JOIN, type_promotion_kind=None)
 def _lower_join(parts: Any) -> Any:
-    result: Any = ir.FallbackKernel.create(JOIN, [_lay_out(part) for part in parts])
+    result: Any = ir.FallbackKernel.create(JOIN, [lay_out(part) for part in parts])
     return ir.TensorBox.create(result)
 
 
-def _lay_out(tensor: Any) -> Any:
+def lay_out(tensor: Any) -> Any:
     """Have channels last, with nothing between."""
     tensor.realize()  # or each of its readers would have it computed anew
     size = tensor.get_size()
@@ -232,19 +233,20 @@ def _lay_out(tensor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def knows_dense_convolutions() -> Iterator[None]:
+def knows_own_convolutions() -> Iterator[None]:
     """Let Inductor take our convolutions for its own where it decides which images are to have their channels last."""
     find = GraphLowering.find_nodes_prefer_channels_last
 
     def find_ours(self: GraphLowering) -> Any:
-        ours = [node for node in self.module.graph.nodes if node.target is CONVOLVE]  # type: ignore[union-attr]
+        graph: Any = self.module.graph  # type: ignore[union-attr]
+        ours = {node: node.target for node in graph.nodes if node.target in (CONVOLVE, CONVOLVE_DEPTHWISE)}
         for node in ours:
             node.target = aten.convolution.default
         try:
             return find(self)
         finally:
-            for node in ours:
-                node.target = CONVOLVE
+            for node, target in ours.items():
+                node.target = target
 
     GraphLowering.find_nodes_prefer_channels_last = find_ours  # type: ignore[method-assign]
     try:

@@ -21,6 +21,7 @@ _CONVOLUTIONS = {
     "_convolution_pointwise",
     "_convolution_pointwise_",
     "convolve_dense",
+    "convolve_depthwise",
 }
 _COPIES = {"copy_", "copy", "clone", "_to_copy"}
 
