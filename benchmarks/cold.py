@@ -61,7 +61,8 @@ def cold_seconds(case: str, side: str, settings: Settings) -> float:
     command = [sys.executable, "-m", "benchmarks.cold", case, side, "--device", str(settings.device)]
     command += ["--tiny"] if settings.tiny else []
     with tempfile.TemporaryDirectory() as cache:
-        folders = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+        names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MILLSTREAM_CACHE_DIR")
+        folders = {name: f"{cache}/{name.lower()}" for name in names}
         path = os.pathsep.join(part or os.curdir for part in sys.path)
         child = subprocess.run(
             command,

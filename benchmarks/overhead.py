@@ -34,7 +34,15 @@ REPLAY_PEER = "inductor graph"  # the barest thing a host can do: one replay of 
 STEP_PEERS = ("compile loop",)
 OWN_REPLAY = "own replay"
 PLANNED = (100, 1_000, 3_000, 10_000)
-COMPILED = ("towers", "resnet50 b1", "inception_v3 b1", "resnet50 b8", "transformer 4x512 b16")
+COMPILED = (
+    "towers",
+    "resnet50 b1",
+    "inception_v3 b1",
+    "hrnet_w18 b1",
+    "nasnetalarge b1",
+    "resnet50 b8",
+    "transformer 4x512 b16",
+)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ MOST_OUTPUTS = 1 << 19
 """Beyond, the device is full, and cuDNN's kernel does more with it."""
 
 _RUN = 4  # pixels side by side
-_TILE_RUNS = 16
+_TILE_RUNS = 8
 _TILE_CHANNELS = 16
-_NUM_WARPS = 2  # each thread has one run and four channels
+_NUM_WARPS = 2  # each thread has one run and two channels
 _MOST_TAPS = 81  # the loop over them is unrolled
 _DTYPES = (torch.float16, torch.bfloat16)
 _CHANNELS_AT_ONCE = 8  # 16 bytes of 2-byte numbers, the longest load

@@ -65,15 +65,14 @@ def depthwise(
     first = ((line // out_height * height + y) * width + x) * image_channels
     values = image + first[:, None] + channel[None, :]
     taps = weight + channel * (KERNEL_HEIGHT * KERNEL_WIDTH)
+    is_here = is_run[:, None] & (channel < image_channels)[None, :]  # also where the weight has none
     zeros = tl.zeros((TILE_RUNS, TILE_CHANNELS), tl.float32)
     totals = (zeros, zeros, zeros, zeros)
     for i in tl.static_range(KERNEL_HEIGHT):
         row = y + i * DILATION_Y
-        in_rows = is_run & (row >= 0) & (row < height)
+        in_rows = is_here & _is_within(row, height)[:, None]
         for j in tl.static_range((RUN - 1) * STRIDE_X + (KERNEL_WIDTH - 1) * DILATION_X + 1):
-            inside = in_rows & (x + j >= 0) & (x + j < width)
-            there = inside[:, None] & (channel < image_channels)[None, :]  # also where the weight has none
-            value = tl.load(values + j * image_channels, there, 0.0)
+            value = tl.load(values + j * image_channels, in_rows & _is_within(x + j, width)[:, None], 0.0)
             if IS_RELU:
                 value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
             value = value.to(tl.float32)
@@ -90,6 +89,12 @@ def depthwise(
         inside = (is_run & (out_x + k < out_width))[:, None] & (channel < out_channels)[None, :]
         total = tl.where(is_channel[None, :], totals[k], 0.0)
         tl.store(out + place + k * out_channels, total.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _is_within(at, size):
+    """Whether ``at`` is from zero up to ``size``, in one comparison: without a sign, what is below is very large."""
+    return at.to(tl.uint32) < size.to(tl.uint32)
 
 
 @triton.jit
