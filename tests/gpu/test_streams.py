@@ -168,7 +168,7 @@ def test_a_thousand_replays_are_identical(kind, streams):
     compiled = ms.compile(model, streams=streams, memory=100.0, strict=True)
     first, executable = called(compiled, x)
     assert executable.engine.captured
-    assert executable.num_streams > 1 or streams == "auto"
+    assert executable.num_streams > 1 or kind is not Towers  # a small Inception may be quickest on one
     with torch.no_grad():
         different = sum(compiled(x).ne(first).sum() for _ in range(1000))
     assert different.item() == 0

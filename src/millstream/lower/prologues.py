@@ -2,7 +2,7 @@
 
 Where several convolutions read one image, as in NASNet's cells, relu would be a kernel of its own in front of them.
 
-Private PyTorch APIs, one function each; tried on torch 2.13.
+Private PyTorch APIs, one function each; tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
