@@ -74,11 +74,11 @@ class Workshop:
     changing: dict[tuple[int, Any], Any] = field(default_factory=dict)
     homes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def make_request(self, function: Any, call: Call, found: Found) -> Request:
+    def make_request(self, function: Any, call: Call, roots: list[tuple[str, Any]], found: Found) -> Request:
         """Say what to trace.
 
         Raises:
-            CaptureError: State and arguments are not apart, or cannot be lifted.
+            CaptureError: Arguments are not apart, or something cannot be lifted.
         """
         arguments = {id(argument) for argument in call.arguments}
         if len(arguments) != len(call.arguments):
@@ -94,12 +94,7 @@ class Workshop:
             raise CaptureError("An argument is a sparse or nested tensor.", remedy="Pass dense tensors.")
         if any(map(is_lazy_view, call.arguments)):
             raise CaptureError("An argument is a conjugated or negated view.", remedy=RESOLVE_REMEDY)
-        state = lift(found)
-        for entry in state:
-            if id(entry.tensor) in arguments:
-                raise CaptureError(
-                    f"{entry.name} is passed as an argument, too.", remedy="Pass a clone, or use it by its name only."
-                )
+        state = [entry for entry in lift(found) if id(entry.tensor) not in arguments]
         numbers = [
             place
             for _, optimizer in found.optimizers
@@ -110,6 +105,7 @@ class Workshop:
             function=function,
             structure=call.structure,
             arguments=call.arguments,
+            roots=roots,
             found=found,
             state=state,
             gradients=[

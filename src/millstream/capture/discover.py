@@ -22,44 +22,25 @@ import inspect
 import io
 import queue
 import sys
-import sysconfig
 import types
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from millstream.capture.attributes import ClassAttributes, SlotAttributes
+from millstream.capture.attributes import ClassAttributes, Items, SlotAttributes
+from millstream.capture.lines import is_users, place_of
+from millstream.capture.running import Ran
 from millstream.capture.signature import SCALARS
+from millstream.errors import CaptureError
 
 MAX_ITEMS = 1000
 """A longer container is a data set rather than a list of models: it is not searched."""
-
-_MILLSTREAM = Path(__file__).resolve().parents[1]
-_STDLIB = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
-_SITE = tuple(str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("purelib", "platlib"))
-_LIBRARY = (
-    str(Path(torch.__file__).resolve().parent),
-    *(str(_MILLSTREAM / room) for room in ("api", "capture", "engine", "lower", "passes", "feed", "device")),
-)
-
-
-@functools.cache
-def is_users(filename: str) -> bool:
-    """Whether code in ``filename`` is the user's or that of a library of theirs: not Python's, PyTorch's or ours."""
-    if filename.startswith("<frozen"):
-        return False
-    path = str(Path(filename).resolve())
-    if path.startswith(_LIBRARY):
-        return False
-    return path.startswith(_SITE) or not path.startswith(_STDLIB)
-
 
 _SOURCES = (Iterator, queue.Queue, queue.SimpleQueue)
 """Types that give something else each time, and have it no more."""
@@ -98,6 +79,7 @@ class Found:
         containers: Lists, dicts, sets and deques.
         watched: Those of ``containers`` that the code may look into.
         cached: Functions behind ``functools.lru_cache``.
+        codes: Code that was looked into.
         links: The steps on the way.
         sources: Names of iterators and queues that the code may ask.
         references: On how many ways a tensor, by id, was met, modules' parameters and buffers and optimizers apart.
@@ -113,15 +95,31 @@ class Found:
     references: Counter[int] = field(default_factory=Counter)
     watched: list[tuple[str, Any]] = field(default_factory=list)
     cached: list[types.FunctionType] = field(default_factory=list)
+    codes: set[types.CodeType] = field(default_factory=set)
     links: list[Link] = field(default_factory=list)
 
 
-def discover(roots: Iterable[tuple[str, Any]]) -> Found:
-    """Find everything that ``roots`` (name and object: the function, objects among its arguments) reach."""
-    search = _Search()
-    for name, root in roots:
-        search.visit(name, root)
-    search.finish()
+def discover(roots: Iterable[tuple[str, Any]], ran: Ran | None = None) -> Found:
+    """Find everything that ``roots`` (name and object: the function, objects among its arguments) reach.
+
+    Args:
+        roots: Where to begin.
+        ran: Look at this code only, and at these attributes of modules.
+
+    Raises:
+        CaptureError: An object does not let itself be looked at.
+    """
+    search = _Search(ran or Ran())
+    try:
+        for name, root in roots:
+            search.visit(name, root)
+        search.finish()
+    except Exception as error:
+        raise CaptureError(
+            f"Looking for what the step uses failed: {type(error).__name__}: {error}".splitlines()[0],
+            where=place_of(error),
+            remedy="Please report it; the step works without ms.step.",
+        ) from error
     return search.found
 
 
@@ -129,8 +127,9 @@ _PLAIN_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class _Search:
-    def __init__(self) -> None:
+    def __init__(self, ran: Ran) -> None:
         self.found = Found()
+        self._ran = ran
         self.names: set[str] = {"__call__", "forward"}
         self._read: set[str] = set()  # those of them that are not only called as methods
         self._seen: dict[int, Any] = {}  # id -> object, kept alive so that ids stay unique
@@ -153,10 +152,14 @@ class _Search:
                 self.follow(name, holder, self._of_module)
             self._of_module = None
             self._follow_names()
-        # Of a module everything is looked at; what its code never names (a log, say) may change as it likes.
-        attributes = {None, *self.names}
-        self.found.sources = [name for name, attribute in self._sources if attribute in attributes]
-        self.found.watched = [item for item in self.found.containers if self._attribute_of[id(item[1])] in attributes]
+        self.found.sources = [name for name, attribute in self._sources if self._may_look_into(attribute)]
+        self.found.watched = [
+            item for item in self.found.containers if self._may_look_into(self._attribute_of[id(item[1])])
+        ]
+
+    def _may_look_into(self, attribute: str | None) -> bool:
+        """Whether the code may do that with an attribute of a module: what it never names may change as it likes."""
+        return attribute is None or attribute in self.names or self._ran.attributes is not None
 
     def _follow_names(self) -> None:
         known = -1
@@ -173,7 +176,7 @@ class _Search:
         """Look at ``value``, once."""
         if isinstance(value, Tensor):
             self.found.references[id(value)] += 1
-        if isinstance(value, (*SCALARS, types.BuiltinFunctionType, torch.Generator)) or id(value) in self._seen:
+        if isinstance(value, (*SCALARS, types.BuiltinFunctionType, Generator)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
@@ -236,7 +239,11 @@ class _Search:
     def _visit_function(self, name: str, function: types.FunctionType) -> None:
         code = function.__code__
         if not is_users(code.co_filename):
+            self._visit_wrapper(name, function)
             return
+        if not self._ran.may_have_run(code):
+            return
+        self.found.codes.update(_codes_in(code))
         parent = name.rpartition(".")[0]
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.follow(variable, cell, None)
@@ -256,13 +263,23 @@ class _Search:
         if wrapped is not None:
             self.visit(name, wrapped)
 
+    def _visit_wrapper(self, name: str, function: types.FunctionType) -> None:
+        """Look at what a decorator of a library's has wrapped, such as ``torch.no_grad()``."""
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # not assigned yet
+                if isinstance(cell.cell_contents, (types.FunctionType, types.MethodType, functools.partial)):
+                    self.visit(name, cell.cell_contents)
+        self.visit(name, vars(function).get("__wrapped__"))
+
     def _visit_container(self, name: str, value: Any) -> None:
+        if isinstance(value, dict) and is_users(_file_of(type(value))):
+            value = Items.of(value)
         if len(value) > MAX_ITEMS:
             return
-        if isinstance(value, list | dict | deque | set):
+        if isinstance(value, Items | list | dict | deque | set):
             self.found.containers.append((name, value))
             self._attribute_of[id(value)] = self._of_module
-        if isinstance(value, dict):
+        if isinstance(value, dict | Items):
             for key in list(value):
                 self.follow(f"{name}[{key!r}]", value, key)
         elif isinstance(value, list):
@@ -277,7 +294,7 @@ class _Search:
             if id(base) not in self._seen or base is kind:
                 self._seen[id(base)] = base
                 if is_users(_file_of(base)):
-                    self._visit_attributes(name, ClassAttributes(base), frozenset())
+                    self._visit_attributes(name, ClassAttributes.of(base), frozenset())
 
     def _visit_object(self, name: str, value: Any) -> None:
         kind: Any = type(value)
@@ -286,7 +303,7 @@ class _Search:
             return
         if hasattr(value, "__dict__"):
             self._visit_attributes(name, vars(value), defaults_of(kind))
-        slots = SlotAttributes(value)
+        slots = SlotAttributes.of(value)
         if slots.has_slots():
             self._visit_attributes(name, slots, frozenset())
 
@@ -302,7 +319,9 @@ class _Search:
             if type(module) not in _TORCH_MODULES:
                 self._visit_class(prefix, type(module))
             for attribute, value in list(vars(module).items()):
-                if attribute not in _PLAIN_MODULE_ATTRIBUTES and not isinstance(value, SCALARS):
+                if attribute in _PLAIN_MODULE_ATTRIBUTES or isinstance(value, SCALARS):
+                    continue
+                if self._ran.has_read(module, attribute):
                     self._aside.append((f"{prefix}.{attribute}", vars(module), attribute))
 
 
@@ -326,6 +345,13 @@ def defaults_of(kind: type) -> frozenset[str]:
     """Names that ``kind`` gives plain values, which an object of it may override."""
     values = {key: value for base in reversed(kind.__mro__) for key, value in vars(base).items()}
     return frozenset(key for key, value in values.items() if not hasattr(type(value), "__get__"))
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes_in(constant)
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from millstream.capture import torch_private
-from millstream.capture.attributes import Attributes
+from millstream.capture.attributes import Attributes, Items
 from millstream.capture.discover import MISSING
 from millstream.capture.python_state import differs, look
 from millstream.capture.quick import QuickGuards, load_library
@@ -148,7 +148,7 @@ class Guards:
     def measure(self, name: str, container: Any) -> None:
         """Expect ``container`` to keep its length; a set or deque, whose items are no entries, all that it holds."""
         self.names[id(container), None] = name
-        if isinstance(container, list | dict):
+        if isinstance(container, list | dict | Items):
             self.sized.append(container)
             self.sizes.append(len(container))
         else:
@@ -343,7 +343,7 @@ def _add_readings(guards: Guards, request: Request, traced: Traced, used: Contai
         guards.expect(attributes, attribute, value)
     stored = {(id(holder), key) for holder, key, _ in traced.effects}  # and not known by a link
     groups = {id(group) for _, optimizer in request.found.optimizers for group in optimizer.param_groups}
-    for link in request.found.links:
+    for link in traced.used.links:
         if id(link.holder) in groups:  # see _add_optimizer
             continue
         stored.discard((id(link.holder), link.key))
@@ -354,7 +354,7 @@ def _add_readings(guards: Guards, request: Request, traced: Traced, used: Contai
         is_new = not isinstance(holder, CellType) and look(holder, key) is MISSING
         if is_new and output.kind != "object" and (id(holder), key) in stored:
             guards.expect(holder, key, MISSING)
-    for name, container in request.found.watched:
+    for name, container in traced.used.watched:
         guards.measure(name, container)
 
 

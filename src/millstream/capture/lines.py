@@ -1,17 +1,53 @@
-"""Which line of the user's program is running."""
+"""Which code is the user's, and which line of it is running."""
 
 from __future__ import annotations
 
 import functools
 import linecache
 import sys
+import sysconfig
 import traceback
+from pathlib import Path
 from types import FrameType
 
-from millstream.capture.discover import is_users
+import torch
 
 BOUNDARY = "run_step"
 """Name of the function of ours that calls the user's: what lies beyond it is none of the step's lines."""
+
+
+_MILLSTREAM = Path(__file__).resolve().parents[1]
+_STDLIB = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
+_SITE = tuple(str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("purelib", "platlib"))
+_LIBRARY = (
+    str(Path(torch.__file__).resolve().parent),
+    *(str(_MILLSTREAM / room) for room in ("api", "capture", "engine", "lower", "passes", "feed", "device")),
+)
+
+
+@functools.cache
+def is_users(filename: str) -> bool:
+    """Whether code in ``filename`` is the user's or that of a library of theirs: not Python's, PyTorch's or ours."""
+    if filename.startswith("<frozen") or is_ours(filename):
+        return False
+    path = str(Path(filename).resolve())
+    return path.startswith(_SITE) or not path.startswith(_STDLIB)
+
+
+@functools.cache
+def is_ours(filename: str) -> bool:
+    """Whether code in ``filename`` is PyTorch's or ours."""
+    return str(Path(filename).resolve()).startswith(_LIBRARY)
+
+
+def is_asked_by_user(frame: FrameType | None) -> bool:
+    """Whether a frame runs code of the user's own, or of a library that such code has called, and not PyTorch."""
+    while frame is not None and not is_ours(name := frame.f_code.co_filename):
+        is_file = not name.startswith("<")
+        if is_users(name) and not name.startswith(_SITE) and (is_file or frame.f_globals.get("__name__") == "__main__"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def user_frames() -> list[tuple[str, int, str]]:

@@ -7,6 +7,7 @@ not stay, and what it would have changed in every call must be found, because a 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
@@ -20,6 +21,7 @@ from torch import nn
 
 from millstream.capture.attributes import Attributes
 from millstream.capture.discover import MISSING, Found, defaults_of
+from millstream.capture.running import Ran
 from millstream.capture.signature import is_same
 
 _SCALARS = (bool, int, float, complex, str, type(None), tuple, torch.dtype)
@@ -82,8 +84,14 @@ class Snapshot:
 
     def __init__(self, found: Found) -> None:
         self._copies: dict[int, tuple[Kind, str, Any, Any]] = {}
-        # As it is now: numbers of optimizers have been replaced.
-        self._links = [(link.name, link.holder, link.key, look(link.holder, link.key)) for link in found.links]
+        self._links: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
+        self.add(found)
+
+    def add(self, found: Found) -> None:
+        """Note what else a step reaches, as it is now."""
+        for link in found.links:
+            entry = link.name, link.holder, link.key, look(link.holder, link.key)
+            self._links.setdefault((id(link.holder), link.key), entry)
         for name, root in found.modules:
             for path, module in root.named_modules():
                 prefix = f"{name}.{path}" if path else name
@@ -110,7 +118,7 @@ class Snapshot:
     def changes(self) -> list[Change]:
         """Everything that differs now."""
         found: dict[tuple[int, Any], Change] = {}
-        for name, holder, key, before in self._links:
+        for name, holder, key, before in self._links.values():
             after = look(holder, key)
             if _is_changed(after, before):
                 found[id(holder), key] = Change(Kind.PLAIN, name, holder, key, before, after)
@@ -127,7 +135,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back."""
-        for _, holder, key, before in self._links:
+        for _, holder, key, before in self._links.values():
             if look(holder, key) is not before:
                 store(holder, key, before)
         for _, _, holder, copy in self._copies.values():
@@ -180,11 +188,11 @@ def store(holder: Any, key: Any, value: Any) -> None:
 
 @contextlib.contextmanager
 def record_module_reads(
-    on_forward: Callable[[nn.Module], None],
+    on_forward: Callable[[nn.Module], None], ran: Ran
 ) -> Iterator[dict[tuple[int, str], tuple[nn.Module, str]]]:
     """Note which plain attributes of modules the code in this context reads: the graph depends on them.
 
-    ``on_forward`` is told of every module that is about to be called.
+    ``on_forward`` is told of every module that is about to be called, and ``ran`` of every attribute.
 
     For the length of the context ``nn.Module`` has a ``__getattribute__`` of its own.
     """
@@ -196,6 +204,7 @@ def record_module_reads(
         value = object.__getattribute__(module, name)
         if threading.get_ident() != thread:
             return value
+        ran.note_read(module, name, sys._getframe(1))
         if name == "forward":
             on_forward(module)
         if name == "forward" or (isinstance(value, _SCALARS) and not name.startswith("__")):

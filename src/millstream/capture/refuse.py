@@ -14,7 +14,7 @@ from millstream.errors import CaptureError
 
 
 def check_supported(found: Found) -> None:
-    """Refuse optimizers that read values, iterators, and what autograd would run in eager mode and a trace not see.
+    """Refuse optimizers that read values, and what autograd would run in eager mode and a trace not see.
 
     Raises:
         CaptureError: Something in ``found`` is of that kind.
@@ -25,10 +25,6 @@ def check_supported(found: Found) -> None:
                 f"{name} is LBFGS, which evaluates its closure as often as the values demand.",
                 remedy="Run this step without ms.step.",
             )
-    for name in found.sources:
-        raise CaptureError(
-            f"The step takes its data from an iterator, {name}.", remedy="Pass the batch as an argument instead."
-        )
     for name, root in found.modules:
         _check_module(name, root)
     for name, tensor in _tensors_of(found):
@@ -37,6 +33,18 @@ def check_supported(found: Found) -> None:
                 f"{name} has a hook on its gradient, which would not run in a graph.",
                 remedy="Remove the hook and change the gradient in the step, after backward.",
             )
+
+
+def check_sources(found: Found) -> None:
+    """Refuse iterators and queues, which give each item once.
+
+    Raises:
+        CaptureError: There is one in ``found``.
+    """
+    for name in found.sources:
+        raise CaptureError(
+            f"The step takes its data from an iterator, {name}.", remedy="Pass the batch as an argument instead."
+        )
 
 
 def _check_module(name: str, root: nn.Module) -> None:

@@ -40,7 +40,8 @@ class Request:
         function: The user's function.
         structure: Structure of ``(args, kwargs)``.
         arguments: The tensors among the arguments.
-        found: What the function reaches.
+        roots: Where the search for what the function reaches begins.
+        found: What it reaches.
         state: All tensors in ``found``.
         gradients: All tensors whose gradient may change.
         numbers: Numbers to be read at run time.
@@ -51,6 +52,7 @@ class Request:
     function: Callable[..., Any]
     structure: Structure
     arguments: list[Tensor]
+    roots: list[tuple[str, Any]]
     found: Found
     state: list[Lifted]
     gradients: list[Gradient]
@@ -92,6 +94,7 @@ class Traced:
         structure: Structure of the result.
         outputs: Its tensors and numbers.
         questions: What the program asked about the numbers.
+        used: What the code reaches that ran.
         reads: Module attributes that the program read.
         effects: Entries to set after every call: holder, key, and where the value comes from.
         optimizers: Those that stepped.
@@ -109,6 +112,7 @@ class Traced:
     structure: Structure
     outputs: list[Output]
     questions: Questions
+    used: Found
     reads: list[tuple[dict[str, Any], str, Any]]
     effects: list[tuple[Any, Any, Output]]
     optimizers: list[Optimizer]

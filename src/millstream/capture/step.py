@@ -248,7 +248,7 @@ class Step:
             start = time.perf_counter()
             for _, optimizer in found.optimizers:
                 counts.move(optimizer)
-            request = self._workshop.make_request(self.function, call, found)
+            request = self._workshop.make_request(self.function, call, roots, found)
             try:
                 traced = trace_step(request)
             except FoundLate as late:
@@ -259,9 +259,9 @@ class Step:
                 continue
             return self._workshop.assemble(call, request, traced, time.perf_counter() - start)
         raise CaptureError(
-            "The step meets ever more tensors that were made outside of it.",
+            "The step meets ever more that was made outside of it.",
             where=where,
-            remedy="Make them arguments, or make them with PyTorch functions inside of the step.",
+            remedy="Make tensors arguments, or make them with PyTorch functions inside of the step.",
         )
 
     def _build_and_run(self, call: Call, graph: StepGraph) -> Any:
@@ -324,8 +324,9 @@ class Step:
         if not is_known:
             warnings.warn(f"{self._name} runs as plain Python: {error}", FallbackWarning, stacklevel=4)
         if not self._graphs:
-            for _, optimizer in discover(self._roots(call)).optimizers:
-                move_counts_to_host(optimizer)
+            with contextlib.suppress(CaptureError):  # then there never was a graph
+                for _, optimizer in discover(self._roots(call)).optimizers:
+                    move_counts_to_host(optimizer)
         return self.function(*call.args, **call.kwargs)
 
 

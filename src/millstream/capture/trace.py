@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -38,8 +39,8 @@ from millstream.capture.clean import (
     move_constants,
     written_storages,
 )
-from millstream.capture.discover import MISSING
-from millstream.capture.lines import place_of
+from millstream.capture.discover import MISSING, discover
+from millstream.capture.lines import here, is_asked_by_user, place_of
 from millstream.capture.modes import ForeignTensor, FunctionWatch, OperatorWatch, fits
 from millstream.capture.optimizers import device_of, schedulers_are_refused, traceable
 from millstream.capture.python_state import (
@@ -50,12 +51,17 @@ from millstream.capture.python_state import (
     selects_behaviour,
 )
 from millstream.capture.randomness import RandomState, other_generators_refused
+from millstream.capture.refuse import check_sources
 from millstream.capture.request import Output, Request, Traced
+from millstream.capture.running import CodeWatch, Ran, function_of
 from millstream.capture.scalars import GraphScalar, Questions
 from millstream.capture.scaler import is_idle, steps_are_masked
 from millstream.capture.signature import LEAF, Container, Reference, Structure, put_together, take_apart, walk
-from millstream.capture.state import Lifted, become_fake
+from millstream.capture.state import Lifted, become_fake, lift
 from millstream.errors import CaptureError
+
+_LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
+"""What must be known before tracing begins."""
 
 SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
 
@@ -99,6 +105,7 @@ class _Tracer:
     left: list[bool] = field(default_factory=list)
     structure: Structure | None = None
     failure: Exception | None = None
+    ran: Ran = field(default_factory=lambda: Ran(attributes=set()))
 
     def trace(self) -> Traced:
         request = self.request
@@ -117,7 +124,7 @@ class _Tracer:
             ):
                 self.snapshot = Snapshot(request.found)
                 with (
-                    record_module_reads(self._on_forward) as reads,
+                    record_module_reads(self._on_forward, self.ran) as reads,
                     self._optimizers_watched(),
                     caches_unfilled(request.found.cached, lambda name: self._report(StateMissing(f"{name}'s cache"))),
                 ):
@@ -159,7 +166,10 @@ class _Tracer:
         def run_step() -> Any:
             given = put_together(self.request.structure, iter(self.request.arguments).__next__)
             args, kwargs = given
-            result = self.request.function(*args, **kwargs)
+            with CodeWatch(self.ran, self._on_code):
+                if self.ran.codes is None:
+                    self._check_sources()
+                result = self.request.function(*args, **kwargs)
             self._check_arguments(given)
             return result
 
@@ -190,6 +200,27 @@ class _Tracer:
         except Exception:
             self._raise_failure()
             raise
+
+    def _on_code(self, frame: FrameType) -> None:
+        """Before code runs that discovery has not seen look at it, too; stop before code that asks an iterator."""
+        request = self.request
+        is_unknown = frame.f_code not in request.found.codes and is_asked_by_user(frame)
+        if is_unknown and (function := function_of(frame)) is not None:
+            name = frame.f_code.co_qualname
+            found = discover([*request.roots, (name, function)])
+            if any(len(getattr(found, kind)) != len(getattr(request.found, kind)) for kind in _LIFTED):
+                self._report(FoundLate(name, function, here()))
+            request.roots.append((name, function))
+            request.found = found
+            self.snapshot.add(found)
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        if self.request.found.sources:
+            try:
+                check_sources(discover(self.request.roots, Ran(self.ran.codes)))
+            except CaptureError as error:
+                self._report(error)
 
     def _check_arguments(self, given: Any) -> None:
         """Refuse changes of containers among the arguments: the function was given copies of them."""
@@ -433,6 +464,13 @@ class _Tracer:
 
     def _finish(self, gm: fx.GraphModule, reads: dict[tuple[int, str], tuple[nn.Module, str]]) -> Traced:
         assert self.structure is not None
+        used = discover(self.request.roots, self.ran)
+        arguments = {*map(id, self.request.arguments)}
+        for entry in lift(used):
+            if id(entry.tensor) in arguments:
+                raise CaptureError(
+                    f"{entry.name} is passed as an argument, too.", remedy="Pass a clone, or use it by its name only."
+                )
         drop_idle_nodes(gm)
         move_constants(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -478,6 +516,7 @@ class _Tracer:
             structure=self.structure,
             outputs=self.outputs,
             questions=self.questions,
+            used=used,
             reads=[
                 (vars(module), name, vars(module).get(name, MISSING))
                 for module, name in reads.values()
