@@ -212,3 +212,44 @@ def test_a_step_within_a_step():
     assert_same(outer(x), model(x).detach() * 2)
     assert len(outer.graphs) == 1
     assert inner.graphs == []
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that only passes on, with properties in the place of attributes, as libraries have them."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self):
+        self.optimizer.step()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+
+def test_an_optimizer_in_another():
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
+    wrapper = Wrapper(optimizer)
+
+    def step(x):
+        loss = (x * weight).sum()
+        loss.backward()
+        wrapper.step()
+        wrapper.zero_grad()
+        return loss
+
+    found = discover([("step", step)])
+    assert [(name, each) for name, each in found.optimizers] == [("wrapper.optimizer", optimizer)]
+    captured = Step(step, build=interpret, strict=True)
+    assert [captured(torch.ones(2)).item() for _ in range(3)] == [2.0, 0.0, -3.0]
+    wrapper.param_groups[0]["lr"] = 0.0
+    assert [captured(torch.ones(2)).item() for _ in range(2)] == [-6.5, -6.5]

@@ -145,3 +145,26 @@ def test_explain_a_step():
     (program,) = data["programs"]
     assert program["phase"] == "step"
     assert program["memory_bytes"]["state"] > 0
+
+
+def test_a_view_of_what_the_compiler_lays_out_otherwise():
+    """As caches of keys and values begin: ``cat`` with nothing keeps, in the compiler, the order of what is behind."""
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x):
+        keys = torch.cat([torch.tensor([]), (x @ weight).view(2, 3, 2, 2).transpose(1, 2)], dim=-2)
+        loss = keys.transpose(-2, -1).mul(1.0).reshape(4, 2, 3).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    x = torch.randn(2, 3, 4)
+    captured = ms.step(step, strict=True)
+    before = weight.detach().clone()
+    losses = [captured(x).item() for _ in range(3)]
+    with torch.no_grad():
+        weight.copy_(before)
+    assert losses == pytest.approx([step(x).item() for _ in range(3)], rel=1e-5)

@@ -45,6 +45,17 @@ def written_storages(gm: fx.GraphModule) -> set[int]:
     return written
 
 
+def let_views_copy(gm: fx.GraphModule, written: set[int]) -> None:
+    """Have ``view`` copy where it must, in place; not where it sees memory that is written.
+
+    Some decompositions of the compiler's return other strides than the operator does, such as that of ``cat`` with an
+    empty tensor, and a view of the result may not be possible any more.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        if storage_id(node.meta["val"]) not in written:
+            node.target = torch.ops.aten.reshape.default
+
+
 def _values(argument: object) -> Iterator[Tensor]:
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")

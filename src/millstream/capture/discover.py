@@ -183,7 +183,7 @@ class _Search:
             self.found.tensors.append((name, value))
         elif isinstance(value, nn.Module):
             self._visit_module(name, value)
-        elif isinstance(value, Optimizer):
+        elif isinstance(value, Optimizer) and vars(value).keys() >= _OF_OPTIMIZERS:
             self.found.optimizers.append((name, value))
         elif isinstance(value, GradScaler):
             if value.is_enabled():
@@ -324,6 +324,9 @@ class _Search:
                 if self._ran.has_read(module, attribute):
                     self._aside.append((f"{prefix}.{attribute}", vars(module), attribute))
 
+
+_OF_OPTIMIZERS = frozenset({"state", "param_groups"})
+"""Attributes of an optimizer; what only wraps one, as ``accelerate`` does, has properties of these names."""
 
 _TORCH_MODULES = frozenset(value for value in vars(nn).values() if isinstance(value, type))
 

@@ -36,6 +36,7 @@ from millstream.capture.clean import (
     drop_idle_nodes,
     drop_unused_inputs,
     hoist_transfers,
+    let_views_copy,
     move_constants,
     written_storages,
 )
@@ -479,6 +480,7 @@ class _Tracer:
         replaced = [placeholders[index] for index in self.replaced]
         transfers = hoist_transfers(gm, [*placeholders[starts[3] :], *replaced])
         written = written_storages(gm)
+        let_views_copy(gm, written)
         is_written = [torch_private.storage_id(node.meta["val"]) in written for node in placeholders]
         for index in self.request.mirrored:
             if is_written[index]:
