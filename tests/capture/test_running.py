@@ -260,6 +260,19 @@ def test_a_dict_with_methods_of_its_own():
         assert step(torch.ones(1, 2)).item() == value
 
 
+class Key:
+    def __repr__(self):
+        raise AssertionError
+
+
+def test_keys_are_not_asked_for_their_names():
+    key = Key()
+    table = {key: 1.0}
+    step = Step(lambda x: x * table[key], build=interpret, strict=True)
+    for table[key] in (1.0, 2.0):
+        assert step(torch.ones(1)).item() == table[key]
+
+
 class Stubborn:
     @property
     def __class__(self):

@@ -281,7 +281,8 @@ class _Search:
             self._attribute_of[id(value)] = self._of_module
         if isinstance(value, dict | Items):
             for key in list(value):
-                self.follow(f"{name}[{key!r}]", value, key)
+                told = repr(key) if type(key) in SCALARS else f"<{type(key).__name__}>"  # whose repr is the user's
+                self.follow(f"{name}[{told}]", value, key)
         elif isinstance(value, list):
             for index in range(len(value)):
                 self.follow(f"{name}[{index}]", value, index)

@@ -230,7 +230,7 @@ class Guards:
         cells = ((cell, None, value) for cell, value in self.cells)
         for holder, key, value in (*self.plain, *self.objects, *self.absent, *cells):
             if not is_same(look(holder, key), value):
-                name = self.names.get((id(holder), key), str(key))
+                name = self.names.get((id(holder), key)) or str(key)
                 is_final, is_tensor = (id(holder), key) in self.owned, isinstance(value, Tensor)
                 return Break(f"{name} is another than before.", holder, key, is_final, is_tensor)
         change = self._changed_container() or self._changed_tensor()
@@ -261,7 +261,7 @@ class Guards:
                 return Break("A parameter or other state was frozen or unfrozen.", tensor)
         for holder, key, form in self.held:
             if _form_of(look(holder, key)) != form:
-                name = self.names.get((id(holder), key), str(key))
+                name = self.names.get((id(holder), key)) or str(key)
                 return Break(f"{name} has another shape, dtype or layout than before.", holder, key)
         return None if self.layouts() else Break("A parameter or other state was given another shape or layout.")
 
