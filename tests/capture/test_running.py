@@ -6,6 +6,7 @@ import functools
 import sys
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -174,6 +175,86 @@ def test_code_is_found_when_it_runs(way, monkeypatch):
         assert step(torch.ones(1)).item() == value
 
 
+def beside(x):
+    return x
+
+
+def by_attribute_of_a_function():
+    return (lambda x: x * beside.scale), lambda value: setattr(beside, "scale", value)
+
+
+def by_cache():
+    world = types.SimpleNamespace(scale=1.0)
+
+    @functools.lru_cache
+    def ask():
+        return world.scale
+
+    def change(value):
+        world.scale = value
+        ask.cache_clear()
+        ask()
+
+    return (lambda x: x * ask()), change
+
+
+def by_thread():
+    world = types.SimpleNamespace(scale=1.0)
+
+    def ask():
+        return world.scale
+
+    def step(x):
+        with ThreadPoolExecutor(1) as others:
+            return x * others.submit(ask).result()
+
+    return step, lambda value: setattr(world, "scale", value)
+
+
+def past_the_module():
+    model = nn.Linear(2, 2)
+    model.scales = {}
+    change = functools.partial(model.scales.__setitem__, "a")
+    return (lambda x: x * object.__getattribute__(model, "scales")["a"]), change
+
+
+def by_hook():
+    model = nn.Identity()
+    monitor = types.SimpleNamespace(scale=1.0)
+    model.register_forward_hook(functools.partial(lambda mine, *args: args[-1] * mine.scale, monitor))
+    return model, lambda value: setattr(monitor, "scale", value)
+
+
+def by_one_of_two_closures():
+    def make(world):
+        return lambda module, args, result: result * world.scale
+
+    worlds = [types.SimpleNamespace(scale=1.0) for _ in range(2)]
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    for part, world in zip(model, worlds, strict=True):
+        part.register_forward_hook(make(world))
+    return model, lambda value: setattr(worlds[1], "scale", value)
+
+
+OTHERS = [by_attribute_of_a_function, by_cache, by_thread, past_the_module, by_hook, by_one_of_two_closures]
+
+
+@pytest.mark.parametrize("way", OTHERS)
+def test_what_is_read_in_other_ways(way):
+    function, change = way()
+    step = Step(lambda x: function(x), build=interpret, strict=True)
+    for value in (1.0, 2.0, 3.0):
+        change(value)
+        assert step(torch.ones(1)).item() == value
+
+
+def test_vmap_with_a_number():
+    step = Step(lambda x: torch.func.vmap(lambda row: row * 2.0)(x).sum(), build=interpret)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # whether it can be captured is PyTorch's to say
+        assert [step(torch.ones(2, 2)).item() for _ in range(3)] == [8, 8, 8]
+
+
 def test_code_that_runs_later():
     world = types.SimpleNamespace(late=False, shift=1.0)
 
@@ -289,7 +370,7 @@ def test_what_does_not_let_itself_be_looked_at():
 # --- the watch itself ------------------------------------------------------------------------------------------------
 
 
-def watch(on_code=lambda frame: None):
+def watch(on_code=lambda frame, functions: None):
     ran = running.Ran(attributes=set())
     return ran, running.CodeWatch(ran, on_code)
 

@@ -6,6 +6,7 @@ The passes change ``gm.graph`` in place; ``gm.recompile()`` is left to their cal
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -120,9 +121,8 @@ def move_constants(gm: fx.GraphModule) -> None:
     """Make constants that the graph copies to another device constants on that device, in place."""
     copy, lift = torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh_copy.default
     for node in gm.graph.find_nodes(op="call_function", target=copy):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if source.target is lift:
+        source: Any = node.args[0]  # a number's tensor itself, where ``torch.func`` has made it
+        if isinstance(source, fx.Node) and source.target is lift:
             source = source.args[0]
         if not isinstance(source, fx.Node) or source.op != "get_attr":
             continue

@@ -33,6 +33,7 @@ from torch import Generator, Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from millstream.capture import torch_private
 from millstream.capture.attributes import ClassAttributes, Items, SlotAttributes
 from millstream.capture.lines import is_users, place_of
 from millstream.capture.running import Ran
@@ -80,6 +81,7 @@ class Found:
         watched: Those of ``containers`` that the code may look into.
         cached: Functions behind ``functools.lru_cache``.
         codes: Code that was looked into.
+        functions: Functions that were looked into, by id.
         links: The steps on the way.
         sources: Names of iterators and queues that the code may ask.
         references: On how many ways a tensor, by id, was met, modules' parameters and buffers and optimizers apart.
@@ -96,6 +98,7 @@ class Found:
     watched: list[tuple[str, Any]] = field(default_factory=list)
     cached: list[types.FunctionType] = field(default_factory=list)
     codes: set[types.CodeType] = field(default_factory=set)
+    functions: dict[int, types.FunctionType] = field(default_factory=dict)
     links: list[Link] = field(default_factory=list)
 
 
@@ -113,6 +116,8 @@ def discover(roots: Iterable[tuple[str, Any]], ran: Ran | None = None) -> Found:
     try:
         for name, root in roots:
             search.visit(name, root)
+        for hook in torch_private.hooks_of_all_modules():
+            search.visit("hook", hook)
         search.finish()
     except Exception as error:
         raise CaptureError(
@@ -137,12 +142,17 @@ class _Search:
         self._plain: list[tuple[str, MutableMapping[str, Any], frozenset[str]]] = []  # and what their classes give
         self._of_module: str | None = None  # the attribute of a module from which the search has come
         self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
+        self._answered: set[types.CodeType] = set()  # code behind caches, which need not run to have been asked
+        self._followed = -1  # how many names and holders there were when last looked at
+        self._unread: list[tuple[str, dict[str, Any], str]] = []  # other attributes of modules
         self._aside: list[tuple[str, dict[str, Any], str]] = []  # attributes of modules, looked at last
         self._sources: list[tuple[str, str | None]] = []  # iterators and queues, and that attribute
 
     def finish(self) -> None:
         """Look at plain objects and classes again until their code yields no new name."""
         self._follow_names()
+        if not self.names.isdisjoint(_PASSES):
+            self._aside += self._unread
         while self._aside:  # those that the code names first: what it also reaches by another way is met by that way
             self._aside.sort(key=lambda item: item[2] not in self.names)
             name, holder, self._of_module = self._aside.pop(0)
@@ -162,9 +172,8 @@ class _Search:
         return attribute is None or attribute in self.names or self._ran.attributes is not None
 
     def _follow_names(self) -> None:
-        known = -1
-        while known != len(self.names) + len(self._read) + len(self._plain):
-            known = len(self.names) + len(self._read) + len(self._plain)
+        while self._followed != (known := len(self.names) + len(self._read) + len(self._plain)):
+            self._followed = known
             for prefix, holder, defaults in list(self._plain):
                 for name in sorted(self.names.intersection(holder)):
                     if name in self._read or not isinstance(holder[name], SCALARS):  # x.step() calls no number
@@ -185,6 +194,8 @@ class _Search:
             self._visit_module(name, value)
         elif isinstance(value, Optimizer) and vars(value).keys() >= _OF_OPTIMIZERS:
             self.found.optimizers.append((name, value))
+            for hook in torch_private.hooks_of_optimizer(value):
+                self.visit(f"{name}.hook", hook)
         elif isinstance(value, GradScaler):
             if value.is_enabled():
                 self.found.scalers.append((name, value))
@@ -208,6 +219,7 @@ class _Search:
         elif isinstance(value, functools._lru_cache_wrapper):
             if isinstance(value.__wrapped__, types.FunctionType):
                 self.found.cached.append(value.__wrapped__)
+                self._answered.add(value.__wrapped__.__code__)  # its answer may have been kept from an earlier call
             self.visit(name, value.__wrapped__)
         elif isinstance(value, list | tuple | deque | set | frozenset | dict):
             self._visit_container(name, value)
@@ -241,9 +253,11 @@ class _Search:
         if not is_users(code.co_filename):
             self._visit_wrapper(name, function)
             return
-        if not self._ran.may_have_run(code):
+        self._visit_attributes(name, vars(function), frozenset())
+        if not self._ran.may_have_run(code) and code not in self._answered:
             return
         self.found.codes.update(_codes_in(code))
+        self.found.functions[id(function)] = function
         parent = name.rpartition(".")[0]
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.follow(variable, cell, None)
@@ -258,7 +272,6 @@ class _Search:
             self.visit(f"{parent}default[{position}]", default)
         for variable, default in (function.__kwdefaults__ or {}).items():
             self.visit(variable, default)
-        self._visit_attributes(name, vars(function), frozenset())
         wrapped = vars(function).get("__wrapped__")
         if wrapped is not None:
             self.visit(name, wrapped)
@@ -317,6 +330,8 @@ class _Search:
         for path, module in root.named_modules():
             self._seen[id(module)] = module
             prefix = f"{name}.{path}" if path else name
+            for hook in torch_private.hooks_of_module(module):
+                self.visit(f"{prefix}.hook", hook)
             if type(module) not in _TORCH_MODULES:
                 self._visit_class(prefix, type(module))
             for attribute, value in list(vars(module).items()):
@@ -324,10 +339,15 @@ class _Search:
                     continue
                 if self._ran.has_read(module, attribute):
                     self._aside.append((f"{prefix}.{attribute}", vars(module), attribute))
+                else:
+                    self._unread.append((f"{prefix}.{attribute}", vars(module), attribute))
 
 
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
 """Attributes of an optimizer; what only wraps one, as ``accelerate`` does, has properties of these names."""
+
+_PASSES = frozenset({"__getattribute__", "getattr_static"})
+"""Names of what reads attributes of modules unnoticed."""
 
 _TORCH_MODULES = frozenset(value for value in vars(nn).values() if isinstance(value, type))
 
@@ -365,9 +385,10 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _names_read(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=65536)
+def _names_read(code: types.CodeType) -> frozenset[str]:
     """Those of the names in some code that are not only called as methods."""
-    names = {str(item.argval) for item in dis.get_instructions(code) if not _is_method_load(item)}
+    names = frozenset(str(item.argval) for item in dis.get_instructions(code) if not _is_method_load(item))
     return names.union(*(_names_read(part) for part in code.co_consts if isinstance(part, types.CodeType)))
 
 
@@ -376,8 +397,9 @@ def _is_method_load(item: dis.Instruction) -> bool:
     return item.opname == "LOAD_METHOD" or is_marked
 
 
-def _globals_stored_by(code: types.CodeType) -> set[str]:
-    names = {str(item.argval) for item in dis.get_instructions(code) if item.opname == "STORE_GLOBAL"}
+@functools.lru_cache(maxsize=65536)
+def _globals_stored_by(code: types.CodeType) -> frozenset[str]:
+    names = frozenset(str(item.argval) for item in dis.get_instructions(code) if item.opname == "STORE_GLOBAL")
     return names.union(*(_globals_stored_by(part) for part in code.co_consts if isinstance(part, types.CodeType)))
 
 

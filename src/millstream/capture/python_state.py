@@ -21,7 +21,8 @@ from torch import nn
 
 from millstream.capture.attributes import Attributes
 from millstream.capture.discover import MISSING, Found, defaults_of
-from millstream.capture.running import Ran
+from millstream.capture.lines import is_ours
+from millstream.capture.running import WHOLE, Ran
 from millstream.capture.signature import is_same
 
 _SCALARS = (bool, int, float, complex, str, type(None), tuple, torch.dtype)
@@ -207,6 +208,9 @@ def record_module_reads(
         ran.note_read(module, name, sys._getframe(1))
         if name == "forward":
             on_forward(module)
+        if name in WHOLE and not is_ours(sys._getframe(1).f_code.co_filename):
+            entries = object.__getattribute__(module, "__dict__").items()
+            reads.update(((id(module), key), (module, key)) for key, entry in entries if isinstance(entry, _SCALARS))
         if name == "forward" or (isinstance(value, _SCALARS) and not name.startswith("__")):
             reads[id(module), name] = (module, name)
         return value

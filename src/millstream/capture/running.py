@@ -12,12 +12,15 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, TracebackType
+from types import CellType, CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
 from torch import nn
 
 from millstream.capture.lines import is_ours, is_users
+
+WHOLE = ("__dict__", "__getstate__")
+"""Attributes with all others in them; the second is what copies are made from."""
 
 
 @dataclass
@@ -39,7 +42,7 @@ class Ran:
     def has_read(self, module: nn.Module, name: str) -> bool:
         """Whether that attribute was read."""
         read = self.attributes
-        return read is None or (id(module), name) in read or (id(module), "__dict__") in read
+        return read is None or not read.isdisjoint((id(module), key) for key in (name, *WHOLE))
 
     def note_read(self, module: nn.Module, name: str, reader: FrameType) -> None:
         """An attribute is read; not ``__dict__`` by PyTorch, which looks for parameters there."""
@@ -58,18 +61,25 @@ class CodeWatch:
         on_code: Called with its frame before code of the user's runs for the first time; may raise an error there.
     """
 
-    def __init__(self, ran: Ran, on_code: Callable[[FrameType], None]) -> None:
+    def __init__(self, ran: Ran, on_code: Callable[[FrameType, list[FunctionType]], None]) -> None:
         self._ran, self._on_code = ran, on_code
         self._codes: set[CodeType] = set()
+        self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet
+        self._met: dict[int, CodeType] = {}  # by id: code that says the same in another place is equal
         self._thread = threading.get_ident()
         self._tool: int | None = None
 
     def __enter__(self) -> None:
+        for function in gc.get_objects():
+            if type(function) is FunctionType and is_users(function.__code__.co_filename):
+                self._functions.setdefault(id(function.__code__), []).append(function)
         if sys.version_info >= (3, 12):
             self._monitor()
         elif sys.gettrace() is None:
             self._ran.codes = self._codes
             sys.settrace(self._trace)
+            self._threads_before = threading.gettrace()
+            threading.settrace(self._trace)
 
     def _monitor(self) -> None:
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
@@ -93,36 +103,58 @@ class CodeWatch:
                 monitoring.set_events(self._tool, 0)
                 monitoring.register_callback(self._tool, monitoring.events.PY_START, None)
                 monitoring.free_tool_id(self._tool)
-        elif self._ran.codes is not None and sys.gettrace() in (None, self._trace):
-            sys.settrace(None)
+        elif self._ran.codes is not None:
+            threading.settrace(self._threads_before)  # type: ignore[arg-type]
+            if sys.gettrace() == self._trace:
+                sys.settrace(None)
+            else:  # the code has set another, or none: from there on nobody watched
+                self._ran.codes = None
+        self._functions.clear()
 
     def _start(self, *_: Any) -> Any:
-        if threading.get_ident() != self._thread:
+        if self._note(sys._getframe(1)):
             return None
-        self._note(sys._getframe(1))
         return sys.monitoring.DISABLE  # type: ignore[attr-defined, unused-ignore]
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             self._note(frame)
 
-    def _note(self, frame: FrameType) -> None:
+    def _note(self, frame: FrameType) -> bool:
+        """Returns whether to be told of this code again: another function may have it, too, with another closure."""
         code = frame.f_code
-        if code not in self._codes:
+        if threading.get_ident() != self._thread:
             self._codes.add(code)
-            if is_users(code.co_filename):
-                self._on_code(frame)
+            return id(code) not in self._met
+        waiting, is_new = self._functions.get(id(code), []), id(code) not in self._met
+        if not is_new and not (waiting and code.co_freevars):
+            return False
+        self._met[id(code)] = code
+        self._codes.add(code)
+        functions = functions_of(frame, waiting)
+        for function in functions:
+            waiting.remove(function)
+        if is_users(code.co_filename) and (is_new or functions):
+            self._on_code(frame, functions)
+        return bool(waiting and code.co_freevars)
 
 
-def function_of(frame: FrameType) -> FunctionType | None:
-    """The function that a frame has just begun to run; ``None`` where it cannot be told."""
-    code, local = frame.f_code, frame.f_locals
-    for function in gc.get_referrers(code):
-        if isinstance(function, FunctionType) and function.__globals__ is frame.f_globals:
-            with suppress(ValueError):  # a variable that was not assigned yet
-                if all(
-                    cell.cell_contents is local.get(name)
-                    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
-                ):
-                    return function
-    return None
+def functions_of(frame: FrameType, functions: list[FunctionType]) -> list[FunctionType]:
+    """Those of ``functions``, all with the code of a frame, which the frame may have just begun to run."""
+    return [function for function in functions if function.__globals__ is frame.f_globals and _fits(frame, function)]
+
+
+def _fits(frame: FrameType, function: FunctionType) -> bool:
+    """Whether a frame, at its beginning, has in its closure what ``function`` has."""
+    names = frame.f_code.co_freevars
+    local = frame.f_locals if names else {}
+    with suppress(ValueError):  # a variable that was not assigned yet
+        cells = zip(names, function.__closure__ or (), strict=True)
+        return all(cell.cell_contents is local.get(name) for name, cell in cells)
+    return False
+
+
+def stand_in(frame: FrameType) -> FunctionType:
+    """A function with the code and the globals of a frame, for one made meanwhile, or for code without a function."""
+    cells = tuple(CellType() for _ in frame.f_code.co_freevars)
+    return FunctionType(frame.f_code, frame.f_globals, frame.f_code.co_name, None, cells)

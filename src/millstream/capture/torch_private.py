@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.modules.module as nn_module
 from torch import Tensor, fx
 from torch._C._dynamo.guards import TensorGuards
 from torch._dispatch.python import enable_python_dispatcher
@@ -181,6 +182,21 @@ def is_any_autocast_enabled() -> bool:
 def count_hooks() -> int:
     """Number of hooks registered so far in this process, on tensors, modules and optimizers. Tried on 2.11 and 2.13."""
     return RemovableHandle.next_id
+
+
+def hooks_of_all_modules() -> tuple[Any, ...]:
+    """Hooks that run whenever any module is called. Tried on 2.11 and 2.13."""
+    return *nn_module._global_forward_pre_hooks.values(), *nn_module._global_forward_hooks.values()
+
+
+def hooks_of_module(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Hooks that run when ``module`` is called. Tried on 2.11 and 2.13."""
+    return *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+
+
+def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """Hooks that run when ``optimizer`` steps. Tried on 2.11 and 2.13."""
+    return *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -54,12 +54,15 @@ from millstream.capture.python_state import (
 from millstream.capture.randomness import RandomState, other_generators_refused
 from millstream.capture.refuse import check_sources
 from millstream.capture.request import Output, Request, Traced
-from millstream.capture.running import CodeWatch, Ran, function_of
+from millstream.capture.running import CodeWatch, Ran, stand_in
 from millstream.capture.scalars import GraphScalar, Questions
 from millstream.capture.scaler import is_idle, steps_are_masked
 from millstream.capture.signature import LEAF, Container, Reference, Structure, put_together, take_apart, walk
 from millstream.capture.state import Lifted, become_fake, lift
 from millstream.errors import CaptureError
+
+_TRACING = threading.RLock()
+"""Tracing patches classes and modules: one thread at a time."""
 
 _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
 """What must be known before tracing begins."""
@@ -87,7 +90,8 @@ def trace_step(request: Request) -> Traced:
         StateMissing: An eager call must come first.
         FoundLate: ``request`` lacks an object.
     """
-    return _Tracer(request).trace()
+    with _TRACING:
+        return _Tracer(request).trace()
 
 
 @dataclass
@@ -146,11 +150,7 @@ class _Tracer:
                 ) from None
             raise FoundLate("a tensor", foreign.tensor, foreign.where) from None
         except Exception as error:
-            raise CaptureError(
-                f"Tracing failed: {type(error).__name__}: {error}".splitlines()[0],
-                where=place_of(error),
-                remedy="If the line also fails without ms.step, correct it; otherwise keep it out of the step.",
-            ) from error
+            raise _failure(error) from error
         finally:
             used = random_state.what_changed()
             if used or sys.exc_info()[0] is not None:
@@ -158,7 +158,12 @@ class _Tracer:
             torch.clear_autocast_cache()
         if used:
             raise CaptureError(f"The step draws from {used}, which a graph cannot repeat.", remedy=SIDE_EFFECT_REMEDY)
-        return self._finish(gm, reads)
+        try:
+            return self._finish(gm, reads)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise _failure(error) from error
 
     def _record(self, inputs: list[Tensor]) -> fx.GraphModule:
         randoms = RandomRecords()
@@ -202,16 +207,19 @@ class _Tracer:
             self._raise_failure()
             raise
 
-    def _on_code(self, frame: FrameType) -> None:
+    def _on_code(self, frame: FrameType, functions: list[FunctionType]) -> None:
         """Before code runs that discovery has not seen look at it, too; stop before code that asks an iterator."""
         request = self.request
-        is_unknown = frame.f_code not in request.found.codes and is_asked_by_user(frame)
-        if is_unknown and (function := function_of(frame)) is not None:
-            name = frame.f_code.co_qualname
-            found = discover([*request.roots, (name, function)])
-            if any(len(getattr(found, kind)) != len(getattr(request.found, kind)) for kind in _LIFTED):
+        known = request.found
+        if not functions and frame.f_code not in known.codes:
+            functions = [stand_in(frame)]
+        late = [(function.__qualname__, function) for function in functions if id(function) not in known.functions]
+        if late and is_asked_by_user(frame):
+            found = discover([*request.roots, *late])
+            if any(len(getattr(found, kind)) != len(getattr(known, kind)) for kind in _LIFTED):
+                name, function = late[0]
                 self._report(FoundLate(name, function, here()))
-            request.roots.append((name, function))
+            request.roots += late
             request.found = found
             self.snapshot.add(found)
         self._check_sources()
@@ -466,6 +474,7 @@ class _Tracer:
     def _finish(self, gm: fx.GraphModule, reads: dict[tuple[int, str], tuple[nn.Module, str]]) -> Traced:
         assert self.structure is not None
         used = discover(self.request.roots, self.ran)
+        check_sources(used)
         arguments = {*map(id, self.request.arguments)}
         for entry in lift(used):
             if id(entry.tensor) in arguments:
@@ -536,6 +545,14 @@ class _Nth:
 
     def __call__(self, numbers: Sequence[float]) -> float:
         return numbers[self.index]
+
+
+def _failure(error: Exception) -> CaptureError:
+    return CaptureError(
+        f"Tracing failed: {type(error).__name__}: {error}".splitlines()[0],
+        where=place_of(error),
+        remedy="If the line also fails without ms.step, correct it; otherwise keep it out of the step.",
+    )
 
 
 def _needs_gradient(name: str) -> CaptureError:
