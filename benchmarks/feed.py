@@ -291,20 +291,33 @@ def compare_ways(
     return [*rows, *failures] or [facts], compute
 
 
-def watch(fed: Feed, work: Callable[[], None], device: torch.device) -> Stats:
-    """What a feed says of some epochs, most of them behind those in which it finds out whether it needs a worker."""
-    for _ in range(3 * WARM_EPOCHS):
-        for batch in fed:
-            work()
-            del batch
+def watch(fed: Feed, work: Callable[[], None], device: torch.device) -> tuple[Stats, float | None]:
+    """What a feed says of some epochs, and which share of the copies' time was hidden behind the first of them.
+
+    In the first pass all of the first batches are measured, which wait for memory to be pinned; later a batch in 20 ms.
+    And in the first passes the feed finds out whether it needs a worker.
+    """
+    for _ in range(WARM_EPOCHS):
+        run_epoch(lambda *_: iter(fed), (), device, work)
         synchronize(device)
-    return fed.stats()
+    warm = fed.stats()
+    for _ in range(3 * WARM_EPOCHS):
+        run_epoch(lambda *_: iter(fed), (), device, work)
+        synchronize(device)
+    stats = fed.stats()
+    if stats.hidden is None or stats.num_measured == warm.num_measured:
+        return stats, None
+    (copied, hidden), (copied_warm, hidden_warm) = (
+        (each.copy_s * each.num_measured, each.copy_s * each.num_measured * (each.hidden or 0.0))
+        for each in (stats, warm)
+    )
+    return stats, (hidden - hidden_warm) / (copied - copied_warm)
 
 
-def told(stats: Stats) -> list[str]:
+def told(stats: Stats, hidden: float | None) -> list[str]:
     """The same in a few words."""
-    hidden = [] if stats.hidden is None else [f"{stats.hidden:.1%} of copies hidden"]
-    return [*hidden, *(["no worker"] if stats.is_alone else [])]
+    shares = [] if hidden is None else [f"{hidden:.1%} of copies hidden, {stats.hidden:.1%} with the first passes"]
+    return [*shares, *(["no worker"] if stats.is_alone else [])]
 
 
 def run_loop(name: str, sizes: Sequence[int], copy_to_compute: float | None, settings: Settings) -> list[Row]:
@@ -323,10 +336,10 @@ def run_loop(name: str, sizes: Sequence[int], copy_to_compute: float | None, set
         return [replace(facts, note="not timed: batches do not arrive as they were sent")]
     peers = {peer: way for peer, way in PEERS.items() if settings.wants(peer)}
     rows, compute = compare_ways(facts, ours, peers, batches, settings, work)
-    stats = watch(ms.feed(batches, device), work, device)
+    watched = watch(ms.feed(batches, device), work, device)
     parts = f"copy {copy:.3g}, stage {stage:.3g}, compute {compute:.3g} ms alone"
     over = f"{ratio(rows[0].ours_ms, rows[0].bound_ms):.3f} of the bound"
-    rows = [replace(row, note="; ".join(filter(None, (row.note, parts, *told(stats), over)))) for row in rows]
+    rows = [replace(row, note="; ".join(filter(None, (row.note, parts, *told(*watched), over)))) for row in rows]
     if device.type == "cuda":
         mine = engine_ms(partial(run_epoch, ours, batches, device, work), device) / len(batches)
         copy_plainly = make_copy(sizes, device)
@@ -381,9 +394,10 @@ def run_images(name: str, settings: Settings) -> list[Row]:
     facts = Row(name, "loop", bound_ms=copy, equal=equal)
     work = Work(device).of(2 * copy)
     rows, _ = compare_ways(facts, lambda *_: iter(fed), {"timm": feed_timm}, batches, settings, work)
-    stats = watch(fed, work, device)
+    stats, hidden = watch(fed, work, device)
     shares = ", ".join(f"{cause} {share:.0%}" for cause, share in stats.shares.items())
-    parts = [f"copy {copy:.3g} ms alone", *told(stats), f"of each step {shares}"] if shares else told(stats)
+    said = told(stats, hidden)
+    parts = [f"copy {copy:.3g} ms alone", *said, f"of each step {shares}"] if shares else said
     return [replace(row, note="; ".join(filter(None, (row.note, *parts)))) for row in rows]
 
 

@@ -17,11 +17,18 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(convolution, "_cudnn_layout", lambda *arguments: torch.channels_last)
 
 
-def writer(
+def writer(**facts):
+    """What computes such a convolution; ``None`` where PyTorch does."""
+    (*_, node) = graph_of(**facts).nodes
+    found = convolution.find_writer(node)
+    return found and found.function
+
+
+def graph_of(
     size=(1, 32, 14, 14), outputs=32, window=(3, 3), groups=1, dtype=torch.half, dilation=1, transposed=False,
     layout=torch.channels_last, weight_layout=torch.contiguous_format, bias=False,
 ):  # fmt: skip
-    """What computes such a convolution; ``None`` where PyTorch does."""
+    """A graph that ends with such a convolution."""
     graph = torch.fx.Graph()
     image, weight, shift = (graph.placeholder(name) for name in ("image", "weight", "shift"))
     options = (
@@ -39,5 +46,4 @@ def writer(
         weight.meta["val"] = value.contiguous(memory_format=weight_layout)
         shift.meta["val"] = torch.empty(outputs, dtype=dtype)
         node.meta["val"] = torch.empty(size[0], outputs, *size[2:], dtype=dtype).contiguous(memory_format=layout)
-    found = convolution.find_writer(node)
-    return found and found.function
+    return graph

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -22,7 +22,9 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.utils import should_assume_input_aligned
 
 from millstream.errors import ArgumentError, LoweringError
+from millstream.lower.ahead import Launch, compiling
 from millstream.lower.channels import align_channels, puts_channels_last
+from millstream.lower.convolution import find_launches
 from millstream.lower.epilogues import absorb_epilogues, knows_own_convolutions
 from millstream.lower.fx_wrapper import collect_wrappers
 from millstream.lower.pooling import decompositions
@@ -165,12 +167,14 @@ def _lower(
     visible = frozenset(range(num_outputs))
     if phase is Phase.FORWARD:
         visible = frozenset(_visible_outputs(graph))
+    launches: Iterable[Launch] = ()
     if phase is Phase.INFERENCE and puts_channels_last(graph):
         align_channels(graph)
         absorb_epilogues(graph)
         absorb_prologues(graph)
         kwargs = {**kwargs, "layout_opt": True}  # decided on what was there before
-    with collect_wrappers(options) as wrappers, shortcuts(), knows_own_convolutions():
+        launches = find_launches(graph.graph)
+    with compiling(launches), collect_wrappers(options) as wrappers, shortcuts(), knows_own_convolutions():
         arguments: Any = {**kwargs, "fx_wrapper": True}
         compile_fx_inner(graph, inputs, **arguments)
         aligned = aligned_inputs(inputs)

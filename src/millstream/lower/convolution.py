@@ -14,14 +14,23 @@ Private PyTorch APIs, one function each; tried on torch 2.11 (CUDA).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._triton import has_triton
 
-from millstream.lower.dense import ALIGNED_CHANNELS, CONVOLVE, JOIN, convolve_dense, has_channels_last, is_small_dense
-from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise, is_small_depthwise
+from millstream.lower.ahead import Launch
+from millstream.lower.dense import (
+    ALIGNED_CHANNELS,
+    CONVOLVE,
+    JOIN,
+    convolve_dense,
+    has_channels_last,
+    is_small_dense,
+    launch_dense,
+)
+from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise, is_small_depthwise, launch_depthwise
 
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 
@@ -44,6 +53,26 @@ class Writer(NamedTuple):
 
 def find_writer(node: torch.fx.Node) -> Writer | None:
     """What computes a convolution into memory that it is given; ``None`` where nothing does, and for other nodes."""
+    own = _find_own(node)
+    if own is not None and _lies_right(own, node.meta["val"]):
+        return own
+    if node.target is not torch.ops.aten.convolution.default or not _is_for_cudnn(values_of(node)):
+        return None
+    image, weight, _, stride, padding, dilation, _, _, groups = arguments_of(node)
+    return Writer(convolve, (image, weight, stride, padding, dilation, groups), str(node.target))
+
+
+def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
+    """The kernels of our own that a graph of aten operators comes to, if Inductor lays out memory as they need it."""
+    for node in graph.nodes:
+        own = _find_own(node)
+        if own is not None:
+            launch: Any = launch_dense if own.function is convolve_dense else launch_depthwise
+            yield launch(*_values(own.arguments), node.meta["val"])
+
+
+def _find_own(node: torch.fx.Node) -> Writer | None:
+    """The kernel of our own for a convolution, if there is one for tensors that lie in memory as it needs them."""
     if node.target is CONVOLVE:
         return _find_dense(node)
     if node.target is CONVOLVE_DEPTHWISE:
@@ -51,39 +80,38 @@ def find_writer(node: torch.fx.Node) -> Writer | None:
     if node.target is not torch.ops.aten.convolution.default:
         return None
     values, output = values_of(node), node.meta["val"]
-    image, weight, _, stride, padding, dilation, _, _, groups = arguments_of(node)
-    if values[2] is None and may_be_ours(values[0]):
-        if is_small_depthwise(values, output) and _is_laid_out(values[0], values[1], output):
-            own = (image, weight, False, stride, [n for n in reversed(padding) for _ in range(2)], dilation)
-            return Writer(convolve_depthwise, own, convolve_depthwise.__name__)
-        if is_small_dense(values, output) and has_channels_last(*values[:2], output):
-            own = (image, weight, None, None, False, output.shape[1], stride, padding)
-            return Writer(convolve_dense, own, convolve_dense.__name__)
-    arguments = (image, weight, stride, padding, dilation, groups)
-    return Writer(convolve, arguments, str(node.target)) if _is_for_cudnn(values) else None
-
-
-def _find_dense(node: torch.fx.Node) -> Writer | None:
-    image, weight, bias, addend, relu, *options = arguments_of(node)
-    if not has_channels_last(*(arg.meta["val"] for arg in (image, weight, addend, node) if arg is not None)):
+    if values[2] is not None or not may_be_ours(values[0]):
         return None
+    image, weight, _, stride, padding, dilation, *_ = arguments_of(node)
+    if is_small_depthwise(values, output):
+        own = (image, weight, False, stride, [n for n in reversed(padding) for _ in range(2)], dilation)
+        return Writer(convolve_depthwise, own, convolve_depthwise.__name__)
+    if is_small_dense(values, output):
+        own = (image, weight, None, None, False, output.shape[1], stride, padding)
+        return Writer(convolve_dense, own, convolve_dense.__name__)
+    return None
+
+
+def _find_dense(node: torch.fx.Node) -> Writer:
+    image, weight, bias, addend, relu, *options = arguments_of(node)
     parts = [name for name, part in {"bias": bias, "sum": addend, "relu": relu}.items() if part]
     ops = ("convolution", *dict.fromkeys("relu" if part == "relu" else "add" for part in parts))
     name = f"{convolve_dense.__name__} with {' and '.join(parts)}"
     return Writer(convolve_dense, (image, weight, bias, addend, relu, *options), name, ops)
 
 
-def _find_depthwise(node: torch.fx.Node) -> Writer | None:
+def _find_depthwise(node: torch.fx.Node) -> Writer:
     image, weight, relu, _, *options = arguments_of(node)
-    if not _is_laid_out(image.meta["val"], weight.meta["val"], node.meta["val"]):
-        return None
     name = f"{convolve_depthwise.__name__} of relu" if relu else convolve_depthwise.__name__
     return Writer(convolve_depthwise, (image, weight, relu, *options), name, (*["relu"] * relu, "convolution"))
 
 
-def _is_laid_out(image: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> bool:
-    """Whether a depthwise convolution's tensors lie in memory as our kernel reads and writes them."""
-    return has_channels_last(image, output) and weight.is_contiguous()
+def _lies_right(own: Writer, output: torch.Tensor) -> bool:
+    """Whether the tensors of a kernel of our own lie in memory as it reads and writes them."""
+    image, weight, _, addend, *_ = _values(own.arguments)
+    if own.function is convolve_depthwise:
+        return has_channels_last(image, output) and weight.is_contiguous()
+    return has_channels_last(image, weight, output) and (addend is None or has_channels_last(addend))
 
 
 def find_join(node: torch.fx.Node) -> torch.fx.Node | None:
@@ -121,7 +149,11 @@ def _has_triton() -> bool:
 
 def values_of(node: torch.fx.Node) -> list[Any]:
     """All arguments of a convolution in order, tensors as fake ones."""
-    return [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in arguments_of(node)]
+    return _values(arguments_of(node))
+
+
+def _values(arguments: Sequence[Any]) -> list[Any]:
+    return [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in arguments]
 
 
 def _is_for_cudnn(values: list[Any]) -> bool:

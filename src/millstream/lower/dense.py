@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from millstream.lower.ahead import Launch
 from millstream.lower.early import early_start
 
 ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
@@ -139,6 +140,21 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         padding: Of the convolution.
         out: Channels last; there may be others between its own, in multiples of eight.
     """
+    launch_dense(image, weight, bias, addend, relu, kept, stride, padding, out).run()
+
+
+def launch_dense(  # noqa: PLR0913 - the operator's
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    addend: torch.Tensor | None,
+    relu: bool,
+    kept: int,
+    stride: list[int],
+    padding: list[int],
+    out: torch.Tensor,
+) -> Launch:
+    """How ``convolve_dense`` launches our kernel."""
     from millstream.lower.dense_kernel import dense  # Triton is there where there is a GPU
 
     outputs, inputs, rows, columns = weight.shape
@@ -146,7 +162,7 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
     tile = choose_tile(weight, out, stride, padding)
     assert tile is not None
     row = inputs * columns
-    dense[_ceil(num_pixels, tile.pixels), _ceil(outputs, tile.channels)](
+    arguments = (
         image,
         weight,
         image if bias is None else bias,
@@ -167,19 +183,22 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         *padding,
         *stride,
         rows * _ceil(row, tile.depth),
-        IS_POINTWISE=_is_pointwise(weight, stride, padding),
-        IS_WHOLE=row % tile.depth == 0,
-        HAS_ADDEND=addend is not None,
-        AT_ONCE=ALIGNED_CHANNELS,
-        KEPT_AT_ONCE=KEPT_AT_ONCE,
-        TILE_PIXELS=tile.pixels,
-        TILE_CHANNELS=tile.channels,
-        TILE_DEPTH=tile.depth,
-        IS_HALVED=tile.depth > _DEPTH_OF_SUM,
-        **early_start(image.device),
-        num_warps=_NUM_WARPS,
-        num_stages=tile.stages,
     )
+    constants = {
+        "IS_POINTWISE": _is_pointwise(weight, stride, padding),
+        "IS_WHOLE": row % tile.depth == 0,
+        "HAS_ADDEND": addend is not None,
+        "AT_ONCE": ALIGNED_CHANNELS,
+        "KEPT_AT_ONCE": KEPT_AT_ONCE,
+        "TILE_PIXELS": tile.pixels,
+        "TILE_CHANNELS": tile.channels,
+        "TILE_DEPTH": tile.depth,
+        "IS_HALVED": tile.depth > _DEPTH_OF_SUM,
+        **early_start(image.device),
+        "num_warps": _NUM_WARPS,
+        "num_stages": tile.stages,
+    }
+    return Launch(dense, (_ceil(num_pixels, tile.pixels), _ceil(outputs, tile.channels)), arguments, constants)
 
 
 def _channels_between_pixels(out: torch.Tensor) -> int:

@@ -16,6 +16,8 @@ import torch
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
+from millstream.lower.ahead import Launch
+
 MOST_OUTPUTS = 1 << 19
 """Beyond, the device is full, and cuDNN's kernel does more with it."""
 
@@ -71,6 +73,19 @@ def convolve_depthwise(
         dilation: Of the convolution.
         out: Channels last. Those behind the weight's are set to zero.
     """
+    launch_depthwise(image, weight, relu, stride, padding, dilation, out).run()
+
+
+def launch_depthwise(
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    relu: bool,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    out: torch.Tensor,
+) -> Launch:
+    """How ``convolve_depthwise`` launches our kernel."""
     from millstream.lower.depthwise_kernel import depthwise  # Triton is there where there is a GPU
 
     num_images, out_channels, out_height, out_width = out.shape
@@ -78,7 +93,7 @@ def convolve_depthwise(
     runs_a_line = -(-out_width // _RUN)
     num_runs = num_images * out_height * runs_a_line
     image_at_once, out_at_once = (math.gcd(each.shape[1], _CHANNELS_AT_ONCE) for each in (image, out))
-    depthwise[-(-num_runs // _TILE_RUNS), -(-out_channels // _TILE_CHANNELS)](
+    arguments = (
         image,
         weight,
         out,
@@ -92,18 +107,23 @@ def convolve_depthwise(
         out_channels // out_at_once,
         top,
         left,
-        *stride,
-        *dilation,
-        IS_RELU=relu,
-        IMAGE_AT_ONCE=image_at_once,
-        OUT_AT_ONCE=out_at_once,
-        KERNEL_HEIGHT=weight.shape[2],
-        KERNEL_WIDTH=weight.shape[3],
-        RUN=_RUN,
-        TILE_RUNS=_TILE_RUNS,
-        TILE_CHANNELS=_TILE_CHANNELS,
-        num_warps=_NUM_WARPS,
     )
+    constants = {
+        "STRIDE_Y": stride[0],
+        "STRIDE_X": stride[1],
+        "DILATION_Y": dilation[0],
+        "DILATION_X": dilation[1],
+        "IS_RELU": relu,
+        "IMAGE_AT_ONCE": image_at_once,
+        "OUT_AT_ONCE": out_at_once,
+        "KERNEL_HEIGHT": weight.shape[2],
+        "KERNEL_WIDTH": weight.shape[3],
+        "RUN": _RUN,
+        "TILE_RUNS": _TILE_RUNS,
+        "TILE_CHANNELS": _TILE_CHANNELS,
+        "num_warps": _NUM_WARPS,
+    }
+    return Launch(depthwise, (-(-num_runs // _TILE_RUNS), -(-out_channels // _TILE_CHANNELS)), arguments, constants)
 
 
 _library = torch.library.Library("millstream", "FRAGMENT")

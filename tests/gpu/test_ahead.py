@@ -1,0 +1,31 @@
+"""Kernels of our own are compiled beside Inductor, by Triton itself."""
+
+import pytest
+from torch import nn
+
+pytestmark = pytest.mark.gpu
+
+
+def test_none_is_compiled_where_it_is_launched(names_on_streams, monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton")
+    from millstream.lower.dense_kernel import dense
+    from millstream.lower.depthwise_kernel import depthwise
+
+    if not hasattr(triton, "AsyncCompileMode"):
+        pytest.skip("this Triton compiles where it launches")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kernel in (dense, depthwise):
+        kernel.device_caches.clear()
+    compiled = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts))
+    names = names_on_streams(
+        lambda: nn.Sequential(
+            nn.Conv2d(32, 32, 5, padding=2, groups=32, bias=False),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.ReLU(),
+        )
+    )
+    assert {name.split()[0] for name in names} >= {"convolve_dense", "convolve_depthwise"}
+    assert {facts["fn"].name.split(".")[-1] for facts in compiled} == {"dense", "depthwise"}
+    assert all(facts["is_manual_warmup"] for facts in compiled)
