@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from millstream.capture.modes import FunctionWatch
-from millstream.capture.scalars import GraphScalar, Questions
+from millstream.capture.scalars import GraphScalar, Questions, math_takes_scalars
 
 VALUE = 0.75
 
@@ -125,3 +125,31 @@ def test_like_a_python_number_it_keeps_the_dtype(dtype, number):
     with FunctionWatch(lambda error: None, set()):
         assert (torch.ones(2, dtype=dtype) * number).dtype == dtype
         assert (torch.ones(2, dtype=torch.int64) * number).dtype == torch.float32
+
+
+def test_whole_numbers_stay_whole(questions):
+    number = GraphScalar(3, torch.tensor(3.0, dtype=torch.float64), lambda numbers: numbers[0], questions)
+    with FunctionWatch(pytest.fail, set()):
+        assert (torch.tensor([2]) * number).dtype is torch.int64
+        assert (torch.tensor([2.0]) * number).dtype is torch.float32
+        assert torch.full((2,), number).dtype is torch.int64
+    assert list(range(number)) == [0, 1, 2]
+    assert type((number + 1).of([6])) is int
+    assert questions.asked  # by range and full
+
+
+def test_functions_of_math_are_part_of_the_graph(number, questions):
+    with math_takes_scalars():
+        root, power = math.sqrt(1 - number), math.pow(number, 2)
+        assert math.sqrt(4) == 2
+    assert (root.value, power.value) == (0.5, VALUE**2)
+    assert root.tensor.item() == 0.5
+    assert root.of([0.36]) == 0.8
+    assert questions.asked == []
+
+
+def test_what_is_computed_again_is_the_same(number):
+    assert (1 - number) is (1 - number)
+    assert (number + number) is (number + number)
+    assert (number - 1) is not (1 - number)
+    assert (number * 2) is not (number * 2.5)

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from millstream.capture import quick
 from millstream.capture.discover import Found
 from millstream.capture.guards import make_guards
-from millstream.capture.optimizers import NumberPlace, device_of, number_places
+from millstream.capture.optimizers import CountPlace, NumberPlace, count_places, device_of, number_places
 from millstream.capture.request import Gradient, Request, Traced
 from millstream.capture.signature import RESOLVE_REMEDY, Leaf, Reference, Structure, is_lazy_view, walk_arguments
 from millstream.capture.state import Lifted, find_mirrored, lift
@@ -67,10 +68,12 @@ class Workshop:
         changing: Places that were seen to hold another tensor than before (id of the holder, key) and their holders:
             graphs read what is there in each call.
         homes: For a tensor, by id, itself and the gradient that graphs read and write.
+        counted: Keys under which optimizers were seen to count their steps, in their state or as attributes.
     """
 
-    slots: dict[NumberPlace, Slot] = field(default_factory=dict)
+    slots: dict[NumberPlace | CountPlace, Slot] = field(default_factory=dict)
     cycled: set[NumberPlace] = field(default_factory=set)
+    counted: set[tuple[Optimizer, str]] = field(default_factory=set)
     changing: dict[tuple[int, Any], Any] = field(default_factory=dict)
     homes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -95,12 +98,11 @@ class Workshop:
         if any(map(is_lazy_view, call.arguments)):
             raise CaptureError("An argument is a conjugated or negated view.", remedy=RESOLVE_REMEDY)
         state = [entry for entry in lift(found) if id(entry.tensor) not in arguments]
-        numbers = [
-            place
-            for _, optimizer in found.optimizers
-            for place in number_places(optimizer)
-            if place.key == "lr" or place in self.cycled
-        ]
+        numbers: list[NumberPlace | CountPlace] = []
+        for _, optimizer in found.optimizers:
+            numbers += (place for place in number_places(optimizer) if place.key == "lr" or place in self.cycled)
+            for key in sorted(key for counting, key in self.counted if counting is optimizer):
+                numbers += count_places(optimizer, key)
         return Request(
             function=function,
             structure=call.structure,
@@ -117,6 +119,21 @@ class Workshop:
             changing=self.changing,
             mirrored=find_mirrored(state),
         )
+
+    def note_counts(self, found: Found, changed: Iterable[tuple[Any, str]]) -> None:
+        """Let graphs read numbers that the step itself changes.
+
+        Args:
+            found: What the step reaches.
+            changed: A parameter group, an entry of the state or an optimizer's attributes, and the number's key.
+        """
+        for holder, key in changed:
+            for _, optimizer in found.optimizers:
+                if any(entry is holder for entry in (vars(optimizer), *optimizer.state.values())):
+                    self.counted.add((optimizer, key))
+                for number, group in enumerate(optimizer.param_groups):
+                    if group is holder:
+                        self.cycled.add(NumberPlace(optimizer, number, key, None))
 
     def assemble(self, call: Call, request: Request, traced: Traced, seconds: float) -> StepGraph:
         """Put real tensors to the inputs of a traced graph.
@@ -222,7 +239,7 @@ class Workshop:
             known = self.homes[id(tensor)] = (tensor, torch.zeros_like(tensor, requires_grad=False))
         return known[1]
 
-    def _slot(self, place: NumberPlace) -> Slot:
+    def _slot(self, place: NumberPlace | CountPlace) -> Slot:
         if place not in self.slots:
             value = place.get()
             tensor = torch.full((), value, dtype=torch.float64, device=device_of(place.optimizer, place.group))
@@ -234,7 +251,7 @@ class Workshop:
         return Slot(HostTensor(entry.name, entry.tensor), entry.tensor.detach().to(device), value)
 
 
-def _name_number(found: Found, place: NumberPlace) -> str:
+def _name_number(found: Found, place: NumberPlace | CountPlace) -> str:
     name = next(name for name, optimizer in found.optimizers if optimizer is place.optimizer)
     item = "" if place.item is None else f"[{place.item}]"
     return f"{name}.{place.key}{item}[{place.group}]"

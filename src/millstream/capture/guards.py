@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from millstream.capture import torch_private
 from millstream.capture.attributes import Attributes, Items
 from millstream.capture.discover import MISSING
+from millstream.capture.optimizers import CountPlace, NumberPlace
 from millstream.capture.python_state import differs, look
 from millstream.capture.quick import QuickGuards, load_library
 from millstream.capture.request import Request, Traced
@@ -324,7 +325,11 @@ def make_guards(
     guards.place([*guards.watched, *others])
     for module in (module for _, module in request.found.modules):
         _add_tree(guards, module)
-    free = {(id(place.optimizer), place.group, place.key, place.item) for place in request.numbers}
+    free = {
+        (id(place.optimizer), place.group, place.key, place.item)
+        for place in request.numbers
+        if isinstance(place, NumberPlace)
+    }
     stepped = set(map(id, traced.optimizers))
     for name, optimizer in request.found.optimizers:
         _add_optimizer(guards, name, optimizer, free, has_stepped=id(optimizer) in stepped)
@@ -343,8 +348,10 @@ def _add_readings(guards: Guards, request: Request, traced: Traced, used: Contai
         guards.expect(attributes, attribute, value)
     stored = {(id(holder), key) for holder, key, _ in traced.effects}  # and not known by a link
     groups = {id(group) for _, optimizer in request.found.optimizers for group in optimizer.param_groups}
+    counts = [place for place in request.numbers if isinstance(place, CountPlace)]
+    counted = {(id(entry), place.key) for place in counts for entry in place.entries}
     for link in traced.used.links:
-        if id(link.holder) in groups:  # see _add_optimizer
+        if id(link.holder) in groups or (id(link.holder), link.key) in counted:  # see _add_optimizer
             continue
         stored.discard((id(link.holder), link.key))
         # A tensor that the graph does not read may be another; what is no tensor may tell the step to make one.

@@ -61,20 +61,80 @@ class NumberPlace:
             group[self.key] = type(group[self.key])(items)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CountPlace:
+    """Where an optimizer counts its steps: in an attribute, or with each of some parameters, the same with all.
+
+    Attributes:
+        optimizer: The optimizer.
+        group: Number of the parameter group.
+        key: Such as ``step``.
+        entries: Of the optimizer's state; or its attributes alone.
+    """
+
+    optimizer: Optimizer
+    group: int
+    key: str
+    entries: tuple[dict[str, Any], ...]
+    item = None
+
+    def __str__(self) -> str:
+        return f"{type(self.optimizer).__name__}'s {self.key}"
+
+    def __hash__(self) -> int:
+        return hash((id(self.optimizer), self.group, self.key))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CountPlace) and self._identity == other._identity
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        return id(self.optimizer), self.group, self.key, *map(id, self.entries)
+
+    def get(self) -> Any:
+        """The number as it is now; ``None`` if it is not the same with all."""
+        values = [entry.get(self.key) for entry in self.entries]
+        first = values[0]
+        return (
+            first
+            if is_number(first) and all(type(value) is type(first) and value == first for value in values)
+            else None
+        )
+
+    def set(self, value: Any) -> None:
+        """Put ``value`` there."""
+        for entry in self.entries:
+            entry[self.key] = value
+
+
+def count_places(optimizer: Optimizer, key: str) -> Iterator[CountPlace]:
+    """Where ``optimizer`` keeps a number under ``key``: in an attribute; with parameters, all who have the same."""
+    if is_number(vars(optimizer).get(key)):
+        yield CountPlace(optimizer, 0, key, (vars(optimizer),))
+    for number, group in enumerate(optimizer.param_groups):
+        alike: dict[Any, list[dict[str, Any]]] = {}
+        for parameter in group["params"]:
+            entry = optimizer.state.get(parameter)
+            if isinstance(entry, dict) and is_number(value := entry.get(key)):
+                alike.setdefault((type(value), value), []).append(entry)
+        for entries in alike.values():
+            yield CountPlace(optimizer, number, key, tuple(entries))
+
+
 def is_number(value: Any) -> bool:
     """Whether a graph can read ``value`` at run time: a real number, of NumPy too (schedulers), and no ``bool``."""
     return isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool)
 
 
 def number_places(optimizer: Optimizer) -> Iterator[NumberPlace]:
-    """All floats among the hyperparameters of ``optimizer``."""
+    """All numbers among the hyperparameters of ``optimizer``."""
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if isinstance(value, float | np.floating):
+            if is_number(value):
                 yield NumberPlace(optimizer, number, key, None)
             elif isinstance(value, tuple | list) and key != "params":
                 for item, part in enumerate(value):
-                    if isinstance(part, float | np.floating):
+                    if is_number(part):
                         yield NumberPlace(optimizer, number, key, item)
 
 

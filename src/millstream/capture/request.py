@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from millstream.capture.discover import Found
-from millstream.capture.optimizers import NumberPlace
+from millstream.capture.optimizers import CountPlace, NumberPlace
 from millstream.capture.scalars import Questions
 from millstream.capture.signature import Structure
 from millstream.capture.state import Lifted
@@ -56,7 +56,7 @@ class Request:
     found: Found
     state: list[Lifted]
     gradients: list[Gradient]
-    numbers: list[NumberPlace]
+    numbers: list[NumberPlace | CountPlace]
     changing: Container[tuple[int, Any]]
     mirrored: dict[int, torch.device]
 

@@ -1,4 +1,4 @@
-"""Python numbers that a captured graph reads at run time: learning rates, and hyperparameters that a scheduler cycles.
+"""Python numbers that a captured graph reads at run time: learning rates, cycled hyperparameters, counted steps.
 
 While tracing, a ``GraphScalar`` stands where the number stood. Arithmetic with it becomes part of the graph; a
 comparison is answered with the present value and remembered, because another answer needs another graph; whoever takes
@@ -6,18 +6,24 @@ it for a plain ``float`` gets one, which is remembered as well.
 
 **Contract**
 - A graph depends on the value of a number only through its tensor and through the questions in ``Questions``.
-- Like a Python number, and unlike a tensor, a scalar never changes the dtype of a floating-point result.
+- Like a Python number, and unlike a tensor, a scalar never changes the dtype of a floating-point result; nor does a
+  whole number that of another whole number.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from millstream.capture.torch_private import patched
 
 Numbers: TypeAlias = Sequence[float]
 """Values of all numbers that a graph reads, in the order in which they were lifted."""
@@ -53,24 +59,35 @@ class GraphScalar(torch.SymFloat):
         self.of = of
         self.questions = questions
         self._casts: dict[torch.dtype, Tensor] = {}
+        # With each parameter an optimizer computes the same of the one number of its steps: the graph does it once.
+        self._known: dict[tuple[Any, ...], tuple[Any, GraphScalar]] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the number is an integer, and not one by chance."""
+        return isinstance(self.value, int | np.integer)
 
     def as_tensor_for(self, other: Tensor | None) -> Tensor:
         """The tensor in the dtype in which a Python number takes part in an operation with ``other``."""
-        dtype = torch.get_default_dtype()
+        dtype = torch.int64 if self.is_whole else torch.get_default_dtype()
         if other is not None and other.dtype in (torch.float64, torch.complex128):
             dtype = torch.float64
-        elif other is not None and other.is_floating_point():
+        elif other is not None and (other.is_floating_point() or other.is_complex()):
             dtype = torch.float32
         if dtype not in self._casts:
             self._casts[dtype] = self.tensor.to(dtype)
         return self._casts[dtype]
 
-    def __float__(self) -> float:
+    def plain(self) -> int | float:
+        """The present value, on which the graph depends from here on."""
         self.questions.asked.append((self.of, self.value))
-        return float(self.value)  # NumPy's is of a subclass
+        return int(self.value) if self.is_whole else float(self.value)  # NumPy's are of other types
+
+    def __float__(self) -> float:
+        return float(self.plain())
 
     def __index__(self) -> int:
-        return operator.index(float(self))  # type: ignore[arg-type] # raises what a float raises
+        return operator.index(self.plain())  # type: ignore[arg-type] # raises what a float raises
 
     def __bool__(self) -> bool:
         return bool(self != 0)
@@ -82,19 +99,33 @@ class GraphScalar(torch.SymFloat):
         return repr(self.value)
 
     def __neg__(self) -> GraphScalar:
-        return self._apply(operator.neg)
+        return self.apply(operator.neg)
 
     def __pos__(self) -> GraphScalar:
         return self
 
     def __abs__(self) -> GraphScalar:
-        return self._apply(abs)
+        return self.apply(abs)
 
-    def _apply(self, function: Callable[[Any], Any]) -> GraphScalar:
+    def apply(self, function: Callable[[Any], Any], to_tensor: Callable[[Tensor], Tensor] | None = None) -> GraphScalar:
+        """A function of the number, and its form for tensors if that is another."""
         of = self.of
-        return GraphScalar(
-            function(self.value), function(self.tensor), lambda numbers: function(of(numbers)), self.questions
+        return self._once(
+            (function,),
+            None,
+            lambda: GraphScalar(
+                function(self.value),
+                (to_tensor or function)(self.tensor),
+                lambda numbers: function(of(numbers)),
+                self.questions,
+            ),
         )
+
+    def _once(self, what: tuple[Any, ...], other: Any, compute: Callable[[], GraphScalar]) -> GraphScalar:
+        key = (*what, type(other), id(other) if isinstance(other, GraphScalar) else other)
+        if key not in self._known:
+            self._known[key] = other, compute()  # the other lives as long: its id stays its own
+        return self._known[key][1]
 
 
 def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callable[[GraphScalar, Any], Any]:
@@ -107,22 +138,22 @@ def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callabl
         if isinstance(other, Tensor):
             return combine(self.as_tensor_for(other), other)
         own = self.of
-        if isinstance(other, GraphScalar):
-            value, tensor, of = other.value, other.tensor, other.of
+        if not isinstance(other, GraphScalar | int | float):
+            return NotImplemented
+
+        def compute() -> GraphScalar:
+            if isinstance(other, GraphScalar):
+                value, tensor, of = other.value, other.tensor, other.of
+            else:
+                value, tensor, of = other, other, lambda _: other
             return GraphScalar(
                 combine(self.value, value),
                 combine(self.tensor, tensor),
                 lambda numbers: combine(own(numbers), of(numbers)),
                 self.questions,
             )
-        if isinstance(other, int | float):
-            return GraphScalar(
-                combine(self.value, other),
-                combine(self.tensor, other),
-                lambda numbers: combine(own(numbers), other),
-                self.questions,
-            )
-        return NotImplemented
+
+        return self._once((function, swapped), other, compute)
 
     return method
 
@@ -186,15 +217,38 @@ def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         return value.as_tensor_for(like) if isinstance(value, GraphScalar) else value
 
     def as_number(value: Any) -> Any:
-        return float(value) if isinstance(value, GraphScalar) else value
+        return value.plain() if isinstance(value, GraphScalar) else value
 
     if plain.strip("_") in _TAKE_TENSORS:
         try:
             return function(*map(as_tensor, args), **{key: as_tensor(value) for key, value in kwargs.items()})
         except TypeError:  # not in this combination
             pass
-    # Takes numbers only: the graph then belongs to this value, which float() writes down.
+    # Takes numbers only: the graph then belongs to this value, which is written down.
     return function(*map(as_number, args), **{key: as_number(value) for key, value in kwargs.items()})
+
+
+@contextlib.contextmanager
+def math_takes_scalars() -> Iterator[None]:
+    """For the length of the context, functions of ``math`` give a graph scalar for one."""
+
+    def taking(name: str) -> Callable[..., Any]:
+        function, of_tensor = getattr(math, name), getattr(torch, name)
+
+        def compute(*args: Any) -> Any:
+            if not any(isinstance(arg, GraphScalar) for arg in args):
+                return function(*args)
+            return args[0] ** args[1] if name == "pow" else args[0].apply(function, of_tensor)
+
+        return compute
+
+    with contextlib.ExitStack() as patches:
+        for name in _OF_MATH:
+            patches.enter_context(patched(math, name, taking(name)))
+        yield
+
+
+_OF_MATH = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tanh", "pow")
 
 
 def _times(value: Any, scalar: GraphScalar) -> Any:

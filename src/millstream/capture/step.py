@@ -33,7 +33,7 @@ from millstream.capture.randomness import RandomState
 from millstream.capture.refuse import check_supported
 from millstream.capture.signature import meta_of, take_apart
 from millstream.capture.step_graph import Build, StepGraph
-from millstream.capture.trace import FoundLate, StateMissing, trace_step
+from millstream.capture.trace import FoundLate, NumbersChanged, StateMissing, trace_step
 from millstream.device.likeness import Likeness
 from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
 from millstream.lower import ask_early
@@ -256,6 +256,9 @@ class Step:
                 where = late.where
                 found = discover(roots)
                 check_supported(found)
+                continue
+            except NumbersChanged as changed:
+                self._workshop.note_counts(found, changed.places)
                 continue
             return self._workshop.assemble(call, request, traced, time.perf_counter() - start)
         raise CaptureError(

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from millstream.capture import torch_private
 from millstream.capture.guards import Guards
-from millstream.capture.optimizers import NumberPlace, is_number
+from millstream.capture.optimizers import CountPlace, NumberPlace, is_number
 from millstream.capture.python_state import look, store
 from millstream.capture.request import Output
 from millstream.capture.scalars import Questions
@@ -61,7 +61,7 @@ class Slot:
         value: What ``tensor`` holds.
     """
 
-    place: NumberPlace | HostTensor
+    place: NumberPlace | CountPlace | HostTensor
     tensor: Tensor
     value: float
 

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.utils.hooks import RemovableHandle
 
@@ -39,6 +40,17 @@ def swap_contents(left: Tensor, right: Tensor) -> None:
     torch._C._swap_tensor_impl(left, right)  # first, because it may refuse
     left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__
+
+
+@contextlib.contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """For the length of the context, distributions do not look at their parameters' values, as under torch.compile."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ from millstream.capture.clean import (
 from millstream.capture.discover import MISSING, discover
 from millstream.capture.lines import here, is_asked_by_user, place_of
 from millstream.capture.modes import ForeignTensor, FunctionWatch, OperatorWatch, fits
-from millstream.capture.optimizers import device_of, schedulers_are_refused, traceable
+from millstream.capture.optimizers import device_of, is_number, schedulers_are_refused, traceable
 from millstream.capture.python_state import (
     Change,
     Kind,
@@ -55,7 +55,7 @@ from millstream.capture.randomness import RandomState, other_generators_refused
 from millstream.capture.refuse import check_sources
 from millstream.capture.request import Output, Request, Traced
 from millstream.capture.running import CodeWatch, Ran, stand_in
-from millstream.capture.scalars import GraphScalar, Questions
+from millstream.capture.scalars import GraphScalar, Questions, math_takes_scalars
 from millstream.capture.scaler import is_idle, steps_are_masked
 from millstream.capture.signature import LEAF, Container, Reference, Structure, put_together, take_apart, walk
 from millstream.capture.state import Lifted, become_fake, lift
@@ -66,6 +66,16 @@ _TRACING = threading.RLock()
 
 _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
 """What must be known before tracing begins."""
+
+_NOTES = frozenset(
+    """
+    _opt_called _step_supports_amp_scaling _warned_capturable_if_run_uncaptured grad_scale found_inf
+    """.split()
+)
+"""Attributes of optimizers in which PyTorch notes what does not matter to a graph."""
+
+_OPTIMIZERS = (Kind.OPTIMIZER, Kind.GROUP, Kind.STATE)
+"""Where numbers may change: a graph does it again."""
 
 SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
 
@@ -82,6 +92,14 @@ class FoundLate(Exception):  # noqa: N818 - a message to the step, which lifts t
         self.name, self.value, self.where = name, value, where
 
 
+class NumbersChanged(Exception):  # noqa: N818 - a message to the step, which lifts them and traces again
+    """The step changes numbers that optimizers keep: holders and keys."""
+
+    def __init__(self, places: list[tuple[Any, Any]]) -> None:
+        super().__init__()
+        self.places = places
+
+
 def trace_step(request: Request) -> Traced:
     """Record the step of ``request``.
 
@@ -89,6 +107,7 @@ def trace_step(request: Request) -> Traced:
         CaptureError: It cannot be captured.
         StateMissing: An eager call must come first.
         FoundLate: ``request`` lacks an object.
+        NumbersChanged: It lacks numbers.
     """
     with _TRACING:
         return _Tracer(request).trace()
@@ -125,6 +144,8 @@ class _Tracer:
                 become_fake([*state, *before, *request.arguments], self.mode, request.mirrored),
                 self.mode,
                 self._numbers_replaced() as numbers,
+                math_takes_scalars(),
+                torch_private.unchecked_distributions(),
                 traceable([optimizer for _, optimizer in request.found.optimizers]),
             ):
                 self.snapshot = Snapshot(request.found)
@@ -139,7 +160,7 @@ class _Tracer:
                         gm = self._record(inputs)
                     finally:
                         self.snapshot.restore()
-        except (CaptureError, StateMissing, FoundLate):
+        except (CaptureError, StateMissing, FoundLate, NumbersChanged):
             raise
         except ForeignTensor as foreign:
             if not foreign.tensor.is_leaf:
@@ -312,10 +333,18 @@ class _Tracer:
         """
         given = {*map(id, self.request.arguments), *(id(entry.tensor) for entry in self.request.state)}
         stored: list[Change] = []
+        counted: list[tuple[Any, Any]] = []
         for change in self.snapshot.changes():
             before, after = change.before, change.after
             is_users = change.kind in (Kind.PLAIN, Kind.MODULE)
-            if id(before) in given and not is_users and fits(after, before):
+            if change.kind in _OPTIMIZERS and _is_counted(before) and _is_counted(after):
+                if isinstance(before, GraphScalar):
+                    number = Output("number", value=after.of) if isinstance(after, GraphScalar) else after
+                    output = number if isinstance(number, Output) else Output("object", value=number)
+                    self.effects.append((change.holder, change.key, output))
+                else:
+                    counted.append((change.holder, change.key))
+            elif id(before) in given and not is_users and fits(after, before):
                 self.copies.append((before, after))
             elif change.kind is Kind.STATE:
                 raise StateMissing(change.name)
@@ -330,8 +359,10 @@ class _Tracer:
                 if after.requires_grad and after.is_leaf and id(after) not in given:
                     raise _needs_gradient(change.name)
                 stored.append(change)
-            elif change.kind not in (Kind.OPTIMIZER, Kind.SCALER):
+            elif change.kind is not Kind.SCALER and not (change.kind is Kind.OPTIMIZER and change.key in _NOTES):
                 raise _side_effect(change)
+        if counted:
+            raise NumbersChanged(counted)
         return stored
 
     def _check_left(self) -> None:
@@ -545,6 +576,10 @@ class _Nth:
 
     def __call__(self, numbers: Sequence[float]) -> float:
         return numbers[self.index]
+
+
+def _is_counted(value: Any) -> bool:
+    return is_number(value) or isinstance(value, GraphScalar)
 
 
 def _failure(error: Exception) -> CaptureError:

@@ -27,10 +27,12 @@ from millstream.lower.channels import align_channels, puts_channels_last
 from millstream.lower.convolution import find_launches
 from millstream.lower.epilogues import absorb_epilogues, knows_own_convolutions
 from millstream.lower.fx_wrapper import collect_wrappers
+from millstream.lower.patterns import shuffles_match_nothing
 from millstream.lower.pooling import decompositions
 from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
 from millstream.lower.prologues import absorb_prologues
+from millstream.lower.randoms import random_decompositions
 from millstream.lower.shortcuts import shortcuts
 from millstream.lower.translate import translate
 
@@ -136,10 +138,12 @@ def compile_graph(
     with (
         torch.no_grad() if step_state is not None else contextlib.nullcontext(),
         inductor_config.patch(options),
+        shuffles_match_nothing(),
         # A cached AOT artefact would skip the lowering, which is all we are here for.
         functorch_config.patch(enable_autograd_cache=False),
     ):
-        return compile_fx(gm, list(inputs), inner, decompositions=decompositions())  # type: ignore[no-any-return, arg-type]
+        table = {**decompositions(), **random_decompositions()}
+        return compile_fx(gm, list(inputs), inner, decompositions=table)  # type: ignore[no-any-return, arg-type]
 
 
 @contextlib.contextmanager
