@@ -58,6 +58,35 @@ def test_numbers_and_trees_on_the_cpu():
     assert later.result().tolist() == [0.0, 0.0]
 
 
+class Graph:
+    place = "device"
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        self.place = device
+        return self
+
+
+def test_objects_that_move_in_place_stay_where_they_are(fetcher):
+    graph = Graph(torch.ones(2))
+    grown = Graph(torch.ones(2, requires_grad=True) * 2)  # cannot be copied deeply
+    got, other = fetcher.put([graph, grown]).result(DEADLINE_S)
+    graph.x.fill_(7)
+    assert (graph.place, grown.place, got.place, other.place) == ("device", "device", "cpu", "cpu")
+    assert got.x.tolist() == [1, 1]
+    assert other.x.tolist() == [2, 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype")
+def test_tensors_that_wrap_others_come_back_whole(fetcher):
+    masked = torch.masked.masked_tensor(torch.arange(4.0), torch.arange(4) > 1)
+    got = fetcher.put(masked).result(DEADLINE_S)
+    assert type(got) is type(masked)
+    assert got.get_mask().tolist() == [False, False, True, True]
+
+
 def test_a_result_is_as_it_was_when_it_was_asked_for(fetcher):
     loss = torch.zeros(())
     futures = []

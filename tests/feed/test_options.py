@@ -1,6 +1,8 @@
 """What a feed can do beyond feeding: resume, shape batches, transform them, serve several devices, check itself."""
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -118,6 +120,46 @@ def test_an_iterator_is_not_made_to_skip_twice(make_feed):
     fed.load_state_dict({"version": 1, "position": 3, "source": None, "rows": None})
     iter(fed)
     assert values(fed)[0] in (4, 5)  # one or two had been pulled ahead
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, lambda fed: pickle.loads(pickle.dumps(fed))])
+def test_a_copy_of_a_feed_is_one_of_its_own(make_feed, make_copy):
+    fed = make_feed(numbers(5))
+    passing = iter(fed)
+    next(passing)
+    other = make_copy(fed)
+    assert [batch.item() for batch in other] == [*range(5)]
+    assert [batch.item() for batch in passing] == [1, 2, 3, 4]
+    next(iter(fed))
+    fed.load_state_dict(fed.state_dict())
+    assert [batch.item() for batch in make_copy(fed)] == [1, 2, 3, 4] == [batch.item() for batch in fed]
+
+
+class Wrapper:
+    """As accelerate's: it has the methods in any case."""
+
+    def __init__(self, loader):
+        self.base_dataloader = loader
+
+    def __iter__(self):
+        return iter(self.base_dataloader)
+
+    def state_dict(self):
+        return self.base_dataloader.state_dict()
+
+    def load_state_dict(self, state):
+        self.base_dataloader.load_state_dict(state)
+
+
+def test_what_wraps_a_loader_without_a_state_has_none(make_feed):
+    fed = make_feed(Wrapper(DataLoader(range(5))))
+    passing = iter(fed)
+    got = [int(next(passing)) for _ in range(2)]
+    state = fed.state_dict()
+    del passing
+    again = make_feed(Wrapper(DataLoader(range(5))))
+    again.load_state_dict(state)
+    assert got + [int(batch) for batch in again] == [*range(5)] == [int(batch) for batch in again]
 
 
 def test_a_state_that_is_none(make_feed):
@@ -464,6 +506,22 @@ def test_what_has_no_rows_goes_to_every_device(make_many):
     ((a, b),) = make_many([{"x": torch.arange(3), "scale": torch.tensor(2.0), "name": "n"}], 2)
     assert (a["x"].tolist(), b["x"].tolist()) == ([0, 1], [2])
     assert (float(a["scale"]), float(b["scale"]), b["name"]) == (2, 2, "n")
+
+
+class Graph:
+    place = "host"
+
+    def to(self, *arguments, **options):
+        self.place = "device"
+        return self
+
+
+@pytest.mark.parametrize("make_many", ["virtual"], indirect=True)
+def test_objects_that_move_in_place_go_to_every_device_and_stay_in_the_source(make_many):
+    graph = Graph()
+    ((a, b),) = make_many([[torch.arange(2), graph]], 2)
+    assert a[1] is not b[1]
+    assert (a[1].place, b[1].place, graph.place) == ("device", "device", "host")
 
 
 def test_whole_batches_are_dealt(make_many):

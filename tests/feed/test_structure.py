@@ -193,6 +193,26 @@ def test_arrays_and_objects_with_to_are_leaves():
         split(np.ma.array([1, 2], mask=[True, False]))
 
 
+class Words:
+    def __array__(self, dtype=None, copy=None):
+        return np.array(["a", None], dtype=object)
+
+
+def test_what_is_seen_as_an_array_of_words_stays_and_one_without_a_type_in_torch_says_so(virtual_feed):
+    words = Words()
+    fed, _ = virtual_feed([[words, torch.ones(1)]], mood="eager")
+    ((got, _),) = fed
+    assert got is words
+    with pytest.raises(FeedError, match=f"of {np.dtype(np.longdouble)}, of which there are no tensors"):
+        list(virtual_feed([np.ones(2, dtype=np.longdouble)])[0])
+
+
+def test_arrays_of_bfloat16_become_tensors():
+    dtype = pytest.importorskip("ml_dtypes").bfloat16
+    (leaf,), _ = split([np.arange(6).astype(dtype)[::-2]])
+    assert as_tensor(leaf).equal(torch.tensor([5, 3, 1], dtype=torch.bfloat16))
+
+
 ARRAYS = {
     "plain": np.arange(6.0).reshape(2, 3),
     "transposed": np.arange(6).reshape(2, 3).T,
@@ -296,6 +316,88 @@ def test_containers_with_a_will_of_their_own():
     assert made.name == "pair"
     limits = torch.return_types.max((torch.ones(2), torch.zeros(2)))
     assert type(split(limits)[1]([torch.ones(1), torch.ones(1)])) is type(limits)
+
+
+class AttributeDict(dict):
+    def __init__(self, *arguments, **items):
+        super().__init__(*arguments, **items)
+        self.__dict__ = self
+
+
+class FrozenDict(dict):
+    def __setitem__(self, key, value):
+        raise TypeError("It cannot be changed.")
+
+
+class FrozenSelf(FrozenDict):
+    def __copy__(self):
+        return self
+
+
+class TensorDict(dict):
+    note = None
+
+    def __setitem__(self, key, value):
+        assert isinstance(value, torch.Tensor)
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("kind", [AttributeDict, FrozenDict, FrozenSelf, TensorDict])
+def test_dicts_with_a_will_of_their_own(kind):
+    x = torch.ones(1)
+    leaves, rebuild = split(kind(x=x))
+    made = rebuild([torch.zeros(1)])
+    assert type(made) is kind
+    assert made["x"].item() == 0
+    assert kind is not AttributeDict or made.x is made["x"]
+    assert leaves[0] is x
+    gone = weakref.ref(x)
+    del x, leaves, made
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_dict_that_checks_its_values_keeps_its_attributes():
+    batch = TensorDict(x=torch.ones(1))
+    batch.note = "kept"
+    assert split(batch)[1]([torch.zeros(1)]).note == "kept"
+
+
+class Noted(Pair):
+    def __new__(cls, first):
+        made = super().__new__(cls, first, 2)
+        made.note = "kept"
+        return made
+
+
+def test_a_named_tuple_keeps_its_attributes():
+    made = split(Noted(torch.ones(1)))[1]([torch.zeros(1)])
+    assert (type(made), made.first.item(), made.second, made.note) == (Noted, 0, 2, "kept")
+
+
+def test_classes_of_attrs_and_pydantic():
+    for make in (make_attrs, make_frozen_attrs, make_model):
+        batch = make(torch.ones(1))
+        made = split(batch)[1]([torch.zeros(1)])
+        assert type(made) is type(batch)
+        assert (made.image.item(), made.label) == (0, 3)
+        assert name_leaf(batch, 0) == "batch.image"
+
+
+def make_attrs(image):
+    attrs = pytest.importorskip("attrs")
+    return attrs.make_class("Slotted", {"image": attrs.field(), "label": attrs.field(default=3)}, slots=True)(image)
+
+
+def make_frozen_attrs(image):
+    attrs = pytest.importorskip("attrs")
+    return attrs.make_class("Frozen", {"image": attrs.field(), "label": attrs.field(default=3)}, frozen=True)(image)
+
+
+def make_model(image):
+    pydantic = pytest.importorskip("pydantic")
+    config = pydantic.ConfigDict(arbitrary_types_allowed=True, frozen=True)
+    return pydantic.create_model("Model", __config__=config, image=(torch.Tensor, ...), label=(int, 3))(image=image)
 
 
 def test_a_field_of_records_is_an_array():

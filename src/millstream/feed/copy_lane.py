@@ -521,6 +521,7 @@ def _copy(leaf: Any) -> Any:
 def _move(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.to(device)  # itself, when it is there
+    leaf = copy.copy(leaf)  # its ``to`` may move it in place, and the source may have it for another batch or device
     try:
         return leaf.to(device, non_blocking=True)
     except TypeError:

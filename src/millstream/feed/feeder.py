@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -84,9 +85,10 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
             train_step(x, y)
 
     **What arrives.** Batches in the loader's order. Tensors and NumPy arrays arrive as tensors, wherever they are in
-    tuples, lists, dicts, sets, named tuples, dataclasses, packed sequences and jagged tensors; strides, dtypes and
-    shared memory are kept. Objects with a ``to`` are moved by it. Plain values stay as they are; anything else is an
-    error until ``register`` of ``millstream.feed`` has taught it. On the CPU the loader's own objects arrive.
+    tuples, lists, dicts, sets, named tuples, dataclasses, classes of attrs and pydantic, packed sequences and jagged
+    tensors; strides, dtypes and shared memory are kept. Objects with a ``to`` are moved by it. Plain values stay as
+    they are; anything else is an error until ``register`` of ``millstream.feed`` has taught it. On the CPU the loader's
+    own objects arrive.
 
     **Whose a batch is.** Yours, for as long as you hold any tensor of it. Batches lie in slots; when you drop the last
     tensor of one (as the loop does when it gets the next) its slot is filled again, behind all work that you had queued
@@ -346,6 +348,11 @@ class Feed:
             if why:
                 session.wait_for_worker()  # two threads must never pull from one loader
         self._last = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, also in another process, is a feed of its own; it begins where this one's next pass would."""
+        arguments = self.loader, self.places or self.place, self._options
+        return Feed, arguments, {"_progress": copy.copy(self._progress)}
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""

@@ -359,6 +359,8 @@ class Fetcher:
             and self.context.place.kind != "cpu"
             and leaf.layout is torch.strided
             and not (leaf.is_quantized or leaf.is_nested)
+            # Those that wrap other tensors have no memory of their own, or not all that they are.
+            and type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__
         )
 
     # --- the fetcher's own thread ------------------------------------------------------------------------------------
@@ -518,7 +520,13 @@ def _bring(leaf: Any) -> Any:
     """A leaf that is on the host, or that only its own method can bring there."""
     if isinstance(leaf, Tensor):
         return leaf.detach().to("cpu", copy=True)
-    return leaf.to("cpu") if hasattr(leaf, "to") else copy.copy(leaf)
+    if not hasattr(leaf, "to"):
+        return copy.copy(leaf)
+    try:
+        leaf = copy.deepcopy(leaf)  # its ``to`` may move the very object that the user goes on with, or return it
+    except RuntimeError:  # of tensors that autograd has made
+        leaf = copy.copy(leaf)
+    return leaf.to("cpu")
 
 
 def _read(result: _Result) -> list[Any]:

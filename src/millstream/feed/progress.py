@@ -102,4 +102,6 @@ class Progress:
 
 def is_stateful(source: Any) -> bool:
     """Whether it has the protocol of torchdata's ``StatefulDataLoader``."""
+    if (wrapped := getattr(source, "base_dataloader", None)) is not None and not is_stateful(wrapped):
+        return False  # accelerate's loaders have both methods also where the loader that they wrap has none
     return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))

@@ -1,10 +1,10 @@
 """Take the leaves out of a batch, and put others in their places.
 
-A batch is a tree. Its *branches* are tuples, lists, dicts, sets, named tuples, dataclasses, PyTorch's packed sequences
-and jagged tensors. Its *leaves* are what moves to the device: tensors, NumPy arrays and the like, objects that have a
-``to``. Plain values (numbers, strings, ``None``, arrays of strings, ...) stay on the host, and a branch in which
-nothing moves is used as it is, down to its identity. What is none of this is an error: silently left behind, it would
-surface as somebody else's error, or not at all. ``register`` teaches a new type.
+A batch is a tree. Its *branches* are tuples, lists, dicts, sets, named tuples, dataclasses, classes of attrs and
+pydantic, PyTorch's packed sequences and jagged tensors. Its *leaves* are what moves to the device: tensors, NumPy
+arrays and the like, objects that have a ``to``. Plain values (numbers, strings, ``None``, arrays of strings, ...) stay
+on the host, and a branch in which nothing moves is used as it is, down to its identity. What is none of this is an
+error: silently left behind, it would surface as somebody else's error, or not at all. ``register`` teaches a new type.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pathlib
 import uuid
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -111,7 +112,8 @@ def split(batch: Any, *, is_whole: Callable[[Any], bool] = lambda node: False) -
         raise FeedError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, which feeds do not know. Let the source yield "
             "tensors, arrays or plain values; or say what to do with it: `from millstream.feed import register`, then "
-            f"register({kind.__qualname__}) leaves it on the host."
+            f"register({kind.__qualname__}) leaves it on the host, and register({kind.__qualname__}, take_apart) moves "
+            "what is in it (see help(register))."
         ) from None
     if rebuild is None:
         return leaves, lambda _: batch
@@ -145,11 +147,19 @@ def as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) or not hasattr(leaf, "__array__"):
         return leaf
     array = np.asarray(leaf)
+    if (dtype := _find_dtype(array.dtype)) is not None:
+        return as_tensor(array.view(f"u{array.itemsize}")).view(dtype)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if not array.flags.writeable or any(step < 0 or step % array.itemsize for step in array.strides):
         array = array.copy()  # a tensor can always be written to, and goes forward from element to element
-    return torch.from_numpy(array)
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        raise FeedError(
+            f"An array in the batch is of {array.dtype}, of which there are no tensors; let the source yield another "
+            "type."
+        ) from None
 
 
 # --- what is what ----------------------------------------------------------------------------------------------------
@@ -180,9 +190,23 @@ def _sort(node: Any) -> Any:
         sort = _sorts[kind] = _sort_type(kind)
     if sort is _open_nested and (node.layout is not torch.jagged or node.requires_grad):
         return _LEAF  # has no parts that could be staged, or would lose its history
-    if sort is _LEAF and isinstance(node, np.ndarray) and node.dtype.kind not in "biufc":
+    if sort is _LEAF and not isinstance(node, Tensor) and hasattr(node, "__array__") and not _has_numbers(node):
         return _STAY  # strings, times, objects, records
     return sort
+
+
+def _has_numbers(node: Any) -> bool:
+    """Whether an array, or what can be seen as one, can be a tensor."""
+    dtype = getattr(node, "dtype", None)
+    if not isinstance(dtype, np.dtype):
+        dtype = np.asarray(node).dtype
+    return dtype.kind in "biufc" or _find_dtype(dtype) is not None
+
+
+def _find_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """PyTorch's type for one that NumPy knows from elsewhere only: bfloat16, and floats of eight bits."""
+    found = getattr(torch, dtype.name, None) if dtype.isbuiltin == 2 else None
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else None
 
 
 def _sort_type(kind: type) -> Any:
@@ -200,6 +224,8 @@ def _sort_type(kind: type) -> Any:
         return _open_dataclass
     if callable(getattr(kind, "to", None)) or hasattr(kind, "__array__"):
         return _LEAF
+    if hasattr(kind, "__attrs_attrs__") or hasattr(kind, "__pydantic_fields__"):
+        return _open_dataclass
     return None
 
 
@@ -262,8 +288,8 @@ def _walk(node: Any, name: str) -> Iterator[tuple[Any, str]]:
 
 def _open_tuple(node: Any) -> _Branch:
     kind: Any = type(node)
-    if hasattr(kind, "_make"):  # a named tuple: _make also serves subclasses with an __init__ of their own
-        return _Branch(list(node), lambda: [f".{field}" for field in kind._fields], lambda: kind._make)
+    if hasattr(kind, "_make"):  # a named tuple
+        return _Branch(list(node), lambda: [f".{field}" for field in kind._fields], lambda: _prepare_tuple(node))
     return _Branch(list(node), lambda: _number(node), lambda: _prepare_tuple(node))
 
 
@@ -284,7 +310,7 @@ def _open_mapping(node: Any) -> _Branch:
 
 def _open_dataclass(node: Any) -> _Branch:
     # Fields that are declared but not set are left alone.
-    names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    names = [name for name in _fields_of(type(node)) if hasattr(node, name)]
     children = [getattr(node, name) for name in names]
     return _Branch(children, lambda: [f".{name}" for name in names], lambda: _prepare_dataclass(node, names))
 
@@ -322,10 +348,12 @@ def _prepare_tuple(node: Any) -> Close:
     if kind is tuple:
         return tuple
     attributes = dict(getattr(node, "__dict__", {}))
+    # That of a named tuple also serves subclasses with an __init__ of their own.
+    make: Any = getattr(kind, "_make", partial(tuple.__new__, kind))
 
     def close(values: list[Any]) -> Any:
         try:
-            made: Any = tuple.__new__(kind, values)
+            made = make(values)
         except TypeError:  # of those that are written in C
             return kind(values)
         if attributes:
@@ -349,16 +377,30 @@ def _prepare_list(node: Any) -> Close:
     return close
 
 
-def _prepare_mapping(node: dict[Any, Any] | UserDict[Any, Any], keys: list[Any]) -> Close:
+def _prepare_mapping(node: Any, keys: list[Any]) -> Close:
     if type(node) is dict:
         return lambda values: dict(zip(keys, values, strict=True))
-    shell = copy.copy(node)  # with its default factory, its encodings: whatever the class carries along
-    for key in keys:
-        shell[key] = None  # or the shell would keep the source's tensors alive
+    kind = type(node)
+    try:
+        shell = copy.copy(node)  # with its default factory, its encodings: whatever the class carries along
+    except Exception:  # noqa: BLE001 - it does not take what copying puts into it
+        shell = node
+    if shell is node:  # which cannot be changed
+        return lambda values: kind(zip(keys, values, strict=True))
+    if kind.__dictoffset__ and node.__dict__ is node:
+        shell.__dict__ = shell  # its keys are its attributes
+    put = kind.__setitem__
+    try:
+        for key in keys:
+            put(shell, key, None)  # or the shell would keep the source's tensors alive
+    except Exception:  # noqa: BLE001 - it takes nothing any more, or not anything
+        put = (dict if isinstance(node, dict) else UserDict).__setitem__
+        for key in keys:
+            put(shell, key, None)
 
     def close(values: list[Any]) -> Any:
         for key, value in zip(keys, values, strict=True):
-            shell[key] = value
+            put(shell, key, value)
         return shell
 
     return close
@@ -376,6 +418,14 @@ def _prepare_dataclass(node: Any, names: list[str]) -> Close:
         return shell
 
     return close
+
+
+def _fields_of(kind: Any) -> Iterable[str]:
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return (
+        [field.name for field in kind.__attrs_attrs__] if hasattr(kind, "__attrs_attrs__") else kind.__pydantic_fields__
+    )
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
