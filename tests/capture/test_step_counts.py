@@ -134,6 +134,50 @@ def test_rates_that_the_step_itself_changes():
     check(lambda: world(Decaying), batches(7, 6, 4), rtol=1e-5, atol=1e-6)
 
 
+class Asking(torch.optim.Optimizer):
+    """Does something else by its count."""
+
+    def __init__(self, params, factor):
+        self.factor, self.count = factor, 0
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad * (self.param_groups[0]["lr"] * self.factor(self.count)))
+
+
+@pytest.mark.parametrize(
+    ("factor", "graphs"),
+    [
+        (lambda count: 0.5 if count % 3 == 0 else 1, 2),
+        (lambda count: 1 / max(2, min(count, 4)), 2),  # and none for the second call, which would serve once
+        (lambda count: 1 / count if isinstance(count, int) else 7, 1),
+        (lambda count: 1 / sum([count] * 3), 1),
+    ],
+)
+def test_what_else_depends_on_the_count(factor, graphs):
+    check(lambda: world(Asking, factor=factor), batches(9, 6, 4), graphs=graphs)
+
+
+def test_a_graph_that_would_never_serve_again_is_not_built():
+    made, theirs = (world(Asking, factor=lambda count: 1 / len(range(count))) for _ in range(2))
+    built = []
+
+    def build(*arguments):
+        built.append(arguments)
+        return interpret(*arguments)
+
+    theirs.modules[0].load_state_dict(made.modules[0].state_dict())
+    step = Step(made.step, build=build)
+    with pytest.warns(UserWarning, match="depends on the very value of Asking's count"):
+        for batch in batches(8, 6, 4):
+            assert torch.equal(step(*batch), theirs.step(*batch))
+    assert not built
+    assert made.optimizers[0].count == 8
+
+
 class Remembering(torch.optim.SGD):
     def step(self, closure=None):
         self.last = "stepped" + getattr(self, "last", "")

@@ -29,6 +29,10 @@ Numbers: TypeAlias = Sequence[float]
 """Values of all numbers that a graph reads, in the order in which they were lifted."""
 
 
+LOOKAHEAD = 1000
+"""Calls: what an optimizer does every so often it does within so many."""
+
+
 @dataclass(slots=True)
 class Questions:
     """What the traced program asked about the values of its numbers, and the answers."""
@@ -38,6 +42,20 @@ class Questions:
     def allow(self, numbers: Numbers) -> bool:
         """Whether a program with these numbers would get the same answers, so that the graph holds for it."""
         return all(ask(numbers) == answer for ask, answer in self.asked)
+
+    def allow_again(self, numbers: Numbers, successors: dict[int, Callable[[Numbers], Any]]) -> bool:
+        """Whether the graph will hold once more, if nobody but the program changes its numbers.
+
+        Args:
+            numbers: As they are now.
+            successors: By position, what the program makes of those that it changes.
+        """
+        with contextlib.suppress(ArithmeticError, ValueError):  # where the program would raise as well
+            for _ in range(LOOKAHEAD):
+                numbers = [successors[i](numbers) if i in successors else each for i, each in enumerate(numbers)]
+                if self.allow(numbers):
+                    return True
+        return False
 
 
 class GraphScalar(torch.SymFloat):
@@ -61,6 +79,11 @@ class GraphScalar(torch.SymFloat):
         self._casts: dict[torch.dtype, Tensor] = {}
         # With each parameter an optimizer computes the same of the one number of its steps: the graph does it once.
         self._known: dict[tuple[Any, ...], tuple[Any, GraphScalar]] = {}
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What ``isinstance`` finds, beside the type: programs ask whether they were given a number."""
+        return int if self.is_whole else float
 
     @property
     def is_whole(self) -> bool:

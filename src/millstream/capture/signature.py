@@ -116,7 +116,7 @@ def take_apart(value: Any, leaves: list[Tensor]) -> Structure:
         leaves.append(value)
         return LEAF
     kind = type(value)
-    if isinstance(value, SCALARS):
+    if isinstance(value, SCALARS) and not isinstance(value, torch.SymFloat):  # a graph's scalar passes for a number
         return Value(kind, value)
     if isinstance(value, tuple | list):
         return Container(kind, (), tuple(take_apart(item, leaves) for item in value))

@@ -33,7 +33,7 @@ from millstream.capture.randomness import RandomState
 from millstream.capture.refuse import check_supported
 from millstream.capture.signature import meta_of, take_apart
 from millstream.capture.step_graph import Build, StepGraph
-from millstream.capture.trace import FoundLate, NumbersChanged, StateMissing, trace_step
+from millstream.capture.trace import FoundLate, NumbersChanged, ServesOnce, StateMissing, trace_step
 from millstream.device.likeness import Likeness
 from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
 from millstream.lower import ask_early
@@ -41,6 +41,9 @@ from millstream.lower.tensors import place_of_implementation
 
 MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""
+
+MAX_UNSERVING = 4
+"""Graphs that would serve one call only: so many calls run eagerly, such as the first steps of a warm-up."""
 
 MAX_UNREADY = 20
 """Calls that may run eagerly while an optimizer has no state: a GradScaler skips steps until it finds its scale."""
@@ -100,7 +103,7 @@ class Step:
         self._hopeless: CaptureError | None = None
         self._stepped: dict[int, Optimizer] = {}
         self._has_run = False
-        self._num_unready = 0
+        self._num_unready = self._num_unserving = 0
         self._num_fruitless = 0
         self._why = "Its arguments have another structure, shape or dtype every time."
 
@@ -163,6 +166,13 @@ class Step:
                 error = CaptureError(
                     f"The step creates new state ({missing}) again and again.",
                     remedy="Give every parameter a gradient in the first call, and caches room for all they are asked.",
+                )
+        except ServesOnce as number:
+            self._num_unserving += 1
+            if self._num_unserving > MAX_UNSERVING:
+                error = CaptureError(
+                    f"The step depends on the very value of {number}, which it changes.",
+                    remedy="Compute with it by operators and functions of math, such as math.sqrt, or use a tensor.",
                 )
         except CaptureError as refusal:
             error = refusal

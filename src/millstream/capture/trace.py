@@ -92,6 +92,10 @@ class FoundLate(Exception):  # noqa: N818 - a message to the step, which lifts t
         self.name, self.value, self.where = name, value, where
 
 
+class ServesOnce(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
+    """The graph depends on the very value of a number that the step changes: it would not serve again."""
+
+
 class NumbersChanged(Exception):  # noqa: N818 - a message to the step, which lifts them and traces again
     """The step changes numbers that optimizers keep: holders and keys."""
 
@@ -108,6 +112,7 @@ def trace_step(request: Request) -> Traced:
         StateMissing: An eager call must come first.
         FoundLate: ``request`` lacks an object.
         NumbersChanged: It lacks numbers.
+        ServesOnce: The graph would not serve again.
     """
     with _TRACING:
         return _Tracer(request).trace()
@@ -130,6 +135,7 @@ class _Tracer:
     structure: Structure | None = None
     failure: Exception | None = None
     ran: Ran = field(default_factory=lambda: Ran(attributes=set()))
+    numbers: list[Any] = field(default_factory=list)
 
     def trace(self) -> Traced:
         request = self.request
@@ -160,7 +166,7 @@ class _Tracer:
                         gm = self._record(inputs)
                     finally:
                         self.snapshot.restore()
-        except (CaptureError, StateMissing, FoundLate, NumbersChanged):
+        except (CaptureError, StateMissing, FoundLate, NumbersChanged, ServesOnce):
             raise
         except ForeignTensor as foreign:
             if not foreign.tensor.is_leaf:
@@ -274,7 +280,7 @@ class _Tracer:
     def _numbers_replaced(self) -> Iterator[list[Tensor]]:
         """Put graph scalars in the places of the numbers; yields the tensors that they read."""
         places = self.request.numbers
-        values = [place.get() for place in places]
+        values = self.numbers = [place.get() for place in places]
         tensors = [
             torch.empty((), dtype=torch.float64, device=device_of(place.optimizer, place.group)) for place in places
         ]
@@ -333,17 +339,12 @@ class _Tracer:
         """
         given = {*map(id, self.request.arguments), *(id(entry.tensor) for entry in self.request.state)}
         stored: list[Change] = []
-        counted: list[tuple[Any, Any]] = []
+        counted: list[Change] = []
         for change in self.snapshot.changes():
             before, after = change.before, change.after
             is_users = change.kind in (Kind.PLAIN, Kind.MODULE)
             if change.kind in _OPTIMIZERS and _is_counted(before) and _is_counted(after):
-                if isinstance(before, GraphScalar):
-                    number = Output("number", value=after.of) if isinstance(after, GraphScalar) else after
-                    output = number if isinstance(number, Output) else Output("object", value=number)
-                    self.effects.append((change.holder, change.key, output))
-                else:
-                    counted.append((change.holder, change.key))
+                counted.append(change)
             elif id(before) in given and not is_users and fits(after, before):
                 self.copies.append((before, after))
             elif change.kind is Kind.STATE:
@@ -361,9 +362,21 @@ class _Tracer:
                 stored.append(change)
             elif change.kind is not Kind.SCALER and not (change.kind is Kind.OPTIMIZER and change.key in _NOTES):
                 raise _side_effect(change)
-        if counted:
-            raise NumbersChanged(counted)
+        self._keep_numbers(counted)
         return stored
+
+    def _keep_numbers(self, changes: list[Change]) -> None:
+        """Note what becomes of numbers that the function has changed; ask for those that are no scalars yet."""
+        if new := [(change.holder, change.key) for change in changes if not isinstance(change.before, GraphScalar)]:
+            raise NumbersChanged(new)
+        successors: dict[int, Any] = {}
+        for change in changes:
+            after = change.after
+            of: Any = after.of if isinstance(after, GraphScalar) else _Always(after)
+            self.effects.append((change.holder, change.key, Output("number", value=of)))
+            successors[change.before.of.index] = of
+        if successors and not self.questions.allow_again(self.numbers, successors):
+            raise ServesOnce(str(self.request.numbers[min(successors)]))
 
     def _check_left(self) -> None:
         """Refuse what a call would leave unfinished or changed without a graph noticing."""
@@ -580,6 +593,14 @@ class _Nth:
 
 def _is_counted(value: Any) -> bool:
     return is_number(value) or isinstance(value, GraphScalar)
+
+
+@dataclass(frozen=True, slots=True)
+class _Always:
+    value: Any
+
+    def __call__(self, numbers: Sequence[float]) -> Any:  # noqa: ARG002
+        return self.value
 
 
 def _failure(error: Exception) -> CaptureError:
