@@ -153,3 +153,11 @@ def test_what_is_computed_again_is_the_same(number):
     assert (number + number) is (number + number)
     assert (number - 1) is not (1 - number)
     assert (number * 2) is not (number * 2.5)
+
+
+def test_what_is_asked_again_is_asked_once(number, questions):
+    for _ in range(3):
+        assert number > 0.5
+        assert not number > 1
+        assert float(number) == VALUE
+    assert len(questions.asked) == 3

@@ -79,6 +79,7 @@ class GraphScalar(torch.SymFloat):
         self._casts: dict[torch.dtype, Tensor] = {}
         # With each parameter an optimizer computes the same of the one number of its steps: the graph does it once.
         self._known: dict[tuple[Any, ...], tuple[Any, GraphScalar]] = {}
+        self._asked: dict[tuple[Any, ...], Any] = {}
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -103,7 +104,7 @@ class GraphScalar(torch.SymFloat):
 
     def plain(self) -> int | float:
         """The present value, on which the graph depends from here on."""
-        self.questions.asked.append((self.of, self.value))
+        self._ask((), None, self.of, self.value)
         return int(self.value) if self.is_whole else float(self.value)  # NumPy's are of other types
 
     def __float__(self) -> float:
@@ -145,10 +146,21 @@ class GraphScalar(torch.SymFloat):
         )
 
     def _once(self, what: tuple[Any, ...], other: Any, compute: Callable[[], GraphScalar]) -> GraphScalar:
-        key = (*what, type(other), id(other) if isinstance(other, GraphScalar) else other)
+        key = _key_of(what, other)
         if key not in self._known:
             self._known[key] = other, compute()  # the other lives as long: its id stays its own
         return self._known[key][1]
+
+    def _ask(self, what: tuple[Any, ...], other: Any, of: Callable[[Numbers], Any], answer: Any) -> None:
+        """Remember a question, once."""
+        key = _key_of(what, other)
+        if key not in self._asked:
+            self._asked[key] = other
+            self.questions.asked.append((of, answer))
+
+
+def _key_of(what: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
+    return *what, type(other), id(other) if isinstance(other, GraphScalar) else other
 
 
 def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callable[[GraphScalar, Any], Any]:
@@ -190,11 +202,11 @@ def _comparing(function: Callable[[Any, Any], Any]) -> Callable[[GraphScalar, An
         own = self.of
         if isinstance(other, GraphScalar):
             answer, of = bool(function(self.value, other.value)), other.of
-            self.questions.asked.append((lambda numbers: bool(function(own(numbers), of(numbers))), answer))
+            self._ask((function,), other, lambda numbers: bool(function(own(numbers), of(numbers))), answer)
             return answer
         if isinstance(other, int | float):
             answer = bool(function(self.value, other))
-            self.questions.asked.append((lambda numbers: bool(function(own(numbers), other)), answer))
+            self._ask((function,), other, lambda numbers: bool(function(own(numbers), other)), answer)
             return answer
         return NotImplemented
 
