@@ -7,11 +7,9 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from millstream.capture import Step
-from tests.capture.worlds import World, batches, check, interpret
+from tests.capture.worlds import batches, check, interpret, mlp
 
 WAYS = ("state", "group", "attribute")
 
@@ -47,19 +45,8 @@ class Counting(torch.optim.Optimizer):
         parameter.addcdiv_(state["mean"], root, value=-size)
 
 
-def world(make=Counting, frozen=False, **options):
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    model[0].requires_grad_(not frozen)
-    opt = make(model.parameters(), **options)
-
-    def step(x, y):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return World(step, [model], [opt])
+def world(make=Counting, **options):
+    return mlp(lambda parameters, _: make(parameters, **options))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.optim import lr_scheduler
 
 from millstream.capture import Step
 from millstream.errors import FallbackWarning
-from tests.capture.worlds import World, batches, check, interpret
+from tests.capture.worlds import batches, check, interpret, mlp
 
 OPTIMIZERS = {
     "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr),
@@ -31,24 +29,6 @@ OPTIMIZERS = {
     "asgd": lambda p, lr: torch.optim.ASGD(p, lr=lr),
     "rprop": lambda p, lr: torch.optim.Rprop(p, lr=lr),
 }
-
-
-def mlp(optimizer, lr=0.05, scheduler=None):
-    """A network whose every parameter has a gradient that is not zero."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    opt = optimizer(model.parameters(), lr)
-    plan = scheduler(opt) if scheduler else None
-
-    def step(x, y):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    world = World(step, [model], [opt])
-    world.plan = plan
-    return world
 
 
 # Tolerances: the path that reads no values computes Adam's bias corrections in float32, eager mode in float64: 1e-5.

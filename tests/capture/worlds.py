@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -133,6 +134,24 @@ def check(
     if graphs is not None:
         assert len(step.graphs) == graphs
     return step
+
+
+def mlp(optimizer, lr=0.05, scheduler=None):
+    """A network whose every parameter has a gradient that is not zero."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    opt = optimizer(model.parameters(), lr)
+    plan = scheduler(opt) if scheduler else None
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    world = World(step, [model], [opt])
+    world.plan = plan
+    return world
 
 
 def _copied(batch: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -122,7 +122,10 @@ def count_places(optimizer: Optimizer, key: str) -> Iterator[CountPlace]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a graph can read ``value`` at run time: a real number, of NumPy too (schedulers), and no ``bool``."""
+    """Whether a graph can read ``value`` at run time: a real number, of NumPy too (schedulers), and no ``bool``.
+
+    While tracing, a graph's scalar is one.
+    """
     return isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool)
 
 

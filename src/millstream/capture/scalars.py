@@ -163,6 +163,11 @@ def _key_of(what: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
     return *what, type(other), id(other) if isinstance(other, GraphScalar) else other
 
 
+def _parts_of(other: Any) -> tuple[Any, Any, Callable[[Numbers], Any]]:
+    """Of a scalar or a plain number: its value, what stands for it in the graph, and how numbers give it."""
+    return (other.value, other.tensor, other.of) if isinstance(other, GraphScalar) else (other, other, lambda _: other)
+
+
 def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callable[[GraphScalar, Any], Any]:
     """Make the method for an arithmetic operator."""
 
@@ -173,14 +178,11 @@ def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callabl
         if isinstance(other, Tensor):
             return combine(self.as_tensor_for(other), other)
         own = self.of
-        if not isinstance(other, GraphScalar | int | float):
+        if not isinstance(other, int | float):  # as scalars are, too
             return NotImplemented
+        value, tensor, of = _parts_of(other)
 
         def compute() -> GraphScalar:
-            if isinstance(other, GraphScalar):
-                value, tensor, of = other.value, other.tensor, other.of
-            else:
-                value, tensor, of = other, other, lambda _: other
             return GraphScalar(
                 combine(self.value, value),
                 combine(self.tensor, tensor),
@@ -200,15 +202,12 @@ def _comparing(function: Callable[[Any, Any], Any]) -> Callable[[GraphScalar, An
         if isinstance(other, Tensor):
             return function(self.as_tensor_for(other), other)
         own = self.of
-        if isinstance(other, GraphScalar):
-            answer, of = bool(function(self.value, other.value)), other.of
-            self._ask((function,), other, lambda numbers: bool(function(own(numbers), of(numbers))), answer)
-            return answer
-        if isinstance(other, int | float):
-            answer = bool(function(self.value, other))
-            self._ask((function,), other, lambda numbers: bool(function(own(numbers), other)), answer)
-            return answer
-        return NotImplemented
+        if not isinstance(other, int | float):
+            return NotImplemented
+        value, _, of = _parts_of(other)
+        answer = bool(function(self.value, value))
+        self._ask((function,), other, lambda numbers: bool(function(own(numbers), of(numbers))), answer)
+        return answer
 
     return method
 

@@ -343,7 +343,7 @@ class _Tracer:
         for change in self.snapshot.changes():
             before, after = change.before, change.after
             is_users = change.kind in (Kind.PLAIN, Kind.MODULE)
-            if change.kind in _OPTIMIZERS and _is_counted(before) and _is_counted(after):
+            if change.kind in _OPTIMIZERS and is_number(before) and is_number(after):
                 counted.append(change)
             elif id(before) in given and not is_users and fits(after, before):
                 self.copies.append((before, after))
@@ -589,10 +589,6 @@ class _Nth:
 
     def __call__(self, numbers: Sequence[float]) -> float:
         return numbers[self.index]
-
-
-def _is_counted(value: Any) -> bool:
-    return is_number(value) or isinstance(value, GraphScalar)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
         own = _find_own(node)
         if own is not None:
             launch: Any = launch_dense if own.function is convolve_dense else launch_depthwise
-            yield launch(*_values(own.arguments), node.meta["val"])
+            yield launch(*_values(own.arguments), out=node.meta["val"])
 
 
 def _find_own(node: torch.fx.Node) -> Writer | None:

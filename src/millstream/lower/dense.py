@@ -115,7 +115,12 @@ def _ceil(number: int, size: int) -> int:
     return -(-number // size)
 
 
-def convolve_dense(  # noqa: PLR0913 - the operator's
+def convolve_dense(*arguments: Any, out: torch.Tensor) -> None:
+    """Compute into ``out`` what ``launch_dense`` says."""
+    launch_dense(*arguments, out=out).run()
+
+
+def launch_dense(  # noqa: PLR0913 - the operator's
     image: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -126,8 +131,8 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
     padding: list[int],
     *,
     out: torch.Tensor,
-) -> None:
-    """Compute a convolution and what follows it into ``out``. Sums are in single precision, and rounded once.
+) -> Launch:
+    """How to compute a convolution and what follows it. Sums are in single precision, and rounded once.
 
     Args:
         image: Of the convolution, channels last.
@@ -140,21 +145,6 @@ def convolve_dense(  # noqa: PLR0913 - the operator's
         padding: Of the convolution.
         out: Channels last; there may be others between its own, in multiples of eight.
     """
-    launch_dense(image, weight, bias, addend, relu, kept, stride, padding, out).run()
-
-
-def launch_dense(  # noqa: PLR0913 - the operator's
-    image: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    addend: torch.Tensor | None,
-    relu: bool,
-    kept: int,
-    stride: list[int],
-    padding: list[int],
-    out: torch.Tensor,
-) -> Launch:
-    """How ``convolve_dense`` launches our kernel."""
     from millstream.lower.dense_kernel import dense  # Triton is there where there is a GPU
 
     outputs, inputs, rows, columns = weight.shape

@@ -52,7 +52,12 @@ def is_small_depthwise(arguments: list[Any], output: Any) -> bool:
     )
 
 
-def convolve_depthwise(
+def convolve_depthwise(*arguments: Any, out: torch.Tensor) -> None:
+    """Compute into ``out`` what ``launch_depthwise`` says."""
+    launch_depthwise(*arguments, out=out).run()
+
+
+def launch_depthwise(
     image: torch.Tensor,
     weight: torch.Tensor,
     relu: bool,
@@ -61,8 +66,8 @@ def convolve_depthwise(
     dilation: list[int],
     *,
     out: torch.Tensor,
-) -> None:
-    """Compute a depthwise convolution, and what stands in front of it, into ``out``. Sums are in single precision.
+) -> Launch:
+    """How to compute a depthwise convolution, and what stands in front of it. Sums are in single precision.
 
     Args:
         image: Channels last. Those behind the weight's are not read.
@@ -73,19 +78,6 @@ def convolve_depthwise(
         dilation: Of the convolution.
         out: Channels last. Those behind the weight's are set to zero.
     """
-    launch_depthwise(image, weight, relu, stride, padding, dilation, out).run()
-
-
-def launch_depthwise(
-    image: torch.Tensor,
-    weight: torch.Tensor,
-    relu: bool,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    out: torch.Tensor,
-) -> Launch:
-    """How ``convolve_depthwise`` launches our kernel."""
     from millstream.lower.depthwise_kernel import depthwise  # Triton is there where there is a GPU
 
     num_images, out_channels, out_height, out_width = out.shape
