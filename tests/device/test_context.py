@@ -120,11 +120,11 @@ def test_the_streams_and_events_of_torch_have_the_interface():
 
 def test_timing_events_of_the_cpu(cpu):
     start, end = cpu.acquire_event(timing=True), cpu.acquire_event(timing=True)
-    start.record()
-    end.record()
+    start.record(cpu.stream(0))
+    end.record(cpu.stream(0))
     assert 0 <= start.elapsed_time(end) < 1000
     plain = cpu.acquire_event()
-    plain.record()
+    plain.record(cpu.stream(0))
     with pytest.raises(RuntimeError, match="timing"):
         start.elapsed_time(plain)
 

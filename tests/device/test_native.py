@@ -165,6 +165,8 @@ class FakeDriver:
         self.copy = kind(lambda to, source, size, stream: self.note("copy", to, source, size, stream))
         kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer)
         self.record = kind(lambda event, stream: self.note("record", event, stream))
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, ctypes.c_uint)
+        self.wait = kind(lambda stream, event, flags: self.note("wait", event, stream))
         self.fails_at = fails_at
 
     def note(self, *call):
@@ -172,14 +174,16 @@ class FakeDriver:
         return 700 if len(self.calls) == self.fails_at else 0
 
     def enqueuer(self):
-        return native.Enqueuer(native.build(native._SOURCE, *native._OPTIONS), self.copy, self.record)
+        return native.Enqueuer(native.build(native._SOURCE, *native._OPTIONS), self.copy, self.record, self.wait)
 
 
-def test_copies_are_enqueued_between_the_records():
+def test_copies_are_enqueued_between_the_records_and_behind_the_waits():
     driver = FakeDriver()
     copies = [(1 << 47, 11, 5), (2000, 21, 6)]
-    assert driver.enqueuer().order(77, [1], copies, [2, 3])() == 0
+    assert driver.enqueuer().order(77, [8, 9], [1], copies, [2, 3])() == 0
     assert driver.calls == [
+        ("wait", 8, 77),
+        ("wait", 9, 77),
         ("record", 1, 77),
         ("copy", 1 << 47, 11, 5, 77),
         ("copy", 2000, 21, 6, 77),
@@ -190,19 +194,19 @@ def test_copies_are_enqueued_between_the_records():
 
 def test_without_copies_there_are_records_only():
     driver = FakeDriver()
-    assert driver.enqueuer().order(77, [], [], [2])() == 0
+    assert driver.enqueuer().order(77, [], [], [], [2])() == 0
     assert driver.calls == [("record", 2, 77)]
 
 
 def test_nothing_follows_an_error():
     driver = FakeDriver(fails_at=2)
-    assert driver.enqueuer().order(77, [1], [(10, 11, 5), (20, 21, 6)], [2])() == 700
+    assert driver.enqueuer().order(77, [], [1], [(10, 11, 5), (20, 21, 6)], [2])() == 700
     assert len(driver.calls) == 2
 
 
 def test_an_order_can_be_given_again():
     driver = FakeDriver(fails_at=6)
-    give = driver.enqueuer().order(77, [], [(10, 11, 5)], [2])
+    give = driver.enqueuer().order(77, [], [], [(10, 11, 5)], [2])
     gc.collect()  # nobody but it knows what is ordered
     assert [give(), give(), give()] == [0, 0, 700]
     assert driver.calls == [("copy", 10, 11, 5, 77), ("record", 2, 77)] * 3

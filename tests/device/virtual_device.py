@@ -57,14 +57,17 @@ class VirtualEvent:
         self.device = device
         self.ticket = None
 
-    def record(self, stream=None):
+    def record(self, stream):
         ticket = Ticket()
         self.ticket = ticket
 
         def reach():
             ticket.reached, ticket.tick = True, self.device.tick
 
-        (stream or self.device.current_stream()).enqueue(reach)
+        stream.enqueue(reach)
+
+    def wait(self, stream):
+        stream.wait_event(self)
 
     def query(self):
         with self.device.lock:
@@ -146,10 +149,10 @@ class VirtualDevice:
     def lend(self, memory, token):
         return lend_host(memory, token)
 
-    def copy(self, pairs, stream, before, after):
-        self.prepare_copy(pairs, stream, before, after)()
+    def copy(self, pairs, stream, waits, before, after):
+        self.prepare_copy(pairs, stream, waits, before, after)()
 
-    def prepare_copy(self, pairs, stream, before, after):
+    def prepare_copy(self, pairs, stream, waits, before, after):
         # A source on this device is not kept alive by the queue either: who frees it too early reads what came after.
         found = []
         for destination, source in pairs:
@@ -159,6 +162,8 @@ class VirtualDevice:
             )
 
         def enqueue():
+            for event in waits:
+                event.wait(stream)
             for event in before:
                 event.record(stream)
             for to, come_from in found:

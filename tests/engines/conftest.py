@@ -13,7 +13,7 @@ def host_driver(monkeypatch):
     if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("needs a C++ compiler")
     driver, path = HostDriver(), native.build_native()
-    enqueuer = native.Enqueuer(path, driver.cuMemcpyAsync, driver.cuEventRecord)
+    enqueuer = native.Enqueuer(path, driver.cuMemcpyAsync, driver.cuEventRecord, driver.cuStreamWaitEvent)
     keeper = gates.Gatekeeper(path, driver)
     monkeypatch.setattr(carrier, "enqueuer", lambda: enqueuer)
     monkeypatch.setattr(passage, "gatekeeper", lambda: keeper)

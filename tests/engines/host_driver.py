@@ -35,6 +35,7 @@ class HostDriver:
         self.refuses, self.nodes, self.num_set = set(), [], 0
         self.cuMemcpyAsync = self._function(self._copy, NUMBER, POINTER, SIZE, POINTER)
         self.cuEventRecord = self._function(self._record, POINTER, POINTER)
+        self.cuStreamWaitEvent = self._function(self._wait, POINTER, POINTER, ctypes.c_uint)
         self.cuMemcpyDtoDAsync_v2 = self._function(self._capture, NUMBER, NUMBER, SIZE, POINTER)
         self.cuStreamGetCaptureInfo_v2 = self._function(self._tell_node, *[POINTER] * 6)
         self.cuGraphMemcpyNodeGetParams = self._function(self._get, POINTER, POINTER)
@@ -49,6 +50,9 @@ class HostDriver:
         return ctypes.CFUNCTYPE(STATUS, *kinds)(call)
 
     def _record(self, event, stream):
+        pass
+
+    def _wait(self, stream, event, flags):
         pass
 
     def _copy(self, to, source, num_bytes, stream):

@@ -227,9 +227,9 @@ def test_memory_does_not_go_back_under_a_copy_that_was_interrupted(virtual_feed,
     fed, device = virtual_feed([torch.full((64,), float(i)) for i in range(5)], 2, "lazy")
     copy = device.context.copy
 
-    def interrupt(pairs, stream, *, before=(), after=()):
+    def interrupt(pairs, stream, *, after=(), **others):
         if when != "before":
-            copy(pairs, stream, before=before, after=after if when == "behind" else ())
+            copy(pairs, stream, after=after if when == "behind" else (), **others)
         raise KeyboardInterrupt
 
     passing = iter(fed)
@@ -383,9 +383,9 @@ def test_a_prepared_copy_that_the_driver_refuses_is_made_by_pytorch(virtual_feed
         send = prepare(*arguments)
         return lambda: asked.append(None) or (1 if len(asked) % 3 else send())
 
-    def copy_for_real(pairs, stream, before, after):
+    def copy_for_real(*arguments):
         copied.append(None)
-        prepare(pairs, stream, before, after)()
+        prepare(*arguments)()
 
     monkeypatch.setattr(device, "prepare_copy", prepare_one_that_fails)
     monkeypatch.setattr(device, "copy", copy_for_real)
@@ -405,7 +405,7 @@ def test_a_batch_that_looks_like_the_one_before_takes_two_records(virtual_feed, 
     for _ in range(30):
         next(passing)  # and drop it
     monkeypatch.setattr(
-        VirtualEvent, "record", lambda self, stream=None: records.append(stream) or record(self, stream)
+        VirtualEvent, "record", lambda self, stream: records.append(stream) or record(self, stream)
     )
     prepared.clear()
     for _ in range(6):

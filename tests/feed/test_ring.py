@@ -56,9 +56,10 @@ class RingModel(RuleBasedStateMachine):
         memories = self.ring.open(slot, layout, self.copy_stream)
         for parcel, memory in zip(layout.parcels, memories, strict=True):
             source = torch.full((parcel.num_bytes,), self.number, dtype=torch.uint8)
-            self.context.copy([(memory[: parcel.num_bytes], source)], self.copy_stream)
+            waits = [slot.released] if slot.was_lent else []
+            self.context.copy([(memory[: parcel.num_bytes], source)], self.copy_stream, waits=waits)
         slot.copied.record(self.copy_stream)
-        slot.written = True
+        slot.written, slot.was_lent = True, False
         numbers = [(first + i) % len(memories) for i in range(len(memories))]  # a transform returns them in any order
         loan = self.ring.begin_loan(slot, numbers)
         lent = [self.ring.lend_bytes(loan, number) for number in range(len(memories))]

@@ -85,9 +85,9 @@ def test_work_on_streams_is_ordered_by_events(gpu):
 
 def test_timing_events(gpu):
     start, end = gpu.acquire_event(timing=True), gpu.acquire_event(timing=True)
-    start.record()
+    start.record(gpu.current_stream())
     torch.cuda._sleep(1_000_000)
-    end.record()
+    end.record(gpu.current_stream())
     end.synchronize()
     assert 0 < start.elapsed_time(end) < 1000
 

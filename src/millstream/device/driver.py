@@ -25,6 +25,7 @@ from millstream.device.guard import guard
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
 from millstream.device.native import enqueuer, lender
 from millstream.device.place import Place
+from millstream.lower.streams import current_stream_handle, event_type, is_capturing
 
 GraphPool = tuple[int, int]
 """PyTorch's name for a memory pool that CUDA graphs share; ``(0, 0)`` means none."""
@@ -67,16 +68,26 @@ class Driver(Protocol):
         ...
 
     def copy(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Stream, before: Sequence[Event], after: Sequence[Event]
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        stream: Stream,
+        waits: Sequence[Event],
+        before: Sequence[Event],
+        after: Sequence[Event],
     ) -> None:
-        """Record events, enqueue copies to the first of each pair, record events.
+        """Wait for events, record events, enqueue copies to the first of each pair, record events.
 
         Asynchronous to the host when the host's side is pinned.
         """
         ...
 
     def prepare_copy(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Stream, before: Sequence[Event], after: Sequence[Event]
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        stream: Stream,
+        waits: Sequence[Event],
+        before: Sequence[Event],
+        after: Sequence[Event],
     ) -> Callable[[], int] | None:
         """What does the same each time that it is called, but for errors, of which it gives the number; 0 for none.
 
@@ -141,9 +152,16 @@ class CpuDriver:
         return lend_host(memory, token)
 
     def copy(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Stream, before: Sequence[Event], after: Sequence[Event]
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        stream: Stream,
+        waits: Sequence[Event],
+        before: Sequence[Event],
+        after: Sequence[Event],
     ) -> None:
         """Copy at once."""
+        for event in waits:
+            event.wait(stream)
         for event in before:
             event.record(stream)
         for destination, source in pairs:
@@ -155,6 +173,7 @@ class CpuDriver:
         self,
         pairs: Sequence[tuple[Tensor, Tensor]],
         stream: Stream,
+        waits: Sequence[Event],
         before: Sequence[Event],
         after: Sequence[Event],
     ) -> None:
@@ -187,13 +206,12 @@ class CudaDriver:
         place: The device; it exists.
     """
 
-    _current: torch.cuda.Stream | None = None  # the stream that was current when somebody asked last
-
     def __init__(self, place: Place) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.place = place
         self.torch_device = place.torch_device
         self._anchors: list[torch.cuda.CUDAGraph] = []
+        self._found: tuple[int, Stream] | None = None  # the stream that was current when somebody asked last
 
     def make_stream(self, *, high_priority: bool) -> Stream:
         """Make a stream that never blocks on the default stream.
@@ -217,16 +235,16 @@ class CudaDriver:
 
     def make_event(self, *, timing: bool) -> Event:
         """Make an event; the runtime creates it when it is first recorded, on the device of that stream."""
-        event: Event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+        event: Event = event_type()(enable_timing=timing)  # type: ignore[no-untyped-call]
         return event
 
     def current_stream(self) -> Stream:
         """The calling thread's current stream on this device, whichever device is current."""
-        index, found = self.place.index, self._current
+        found, handle = self._found, current_stream_handle(self.place.index)
         # PyTorch's class for CUDA takes a microsecond to make an object, which is nearly always the same.
-        if found is None or found.stream_id != torch.accelerator.current_stream(index).stream_id:
-            found = self._current = torch.cuda.current_stream(index)
-        return found
+        if found is None or found[0] != handle:
+            found = self._found = handle, torch.cuda.current_stream(self.place.index)
+        return found[1]
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """PyTorch's own stream context: sets the device too, and restores both."""
@@ -234,10 +252,7 @@ class CudaDriver:
 
     def is_capturing(self) -> bool:
         """Ask the runtime about the current stream of this device; does not disturb a capture."""
-        if torch.cuda.current_device() == self.place.index:  # 0.1 µs; the guard below takes 5
-            return torch.cuda.is_current_stream_capturing()
-        with torch.cuda.device(self.torch_device):
-            return torch.cuda.is_current_stream_capturing()
+        return is_capturing(self.place.index)
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Allocate from PyTorch's cache, which takes and gives memory per stream."""
@@ -250,16 +265,23 @@ class CudaDriver:
         return see_alike(torch.as_tensor(_Lent(whole_storage(memory), token), device=self.torch_device), memory)
 
     def copy(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Stream, before: Sequence[Event], after: Sequence[Event]
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        stream: Stream,
+        waits: Sequence[Event],
+        before: Sequence[Event],
+        after: Sequence[Event],
     ) -> None:
         """Enqueue all of it, where possible in one call.
 
         From pageable memory the call returns once the driver has taken the source's bytes.
         """
-        enqueue = self.prepare_copy(pairs, stream, before, after)
+        enqueue = self.prepare_copy(pairs, stream, waits, before, after)
         if enqueue is not None and enqueue() == 0:
             return
         # After an error PyTorch is left to meet it, and to say what it is.
+        for event in waits:
+            event.wait(stream)
         for event in before:
             event.record(stream)
         with self.on(stream):
@@ -269,13 +291,18 @@ class CudaDriver:
             event.record(stream)
 
     def prepare_copy(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Any, before: Sequence[Any], after: Sequence[Any]
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        stream: Any,
+        waits: Sequence[Any],
+        before: Sequence[Any],
+        after: Sequence[Any],
     ) -> Callable[[], int] | None:
         """In compiled code, for bytes that lie close together, and events that have been recorded before."""
         compiled = enqueuer()
         # PyTorch creates an event when it is first recorded, and makes the thread ready for its device.
-        befores, afters = [event.cuda_event for event in before], [event.cuda_event for event in after]
-        if compiled is None or 0 in befores or 0 in afters or not after:
+        handles = [[event.cuda_event for event in events] for events in (waits, before, after)]
+        if compiled is None or any(0 in each for each in handles) or not after:
             return None
         copies = []
         for to, source in pairs:
@@ -283,7 +310,7 @@ class CudaDriver:
                 return None
             if num_bytes := to.nbytes:
                 copies.append((to.data_ptr(), source.data_ptr(), num_bytes))
-        return compiled.order(stream.cuda_stream, befores, copies, afters)
+        return compiled.order(stream.cuda_stream, *handles[:2], copies, handles[2])
 
     def pin(self, num_bytes: int) -> Tensor:
         """Allocate page-locked memory. Slow, and forbidden while a graph is captured (hold the capture lock).

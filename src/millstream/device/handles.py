@@ -15,8 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 class Event(Protocol):
     """A point in a stream that other streams and the host can wait for."""
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: Any) -> None:
         """Set the event to the present end of ``stream``, forgetting where it was before."""
+        ...
+
+    def wait(self, stream: Any) -> None:
+        """What ``stream.wait_event`` does, with one call of Python's less."""
         ...
 
     def query(self) -> bool:
@@ -80,9 +84,12 @@ class NullEvent:
         self.timing = timing
         self._recorded_ns: int | None = None
 
-    def record(self, stream: Any = None) -> None:  # noqa: ARG002 - every stream of the CPU is at its end already
+    def record(self, stream: Any) -> None:  # noqa: ARG002 - every stream of the CPU is at its end already
         """Remember the present time."""
         self._recorded_ns = time.perf_counter_ns() if self.timing else None
+
+    def wait(self, stream: Any) -> None:
+        """Do nothing: whatever the event stands for has happened."""
 
     def query(self) -> bool:
         """Always true."""

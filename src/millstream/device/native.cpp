@@ -286,6 +286,7 @@ void drop_offer(_object* capsule) {
 struct Driver {
   int (*copy)(uint64_t to, const void* from, size_t num_bytes, void* stream);
   int (*record)(void* event, void* stream);
+  int (*wait)(void* stream, void* event, unsigned flags);
 };
 
 // One end of CUDA_MEMCPY3D of cuda.h (CUDA 12 and 13), where memory is an address on a device.
@@ -401,18 +402,21 @@ _object* millstream_lend(_object*, _object* const* arguments, ptrdiff_t) {
   return capsule;
 }
 
-// Of a driver and an order: the stream; how many events to record before, copies, and events behind; then each of these.
-// A copy is where to, where from, and how many bytes.
+// Of a driver and an order: the stream; how many events to wait for, events to record before, copies, and events behind;
+// then each of these. A copy is where to, where from, and how many bytes.
 _object* millstream_enqueue(_object*, _object* const* arguments, ptrdiff_t) {
   auto* driver = pointer<const Driver>(arguments[0]);
   auto* order = pointer<const uint64_t>(arguments[1]);  // whatever comes behind keeps it alive
   if (PyErr_Occurred()) return nullptr;
   void* stream = reinterpret_cast<void*>(order[0]);
-  const uint64_t* copies = order + 4 + order[1];
-  const uint64_t* after = copies + 3 * order[2];
-  const uint64_t* end = after + order[3];
+  const uint64_t* waits = order + 5;
+  const uint64_t* before = waits + order[1];
+  const uint64_t* copies = before + order[2];
+  const uint64_t* after = copies + 3 * order[3];
+  const uint64_t* end = after + order[4];
   int error = 0;
-  for (const uint64_t* at = order + 4; at < copies && !error; ++at)
+  for (const uint64_t* at = waits; at < before && !error; ++at) error = driver->wait(stream, reinterpret_cast<void*>(*at), 0);
+  for (const uint64_t* at = before; at < copies && !error; ++at)
     error = driver->record(reinterpret_cast<void*>(*at), stream);
   for (const uint64_t* at = copies; at < after && !error; at += 3)
     error = driver->copy(at[0], reinterpret_cast<const void*>(at[1]), at[2], stream);

@@ -185,7 +185,8 @@ def enqueuer() -> Enqueuer | None:
     path = build_native()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        return None if path is None else Enqueuer(path, driver.cuMemcpyAsync, driver.cuEventRecord)
+        functions = driver.cuMemcpyAsync, driver.cuEventRecord, driver.cuStreamWaitEvent
+        return None if path is None else Enqueuer(path, *functions)
     except (OSError, AttributeError):
         return None
 
@@ -333,40 +334,47 @@ def num_processors() -> int:
 
 
 class Enqueuer:
-    """Enqueues copies and records of events in one call, so that the device waits for no line of Python in between.
+    """Enqueues waits, copies and records of events in one call, so that the device waits for no line of Python in between.
 
     Args:
         path: Of the compiled code.
         copy: The driver's function that copies between any two addresses on a stream.
         record: The driver's function that records an event.
+        wait: The driver's function that lets a stream wait for an event.
     """
 
-    def __init__(self, path: Path, copy: Any, record: Any) -> None:
-        self._functions = copy, record
-        self._driver = (ctypes.c_void_p * 2)(*(ctypes.cast(each, ctypes.c_void_p).value for each in self._functions))
+    def __init__(self, path: Path, copy: Any, record: Any, wait: Any) -> None:
+        self._functions = copy, record, wait
+        self._driver = (ctypes.c_void_p * 3)(*(ctypes.cast(each, ctypes.c_void_p).value for each in self._functions))
         enqueue = as_builtin(ctypes.PyDLL(str(path)), "millstream_enqueue")
         self._enqueue = functools.partial(enqueue, ctypes.addressof(self._driver))
 
     def order(
-        self, stream: int, before: Sequence[int], copies: Sequence[tuple[int, int, int]], after: Sequence[int]
+        self,
+        stream: int,
+        waits: Sequence[int],
+        before: Sequence[int],
+        copies: Sequence[tuple[int, int, int]],
+        after: Sequence[int],
     ) -> Callable[[], int]:
-        """What records events, copies, and records events, each time that it is called.
+        """What waits for events, records events, copies, and records events, each time that it is called.
 
         It gives the driver's first error; 0 for none.
 
         Args:
             stream: Its handle.
-            before: Handles of events.
+            waits: Handles of events.
+            before: Likewise.
             copies: Of each where to, where from, and how many bytes.
-            after: Handles of events.
+            after: Likewise.
         """
-        counts = len(before), len(copies), len(after)
-        order = array("Q", (stream, *counts, *before, *chain.from_iterable(copies), *after))
-        return functools.partial(self._enqueue, order.buffer_info()[0], order)
+        counts = len(waits), len(before), len(copies), len(after)
+        order = array("Q", (stream, *counts, *waits, *before, *chain.from_iterable(copies), *after))
+        return functools.partial(self._enqueue, order.buffer_info()[0], order, self)  # which both must stay alive
 
     def prepare(self, num_bytes: Sequence[int]) -> Copies:
         """Make ready for copies of these lengths, to be enqueued again and again."""
-        return Copies(self._enqueue, num_bytes)
+        return Copies(self, num_bytes)
 
 
 class Copies:
@@ -377,13 +385,13 @@ class Copies:
         sources: Likewise.
     """
 
-    __slots__ = ("_enqueue", "_order", "sources", "to")
+    __slots__ = ("_enqueue", "_enqueuer", "_order", "sources", "to")
 
-    def __init__(self, enqueue: Callable[[int], int], num_bytes: Sequence[int]) -> None:
-        self._enqueue = enqueue
+    def __init__(self, enqueuer: Enqueuer, num_bytes: Sequence[int]) -> None:
+        self._enqueue, self._enqueuer = enqueuer._enqueue, enqueuer
         copies = [(0, 0, each) for each in num_bytes]
-        self._order = array("Q", (0, 0, len(copies), 0, *chain.from_iterable(copies)))
-        self.to, self.sources = (memoryview(self._order)[first::3] for first in (4, 5))
+        self._order = array("Q", (0, 0, 0, len(copies), 0, *chain.from_iterable(copies)))
+        self.to, self.sources = (memoryview(self._order)[first::3] for first in (5, 6))
 
     def enqueue(self, stream: int) -> int:
         """Enqueue them on the stream with this handle; the driver's first error, 0 for none."""

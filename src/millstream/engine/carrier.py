@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from millstream.device.native import Copies, enqueuer
-from millstream.lower.tensors import current_stream_handle
+from millstream.lower.streams import current_stream_handle
 
 
 class Forms:

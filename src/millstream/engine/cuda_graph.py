@@ -43,7 +43,7 @@ from millstream.engine.workspaces import take_workspaces
 from millstream.errors import InternalError, PlanError
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase
-from millstream.lower.tensors import current_stream_handle
+from millstream.lower.streams import current_stream_handle
 
 #: After so many captures because parameters moved, they are copied into slots like any other input.
 MAX_CAPTURES = 4

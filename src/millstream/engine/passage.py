@@ -17,7 +17,8 @@ from torch import Tensor
 from millstream.device.gates import Gatekeeper, Gates, GraphCopy, gatekeeper
 from millstream.device.likeness import Likeness
 from millstream.engine.carrier import Forms, can_be_carried
-from millstream.lower.tensors import current_stream_handle, place_of_implementation
+from millstream.lower.streams import current_stream_handle
+from millstream.lower.tensors import place_of_implementation
 
 MOST_BYTES = 1 << 20
 """So much is copied in this way, inputs and results together: to copy more takes longer than to ask for it."""

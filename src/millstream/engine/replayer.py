@@ -130,11 +130,12 @@ class Replayer:
         if len(self._timed) >= SAMPLES:  # the host is far ahead: first the device shall answer
             return replay.run(inputs)
         start, copied, end = (self._context.acquire_event(timing=True) for _ in range(3))
-        start.record()
+        stream = self._context.current_stream()
+        start.record(stream)
         replay.copy_in(inputs)
-        copied.record()
+        copied.record(stream)
         replay.replay()
-        end.record()
+        end.record(stream)
         self._timed.append(Timed(start, copied, end, replay is not self._base))
         return replay.finish(inputs)
 

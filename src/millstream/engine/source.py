@@ -31,14 +31,8 @@ from millstream.device import DeviceContext, Event
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
 from millstream.lower.program import Program, Value
-from millstream.lower.tensors import (
-    ALIGNMENT_BYTES,
-    allocator,
-    copy_elements,
-    current_stream_handle,
-    realign,
-    reinterpret,
-)
+from millstream.lower.streams import current_stream_handle
+from millstream.lower.tensors import ALIGNMENT_BYTES, allocator, copy_elements, realign, reinterpret
 
 #: ``observe(kernel, launch, written) -> result``: launches a kernel in its own way. Launching it again would write
 #: other values to these tensors, because it updates some of them in place.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
+from collections.abc import Callable
 
 from millstream.errors import ArgumentError
 
@@ -25,6 +26,8 @@ class Budget:
         self._num_bytes = 0  # of these
         self._delivered: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # ``None``: cancelled
         self._is_cancelled = False
+        #: Consumer: the batch of this number, and all before it, are under way no more. To say it again changes nothing.
+        self.deliver: Callable[[int], None] = self._delivered.put
 
     def take(self, number: int, num_bytes: int) -> bool:
         """Worker: wait until one more batch may be under way, and count it; false when cancelled.
@@ -62,10 +65,6 @@ class Budget:
                 f"A batch of {num_bytes:,} bytes does not fit into max_bytes={self._max_bytes:,}; allow more, or make "
                 "batches smaller."
             )
-
-    def deliver(self, number: int) -> None:
-        """Consumer: this batch, and all before it, are under way no more. To say it again changes nothing."""
-        self._delivered.put(number)
 
     def cancel(self) -> None:
         """Any thread: nothing more is to be under way; who waits wakes up."""

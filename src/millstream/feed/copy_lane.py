@@ -267,7 +267,7 @@ class CopyLane:
         return True
 
     def _copy(self, load: DeviceLoad, memories: Sequence[Tensor], begin: Sequence[Event], end: Sequence[Event]) -> None:
-        """Enqueue the copies of what is staged.
+        """Enqueue the copies of what is staged, behind the consumer's work with the slot's last batch (WAR).
 
         Behind those of a whole batch the pinned slot's event is recorded only, for the device's slot as well. It may be
         recorded again before who waits for the latter has done so: when the pinned slot is sent anew, on the same
@@ -289,12 +289,15 @@ class CopyLane:
                 if begin or not (is_whole and self._send_again(slot, pinned)):
                     pairs = _pair(pinned, memories)
                     events = (pinned.copied,) if shares_event else (pinned.copied, slot.copied)
-                    may_prepare = is_whole and not begin
-                    send = context.prepare_copy(pairs, self._copy_stream, after=events) if may_prepare else None
+                    send, waits = None, (slot.released,)
+                    if is_whole and not begin:
+                        send = context.prepare_copy(pairs, self._copy_stream, waits=waits, after=events)
                     if send is not None:
                         slot.sends[pinned] = pinned.copies, send
                     if send is None or send() != 0:
-                        context.copy(pairs, self._copy_stream, before=begin, after=(*end, *events))
+                        waits = waits if slot.was_lent else ()
+                        context.copy(pairs, self._copy_stream, waits=waits, before=begin, after=(*end, *events))
+                slot.was_lent = False
                 slot.other = pinned.copied if shares_event else None
             except BaseException:
                 slot.other = None
@@ -412,7 +415,7 @@ class CopyLane:
         if load.ready is None:
             self._start(load, _NEVER)  # memory was short; if it still is, the user learns it here, and may try again
             assert load.ready is not None
-        stream.wait_event(load.ready)  # RAW: the consumer's kernels must see the copied bytes
+        load.ready.wait(stream)  # RAW: the consumer's kernels must see the copied bytes
         # Not before: what users have registered may compute with the leaves, or keep none of them.
         batch = self._complete(load, stream) if load.whole is None else load.rebuild(load.whole)
         if load.loan is not None:

@@ -69,6 +69,7 @@ class DeviceSlot:
         raw: Its memory as the leaves of the batch, for a transform; empty until one asks.
         sends: By the pinned slot that a batch comes from: what enqueues its copy, and the list that this was made for.
         written: Whether a copy has been enqueued since the memory was taken.
+        was_lent: Whether the copy stream is still to wait for ``released``.
         loan: As what it was lent last, until it is taken again.
     """
 
@@ -168,7 +169,7 @@ class Ring:
         return slot
 
     def open(self, slot: DeviceSlot, layout: Layout, copy_stream: Stream) -> list[Tensor]:
-        """Give the slot memory for a layout, and let ``copy_stream`` wait until it may be written.
+        """Give the slot memory for a layout. Who writes there waits for ``released`` first, if it ``was_lent``.
 
         Raises:
             torch.OutOfMemoryError: There is none; what was there before still is.
@@ -176,15 +177,14 @@ class Ring:
         self._is_idle = False
         self._end_rest(self._num_rested)
         self._num_rested = len(self._resting)
-        if slot.was_lent:
-            copy_stream.wait_event(slot.released)  # WAR: kernels that read the last batch
-            slot.was_lent = False
         if slot.layout is not layout:
             self._fit(slot, layout, copy_stream)
         return slot.memories
 
     def _fit(self, slot: DeviceSlot, layout: Layout, copy_stream: Stream) -> None:
         slot.close()
+        if slot.was_lent:
+            copy_stream.wait_event(slot.released)  # WAR: kernels that read the last batch, in memory that may go home now
         slot.parcels += [None] * (len(layout.parcels) - len(slot.parcels))
         for i, parcel in enumerate(layout.parcels):
             present = slot.parcels[i]

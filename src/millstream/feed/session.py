@@ -305,7 +305,8 @@ class Session:
         """
         if self._pid != os.getpid():
             raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
-        if not self.closed:
+        # Here and below, what is asked for every batch is asked without a call where that is possible.
+        if not self._consumer_has_left.locked():
             lane, ledger, pace = self._lane, self._ledger, self._pace
             pace.ask()
             lane.reclaim()
@@ -322,7 +323,10 @@ class Session:
                     self._receive(wait=True)
             item = self._next[0] if self._next else None
             if item is not None:
-                item.batch = self._deliver(item.load)
+                try:
+                    item.batch = lane.deliver(item.load)
+                except StopIteration as error:
+                    raise _never_the_end(error) from error
                 ledger.get(item.times, lane.mark)
                 pace.deliver()
                 if not pace.alone:
@@ -343,12 +347,6 @@ class Session:
             # does not hold the error in turn, and the callers' variables die with the error and not with some later
             # collection.
             del self
-
-    def _deliver(self, load: Any) -> Any:
-        try:
-            return self._lane.deliver(load)
-        except StopIteration as error:
-            raise _never_the_end(error) from error
 
     def _receive(self, *, wait: bool) -> None:
         try:  # noqa: SIM105 - for every batch: what suppresses costs more than what it is about

@@ -51,11 +51,6 @@ def allocator(device: torch.device) -> Callable[[Any, Any, torch.dtype], torch.T
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def current_stream_handle(index: int) -> int:
-    """The raw handle of the calling thread's current stream on CUDA device ``index``, without making the object."""
-    return int(torch._C._cuda_getCurrentRawStream(index))
-
-
 def same_addresses(tensors: list[Any], addresses: list[int | None], positions: list[int]) -> bool:
     """Whether ``tensors[i]`` lies at ``addresses[i]`` for every i in ``positions``: some 75 ns a tensor.
 

@@ -1,0 +1,35 @@
+"""Streams and events without PyTorch's methods in Python, which only ask once more and pass on what they are given.
+
+Where nothing of it is in the processor's caches, each of them costs a microsecond or two.
+
+Private APIs, one function each; tried on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+def current_stream_handle(index: int) -> int:
+    """The raw handle of the calling thread's current stream on CUDA device ``index``, without making the object."""
+    handle: int = torch._C._cuda_getCurrentRawStream(index)
+    return handle
+
+
+def is_capturing(index: int) -> bool:
+    """Whether that stream is being captured into a CUDA graph; does not disturb the capture."""
+    if torch._C._cuda_getDevice() == index:
+        captures: bool = torch._C._cuda_isCurrentStreamCapturing()
+        return captures
+    with torch.cuda.device(index):
+        return torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def event_type() -> type[torch.cuda.Event]:
+    """``torch.cuda.Event`` whose methods are the compiled ones: ``record`` and ``wait`` are to be given a stream."""
+    names = ("record", "wait", "query", "elapsed_time", "synchronize")
+    compiled = {name: getattr(torch._C._CudaEventBase, name) for name in names}
+    return type("Event", (torch.cuda.Event,), compiled)
