@@ -1,6 +1,7 @@
 """The guard, and what prepares a helper thread, on a CUDA that only writes down what is asked of it."""
 
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -82,18 +83,22 @@ def test_a_device_that_is_not_there(cuda):
     assert cuda.calls == []
 
 
+def give_to_driver(monkeypatch, function):
+    monkeypatch.setattr(driver, "_find", lambda _: function)
+    monkeypatch.setattr(driver, "with_pointer", partial)
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 def test_the_mode_of_captures_is_exchanged_and_exchanged_back(cuda, monkeypatch, refuses):
     modes, mode = [], 0
 
-    def exchange(pointer):
+    def exchange(value):
         nonlocal mode
-        value = pointer._obj
         value.value, mode = mode, value.value
         modes.append(mode)
         return 1 if refuses else 0
 
-    monkeypatch.setattr(driver, "_find", lambda _: exchange)
+    give_to_driver(monkeypatch, exchange)
     before = cuda.state
     with suppress(KeyError), make_driver().in_thread():
         assert cuda.device == 1
@@ -106,7 +111,7 @@ def test_a_thread_that_is_interrupted_while_it_is_prepared_is_left_as_it_was(cud
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(driver, "_find", lambda _: interrupt)
+    give_to_driver(monkeypatch, interrupt)
     before = cuda.state
     with pytest.raises(KeyboardInterrupt), make_driver().in_thread():
         pass

@@ -212,6 +212,21 @@ def test_an_order_can_be_given_again():
     assert driver.calls == [("copy", 10, 11, 5, 77), ("record", 2, 77)] * 3
 
 
+def test_a_function_is_given_the_pointer_each_time():
+    number = ctypes.c_int(1)
+    seen = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+    def exchange(pointer):
+        seen.append(pointer[0])
+        pointer[0] += 1
+        return 30 + pointer[0]
+
+    call = native.with_pointer(exchange, number)
+    assert [call(), call()] == [32, 33]
+    assert seen == [1, 2]
+
+
 def test_what_is_no_address_is_an_error():
     compiled = native.as_builtin(ctypes.PyDLL(str(native.build_native())), "millstream_enqueue")
     with pytest.raises(TypeError):

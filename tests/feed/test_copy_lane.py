@@ -404,9 +404,7 @@ def test_a_batch_that_looks_like_the_one_before_takes_two_records(virtual_feed, 
     passing = iter(fed)
     for _ in range(30):
         next(passing)  # and drop it
-    monkeypatch.setattr(
-        VirtualEvent, "record", lambda self, stream: records.append(stream) or record(self, stream)
-    )
+    monkeypatch.setattr(VirtualEvent, "record", lambda self, stream: records.append(stream) or record(self, stream))
     prepared.clear()
     for _ in range(6):
         next(passing)

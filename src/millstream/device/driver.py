@@ -23,7 +23,7 @@ from torch import Tensor
 
 from millstream.device.guard import guard
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
-from millstream.device.native import enqueuer, lender
+from millstream.device.native import enqueuer, lender, with_pointer
 from millstream.device.place import Place
 from millstream.lower.streams import current_stream_handle, event_type, is_capturing
 
@@ -301,8 +301,8 @@ class CudaDriver:
         """In compiled code, for bytes that lie close together, and events that have been recorded before."""
         compiled = enqueuer()
         # PyTorch creates an event when it is first recorded, and makes the thread ready for its device.
-        handles = [[event.cuda_event for event in events] for events in (waits, before, after)]
-        if compiled is None or any(0 in each for each in handles) or not after:
+        first, second, last = ([event.cuda_event for event in events] for events in (waits, before, after))
+        if compiled is None or 0 in (*first, *second, *last) or not last:
             return None
         copies = []
         for to, source in pairs:
@@ -310,7 +310,7 @@ class CudaDriver:
                 return None
             if num_bytes := to.nbytes:
                 copies.append((to.data_ptr(), source.data_ptr(), num_bytes))
-        return compiled.order(stream.cuda_stream, *handles[:2], copies, handles[2])
+        return compiled.order(stream.cuda_stream, first, second, copies, last)
 
     def pin(self, num_bytes: int) -> Tensor:
         """Allocate page-locked memory. Slow, and forbidden while a graph is captured (hold the capture lock).
@@ -447,22 +447,21 @@ class _SpareCaptures(AbstractContextManager[None]):
     is not to be had (ROCm), nothing happens, and only captures that hold the capture lock are safe.
     """
 
-    __slots__ = ("_exchange", "_mode", "_pointer")
+    __slots__ = ("_exchange", "_mode")
 
     def __init__(self) -> None:
-        self._exchange = _find("cuThreadExchangeStreamCaptureMode")
-        self._mode = ctypes.c_int()
-        self._pointer = ctypes.byref(self._mode)
+        exchange, self._mode = _find("cuThreadExchangeStreamCaptureMode"), ctypes.c_int()
+        self._exchange = None if exchange is None else with_pointer(exchange, self._mode)
 
     def __enter__(self) -> None:
         if self._exchange is not None:
             self._mode.value = _THREAD_LOCAL
-            if self._exchange(self._pointer) != 0:
+            if self._exchange() != 0:
                 self._exchange = None
 
     def __exit__(self, *_: object) -> None:
         if self._exchange is not None:
-            self._exchange(self._pointer)  # the first exchange left the previous mode there
+            self._exchange()  # the first exchange left the previous mode there
 
 
 @functools.cache

@@ -424,6 +424,14 @@ _object* millstream_enqueue(_object*, _object* const* arguments, ptrdiff_t) {
   return PyLong_FromLong(error);
 }
 
+// Of a function of CUDA's driver interface, and the one pointer that it takes.
+_object* millstream_call(_object*, _object* const* arguments, ptrdiff_t) {
+  auto function = reinterpret_cast<int (*)(void*)>(PyLong_AsVoidPtr(arguments[0]));
+  auto* argument = pointer<void>(arguments[1]);
+  if (PyErr_Occurred()) return nullptr;
+  return PyLong_FromLong(function(argument));
+}
+
 Gates* millstream_make_gates(const void* set, const void* enable, void* graph, void* context) {
   return new Gates{reinterpret_cast<decltype(Gates::set)>(set), reinterpret_cast<decltype(Gates::enable)>(enable), graph,
                    context, {}};

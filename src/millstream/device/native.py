@@ -191,6 +191,21 @@ def enqueuer() -> Enqueuer | None:
         return None
 
 
+def with_pointer(function: Any, argument: Any) -> Callable[[], int]:
+    """A function of CUDA's driver that takes a pointer to ``argument``, as one that takes nothing.
+
+    Args:
+        function: Of ``ctypes``, which takes several times as long to call it.
+        argument: Of ``ctypes``.
+    """
+    path = build_native()
+    if path is None:
+        return functools.partial(function, ctypes.byref(argument))
+    call = as_builtin(ctypes.PyDLL(str(path)), "millstream_call")
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    return functools.partial(call, address, ctypes.addressof(argument), function, argument)  # which both stay alive
+
+
 @functools.cache
 def lender() -> Lender | None:
     """The compiled code that lends memory; ``None`` where it cannot be had."""
@@ -334,7 +349,7 @@ def num_processors() -> int:
 
 
 class Enqueuer:
-    """Enqueues waits, copies and records of events in one call, so that the device waits for no line of Python in between.
+    """Enqueues waits, copies and records of events in one call: the device waits for no line of Python between.
 
     Args:
         path: Of the compiled code.

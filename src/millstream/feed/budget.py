@@ -26,7 +26,7 @@ class Budget:
         self._num_bytes = 0  # of these
         self._delivered: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # ``None``: cancelled
         self._is_cancelled = False
-        #: Consumer: the batch of this number, and all before it, are under way no more. To say it again changes nothing.
+        #: Consumer: the batch of this number, and all before it, are under way no more. It may be said again.
         self.deliver: Callable[[int], None] = self._delivered.put
 
     def take(self, number: int, num_bytes: int) -> bool:

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from millstream.device import DeviceContext, Event, Stream
 from millstream.device.native import lender
+from millstream.errors import DeviceError
 from millstream.feed.layout import Layout, view_leaves
 from millstream.feed.ledger import Mark
 from millstream.lower.tensors import from_capsule
@@ -184,7 +185,7 @@ class Ring:
     def _fit(self, slot: DeviceSlot, layout: Layout, copy_stream: Stream) -> None:
         slot.close()
         if slot.was_lent:
-            copy_stream.wait_event(slot.released)  # WAR: kernels that read the last batch, in memory that may go home now
+            copy_stream.wait_event(slot.released)  # WAR: kernels that read the last batch; its memory may go home now
         slot.parcels += [None] * (len(layout.parcels) - len(slot.parcels))
         for i, parcel in enumerate(layout.parcels):
             present = slot.parcels[i]
@@ -323,8 +324,6 @@ class Ring:
                 loan.came_back = True
             return
         try:
-            if self._context.closed:
-                return
             if self._context.is_capturing():  # the event would become a part of somebody's graph
                 self._late.append((loan, memory, home))
                 loan.came_back |= memory is None
@@ -339,8 +338,8 @@ class Ring:
                 rest.mark = Mark(self._context, stream, timing=False)
                 if self.closed or self._is_idle:
                     self._end_rest(len(self._resting))
-        except RuntimeError:
-            pass  # a device in an error state refuses; that error was raised where it happened
+        except (DeviceError, RuntimeError):
+            pass  # the context is closed; or its device is in an error state, and that was raised where it happened
 
     def _end_rest(self, count: int) -> None:
         """Let the oldest memory that rests go home: the allocator gives it out again there at once (WAR).

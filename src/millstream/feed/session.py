@@ -174,7 +174,7 @@ class Session:
         with self._inside:
             self._insider = threading.get_ident()
             try:
-                if self.closed or self._error is not None:
+                if self._consumer_has_left.locked() or self._error is not None:
                     return
                 with self._lane.spare_captures():
                     self._guest.run(self._make_and_look_ahead, times)
@@ -183,7 +183,7 @@ class Session:
                 if self._next and not isinstance(error, Exception):
                     raise  # an interrupt shall not wait for its place behind a batch that is there
             finally:
-                if self.closed:
+                if self._consumer_has_left.locked():
                     self._give_back()
                 del self
 
@@ -323,10 +323,7 @@ class Session:
                     self._receive(wait=True)
             item = self._next[0] if self._next else None
             if item is not None:
-                try:
-                    item.batch = lane.deliver(item.load)
-                except StopIteration as error:
-                    raise _never_the_end(error) from error
+                item.batch = self._deliver(item.load)
                 ledger.get(item.times, lane.mark)
                 pace.deliver()
                 if not pace.alone:
@@ -347,6 +344,12 @@ class Session:
             # does not hold the error in turn, and the callers' variables die with the error and not with some later
             # collection.
             del self
+
+    def _deliver(self, load: Any) -> Any:
+        try:
+            return self._lane.deliver(load)
+        except StopIteration as error:
+            raise _never_the_end(error) from error
 
     def _receive(self, *, wait: bool) -> None:
         try:  # noqa: SIM105 - for every batch: what suppresses costs more than what it is about

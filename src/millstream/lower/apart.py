@@ -22,9 +22,17 @@ T = TypeVar("T")
 
 _AUTOCAST = ("cuda", "cpu")
 
+# By names of their own: they are called twice for every batch.
+_has_autocast, _has_inference, _has_gradients = (
+    torch._C._is_any_autocast_enabled,
+    torch.is_inference_mode_enabled,
+    torch.is_grad_enabled,
+)
+_num_functions, _num_dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+
 _STACKS: tuple[tuple[Callable[[], int], Callable[[], Any], Callable[[Any], None]], ...] = (
-    (torch._C._len_torch_function_stack, overrides._pop_mode, overrides._push_mode),
-    (torch._C._len_torch_dispatch_stack, _python_dispatch._pop_mode, _python_dispatch._push_mode),
+    (_num_functions, overrides._pop_mode, overrides._push_mode),
+    (_num_dispatches, _python_dispatch._pop_mode, _python_dispatch._push_mode),
 )
 
 
@@ -83,9 +91,8 @@ _NEW = _Modes()
 
 def _take_modes() -> _Modes:
     """Read the thread's modes, and take those off that are put back by adding to what is there."""
-    has_autocast = torch._C._is_any_autocast_enabled()
-    has_stacks = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    has_autocast, has_stacks = _has_autocast(), _num_functions() or _num_dispatches()
+    inference, gradients = _has_inference(), _has_gradients()
     if gradients and not (inference or has_autocast or has_stacks):
         return _NEW  # nearly always
     autocast, nesting, stacks, default_device = _NEW[2:]
@@ -109,8 +116,8 @@ def _take_streams(index: int) -> tuple[_StreamName, ...]:
 
     With ``_restore_streams`` this does what ``device.guard`` does, more quickly: it is done for every batch.
     """
-    current = torch._C._cuda_getDevice()
-    return tuple(torch._C._cuda_getCurrentStream(each) for each in dict.fromkeys((current, index)))
+    current, stream_of = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream
+    return (stream_of(index),) if current == index else (stream_of(current), stream_of(index))
 
 
 def _restore_streams(streams: tuple[_StreamName, ...]) -> None:
