@@ -27,6 +27,7 @@ from millstream.lower.channels import align_channels, puts_channels_last
 from millstream.lower.convolution import find_launches
 from millstream.lower.epilogues import absorb_epilogues, knows_own_convolutions
 from millstream.lower.fx_wrapper import collect_wrappers
+from millstream.lower.ordering import writes_stay_in_front
 from millstream.lower.patterns import shuffles_match_nothing
 from millstream.lower.pooling import decompositions
 from millstream.lower.probe import ask_early
@@ -114,6 +115,7 @@ def compile_graph(
     options = dict(options or {})
     ask_early(inputs)
 
+    @writes_stay_in_front()
     def inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.STEP if step_state is not None else _phase(kwargs)
         static = frozenset(kwargs.get("static_input_idxs") or ()) if step_state is None else step_state
