@@ -1,4 +1,4 @@
-"""Gradients of upsampling are right, also beside what is computed for all blocks of a network, as in diffusion models."""
+"""Gradients of upsampling are right beside what is computed for all blocks of a network, as in diffusion models."""
 
 import pytest
 import torch

@@ -1,9 +1,10 @@
 """What reads memory that is written in place stays behind the write.
 
 Inductor gives such memory another name behind each write, and each kernel depends on names. Where the loops of two C++
-kernels are made alike so that they can be fused, what they read is found out anew, and by the first name: the kernel may
-then be moved in front of the write, silently. It is so for gradients that are scattered into zeros, as those of nearest
-upsampling in a diffusion model's U-Net, or of pooling (pytorch/pytorch#185873, behind 2.13; in 2.11 also #177816).
+kernels are made alike so that they can be fused, what they read is found out anew, and by the first name: the kernel
+may then be moved in front of the write, silently. It is so for gradients that are scattered into zeros, as those of
+nearest upsampling in a diffusion model's U-Net, or of max pooling (VGG): pytorch/pytorch#185873, mended behind 2.13,
+and #177816, behind 2.11.
 
 Private API of Inductor's scheduler; tried on torch 2.11 and 2.13.
 """
