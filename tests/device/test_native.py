@@ -9,6 +9,8 @@ import shutil
 import threading
 import weakref
 from array import array
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.device import native
+from millstream.device import driver, native
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
@@ -178,10 +180,10 @@ class FakeDriver:
 
 
 def test_copies_are_enqueued_between_the_records_and_behind_the_waits():
-    driver = FakeDriver()
+    fake = FakeDriver()
     copies = [(1 << 47, 11, 5), (2000, 21, 6)]
-    assert driver.enqueuer().order(77, [8, 9], [1], copies, [2, 3])() == 0
-    assert driver.calls == [
+    assert fake.enqueuer().order(77, [8, 9], [1], copies, [2, 3])() == 0
+    assert fake.calls == [
         ("wait", 8, 77),
         ("wait", 9, 77),
         ("record", 1, 77),
@@ -192,24 +194,53 @@ def test_copies_are_enqueued_between_the_records_and_behind_the_waits():
     ]
 
 
+def test_a_driver_gives_all_of_a_transfer_to_compiled_code(monkeypatch):
+    fake, to, source = FakeDriver(), torch.zeros(6, dtype=torch.uint8), torch.ones(6, dtype=torch.uint8)
+    monkeypatch.setattr(driver, "enqueuer", fake.enqueuer)
+    made = object.__new__(driver.CudaDriver)  # without asking for a device
+    waits, before, after = ([SimpleNamespace(cuda_event=number)] for number in (8, 1, 2))
+    made.copy(driver.Transfer([(to, source)], SimpleNamespace(cuda_stream=77), waits, before, after))
+    copied = ("copy", to.data_ptr(), source.data_ptr(), 6, 77)
+    assert fake.calls == [("wait", 8, 77), ("record", 1, 77), copied, ("record", 2, 77)]
+
+
+def test_where_compiled_code_meets_an_error_pytorch_does_all_of_a_transfer(monkeypatch):
+    fake, to, calls = FakeDriver(fails_at=1), torch.zeros(6), []
+    monkeypatch.setattr(driver, "enqueuer", fake.enqueuer)
+    made = object.__new__(driver.CudaDriver)
+    monkeypatch.setattr(made, "on", lambda stream: nullcontext(), raising=False)
+
+    def event(number):
+        return SimpleNamespace(
+            cuda_event=number,
+            wait=lambda stream: calls.append(("wait", number)),
+            record=lambda stream: calls.append(("record", number)),
+        )
+
+    stream = SimpleNamespace(cuda_stream=77)
+    made.copy(driver.Transfer([(to, torch.ones(6))], stream, [event(8)], [event(1)], [event(2)]))
+    assert calls == [("wait", 8), ("record", 1), ("record", 2)]
+    assert bool((to == 1).all())
+
+
 def test_without_copies_there_are_records_only():
-    driver = FakeDriver()
-    assert driver.enqueuer().order(77, [], [], [], [2])() == 0
-    assert driver.calls == [("record", 2, 77)]
+    fake = FakeDriver()
+    assert fake.enqueuer().order(77, [], [], [], [2])() == 0
+    assert fake.calls == [("record", 2, 77)]
 
 
 def test_nothing_follows_an_error():
-    driver = FakeDriver(fails_at=2)
-    assert driver.enqueuer().order(77, [], [1], [(10, 11, 5), (20, 21, 6)], [2])() == 700
-    assert len(driver.calls) == 2
+    fake = FakeDriver(fails_at=2)
+    assert fake.enqueuer().order(77, [], [1], [(10, 11, 5), (20, 21, 6)], [2])() == 700
+    assert len(fake.calls) == 2
 
 
 def test_an_order_can_be_given_again():
-    driver = FakeDriver(fails_at=6)
-    give = driver.enqueuer().order(77, [], [], [(10, 11, 5)], [2])
+    fake = FakeDriver(fails_at=6)
+    give = fake.enqueuer().order(77, [], [], [(10, 11, 5)], [2])
     gc.collect()  # nobody but it knows what is ordered
     assert [give(), give(), give()] == [0, 0, 700]
-    assert driver.calls == [("copy", 10, 11, 5, 77), ("record", 2, 77)] * 3
+    assert fake.calls == [("copy", 10, 11, 5, 77), ("record", 2, 77)] * 3
 
 
 def test_a_function_is_given_the_pointer_each_time():
@@ -274,12 +305,12 @@ def test_an_offer_keeps_what_it_is_given_and_no_more():
 
 
 def test_prepared_copies_go_where_they_are_told_each_time():
-    driver = FakeDriver()
-    copies = driver.enqueuer().prepare([5, 6])
+    fake = FakeDriver()
+    copies = fake.enqueuer().prepare([5, 6])
     for base in (0, 1 << 47):
         copies.to[:], copies.sources[:] = array("Q", [base + 10, base + 20]), array("Q", [base + 11, base + 21])
         assert copies.enqueue(77) == 0
-    assert driver.calls == [
+    assert fake.calls == [
         ("copy", base + to, base + to + 1, size, 77) for base in (0, 1 << 47) for to, size in ((10, 5), (20, 6))
     ]
     assert FakeDriver(fails_at=1).enqueuer().prepare([5]).enqueue(77) == 700

@@ -149,10 +149,11 @@ class VirtualDevice:
     def lend(self, memory, token):
         return lend_host(memory, token)
 
-    def copy(self, pairs, stream, waits, before, after):
-        self.prepare_copy(pairs, stream, waits, before, after)()
+    def copy(self, transfer):
+        self.prepare_copy(transfer)()
 
-    def prepare_copy(self, pairs, stream, waits, before, after):
+    def prepare_copy(self, transfer):
+        pairs, stream, waits, before, after = transfer
         # A source on this device is not kept alive by the queue either: who frees it too early reads what came after.
         found = []
         for destination, source in pairs:

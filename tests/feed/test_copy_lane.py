@@ -379,13 +379,13 @@ def test_a_prepared_copy_that_the_driver_refuses_is_made_by_pytorch(virtual_feed
     fed, device = virtual_feed(batches, 2, "eager")
     prepare, asked, copied = device.prepare_copy, [], []
 
-    def prepare_one_that_fails(*arguments):
-        send = prepare(*arguments)
+    def prepare_one_that_fails(transfer):
+        send = prepare(transfer)
         return lambda: asked.append(None) or (1 if len(asked) % 3 else send())
 
-    def copy_for_real(*arguments):
+    def copy_for_real(transfer):
         copied.append(None)
-        prepare(*arguments)()
+        prepare(transfer)()
 
     monkeypatch.setattr(device, "prepare_copy", prepare_one_that_fails)
     monkeypatch.setattr(device, "copy", copy_for_real)
@@ -785,7 +785,7 @@ def test_many_small_leaves_travel_in_one_copy(num_leaves, depth):
     ctx, device = make_virtual_context("eager")
     lane, stopped = CopyLane(ctx, depth), threading.Event()
     copies = []
-    device.copy = lambda pairs, *_: copies.extend(source.numel() for _, source in pairs)
+    device.copy = lambda transfer: copies.extend(source.numel() for _, source in transfer.pairs)
     device.prepare_copy = lambda *_: None
     load = lane.describe([torch.ones(i + 1) for i in range(num_leaves)])
     lane.stage(load, stopped)

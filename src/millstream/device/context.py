@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from millstream.device.arena import PinnedArena
-from millstream.device.driver import CpuDriver, CudaDriver, Driver, GraphPool
+from millstream.device.driver import CpuDriver, CudaDriver, Driver, GraphPool, Transfer
 from millstream.device.handles import Event, Stream
 from millstream.device.place import Place
 from millstream.errors import ArgumentError, DeviceError
@@ -332,7 +332,7 @@ class DeviceContext:
             after: Events to be recorded behind them.
         """
         self._check_open()
-        self._driver.copy(pairs, stream, waits, before, after)
+        self._driver.copy(Transfer(pairs, stream, waits, before, after))
 
     def prepare_copy(
         self,
@@ -349,7 +349,7 @@ class DeviceContext:
         as before the events have been recorded for the first time.
         """
         self._check_open()
-        return self._driver.prepare_copy(pairs, stream, waits, (), after)
+        return self._driver.prepare_copy(Transfer(pairs, stream, waits, (), after))
 
     def synchronize(self) -> None:
         """Block the host until the device has done all work given to it, by anyone."""

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,36 @@ from millstream.lower.streams import current_stream_handle, event_type, is_captu
 
 GraphPool = tuple[int, int]
 """PyTorch's name for a memory pool that CUDA graphs share; ``(0, 0)`` means none."""
+
+
+class Transfer(NamedTuple):
+    """Copies on a stream, and what stands around them.
+
+    Attributes:
+        pairs: Tensors of one size and dtype: where to, where from.
+        stream: Where.
+        waits: Events for which the stream waits first of all.
+        before: Events to be recorded in front of the copies.
+        after: Events to be recorded behind them.
+    """
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    stream: Any
+    waits: Sequence[Any] = ()
+    before: Sequence[Any] = ()
+    after: Sequence[Any] = ()
+
+
+def _make(transfer: Transfer) -> None:
+    pairs, stream, waits, before, after = transfer
+    for event in waits:
+        event.wait(stream)
+    for event in before:
+        event.record(stream)
+    for destination, source in pairs:
+        destination.copy_(source, non_blocking=True)
+    for event in after:
+        event.record(stream)
 
 
 class Driver(Protocol):
@@ -67,28 +97,14 @@ class Driver(Protocol):
         """The same as ``memory``, in a storage that keeps ``token`` and ``memory`` until its last view is gone."""
         ...
 
-    def copy(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        stream: Stream,
-        waits: Sequence[Event],
-        before: Sequence[Event],
-        after: Sequence[Event],
-    ) -> None:
+    def copy(self, transfer: Transfer) -> None:
         """Wait for events, record events, enqueue copies to the first of each pair, record events.
 
         Asynchronous to the host when the host's side is pinned.
         """
         ...
 
-    def prepare_copy(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        stream: Stream,
-        waits: Sequence[Event],
-        before: Sequence[Event],
-        after: Sequence[Event],
-    ) -> Callable[[], int] | None:
+    def prepare_copy(self, transfer: Transfer) -> Callable[[], int] | None:
         """What does the same each time that it is called, but for errors, of which it gives the number; 0 for none.
 
         It keeps no memory alive. ``None`` where nothing can be prepared.
@@ -151,32 +167,11 @@ class CpuDriver:
         """As ``lend_host`` does."""
         return lend_host(memory, token)
 
-    def copy(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        stream: Stream,
-        waits: Sequence[Event],
-        before: Sequence[Event],
-        after: Sequence[Event],
-    ) -> None:
+    def copy(self, transfer: Transfer) -> None:
         """Copy at once."""
-        for event in waits:
-            event.wait(stream)
-        for event in before:
-            event.record(stream)
-        for destination, source in pairs:
-            destination.copy_(source)
-        for event in after:
-            event.record(stream)
+        _make(transfer)
 
-    def prepare_copy(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        stream: Stream,
-        waits: Sequence[Event],
-        before: Sequence[Event],
-        after: Sequence[Event],
-    ) -> None:
+    def prepare_copy(self, transfer: Transfer) -> None:
         """Nothing can be."""
 
     def pin(self, num_bytes: int) -> Tensor:
@@ -264,45 +259,22 @@ class CudaDriver:
             return lent
         return see_alike(torch.as_tensor(_Lent(whole_storage(memory), token), device=self.torch_device), memory)
 
-    def copy(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        stream: Stream,
-        waits: Sequence[Event],
-        before: Sequence[Event],
-        after: Sequence[Event],
-    ) -> None:
+    def copy(self, transfer: Transfer) -> None:
         """Enqueue all of it, where possible in one call.
 
         From pageable memory the call returns once the driver has taken the source's bytes.
         """
-        enqueue = self.prepare_copy(pairs, stream, waits, before, after)
-        if enqueue is not None and enqueue() == 0:
-            return
-        # After an error PyTorch is left to meet it, and to say what it is.
-        for event in waits:
-            event.wait(stream)
-        for event in before:
-            event.record(stream)
-        with self.on(stream):
-            for destination, source in pairs:
-                destination.copy_(source, non_blocking=True)
-        for event in after:
-            event.record(stream)
+        enqueue = self.prepare_copy(transfer)
+        if enqueue is None or enqueue() != 0:
+            with self.on(transfer.stream):
+                _make(transfer)  # after an error PyTorch is left to meet it, and to say what it is
 
-    def prepare_copy(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        stream: Any,
-        waits: Sequence[Any],
-        before: Sequence[Any],
-        after: Sequence[Any],
-    ) -> Callable[[], int] | None:
+    def prepare_copy(self, transfer: Transfer) -> Callable[[], int] | None:
         """In compiled code, for bytes that lie close together, and events that have been recorded before."""
-        compiled = enqueuer()
+        compiled, (pairs, stream, *events) = enqueuer(), transfer
         # PyTorch creates an event when it is first recorded, and makes the thread ready for its device.
-        first, second, last = ([event.cuda_event for event in events] for events in (waits, before, after))
-        if compiled is None or 0 in (*first, *second, *last) or not last:
+        waits, before, after = ([event.cuda_event for event in each] for each in events)
+        if compiled is None or 0 in (*waits, *before, *after) or not after:
             return None
         copies = []
         for to, source in pairs:
@@ -310,7 +282,7 @@ class CudaDriver:
                 return None
             if num_bytes := to.nbytes:
                 copies.append((to.data_ptr(), source.data_ptr(), num_bytes))
-        return compiled.order(stream.cuda_stream, first, second, copies, last)
+        return compiled.order(stream.cuda_stream, waits, before, copies, after)
 
     def pin(self, num_bytes: int) -> Tensor:
         """Allocate page-locked memory. Slow, and forbidden while a graph is captured (hold the capture lock).
