@@ -592,11 +592,11 @@ def test_bytes_that_change_on_the_way_are_found(virtual_feed):
     fed, device = virtual_feed([torch.full((100,), float(i)) for i in range(30)], 2, "eager", check=True)
     copy, count = device.copy, [0]
 
-    def bad_copy(pairs, *rest):
-        copy(pairs, *rest)
-        count[0] += len(pairs)
-        if pairs and count[0] == 9:
-            pairs[0][0].view(torch.uint8)[0] ^= 1
+    def bad_copy(transfer):
+        copy(transfer)
+        count[0] += len(transfer.pairs)
+        if transfer.pairs and count[0] == 9:
+            transfer.pairs[0][0].view(torch.uint8)[0] ^= 1
 
     device.copy = bad_copy
     with pytest.raises(FeedError, match=r"did not arrive as it was staged|was written after"):
