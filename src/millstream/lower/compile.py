@@ -26,7 +26,7 @@ from millstream.lower.ahead import Launch, compiling
 from millstream.lower.channels import align_channels, puts_channels_last
 from millstream.lower.convolution import find_launches
 from millstream.lower.epilogues import absorb_epilogues, knows_own_convolutions
-from millstream.lower.fx_wrapper import collect_wrappers
+from millstream.lower.fx_wrapper import SOUND, collect_wrappers
 from millstream.lower.ordering import writes_stay_in_front
 from millstream.lower.patterns import shuffles_match_nothing
 from millstream.lower.pooling import decompositions
@@ -134,7 +134,7 @@ def compile_graph(
                 if not isinstance(errors[-1], AssertionError):
                     break
         refuse(errors[0])
-        with inductor_config.patch(options):
+        with inductor_config.patch({**SOUND, **options}):
             return compile_fx_inner(graph, example_inputs, **kwargs)
 
     with (
