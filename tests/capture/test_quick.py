@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from millstream.capture import Step, quick
@@ -16,7 +15,7 @@ from millstream.capture import step as step_module
 from millstream.capture.attributes import SlotAttributes
 from millstream.capture.discover import MISSING
 from millstream.errors import CaptureError
-from tests.capture.worlds import interpret
+from tests.capture.worlds import interpret, plain
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
@@ -191,14 +190,7 @@ def test_python_checks_alone_without_a_compiler(monkeypatch, tmp_path):
 
 
 def make_step(model, opt):
-    def step(x, y):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return Step(step, build=interpret, strict=True)
+    return Step(plain(model, opt), build=interpret, strict=True)
 
 
 @pytest.fixture

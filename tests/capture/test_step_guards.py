@@ -12,7 +12,7 @@ from torch import nn
 
 from millstream.capture import Step, quick
 from millstream.errors import FallbackWarning
-from tests.capture.worlds import World, batches, check, interpret
+from tests.capture.worlds import World, batches, check, interpret, plain
 
 
 @pytest.fixture(autouse=True, params=["compiled", "python"])
@@ -37,15 +37,7 @@ class Net(nn.Module):
 def world(model=None, kind=torch.optim.AdamW, lr=0.01, **options):
     model = model or Net()
     opt = kind(model.parameters(), lr=lr, **options)
-
-    def step(x, y):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return World(step, [model], [opt])
+    return World(plain(model, opt), [model], [opt])
 
 
 def run(between, count=8, make=world, **options):

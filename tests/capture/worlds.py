@@ -136,11 +136,8 @@ def check(
     return step
 
 
-def mlp(optimizer, lr=0.05, scheduler=None):
-    """A network whose every parameter has a gradient that is not zero."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    opt = optimizer(model.parameters(), lr)
-    plan = scheduler(opt) if scheduler else None
+def plain(model, opt):
+    """A step of training as most are written."""
 
     def step(x, y):
         loss = F.cross_entropy(model(x), y)
@@ -149,8 +146,15 @@ def mlp(optimizer, lr=0.05, scheduler=None):
         opt.zero_grad()
         return loss
 
-    world = World(step, [model], [opt])
-    world.plan = plan
+    return step
+
+
+def mlp(optimizer, lr=0.05, scheduler=None):
+    """A network whose every parameter has a gradient that is not zero."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    opt = optimizer(model.parameters(), lr)
+    world = World(plain(model, opt), [model], [opt])
+    world.plan = scheduler(opt) if scheduler else None
     return world
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import millstream as ms
-from tests.capture.worlds import assert_same
+from tests.capture.worlds import assert_same, plain
 
 pytestmark = pytest.mark.gpu
 
@@ -20,17 +20,6 @@ def make(kind=torch.optim.AdamW, **options):
     # No bias before the normalisation: its true gradient is zero, so that Adam would step along rounding errors.
     model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).cuda()
     return model, kind(model.parameters(), lr=1e-2, **options)
-
-
-def plain(model, opt):
-    def step(x, y):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return step
 
 
 def data(count, device="cuda"):

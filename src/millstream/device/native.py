@@ -191,6 +191,13 @@ def enqueuer() -> Enqueuer | None:
         return None
 
 
+@functools.cache
+def _caller() -> Callable[..., int] | None:
+    """The compiled code that calls a function of the driver; ``None`` where it cannot be had."""
+    path = build_native()
+    return None if path is None else as_builtin(ctypes.PyDLL(str(path)), "millstream_call")
+
+
 def with_pointer(function: Any, argument: Any) -> Callable[[], int]:
     """A function of CUDA's driver that takes a pointer to ``argument``, as one that takes nothing.
 
@@ -198,10 +205,9 @@ def with_pointer(function: Any, argument: Any) -> Callable[[], int]:
         function: Of ``ctypes``, which takes several times as long to call it.
         argument: Of ``ctypes``.
     """
-    path = build_native()
-    if path is None:
+    call = _caller()
+    if call is None:
         return functools.partial(function, ctypes.byref(argument))
-    call = as_builtin(ctypes.PyDLL(str(path)), "millstream_call")
     address = ctypes.cast(function, ctypes.c_void_p).value
     return functools.partial(call, address, ctypes.addressof(argument), function, argument)  # which both stay alive
 
