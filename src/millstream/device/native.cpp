@@ -192,23 +192,27 @@ class Team {
  private:
   struct alignas(kLine) Calls {
     std::atomic<unsigned> count{0};
+    std::atomic<bool> sleeps{false};
   };
 
-  // To wake a thread takes the caller some microseconds; who spins comes by himself.
+  // To wake a thread takes the caller some microseconds; who spins comes by himself. The library asks the system even
+  // where only another helper sleeps: it keeps one number for all of them.
   void call(int helper) {
     ++calls_[helper].count;
-    calls_[helper].count.notify_one();
+    if (calls_[helper].sleeps) calls_[helper].count.notify_one();
   }
 
   void help(int self) {
-    auto& calls = calls_[self].count;
+    auto& [calls, sleeps] = calls_[self];
     unsigned seen = 0;
     bool spins = false;
     for (;;) {
       auto begin = Clock::now();
       while (calls == seen) {
         if (!spins || Clock::now() - begin > kSpin) {
+          sleeps = true;  // before it looks once more whether it was called
           calls.wait(seen);
+          sleeps = false;
         } else {
           pause_a_moment();
         }
