@@ -256,9 +256,7 @@ def test_nor_under_one_that_was_prepared(virtual_feed, monkeypatch, when):
 
     for slot in fed._lane.ring.slots:
         assert slot.sends
-        slot.sends = {
-            pinned: (copies, lambda send=send: interrupt(send)) for pinned, (copies, send) in slot.sends.items()
-        }
+        slot.sends = {opening: lambda send=send: interrupt(send) for opening, send in slot.sends.items()}
     with pytest.raises(KeyboardInterrupt):
         next(passing)
     assert_nothing_is_overwritten(fed, device, passing)
@@ -345,13 +343,12 @@ def test_copies_that_were_prepared_for_other_bytes_are_not_enqueued(virtual_feed
     for _ in range(20):
         next(passing)
     lane = fed._lane
-    slot, pinned = next((slot, pinned) for slot in lane.ring.slots for pinned in slot.sends)
-    fed.close()
-    copies, send = pinned.copies, (lambda: 0)
-    slot.sends[pinned] = copies, send
+    slot, pinned = lane.ring.slots[0], next(each for each in lane._pinned._slots if each.opening is not None)
+    slot.sends[pinned.opening] = lambda: 0
     assert lane._send_again(slot, pinned)
-    pinned.copies = [*copies]  # it was opened anew
+    lane._pinned._open(pinned, slot.layout, *cut(slot.layout, sys.maxsize))
     assert not lane._send_again(slot, pinned)
+    fed.close()
 
 
 def run_prepared(virtual_feed, seed, **options):
@@ -888,6 +885,39 @@ def test_sections_need_no_more_pinned_memory_than_a_few_of_them(virtual_feed, mo
         device.synchronize()
         assert bool((batch[0] == i).all())
     assert sum(slot.memory.numel() for slot in fed._lane._pinned._slots if slot.memory is not None) <= 5 * 4096
+
+
+def test_slots_are_made_ready_for_each_section_once(virtual_feed, monkeypatch):
+    """It takes as long as to begin to fill them, and to send them."""
+    copy_lane.SECTION_BYTES = 4096
+    fed, device = virtual_feed([[torch.full((8000,), i, dtype=torch.uint8)] for i in range(30)], 2, "lazy")
+    copies, openings = [], []
+    for cls, name, calls in ((DeviceContext, "prepare_copy", copies), (staging.PinnedRing, "_prepare", openings)):
+        method = getattr(cls, name)
+        spy = lambda *args, method=method, calls=calls, **options: calls.append(args) or method(*args, **options)  # noqa: E731
+        monkeypatch.setattr(cls, name, spy)
+    monkeypatch.setattr(Ledger, "is_due", lambda *_: False)  # measured copies are not prepared
+    for i, batch in enumerate(fed):
+        device.synchronize()
+        assert bool((batch[0] == i).all())
+        del batch
+    num_slots = len(fed._lane._pinned._slots)
+    assert len(openings) == 2 * num_slots
+    assert 2 * num_slots <= len(copies) <= 2 * 2 * num_slots  # of two sections, to two slots of the device
+
+
+def test_a_section_is_staged_while_the_one_before_is_sent(virtual_feed, monkeypatch):
+    copy_lane.SECTION_BYTES = 4096
+    fed, _ = virtual_feed([[torch.ones(12_000, dtype=torch.uint8)]], 2, "lazy")
+    done = []
+    for cls, name in ((staging.PinnedRing, "begin_fill"), (staging.PinnedSlot, "finish"), (CopyLane, "_copy")):
+        method = getattr(cls, name)
+        spy = lambda *args, method=method, name=name, **options: done.append(name) or method(*args, **options)  # noqa: E731
+        monkeypatch.setattr(cls, name, spy)
+    list(fed)
+    first = done.index("_copy")
+    assert done[first - 2 : first] == ["finish", "begin_fill"]
+    assert done.count("begin_fill") == done.count("_copy") == 3
 
 
 def test_a_batch_in_sections_is_staged_whole_when_memory_is_short(virtual_feed):

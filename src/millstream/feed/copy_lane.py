@@ -46,7 +46,8 @@ from millstream.feed.staging import (
 from millstream.feed.structure import Rebuild, as_tensor, split
 
 _NEVER = threading.Event()
-MOST_KEPT_BYTES = 64 << 20  # of slots on both sides, from pass to pass: larger batches take longer than to make these
+MOST_KEPT_BYTES = 256 << 20
+"""Of slots on both sides, from pass to pass: to make them takes a millisecond, and a copy of larger batches longer."""
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
 
@@ -168,15 +169,19 @@ class CopyLane:
         made = self._mark_own_work(others)
         return DeviceLoad(rebuild, self._layout, sections, host, staged, others, addresses, made=made)
 
-    def stage(self, load: DeviceLoad, stopped: threading.Event) -> bool:
+    def stage(self, load: DeviceLoad, stopped: threading.Event, *, wait: bool = True) -> bool:
         """Begin to copy the first section of the batch's host tensors into the next pinned slot.
 
         Always, even when they are pinned already: a source that yields the same memory again would otherwise overwrite
         a batch whose copy is still in flight, and a pageable one would make the copy block.
+
+        False when stopped, and also where no slot is free if none is to be waited for.
         """
-        section, *load.sections = load.sections
-        load.pinned = self._pinned.begin_fill(load.layout, section, load.leaves, stopped, load.addresses)
-        return load.pinned is not None
+        section, *rest = load.sections
+        slot = self._pinned.begin_fill(load.layout, section, load.leaves, stopped, load.addresses, wait=wait)
+        if slot is not None:
+            load.pinned, load.sections = slot, rest
+        return slot is not None
 
     def _mark_own_work(self, others: dict[int, Any]) -> tuple[Mark, Stream] | None:
         # Tensors that the source made on the device itself: it enqueued the work on this thread's current stream.
@@ -248,15 +253,20 @@ class CopyLane:
             begin, end = ((mark.event,) for mark in load.copy) if load.copy else ((), ())
             while True:
                 self.finish(load)
-                if self._checker is not None and load.pinned is not None:
-                    self._checker.add(checksums, load.pinned)
-                self._copy(load, memories, begin, () if load.sections else end)
-                if not load.sections:
+                pinned, is_last = load.pinned, not load.sections
+                assert pinned is not None
+                # Helpers shall not be idle while this section is sent.
+                goes_on = not is_last and self.stage(load, stopped, wait=False)
+                if self._checker is not None:
+                    self._checker.add(checksums, pinned)
+                self._copy(load, pinned, memories, begin, end if is_last else ())
+                if is_last:
                     break
                 begin, began = (), time.perf_counter_ns()
-                if not self.stage(load, stopped):
-                    return False
-                load.waited_ns += time.perf_counter_ns() - began
+                if not goes_on:
+                    if not self.stage(load, stopped):
+                        return False
+                    load.waited_ns += time.perf_counter_ns() - began
             if self._checker is not None:
                 with context.capture_lock:
                     self._checker.follow(load.layout, memories, slot, checksums)
@@ -266,7 +276,14 @@ class CopyLane:
         load.ready = slot.ready
         return True
 
-    def _copy(self, load: DeviceLoad, memories: Sequence[Tensor], begin: Sequence[Event], end: Sequence[Event]) -> None:
+    def _copy(
+        self,
+        load: DeviceLoad,
+        pinned: PinnedSlot,
+        memories: Sequence[Tensor],
+        begin: Sequence[Event],
+        end: Sequence[Event],
+    ) -> None:
         """Enqueue the copies of what is staged, behind the consumer's work with the slot's last batch (WAR).
 
         Behind those of a whole batch the pinned slot's event is recorded only, for the device's slot as well. It may be
@@ -275,9 +292,8 @@ class CopyLane:
         enqueued before he waits can only wait for what was enqueued even before. (Nor does it happen while a batch is
         under way, since there are more pinned slots than batches.)
         """
-        context, slot, pinned = self._context, load.slot, load.pinned
+        context, slot = self._context, load.slot
         assert slot is not None
-        assert pinned is not None
         is_whole = pinned.num_bytes == load.layout.num_bytes
         shares_event = self._shares_event and is_whole
         with context.capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
@@ -286,14 +302,15 @@ class CopyLane:
                 pinned.busy = slot.written = True
                 pinned.left = False
                 pinned.turn = next(self._pinned.turns)
-                if begin or not (is_whole and self._send_again(slot, pinned)):
+                is_measured = begin or end
+                if is_measured or not self._send_again(slot, pinned):
                     pairs = _pair(pinned, memories)
                     events = (pinned.copied,) if shares_event else (pinned.copied, slot.copied)
                     send, waits = None, (slot.released,)
-                    if is_whole and not begin:
+                    if not is_measured:
                         send = context.prepare_copy(pairs, self._copy_stream, waits=waits, after=events)
                     if send is not None:
-                        slot.sends[pinned] = pinned.copies, send
+                        slot.sends[pinned.opening] = send
                     if send is None or send() != 0:
                         waits = waits if slot.was_lent else ()
                         context.copy(pairs, self._copy_stream, waits=waits, before=begin, after=(*end, *events))
@@ -308,8 +325,8 @@ class CopyLane:
 
     def _send_again(self, slot: DeviceSlot, pinned: PinnedSlot) -> bool:
         """Enqueue the copy between two slots as it was prepared, if they are what they were then."""
-        copies, send = slot.sends.get(pinned) or (None, None)
-        return send is not None and copies is pinned.copies and send() == 0
+        send = slot.sends.get(pinned.opening)
+        return send is not None and send() == 0
 
     def _lend(self, load: DeviceLoad) -> None:
         assert load.slot is not None

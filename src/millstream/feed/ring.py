@@ -68,7 +68,7 @@ class DeviceSlot:
         memories: Of the parcels that this layout has.
         offers: What offers each of them as the leaf that lies there, if one does, and compiled code can.
         raw: Its memory as the leaves of the batch, for a transform; empty until one asks.
-        sends: By the pinned slot that a batch comes from: what enqueues its copy, and the list that this was made for.
+        sends: What enqueues the copies from a pinned slot, by how that is open.
         written: Whether a copy has been enqueued since the memory was taken.
         was_lent: Whether the copy stream is still to wait for ``released``.
         loan: As what it was lent last, until it is taken again.
@@ -82,7 +82,7 @@ class DeviceSlot:
     memories: list[Tensor] = field(default_factory=list)
     offers: Sequence[Callable[[object], object]] = ()
     raw: Sequence[Tensor] = ()
-    sends: dict[Any, tuple[Any, Callable[[], int]]] = field(default_factory=dict)
+    sends: dict[Any, Callable[[], int]] = field(default_factory=dict)
     other: Event | None = None
     written: bool = False
     was_lent: bool = False

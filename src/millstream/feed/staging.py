@@ -69,6 +69,27 @@ _AS_IT_IS = nullcontext()
 
 
 @dataclass(slots=True, eq=False)
+class Opening:
+    """A pinned slot as it is used for one section of a layout: made once.
+
+    Attributes:
+        section: It.
+        copies: What goes to which parcel, and from which byte on there.
+        addresses: Where the section's sources go.
+        lengths: Of the same, in bytes.
+        fill: Begins to bring them there, if compiled code can.
+        pieces: Where they go as tensors, by source, of those that asked for it.
+    """
+
+    section: Section
+    copies: Sequence[tuple[int, int, Tensor]] = ()
+    addresses: array[int] = field(default_factory=lambda: array("Q"))
+    lengths: array[int] = field(default_factory=lambda: array("Q"))
+    fill: Callable[[array[int], object], Filling] | None = None
+    pieces: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
 class PinnedSlot:
     """Pinned memory that one section of a batch after another passes through."""
 
@@ -77,18 +98,20 @@ class PinnedSlot:
     left: bool = False  # or by one that the consumer is to enqueue
     turn: int = 0  # the number of that copy
     memory: Tensor | None = None
-    section: Section | None = None  # for which the lists below were made
-    pieces: dict[int, Tensor] = field(default_factory=dict)  # by source: where it goes, of those that asked for it
-    addresses: array[int] = field(default_factory=lambda: array("Q"))  # where its sources go
-    lengths: array[int] = field(default_factory=lambda: array("Q"))  # of the same, in bytes
-    fill: Callable[[array[int], object], Filling] | None = None  # begins to do so, if compiled code can
-    copies: list[tuple[int, int, Tensor]] = field(default_factory=list)  # to which parcel, from which byte on, and what
+    layout: Layout | None = None  # whose sections it was opened for
+    openings: dict[int, Opening] = field(default_factory=dict)  # for these, by the sections' identities
+    opening: Opening | None = None  # the present one
     filling: Filling | None = None
 
     @property
     def num_bytes(self) -> int:
         """How much of a batch it is open for."""
-        return 0 if self.section is None else self.section.num_bytes
+        return 0 if self.opening is None else self.opening.section.num_bytes
+
+    @property
+    def copies(self) -> Sequence[tuple[int, int, Tensor]]:
+        """What is to be copied out of it, see ``Opening``."""
+        return () if self.opening is None else self.opening.copies
 
     def finish(self) -> None:
         """Return when the batch lies in the slot."""
@@ -126,11 +149,14 @@ class PinnedRing:
         leaves: Sequence[Tensor],
         stopped: threading.Event,
         addresses: array[int] | None = None,
+        *,
+        wait: bool = True,
     ) -> PinnedSlot | None:
         """Begin to copy a section of a batch into the slot that was filled longest ago; ``None`` when stopped before.
 
         The caller has made sure that the copy out of it has been enqueued, or that it is marked as left to somebody who
-        does so. He finishes the slot before the source may touch its memory again, and before ``close``.
+        does so; of the slot filled last he may still be about to. He finishes the slot before the source may touch its
+        memory again, and before ``close``.
 
         Args:
             layout: Of the batch.
@@ -138,30 +164,31 @@ class PinnedRing:
             leaves: The batch.
             stopped: Set to give up waiting for the slot.
             addresses: Of the sources, if they can be copied as the bytes they are; needed unless the section is whole.
+            wait: Whether to wait for a slot; else ``None`` as well where none is free.
         """
         slot = self._find(section.num_bytes)
         # The device may be about to read these bytes (WAR).
-        if slot.busy and not wait_until_reached(self._context, slot.copied, stopped):
+        if slot.busy and not (wait and wait_until_reached(self._context, slot.copied, stopped)):
             return None
         slot.busy = False
-        if section is not slot.section:
-            with out_of_inference_mode():
-                self._open(slot, layout, section)
-        if addresses is not None and slot.fill is not None:
+        opening = slot.opening
+        if opening is None or opening.section is not section:
+            opening = self._open(slot, layout, section)
+        if addresses is not None and opening.fill is not None:
             if len(section.sources) < len(addresses) or section.num_bytes < layout.num_bytes:
                 addresses = array("Q", [addresses[number] + start for number, start, _, _ in section.sources])
-            slot.filling = slot.fill(addresses, (slot.memory, leaves))
+            slot.filling = opening.fill(addresses, (slot.memory, leaves))
         else:
             try:
                 with out_of_inference_mode():
-                    self._begin_copy(slot, layout, leaves)
+                    self._begin_copy(slot, opening, layout, leaves)
             except BaseException:
                 slot.finish()
                 raise
         self._slots.rotate(-1)
         return slot
 
-    def _begin_copy(self, slot: PinnedSlot, layout: Layout, leaves: Sequence[Tensor]) -> None:
+    def _begin_copy(self, slot: PinnedSlot, opening: Opening, layout: Layout, leaves: Sequence[Tensor]) -> None:
         # One call, whatever the number of leaves, during which nobody needs the interpreter's lock: to get it back can
         # take milliseconds while the training loop computes in Python.
         as_bytes: list[int] = []
@@ -171,9 +198,9 @@ class PinnedRing:
         if self._filler is not None and as_bytes:
             whole = not others  # nearly always
             slot.filling = self._filler.begin(
-                slot.addresses if whole else array("Q", [slot.addresses[k] for k in as_bytes]),
+                opening.addresses if whole else array("Q", [opening.addresses[k] for k in as_bytes]),
                 array("Q", [leaves[layout.sources[k][0]].data_ptr() for k in as_bytes]),
-                slot.lengths if whole else array("Q", [slot.lengths[k] for k in as_bytes]),
+                opening.lengths if whole else array("Q", [opening.lengths[k] for k in as_bytes]),
                 self._threads,
                 (slot.memory, leaves),
                 past_caches=layout.num_bytes <= PAST_CACHES_BYTES,
@@ -185,9 +212,9 @@ class PinnedRing:
             ]
             assert slot.memory is not None
             for k in others:
-                if k not in slot.pieces:
-                    slot.pieces[k] = _see_piece(slot.memory, layout, k)
-            torch._foreach_copy_([slot.pieces[k] for k in others], sources)
+                if k not in opening.pieces:
+                    opening.pieces[k] = _see_piece(slot.memory, layout, k)
+            torch._foreach_copy_([opening.pieces[k] for k in others], sources)
 
     def _find(self, num_bytes: int) -> PinnedSlot:
         """The slot that was filled longest ago; or a new one, if that is still read and there may be more."""
@@ -219,11 +246,23 @@ class PinnedRing:
             for slot in busy:
                 slot.busy = slot.turn > turn
 
-    def _open(self, slot: PinnedSlot, layout: Layout, section: Section) -> None:
+    def _open(self, slot: PinnedSlot, layout: Layout, section: Section) -> Opening:
+        """Use the slot for a section, as before or for the first time."""
+        if slot.layout is not layout:
+            slot.openings, slot.opening = {}, None
+            slot.layout = layout
+        if (found := slot.openings.get(id(section))) is None:
+            with out_of_inference_mode():
+                found = self._prepare(slot, layout, section)
+            slot.openings[id(section)] = found
+        slot.opening = found
+        return found
+
+    def _prepare(self, slot: PinnedSlot, layout: Layout, section: Section) -> Opening:
         """Make views of the slot's memory for a section, and replace the memory if it is too small."""
         num_bytes = section.num_bytes
-        slot.section, slot.fill, slot.pieces, slot.copies = None, None, {}, []
         if slot.memory is None or slot.memory.numel() < num_bytes:
+            slot.openings, slot.opening = {}, None
             if slot.memory is not None:
                 self._context.release_pinned(slot.memory)  # its copy is over
                 slot.memory = None
@@ -233,18 +272,18 @@ class PinnedRing:
                 reserve_bytes = min(num_slots * num_bytes, max(SLACK_BYTES, self._num_slots * num_bytes))
                 slot.memory = self._context.pinned(num_bytes, reserve_bytes=reserve_bytes)
         self.num_bytes = sum(each.memory.numel() for each in self._slots if each.memory is not None)
-        memory = slot.memory
+        memory, opening = slot.memory, Opening(section)
         if memory is not None:
-            slot.copies = [
+            opening.copies = [
                 (parcel, first, memory[start : start + length]) for parcel, first, start, length in section.copies
             ]
             address = memory.data_ptr()
-            slot.addresses = array("Q", [address + start for _, _, start, _ in section.sources])
-            slot.lengths = array("Q", [length for _, _, _, length in section.sources])
+            opening.addresses = array("Q", [address + start for _, _, start, _ in section.sources])
+            opening.lengths = lengths = array("Q", [length for _, _, _, length in section.sources])
             if self._filler is not None:
                 past_caches = layout.num_bytes <= PAST_CACHES_BYTES
-                slot.fill = self._filler.prepare(slot.addresses, slot.lengths, self._threads, past_caches=past_caches)
-        slot.section = section
+                opening.fill = self._filler.prepare(opening.addresses, lengths, self._threads, past_caches=past_caches)
+        return opening
 
     def close(self) -> None:
         """Give memory and events back, without waiting for copies that are under way."""
