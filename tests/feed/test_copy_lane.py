@@ -868,6 +868,61 @@ def test_no_copy_waits_for_the_step_before_where_a_transform_makes_batches(virtu
     assert device.context._lent_events == {}
 
 
+def test_what_the_source_made_on_the_device_is_read_before_its_memory_is_used_again(virtual_feed, monkeypatch):
+    """By a transform, which reads it on the copy stream, and of which nobody knows whether it keeps any of it."""
+    device = None
+
+    def fill(memory, value):
+        raw = device.raw(memory)
+        device.current_stream().enqueue(lambda: raw.fill(value))
+        return memory
+
+    def transform(memory):
+        made, come_from = device.allocate(64), device.raw(memory)
+        raw = device.raw(made)
+        device.current_stream().enqueue(lambda: raw.__setitem__(slice(None), come_from))
+        return made
+
+    source = (fill(device.allocate(64), i + 1) for i in range(30))
+    fed, device = virtual_feed(source, 2, "lazy", transform=transform)
+    monkeypatch.setattr(copy_lane, "_can_be_staged", lambda leaf: device._find_raw(leaf) is None)
+    monkeypatch.setattr(
+        CopyLane,
+        "_mark_own_work",
+        lambda lane, _: (copy_lane.Mark(lane._context, device.current_stream(), timing=False), device.current_stream()),
+    )
+    got = []
+    for batch in fed:
+        device.read(batch, got)
+    device.synchronize()
+    assert [set(each) for each in got] == [{i + 1} for i in range(30)]
+
+
+def test_a_transform_gets_all_of_a_batch_on_the_device(virtual_feed):
+    class Graph:
+        def __init__(self, nodes):
+            self.nodes, self.is_moved = nodes, False
+
+        def to(self, *_, **__):
+            moved = Graph(self.nodes)
+            moved.is_moved = True
+            return moved
+
+    seen = []
+
+    def transform(graph):
+        seen.append(graph.is_moved)
+        graph.nodes = graph.nodes * 10
+        return graph
+
+    graphs = [Graph(torch.ones(2)) for _ in range(3)]
+    fed, _ = virtual_feed(graphs, 2, "eager", transform=transform)
+    for _ in range(2):
+        assert [graph.nodes.tolist() for graph in fed] == [[10, 10]] * 3
+    assert all(seen)
+    assert all(graph.nodes.sum() == 2 for graph in graphs)
+
+
 def test_what_must_be_packed_is_not_cut(virtual_feed):
     copy_lane.SECTION_BYTES = 4096
     batches = [[(torch.arange(20_000) + i).view(100, 200)[:, ::2], torch.ones(9_000)] for i in range(5)]

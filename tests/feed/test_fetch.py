@@ -362,6 +362,24 @@ def test_closing_in_a_callback_ends_the_thread(fetcher):
         fetcher.put(torch.tensor(2.0))
 
 
+def test_what_is_expanded_to_no_rows_overwrites_nothing(fetcher):
+    scores, row = torch.arange(20_000.0), torch.full((1000,), 7.0)
+    found, nothing = fetcher.put((scores, row[None].expand(0, 1000))).result(DEADLINE_S)
+    assert torch.equal(found, scores)
+    assert nothing.shape == (0, 1000)
+
+
+def test_a_thread_that_the_system_refuses_is_an_error(fetcher, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            fetcher.put(torch.ones(2))
+    assert fetcher.put(torch.ones(2)).result(DEADLINE_S).sum() == 2
+
+
 def test_awaiting():
     async def run():
         got = [value async for value in fetch_each((torch.tensor(i) for i in range(5)), ahead=2)]

@@ -118,6 +118,11 @@ def test_strides_are_those_that_to_would_give(leaf):
     assert torch.equal(view.copy_(torch.ones_like(leaf)), torch.ones_like(leaf))
 
 
+def test_an_expanded_leaf_without_rows_takes_no_place():
+    leaf = torch.ones(1, 1000).expand(1, 1000)[:0].expand(0, 1000)
+    assert narrow_repeats(torch.ones(1000)[None].expand(0, 1000)).numel() == narrow_repeats(leaf).numel() == 0
+
+
 def test_an_expanded_leaf_travels_without_its_repetitions():
     leaf = torch.arange(4.0).view(4, 1).expand(4, 1000)
     (spec,) = describe_leaves([leaf])

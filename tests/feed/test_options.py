@@ -43,7 +43,97 @@ class Stateful:
         self.resume = state["at"]
 
 
-@pytest.mark.parametrize("make_loader", [lambda: numbers(9), lambda: Stateful(9)], ids=["any", "stateful"])
+class Live(Stateful):
+    """Its state is the very object that it goes on with, as that of a dataset in torchdata's loader may be."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.state = {"at": 0}
+
+    def state_dict(self):
+        self.state["at"] = self.at
+        return self.state
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.state = state
+
+
+def test_a_state_is_that_of_its_batch_whatever_the_loader_does_with_it(make_feed):
+    fed = make_feed(Live(9))
+    passing = iter(fed)
+    for _ in range(3):
+        next(passing)
+    state = fed.state_dict()
+    again = make_feed(Live(9))
+    again.load_state_dict(state)
+    list(again)
+    assert (state["position"], state["source"]) == (3, {"at": 3})
+
+
+class Epochs:
+    """Counts its passes, and may fail in one before the first batch."""
+
+    def __init__(self):
+        self.epoch, self.fails = 0, False
+
+    def __iter__(self):
+        if self.fails:
+            raise OSError
+        yield torch.tensor([float(self.epoch)])
+        self.epoch += 1
+
+    def state_dict(self):
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
+
+def test_a_state_taken_before_the_first_batch_of_a_pass_is_not_that_of_a_new_loader(make_feed):
+    loader = Epochs()
+    loader.load_state_dict({"epoch": 3})
+    fed = make_feed(loader)
+    passing = iter(fed)
+    assert fed.state_dict()["source"] == {"epoch": 3}
+    assert [batch.item() for batch in passing] == [3]
+    loader.fails = True
+    with pytest.raises(OSError):  # noqa: PT011 - it says nothing
+        list(fed)
+    again = make_feed(Epochs())
+    again.load_state_dict(fed.state_dict())
+    assert values(again) == [4]
+
+
+@pytest.mark.parametrize("option", ["drop_last", "pad_last"])
+def test_how_many_rows_are_full_is_asked_of_each_pass(make_feed, option):
+    sizes = iter([8, 4, 4])
+
+    class Loader:
+        def __iter__(self):
+            return iter(torch.arange(32.0).split(next(sizes)))
+
+    fed = make_feed(Loader(), **{option: True})
+    assert [len(batch) for batch in fed] == [8] * 4
+    assert [len(batch) for batch in fed] == [4] * 8
+    again = make_feed(Loader(), **{option: True})
+    again.load_state_dict(fed.state_dict() | {"rows": 8})
+    assert [len(batch) for batch in again] == [4] * 8
+
+
+def test_dealt_batches_resume_behind_a_short_last_group():
+    places = (Place("cpu"), Place("cpu"))
+    fed = Feed(Stateful(5), places, Options(2, deal=True))
+    states = [fed.state_dict() for _ in fed]
+    assert [state["source"] for state in states] == [{"at": 2}, {"at": 4}, {"at": 5}]
+    again = Feed(Stateful(5), places, Options(2, deal=True))
+    again.load_state_dict(states[-1])
+    assert list(again) == []
+
+
+@pytest.mark.parametrize(
+    "make_loader", [lambda: numbers(9), lambda: Stateful(9), lambda: Live(9)], ids=["any", "stateful", "live"]
+)
 @pytest.mark.parametrize("after", [0, 1, 4, 8, 9])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_run_goes_on_behind_the_batch_delivered_last(make_feed, make_loader, after, depth):

@@ -1,6 +1,7 @@
 import collections
 import dataclasses
 import enum
+import functools
 import gc
 import weakref
 from typing import NamedTuple
@@ -191,6 +192,57 @@ def test_arrays_and_objects_with_to_are_leaves():
     assert rebuild([1, 2, 3])[:3] == [1, 2, 3]
     with pytest.raises(FeedError, match="MaskedArray"):
         split(np.ma.array([1, 2], mask=[True, False]))
+
+
+@dataclasses.dataclass
+class Computed:
+    x: torch.Tensor
+
+    def __post_init__(self):
+        self.alias, self.mask, self.same, self.name = self.x, self.x > 0, None, "x"
+        self.same = self.mask
+
+    @functools.cached_property
+    def mean(self):
+        return self.x.mean()
+
+
+class Line(list):
+    pass
+
+
+class Two(tuple):
+    pass
+
+
+class Table(dict):
+    pass
+
+
+def test_tensors_beside_fields_and_items_move_as_well():
+    computed, line, pair, table = Computed(torch.ones(2)), Line([torch.ones(1)]), Two([torch.ones(1)]), Table(a=1)
+    assert computed.mean == 1
+    line.extra, pair.extra, table.extra = torch.ones(3), np.ones(4), torch.ones(5)
+    batch = [computed, line, pair, table]
+    leaves, rebuild = split(batch)
+    names = [name_leaf(batch, i) for i in range(len(leaves))]
+    assert names == [
+        f"batch{place}" for place in "[0].x [0].mask [0].mean [1][0] [1].extra [2][0] [2].extra [3].extra".split()
+    ]
+    watched = [weakref.ref(leaf) for leaf in leaves]
+    del leaves, batch, computed, line, pair, table
+    gc.collect()
+    assert not any(watch() is not None for watch in watched)
+    computed, line, pair, table = rebuild([*"abcdefgh"])
+    found = [computed.x, computed.mask, computed.mean, line[0], line.extra, pair[0], pair.extra, table.extra]
+    assert found == [*"abcdefgh"]
+    assert (computed.alias, computed.same, computed.name, table) == ("a", "b", "x", {"a": 1})
+    assert (type(line), type(pair), type(table)) == (Line, Two, Table)
+
+
+def test_an_array_of_tensors_is_an_error_that_says_where():
+    with pytest.raises(FeedError, match=r"batch\[1\] is an array of objects with tensors"):
+        split([torch.ones(1), np.array([torch.ones(2), None], dtype=object)])
 
 
 class Words:

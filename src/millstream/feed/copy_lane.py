@@ -341,21 +341,27 @@ class CopyLane:
     def _apply(self, transform: Transform, load: DeviceLoad, memories: Sequence[Tensor]) -> None:
         """Run the user's transform on the copy stream, and lend what comes out of it.
 
-        Leaves that are not staged reach it as the source made them.
+        Leaves that are not staged are moved there as well, but for those that require gradients: they would lose what
+        made them.
         """
         context, slot, copy_stream = self._context, load.slot, self._copy_stream
         assert slot is not None
         slot.raw = slot.raw or view_leaves(load.layout, memories)
-        leaves = dict(zip(load.staged, (leaf.detach() for leaf in slot.raw), strict=True)) | {**load.others}
+        leaves = dict(zip(load.staged, (leaf.detach() for leaf in slot.raw), strict=True))
         foreign = {leaf.untyped_storage().data_ptr() for leaf in load.others.values() if _is_plain(leaf)}
         if load.made is not None:
             copy_stream.wait_event(load.made[0].event)
         with context.on(copy_stream):
-            batch = transform(load.rebuild([leaves[i] for i in range(len(leaves))]))
-            outputs, load.rebuild = split(batch)
-            outputs = [as_tensor(leaf) for leaf in outputs]
-            outputs = [leaf.resolve_conj().resolve_neg() if _is_plain(leaf) else leaf for leaf in outputs]
-            slot.copied.record(copy_stream)
+            try:
+                leaves |= {i: _bring(leaf, self.device) for i, leaf in load.others.items()}
+                batch = transform(load.rebuild([leaves[i] for i in range(len(leaves))]))
+                outputs, load.rebuild = split(batch)
+                outputs = [as_tensor(leaf) for leaf in outputs]
+                outputs = [leaf.resolve_conj().resolve_neg() if _is_plain(leaf) else leaf for leaf in outputs]
+            finally:
+                slot.copied.record(copy_stream)
+                if load.made is not None:  # WAR: what the source made is dropped here, and its memory goes home
+                    load.made[1].wait_event(slot.copied)
         self._lend_outputs(load, outputs, foreign, memories)
 
     def _lend_outputs(
@@ -536,6 +542,11 @@ def _copy(leaf: Any) -> Any:
         made = made.as_subclass(type(leaf))
     made.__dict__.update(copy.deepcopy(leaf.__dict__))
     return made
+
+
+def _bring(leaf: Any, device: torch.device) -> Any:
+    """A leaf on the device, for a transform: tensors that require gradients would lose what made them."""
+    return leaf if isinstance(leaf, Tensor) and leaf.requires_grad else _move(leaf, device)
 
 
 def _move(leaf: Any, device: torch.device) -> Any:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import Any, cast
@@ -23,7 +24,7 @@ from millstream.feed.lane import HostLane, Lane, Transform
 from millstream.feed.ledger import Ledger, Stats
 from millstream.feed.many_lane import ManyLane
 from millstream.feed.pace import PaceMaker
-from millstream.feed.progress import Note, Progress
+from millstream.feed.progress import Note, Progress, take_state
 from millstream.feed.session import Prepare, Session
 from millstream.feed.shaping import count_rows, deal, make_transform, pad_rows, share_rows
 from millstream.graph import Timeline
@@ -128,7 +129,8 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         channels_last: Give tensors of four dimensions this layout, on the device.
         transform: Called with each batch on the device after that, on the copy stream (on the CPU: in the worker);
             what it returns is delivered, copied once more if it is no plain tensor. It must not keep what it gets, nor
-            hide it in objects that are registered to stay on the host, nor wait for the device.
+            hide it in objects that are registered to stay on the host, nor wait for the device. Tensors that require
+            gradients reach it as the loader made them.
         drop_last: Leave out a batch that has fewer rows than the first.
         pad_last: Lengthen such a batch by repeating its last row; ``num_valid`` of the feed says how many are data.
         deal: With several devices: give them whole batches in turn.
@@ -198,8 +200,9 @@ class Feed:
             raise FeedError("The feed is closed; make a new one with millstream.feed.")
         self._end_last("the feed has been iterated anew, and there is one pass at a time")
         iterator, skip, stateful = self._progress.begin(self.loader)
+        take = partial(take_state, stateful) if stateful is not None else lambda: None
         if self.places is not None and self._options.deal:
-            iterator = deal(islice(iterator, skip, None) if skip else iterator, len(self.places))
+            iterator = deal(islice(iterator, skip, None) if skip else iterator, len(self.places), take)
         lane, ledger = self._shed.find() or self._make_lane(), self._find_ledger()
         ledger.begin_pass()
         session = Session(
@@ -207,7 +210,7 @@ class Feed:
             lane,
             self.depth,
             max_bytes=self._options.max_bytes,
-            prepare=self._make_prepare(skip, stateful),
+            prepare=self._make_prepare(skip, take),
             ledger=ledger,
             pace=self._pace_maker.begin_pass(may_be_alone=self.places is None and not self._options.check),
             may_look_ahead=self.place.kind != "cpu" and _is_stored(self.loader),  # on the CPU nothing is staged
@@ -218,7 +221,7 @@ class Feed:
         for user in (session, self._shed):
             context(self.place).attach(user)
         self._lane = lane
-        del iterator, stateful  # the worker's alone
+        del iterator, stateful, take  # the worker's alone
         session.begin()
         return begun
 
@@ -249,7 +252,7 @@ class Feed:
             self._ledger = Ledger(device)
         return self._ledger
 
-    def _make_prepare(self, skip: int, stateful: Any) -> Prepare:
+    def _make_prepare(self, skip: int, take: Callable[[], Any]) -> Prepare:
         """What the worker does with a batch as the source has made it."""
         options, progress = self._options, self._progress
         dealt = options.deal and self.places is not None
@@ -262,14 +265,15 @@ class Feed:
             if left:
                 left -= 1
                 return None
-            count += len(batch) if dealt else 1
-            found = [_shape(each, options, progress) for each in (batch if dealt else [batch])]
+            batches, state = batch if dealt else ([batch], None)
+            count += len(batches)
+            found = [_shape(each, options, progress) for each in batches]
             shaped, valid = [each for each, _ in found if each is not _LEFT_OUT], [rows for _, rows in found]
             if not shaped:
                 return None
             num_valid = None if None in valid else sum(rows or 0 for rows in valid)
             batch = shaped if dealt else shaped[0]
-            return batch, Note(start + count, None if stateful is None else stateful.state_dict(), num_valid)
+            return batch, Note(start + count, state if dealt else take(), num_valid)
 
         return prepare
 

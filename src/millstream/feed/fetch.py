@@ -296,9 +296,10 @@ class Fetcher:
 
     def _start(self) -> None:
         if (self._thread is None or self._thread.ident is None) and not self.closed:
-            with self._lock, suppress(RuntimeError):  # it has just been started
+            with self._lock:
                 self._thread = self._thread or threading.Thread(target=self._work, name="millstream-fetch", daemon=True)
-                self._thread.start()
+                if self._thread.ident is None:  # or it has just been started
+                    self._thread.start()
             if self.closed:  # meanwhile
                 self._orders.put(None)
 

@@ -204,7 +204,7 @@ def see_source(leaf: Tensor, num_bytes: int) -> Tensor:
 
 def narrow_repeats(tensor: Tensor) -> Tensor:
     """A view of ``tensor`` without the repetitions of its expanded dimensions."""
-    if 0 not in tensor.stride():
+    if 0 not in tensor.stride() or 0 in tensor.size():
         return tensor
     size = [1 if stride == 0 else size for size, stride in zip(tensor.size(), tensor.stride(), strict=True)]
     return tensor.as_strided(size, tensor.stride())

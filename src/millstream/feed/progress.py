@@ -6,7 +6,9 @@ after each pull travels with the batch, and becomes the feed's when the batch is
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +42,13 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.note = Note(0, None, None)
+        self.note = self._initial = Note(0, None, None)
         self.rows: int | None = None
         self._loaded: Note | None = None  # as long as it is the note, a state was loaded and no batch delivered since
 
     def finish(self, loader: Any) -> None:
         """The pass is over: the next one begins at the beginning."""
-        self._go_to(0, loader.state_dict() if is_stateful(loader) else None)
+        self._go_to(0, take_state(loader) if is_stateful(loader) else None)
 
     def _go_to(self, position: int, source: Any) -> None:
         self.note = Note(position, source, self.num_valid)
@@ -57,9 +59,12 @@ class Progress:
         Returns:
             The iterator, how many batches are to be skipped, and what has the source's state, if anything does.
         """
-        if self.note is not self._loaded:
+        is_loaded, is_first = self.note is self._loaded, self.note is self._initial
+        if not is_loaded and self.position:
             self._go_to(0, None)
-        source = self.note.source
+        if not self.position:
+            self.rows = None  # batches may be of another size than those of the last pass
+        source = copy.deepcopy(self.note.source) if is_loaded else None  # a copy: the source may go on with the object
         stateful = loader if is_stateful(loader) else None
         if stateful is not None and source is not None:
             stateful.load_state_dict(source)
@@ -70,6 +75,9 @@ class Progress:
             if source is not None:
                 iterator.load_state_dict(source)
                 return iterator, 0, stateful
+        if stateful is not None and is_first:
+            with suppress(Exception):  # where it has none yet, one is taken with the first batch
+                self._go_to(0, take_state(stateful))
         if iterator is loader:
             self._loaded = None  # what this pass skips is gone, and no other can skip it again
         return iterator, self.position, stateful
@@ -98,6 +106,11 @@ class Progress:
         self._go_to(state["position"], state["source"])
         self.rows = state["rows"]
         self._loaded = self.note
+
+
+def take_state(stateful: Any) -> Any:
+    """The state of a source as it is now, whatever becomes of the source."""
+    return copy.deepcopy(stateful.state_dict())
 
 
 def is_stateful(source: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -81,22 +81,27 @@ def _see_rows(leaf: Any, what: str, instead: str) -> Tensor | None:
     return tensor if isinstance(tensor, Tensor) and tensor.dim() else None
 
 
-def deal(batches: Iterator[Any], parts: int) -> Iterator[list[Any]]:
-    """Take ``parts`` batches at a time; the last time perhaps fewer."""
+def deal(batches: Iterator[Any], parts: int, take_state: Callable[[], Any]) -> Iterator[tuple[list[Any], Any]]:
+    """Take ``parts`` batches at a time, the last time perhaps fewer, and the source's state behind them.
+
+    That of a source that has ended would be where it begins anew.
+    """
     group: list[Any] = []
+    state = None
     try:
         for batch in batches:
             group.append(batch)
             del batch
+            state = take_state()
             if len(group) == parts:
-                yield group
+                yield group, state
                 group = []
     except Exception:
         if group:
-            yield group  # what came before the error
+            yield group, state  # what came before the error
         raise
     if group:
-        yield group
+        yield group, state
 
 
 def make_transform(cast: torch.dtype | None, channels_last: bool, transform: Transform | None) -> Transform | None:

@@ -109,6 +109,10 @@ def split(batch: Any, *, is_whole: Callable[[Any], bool] = lambda node: False) -
         node = unknown.node
         name = next((name for each, name in _walk(batch, "batch") if each is node), "batch")
         kind = type(node)
+        if _hides_tensors(node):
+            raise FeedError(
+                f"{name} is an array of objects with tensors among them; let the source yield a list."
+            ) from None
         raise FeedError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, which feeds do not know. Let the source yield "
             "tensors, arrays or plain values; or say what to do with it: `from millstream.feed import register`, then "
@@ -191,7 +195,7 @@ def _sort(node: Any) -> Any:
     if sort is _open_nested and (node.layout is not torch.jagged or node.requires_grad):
         return _LEAF  # has no parts that could be staged, or would lose its history
     if sort is _LEAF and not isinstance(node, Tensor) and hasattr(node, "__array__") and not _has_numbers(node):
-        return _STAY  # strings, times, objects, records
+        return None if _hides_tensors(node) else _STAY  # strings, times, objects, records
     return sort
 
 
@@ -201,6 +205,11 @@ def _has_numbers(node: Any) -> bool:
     if not isinstance(dtype, np.dtype):
         dtype = np.asarray(node).dtype
     return dtype.kind in "biufc" or _find_dtype(dtype) is not None
+
+
+def _hides_tensors(node: Any) -> bool:
+    """Whether an array of objects has tensors among these."""
+    return isinstance(node, np.ndarray) and node.dtype == object and any(isinstance(each, Tensor) for each in node.flat)
 
 
 def _find_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
@@ -257,7 +266,7 @@ def _split(node: Any, leaves: list[Any], ragged: dict[int, Any], is_whole: Calla
         return None
     if sort is None:
         raise _UnknownError(node)
-    branch = sort(node)
+    branch = _open(node, sort)
     parts = [_split(child, leaves, ragged, is_whole) for child in branch.children]
     if not any(parts):
         return None
@@ -278,12 +287,59 @@ def _walk(node: Any, name: str) -> Iterator[tuple[Any, str]]:
     if not callable(sort):
         yield node, name
         return
-    branch = sort(node)
+    branch = _open(node, sort)
     for child, label in zip(branch.children, branch.label_children(), strict=True):
         yield from _walk(child, name + label)
 
 
 # --- branches --------------------------------------------------------------------------------------------------------
+
+
+def _open(node: Any, opener: Opener) -> _Branch:
+    """A branch, to which tensors and arrays belong that are attributes of a container beside its items or fields.
+
+    A dataclass may have computed them of its fields; those of transformers' outputs are the items themselves.
+    """
+    branch = opener(node)
+    attributes = getattr(node, "__dict__", None) if opener in _HAVE_ATTRIBUTES else None
+    if not attributes or attributes is node or not (beside := _find_movable(attributes)):
+        return branch
+    children = [*branch.children]
+    place = {id(child): i for i, child in enumerate(children)}
+    for value in beside.values():
+        if place.setdefault(id(value), len(children)) == len(children):
+            children.append(value)
+    places = {name: place[id(value)] for name, value in beside.items()}
+    count = len(branch.children)
+
+    def prepare() -> Close:
+        close = branch.prepare()
+
+        def close_all(values: list[Any]) -> Any:
+            made = close(values[:count])
+            made.__dict__.update({name: values[i] for name, i in places.items()})
+            return made
+
+        return close_all
+
+    labels = {i: f".{name}" for name, i in reversed(places.items())}
+    return _Branch(
+        children, lambda: [*branch.label_children(), *(labels[i] for i in range(count, len(children)))], prepare
+    )
+
+
+def _find_movable(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, (Tensor, np.ndarray)) and _sort(value) is _LEAF
+    }
+
+
+def _forget_movable(shell: Any) -> None:
+    """Keep no tensor of the source alive; what moves comes back in its place."""
+    if attributes := getattr(shell, "__dict__", None):
+        attributes.update(dict.fromkeys(_find_movable(attributes)))
 
 
 def _open_tuple(node: Any) -> _Branch:
@@ -348,6 +404,7 @@ def _prepare_tuple(node: Any) -> Close:
     if kind is tuple:
         return tuple
     attributes = dict(getattr(node, "__dict__", {}))
+    attributes.update(dict.fromkeys(_find_movable(attributes)))  # or they would keep the source's tensors alive
     # That of a named tuple also serves subclasses with an __init__ of their own.
     make: Any = getattr(kind, "_make", partial(tuple.__new__, kind))
 
@@ -368,6 +425,7 @@ def _prepare_list(node: Any) -> Close:
         return lambda values: values
     shell = copy.copy(node)  # keeps the attributes of a subclass, the length of a deque
     shell.clear()
+    _forget_movable(shell)
 
     def close(values: list[Any]) -> Any:
         made = copy.copy(shell)  # this may be asked for once more, when an interrupt came between
@@ -389,6 +447,8 @@ def _prepare_mapping(node: Any, keys: list[Any]) -> Close:
         return lambda values: kind(zip(keys, values, strict=True))
     if kind.__dictoffset__ and node.__dict__ is node:
         shell.__dict__ = shell  # its keys are its attributes
+    else:
+        _forget_movable(shell)
     put = kind.__setitem__
     try:
         for key in keys:
@@ -411,6 +471,7 @@ def _prepare_dataclass(node: Any, names: list[str]) -> Close:
     slots = {name for kind in type(node).__mro__ for name in _slots_of(kind) if hasattr(node, name)}
     for name in {*getattr(node, "__dict__", ()), *slots} - {*names}:
         object.__setattr__(shell, name, getattr(node, name))  # also into a frozen one
+    _forget_movable(shell)
 
     def close(values: list[Any]) -> Any:
         for name, value in zip(names, values, strict=True):
@@ -445,6 +506,8 @@ def _open_packed(node: PackedSequence) -> _Branch:
     labels = [".data", ".sorted_indices", ".unsorted_indices"]
     return _Branch([node.data, node.sorted_indices, node.unsorted_indices], lambda: labels, lambda: close)
 
+
+_HAVE_ATTRIBUTES = {_open_tuple, _open_list, _open_mapping, _open_dataclass}
 
 _SORTS: tuple[tuple[Any, Any], ...] = (
     (_PLAIN, _STAY),

@@ -78,5 +78,5 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def storage_view(tensor: torch.Tensor) -> torch.Tensor:
     """A view of ``tensor`` without the dimensions in which it repeats its memory, so that it can be copied into."""
-    size = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    size = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(size, tensor.stride(), tensor.storage_offset())
