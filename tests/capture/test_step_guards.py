@@ -396,3 +396,20 @@ def test_absent_bias_is_given_one():
         world.modules[0].head.bias = nn.Parameter(torch.ones(3))
 
     run(at(4, give), make=make)
+
+
+@pytest.mark.parametrize("how", ["all", "one", "emptied", "replaced"])
+def test_optimizer_state_that_is_reset(how):
+    def reset(world, number):
+        state = world.optimizers[0].state
+        weight = world.modules[0].head.weight
+        if number != 4:
+            return
+        if how == "all":
+            state.clear()
+        elif how == "one":
+            del state[weight]
+        else:
+            state[weight] = {} if how == "emptied" else {"momentum_buffer": torch.ones_like(weight)}
+
+    run(reset, make=lambda: world(kind=torch.optim.SGD, momentum=0.9))

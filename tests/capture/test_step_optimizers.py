@@ -31,7 +31,20 @@ OPTIMIZERS = {
 }
 
 
-# Tolerances: the path that reads no values computes Adam's bias corrections in float32, eager mode in float64: 1e-5.
+@pytest.mark.parametrize("beta", [0.999, 0.99999])
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "RAdam"])
+def test_corrections_of_bias_are_as_exact_as_in_eager_mode(kind, beta):
+    """Their counts are in single precision, too little of which is left of ``1 - beta ** step``."""
+
+    def make():
+        world = mlp(lambda parameters, lr: getattr(torch.optim, kind)(parameters, lr, betas=(0.9, beta)), 1e-3)
+        world.modules[0].double()
+        return world
+
+    double = [(x.double(), y) for x, y in batches(20, 6, 4)]
+    check(make, double, rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_steps_with_a_changing_float_rate(name):
     def slow_down(world, number):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import types
 import warnings
-from collections import deque
+from collections import ChainMap, UserDict, deque
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -144,7 +146,58 @@ def of_shape():
     return lambda x: x[0] * weight, lambda value: setattr(weight, "data", weight.data[: 4 - int(value)])
 
 
+def of_name_in_a_string():
+    settings = types.SimpleNamespace(scale=1.0)
+    return lambda x: x * getattr(settings, "scale", 3.0), lambda value: setattr(settings, "scale", value)
+
+
+def of_dict_of_an_object():
+    settings = types.SimpleNamespace(scale=1.0)
+    return lambda x: x * vars(settings)["scale"], lambda value: setattr(settings, "scale", value)
+
+
+def of_array():
+    scales = np.array([1.0, 2.0])
+    return lambda x: x * scales[0], lambda value: scales.__setitem__(0, value)
+
+
+def of_user_dict():
+    settings = UserDict(scale=1.0)
+    return lambda x: x * settings["scale"], lambda value: settings.update(scale=value)
+
+
+def of_chain():
+    settings = ChainMap({}, {"scale": 1.0})
+    return lambda x: x * settings["scale"], lambda value: settings.update(scale=value)
+
+
+def of_import():
+    settings = types.ModuleType("settings_of_a_test")
+    settings.__file__, settings.SCALE = __file__, 1.0
+    sys.modules["settings_of_a_test"] = settings
+
+    def step(x):
+        from settings_of_a_test import SCALE
+
+        return x * SCALE
+
+    return step, lambda value: setattr(settings, "SCALE", value)
+
+
+def of_parameter():
+    weight = nn.Parameter(torch.ones(2))
+    weight.scale = 1.0
+    return lambda x: x * weight * weight.scale, lambda value: setattr(weight, "scale", value)
+
+
 READINGS = {
+    "a name in a string": of_name_in_a_string,
+    "the dict of an object": of_dict_of_an_object,
+    "an array": of_array,
+    "a user's dict": of_user_dict,
+    "a chain of dicts": of_chain,
+    "an import while it runs": of_import,
+    "an attribute of a parameter": of_parameter,
     "a namespace of argparse": lambda: of_attribute(argparse.Namespace(scale=1.0)),
     "a simple namespace": lambda: of_attribute(types.SimpleNamespace(scale=1.0)),
     "a class": of_class,
@@ -422,3 +475,86 @@ def test_what_a_module_also_has_under_a_name_that_no_code_knows(kind):
         results.append(ours(x).item() / whole)
     expected = {"list": [3, 3, 6], "dict": [0, 0, 1], "iterator": [1, 2, 3]}[kind]
     assert results == pytest.approx(expected)
+
+
+def of_parameters_of_a_module():
+    module = nn.Linear(2, 2)
+    module.scale = nn.Parameter(torch.ones(2))
+    return (
+        lambda x: x * sum(each.sum() for name, each in module.named_parameters() if "scale" in name),
+        lambda value: module.register_parameter("another_scale", nn.Parameter(torch.full((2,), value))),
+    )
+
+
+def of_optimizer():
+    class Clipped(torch.optim.SGD):
+        clip = 1.0
+
+        @torch.no_grad()
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad.clamp(max=self.clip))
+
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = Clipped([weight], lr=1.0)
+    optimizer.clip = 1.0
+
+    def step(x):
+        weight.grad = x * 100
+        optimizer.step()
+        return weight.detach() * 1
+
+    return step, lambda value: setattr(optimizer, "clip", value)
+
+
+def of_hook_of_an_optimizer():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    hooks = [optimizer.register_step_post_hook(lambda *_: None)]
+
+    def step(x):
+        weight.grad = x * 1
+        optimizer.step()
+        return weight.detach() * 1
+
+    def change(value):
+        hooks.pop().remove()
+        hooks.append(optimizer.register_step_post_hook(lambda *_: torch._foreach_add_([weight.data], value)))
+
+    return step, change
+
+
+def of_pytorchs_own_module(make, name, value):
+    module = make()
+    return lambda x: module(torch.stack([x, x * 2, x * 4])), lambda _: setattr(module, name, value)
+
+
+def of_rate():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.step()
+    return lambda x: x * scheduler.get_last_lr()[0], lambda _: scheduler.step()
+
+
+OTHERS = {
+    "how many parameters a module has": of_parameters_of_a_module,
+    "an attribute of an optimizer": of_optimizer,
+    "a hook of an optimizer": of_hook_of_an_optimizer,
+    "eps": lambda: of_pytorchs_own_module(lambda: nn.LayerNorm(2), "eps", 9.0),
+    "dim": lambda: of_pytorchs_own_module(lambda: nn.Softmax(1), "dim", 0),
+    "output_size": lambda: of_pytorchs_own_module(lambda: nn.AdaptiveAvgPool1d(1), "output_size", 2),
+    "track_running_stats": lambda: of_pytorchs_own_module(lambda: nn.BatchNorm1d(2), "track_running_stats", False),
+    "a scheduler's rate": of_rate,
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_else_a_step_reads_is_noticed(what):
+    (ours, change_ours), (theirs, change_theirs) = OTHERS[what](), OTHERS[what]()
+    captured = Step(ours, build=interpret, strict=True)
+    for number in range(6):
+        if number == 3:
+            change_ours(0.25)
+            change_theirs(0.25)
+        x = torch.tensor([1.0, number + 2.0])
+        assert_same(captured(x), theirs(x))

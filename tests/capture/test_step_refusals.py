@@ -8,6 +8,8 @@ import queue
 import random
 import threading
 import warnings
+from collections import Counter, UserDict, deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -516,6 +518,64 @@ def test_sparse_arguments_and_objects_with_tensors_inside():
         Step(lambda x: torch.distributions.Normal(x, x.exp(), validate_args=False), build=interpret, strict=True)(
             torch.ones(2)
         )
+
+
+class Slots:
+    __slots__ = ("loss",)
+
+    def __init__(self, loss):
+        self.loss = loss
+
+
+class Holder:
+    def __init__(self, loss):
+        self.parts = [loss]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: deque([x]),
+        lambda x: {x},
+        lambda x: UserDict(loss=x),
+        lambda x: {"loss": x}.values(),
+        Slots,
+        Holder,
+        lambda x: partial(print, x),
+        lambda x: lambda: x,
+        lambda x: nn.Parameter(x),
+    ],
+)
+def test_results_that_nobody_could_put_together_again(wrap):
+    with pytest.raises(CaptureError, match=r"with tensors inside|new Parameter"):
+        Step(lambda x: wrap(x * 2), build=interpret, strict=True)(torch.ones(2))
+
+
+def test_a_counter_is_put_together_of_what_it_counts():
+    step = Step(lambda x: Counter(loss=x * 2), build=interpret, strict=True)
+    for _ in range(3):
+        (item,) = step(torch.ones(2)).items()
+        assert item[0] == "loss"
+        assert torch.equal(item[1], torch.full((2,), 2.0))
+
+
+def test_results_are_detached_also_of_a_call_that_runs_eagerly():
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(x, h):
+        loss = (model(x) + h).sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return {"loss": loss, "h": (loss * 2, 3)}
+
+    captured, h = Step(step, build=interpret, strict=True), torch.zeros(())
+    for _ in range(3):
+        result = captured(torch.ones(2), h)
+        h = result["h"][0]
+        assert not h.requires_grad
+        assert not result["loss"].requires_grad
 
 
 def store(batch):

@@ -449,6 +449,9 @@ def test_loops_take_the_threads_that_they_find():
     noted = "    inductor_cpu_throw_if_integer_div_error(inductor_cpu_integer_div_error);\n"
     assert "num_threads(std::min(4, omp_get_max_threads()))" in for_threads(loop)
     assert for_threads(template) == template
+    # As many as there are processors are not written down, though there is room for no more.
+    plain = loop.replace(" num_threads(4)", "")
+    assert f"num_threads(std::min({torch.get_num_threads()}, omp_get_max_threads()))" in for_threads(plain)
     assert for_threads(loop + noted) == for_threads(loop)
     assert for_threads("floor_divide_integral(a, b);\n" + noted).endswith(noted)
 

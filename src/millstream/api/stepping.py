@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from millstream.api.compiling import check_arguments, scheduling_of
 from millstream.capture.step import Step
 from millstream.engine import Executable
 from millstream.engine import build as build_executable
-from millstream.errors import ArgumentError, CaptureError, MillstreamError
+from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
 from millstream.lower import Lowered, compile_graph
 from millstream.passes import split_gradients
 
@@ -67,8 +68,19 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         raise ArgumentError(f"step() takes a function that does a training step, not {type(fn).__name__}.")
     name = getattr(fn, "__name__", type(fn).__name__)
 
+    said: set[str] = set()
+
+    def warn(reason: str) -> None:
+        if strict:
+            raise CaptureError(reason)
+        if reason not in said:
+            said.add(reason)
+            warnings.warn(FallbackWarning(f"{name}: {reason}"), stacklevel=4)
+
     def build_step(gm: torch.fx.GraphModule, inputs: list[Any], static: frozenset[int]) -> StepProgram:
-        build = functools.partial(build_executable, engine=engine, scheduling=scheduling, copy_outputs=copy_outputs)
+        build = functools.partial(
+            build_executable, engine=engine, scheduling=scheduling, copy_outputs=copy_outputs, warn=warn
+        )
         return StepProgram(gm, inputs, static, name=name, build=build, options=options)
 
     return Step(fn, build=build_step, strict=strict, max_graphs=max_graphs)
@@ -83,7 +95,6 @@ class StepProgram:
 
     Attributes:
         executables: What runs it, one entry.
-        notes: Why it does not run on the engine asked for.
     """
 
     def __init__(
@@ -97,12 +108,11 @@ class StepProgram:
         options: dict[str, Any] | None,
     ) -> None:
         self.executables: list[Executable] = []
-        self.notes: list[str] = []
         self._seen: tuple[list[Any], list[Any]] | None = None
         self._direct: Executable | None = None
 
         def finish(lowered: Lowered) -> Callable[[list[Any]], list[Any]]:
-            executable = build(lowered, warn=self.notes.append)
+            executable = build(lowered)
             self.executables.append(executable)
             return self._watch
 

@@ -23,15 +23,16 @@ import io
 import queue
 import sys
 import types
-from collections import Counter, deque
+from collections import ChainMap, Counter, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import Generator, Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from millstream.capture import torch_private
 from millstream.capture.attributes import ClassAttributes, Items, SlotAttributes
@@ -181,7 +182,7 @@ class _Search:
                 for name in sorted(self.names & defaults.difference(holder)):  # may be set later
                     self.follow(f"{prefix}.{name}", holder, name)
 
-    def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912 - one line per kind of thing
+    def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per kind of thing
         """Look at ``value``, once."""
         if isinstance(value, Tensor):
             self.found.references[id(value)] += 1
@@ -190,10 +191,16 @@ class _Search:
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self.found.tensors.append((name, value))
+            self._visit_tensor(name, value)
         elif isinstance(value, nn.Module):
             self._visit_module(name, value)
         elif isinstance(value, Optimizer) and vars(value).keys() >= _OF_OPTIMIZERS:
             self.found.optimizers.append((name, value))
+            self._visit_class(name, type(value))
+            self._linked.update((id(vars(value)), key) for key in _OWN_OF_OPTIMIZER)
+            self._plain.append((name, vars(value), defaults_of(type(value))))
+            for parameter in (parameter for group in value.param_groups for parameter in group["params"]):
+                self._visit_tensor(name, parameter)
             for hook in torch_private.hooks_of_optimizer(value):
                 self.visit(f"{name}.hook", hook)
         elif isinstance(value, GradScaler):
@@ -221,8 +228,12 @@ class _Search:
                 self.found.cached.append(value.__wrapped__)
                 self._answered.add(value.__wrapped__.__code__)  # its answer may have been kept from an earlier call
             self.visit(name, value.__wrapped__)
-        elif isinstance(value, list | tuple | deque | set | frozenset | dict):
+        elif isinstance(value, list | tuple | deque | set | frozenset | dict | np.ndarray):
             self._visit_container(name, value)
+        elif isinstance(value, UserDict | UserList | ChainMap):
+            content = "maps" if isinstance(value, ChainMap) else "data"
+            self.follow(f"{name}.{content}", vars(value), content)
+            self._visit_object(name, value)
         elif isinstance(value, types.ModuleType):
             if is_users(getattr(value, "__file__", None) or "<frozen>"):
                 self._plain.append((name, vars(value), frozenset()))
@@ -261,7 +272,11 @@ class _Search:
         parent = name.rpartition(".")[0]
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.follow(variable, cell, None)
-        self._read |= _names_read(code)
+        self._read |= _names_read(code) | _names_told(code)
+        self.names |= _names_told(code)
+        for module, variable in _imports_in(code):
+            if module in sys.modules and is_users(getattr(sys.modules[module], "__file__", None) or "<frozen>"):
+                self.follow(f"{module}.{variable}", vars(sys.modules[module]), variable)
         for variable in sorted(_names_in(code)):
             self.names.add(variable)
             if variable in function.__globals__:
@@ -287,9 +302,9 @@ class _Search:
     def _visit_container(self, name: str, value: Any) -> None:
         if isinstance(value, dict) and is_users(_file_of(type(value))):
             value = Items.of(value)
-        if len(value) > MAX_ITEMS:
+        if (value.size if isinstance(value, np.ndarray) else len(value)) > MAX_ITEMS:
             return
-        if isinstance(value, Items | list | dict | deque | set):
+        if isinstance(value, Items | list | dict | deque | set | np.ndarray):
             self.found.containers.append((name, value))
             self._attribute_of[id(value)] = self._of_module
         if isinstance(value, dict | Items):
@@ -299,7 +314,7 @@ class _Search:
         elif isinstance(value, list):
             for index in range(len(value)):
                 self.follow(f"{name}[{index}]", value, index)
-        else:
+        elif not isinstance(value, np.ndarray):
             for index, item in enumerate(value):
                 self.visit(f"{name}[{index}]", item)
 
@@ -325,11 +340,19 @@ class _Search:
         self._plain.append((name, holder, defaults))
         self.found.objects.append((name, holder))
 
+    def _visit_tensor(self, name: str, tensor: Tensor) -> None:
+        """Look at attributes that a user has given it, such as a factor for its learning rate."""
+        if vars(tensor):
+            self._plain.append((name, vars(tensor), frozenset()))
+
     def _visit_module(self, name: str, root: nn.Module) -> None:
         self.found.modules.append((name, root))
         for path, module in root.named_modules():
             self._seen[id(module)] = module
             prefix = f"{name}.{path}" if path else name
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._visit_tensor(f"{prefix}.{key}", tensor)
             for hook in torch_private.hooks_of_module(module):
                 self.visit(f"{prefix}.hook", hook)
             if type(module) not in _TORCH_MODULES:
@@ -342,6 +365,12 @@ class _Search:
                 else:
                     self._unread.append((f"{prefix}.{attribute}", vars(module), attribute))
 
+
+_OWN_OF_OPTIMIZER = frozenset(vars(SGD([nn.Parameter()])))
+"""What every optimizer has: it is known otherwise, or of no matter to a graph."""
+
+_TELLING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__"})
+"""Names of what takes the names of attributes as strings."""
 
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
 """Attributes of an optimizer; what only wraps one, as ``accelerate`` does, has properties of these names."""
@@ -390,6 +419,27 @@ def _names_read(code: types.CodeType) -> frozenset[str]:
     """Those of the names in some code that are not only called as methods."""
     names = frozenset(str(item.argval) for item in dis.get_instructions(code) if not _is_method_load(item))
     return names.union(*(_names_read(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+
+
+@functools.lru_cache(maxsize=65536)
+def _names_told(code: types.CodeType) -> frozenset[str]:
+    """What may be names of attributes among the strings in some code."""
+    strings = (constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier())
+    names = frozenset(strings if not _TELLING.isdisjoint(code.co_names) else ())
+    return names.union(*(_names_told(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+
+
+@functools.lru_cache(maxsize=65536)
+def _imports_in(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    """What some code takes from modules while it runs: names of both; not relative to where it is."""
+    found, module = [], ""
+    for item in dis.get_instructions(code):
+        if item.opname == "IMPORT_NAME":
+            module = str(item.argval)
+        elif item.opname == "IMPORT_FROM":
+            found.append((module, str(item.argval)))
+    parts = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return (*found, *(each for part in parts for each in _imports_in(part)))
 
 
 def _is_method_load(item: dis.Instruction) -> bool:

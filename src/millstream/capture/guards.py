@@ -216,10 +216,10 @@ class Guards:
     def _entries_hold(self) -> bool:
         try:
             return (
-                self.objects.compare(is_)
+                [*map(len, self.sized)] == self.sizes  # first: to ask an optimizer's state for what is gone makes it
+                and self.objects.compare(is_)
                 and (self.plain.compare(is_) or self.plain.compare(is_same))
                 and not any(map(contains, self.absent.holders, self.absent.keys))
-                and [*map(len, self.sized)] == self.sizes
                 and all(is_same(cell.cell_contents, value) for cell, value in self.cells)
                 and all(_is_unchanged(container, copy) for container, copy in self.copies)
             )
@@ -338,6 +338,7 @@ def make_guards(
         for key, value in vars(scaler).items():
             if isinstance(value, SCALARS):
                 guards.plain.add(vars(scaler), key, value)
+    guards.copies += ((hooks, dict(hooks)) for hooks in torch_private.hooks_for_all())
     guards.note_hooks()
     return guards
 
@@ -367,6 +368,8 @@ def _add_readings(guards: Guards, request: Request, traced: Traced, used: Contai
 
 def _add_tree(guards: Guards, root: nn.Module) -> None:
     for module in root.modules():
+        guards.measure("A module's parameters", module._parameters)
+        guards.measure("A module's buffers", module._buffers)
         guards.hooked.append(module)
         for container in (module._modules, module._forward_hooks, module._forward_pre_hooks):
             if container:
@@ -386,6 +389,14 @@ def _add_optimizer(
         guards.owned.add((id(vars(optimizer)), key))
     guards.copies.append((optimizer.param_groups, [*optimizer.param_groups]))
     guards.hooked.append(optimizer)
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        guards.copies.append((hooks, dict(hooks)))
+    if has_stepped:
+        guards.measure(f"{name}.state", optimizer.state)
+        for parameter, entry in optimizer.state.items():
+            guards.objects.add(optimizer.state, parameter, entry)
+            guards.names[id(optimizer.state), parameter] = f"{name}.state of a parameter"
+            guards.owned.add((id(optimizer.state), parameter))
     for number, group in enumerate(optimizer.param_groups):
         guards.copies.append((group["params"], [*group["params"]]))
         guards.objects.add(group, "params", group["params"])

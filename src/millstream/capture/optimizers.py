@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,9 +161,44 @@ def traceable(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             vars(optimizer)["_step_supports_amp_scaling"] = True
 
 
+_Count = tuple[Optimizer, dict[str, Any], Tensor, Tensor]
+
+
+def widen_counts(optimizers: Iterable[Optimizer]) -> list[_Count]:
+    """While tracing, give optimizers their step counts in double precision.
+
+    What they compute of a count and of nothing else, such as ``1 - beta ** step``, an eager optimizer computes in
+    Python's numbers. In single precision too little is left of such differences: RAdam's updates were wrong by 2 %, and
+    by far more where ``beta`` is closer to one.
+    """
+    counts: list[_Count] = []
+    for optimizer in optimizers:
+        for entry in optimizer.state.values():
+            count = entry.get("step") if isinstance(entry, dict) else None
+            if isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32:
+                wide = entry["step"] = count.to(torch.float64)
+                counts.append((optimizer, entry, count, wide))
+    return counts
+
+
+def narrow_counts(counts: Iterable[_Count], stepped: Container[Optimizer]) -> None:
+    """Put the counts of optimizers that have stepped back into the tensors where they came from."""
+    for optimizer, entry, count, wide in counts:
+        if entry.get("step") is wide:
+            entry["step"] = count
+            if optimizer in stepped:
+                count.copy_(wide)
+
+
 @contextlib.contextmanager
-def schedulers_are_refused(refuse: Callable[[Exception], None]) -> Iterator[None]:
-    """For the length of the context, stepping a scheduler raises: a graph would not do it again."""
+def schedulers_are_refused(
+    refuse: Callable[[Exception], None], on_rates: Callable[[Optimizer], None]
+) -> Iterator[None]:
+    """For the length of the context, stepping a scheduler raises: a graph would not do it again.
+
+    And its last learning rates are those of its optimizer, which a graph reads anew each time; ``on_rates`` is told of
+    that before.
+    """
 
     def step(scheduler: LRScheduler, *_: Any, **__: Any) -> None:
         error = CaptureError(
@@ -174,10 +209,15 @@ def schedulers_are_refused(refuse: Callable[[Exception], None]) -> Iterator[None
         refuse(error)
         raise error
 
+    def rates_of(scheduler: LRScheduler) -> list[Any]:
+        on_rates(scheduler.optimizer)
+        return [group["lr"] for group in scheduler.optimizer.param_groups]
+
     with contextlib.ExitStack() as patches:
         for kind in _with_subclasses(LRScheduler):
             if "step" in vars(kind):
                 patches.enter_context(patched(kind, "step", step))
+        patches.enter_context(patched(LRScheduler, "get_last_lr", rates_of))
         yield
 
 

@@ -16,6 +16,7 @@ from enum import Enum
 from types import CellType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,17 +27,6 @@ from millstream.capture.running import WHOLE, Ran
 from millstream.capture.signature import is_same
 
 _SCALARS = (bool, int, float, complex, str, type(None), tuple, torch.dtype)
-
-_STRUCTURAL = frozenset(
-    """
-    in_features out_features in_channels out_channels kernel_size stride padding dilation groups padding_mode
-    output_padding transposed num_features affine normalized_shape elementwise_affine num_embeddings embedding_dim
-    output_size num_groups num_channels start_dim end_dim dim inplace return_indices ceil_mode
-    _reversed_padding_repeated_twice eps track_running_stats embed_dim num_heads head_dim batch_first kdim vdim
-    _qkv_same_embed_dim input_size hidden_size num_layers bias mode
-    """.split()
-)
-"""Attributes of PyTorch's own modules that describe their construction: not checked on every call."""
 
 
 class Kind(Enum):
@@ -90,7 +80,10 @@ class Snapshot:
 
     def add(self, found: Found) -> None:
         """Note what else a step reaches, as it is now."""
+        optimizers = {id(vars(optimizer)) for _, optimizer in found.optimizers}  # whose attributes are kept below
         for link in found.links:
+            if id(link.holder) in optimizers:
+                continue
             entry = link.name, link.holder, link.key, look(link.holder, link.key)
             self._links.setdefault((id(link.holder), link.key), entry)
         for name, root in found.modules:
@@ -156,9 +149,12 @@ class Snapshot:
 
 
 def differs(container: Any, copy: Any) -> bool:
-    """Whether a list, set or deque holds other objects than its copy."""
+    """Whether a list, set or deque holds other objects than its copy, or an array other bytes."""
     if isinstance(container, set):  # in no order
         return bool(container != copy)
+    if isinstance(container, np.ndarray):
+        alike = container.dtype == copy.dtype and container.shape == copy.shape
+        return not alike or container.tobytes() != copy.tobytes()
     return len(container) != len(copy) or any(a is not b for a, b in zip(container, copy, strict=True))
 
 
@@ -226,7 +222,7 @@ def selects_behaviour(module: nn.Module, name: str) -> bool:
     """Whether to check on each call that the attribute ``name`` of this very object is unchanged, or still absent."""
     if name == "forward":
         return True
-    is_torch = type(module).__module__.startswith("torch.nn.modules")
     if name in vars(module):
-        return not (is_torch and name in _STRUCTURAL)
+        return True
+    is_torch = type(module).__module__.startswith("torch.nn.modules")
     return not is_torch and name in defaults_of(type(module)) and name not in vars(nn.Module)

@@ -148,9 +148,9 @@ def put_together(structure: Structure, leaf: Callable[[], Any]) -> Any:
 
 
 def _build_dict(kind: type, keys: tuple[Hashable, ...], items: list[Any]) -> Any:
-    pairs = zip(keys, items, strict=True)
+    pairs = dict(zip(keys, items, strict=True))
     try:
-        return kind(pairs)
+        return kind(pairs)  # of pairs, a Counter would count them
     except TypeError:  # defaultdict and the like, whose first argument is not the content
         made = kind()
         made.update(pairs)

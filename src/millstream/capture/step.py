@@ -31,7 +31,7 @@ from millstream.capture.discover import Found, discover
 from millstream.capture.optimizers import CountsOnDevice, move_counts_to_host, number_places
 from millstream.capture.randomness import RandomState
 from millstream.capture.refuse import check_supported
-from millstream.capture.signature import meta_of, take_apart
+from millstream.capture.signature import meta_of, put_together, take_apart
 from millstream.capture.step_graph import Build, StepGraph
 from millstream.capture.trace import FoundLate, NumbersChanged, ServesOnce, StateMissing, trace_step
 from millstream.device.likeness import Likeness
@@ -205,7 +205,7 @@ class Step:
 
         handle = register_optimizer_step_post_hook(note)
         try:
-            return self.function(*call.args, **call.kwargs)
+            return _detached(self.function(*call.args, **call.kwargs))
         finally:
             handle.remove()
 
@@ -297,8 +297,8 @@ class Step:
                 for tensor, backup in zip(arguments, argument_backups, strict=False):
                     tensor.copy_(backup)
             random_state.restore()
-            if not isinstance(error, Exception) or isinstance(error, ArgumentError):  # it is the user who is asked
-                raise
+            if not isinstance(error, Exception) or isinstance(error, (ArgumentError, CaptureError)):
+                raise  # it is the user who is asked, or it says by itself what it is
             what = error if isinstance(error, MillstreamError) else f"{type(error).__name__}: {error}"
             raise CaptureError(
                 f"The captured step could not be built or run: {what}".splitlines()[0],
@@ -357,6 +357,15 @@ def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
         return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # built in
         return ()
+
+
+def _detached(result: Any) -> Any:
+    """A result as a graph would give it."""
+    leaves: list[Tensor] = []
+    structure = take_apart(result, leaves)
+    if all(leaf.is_leaf for leaf in leaves):
+        return result
+    return put_together(structure, (leaf if leaf.is_leaf else leaf.detach() for leaf in leaves).__next__)
 
 
 def _ambient() -> tuple[Any, ...]:

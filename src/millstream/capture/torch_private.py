@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -199,6 +200,18 @@ def count_hooks() -> int:
 def hooks_of_all_modules() -> tuple[Any, ...]:
     """Hooks that run whenever any module is called. Tried on 2.11 and 2.13."""
     return *nn_module._global_forward_pre_hooks.values(), *nn_module._global_forward_hooks.values()
+
+
+def hooks_for_all() -> tuple[dict[int, Any], ...]:
+    """Where hooks are that run whenever any module is called, or any optimizer steps. Tried on 2.11 and 2.13."""
+    return (
+        nn_module._global_forward_pre_hooks,
+        nn_module._global_forward_hooks,
+        nn_module._global_backward_pre_hooks,
+        nn_module._global_backward_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
 
 
 def hooks_of_module(module: torch.nn.Module) -> tuple[Any, ...]:

@@ -17,11 +17,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Container as Container_
+from collections.abc import Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field, replace
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -43,7 +46,14 @@ from millstream.capture.clean import (
 from millstream.capture.discover import MISSING, discover
 from millstream.capture.lines import here, is_asked_by_user, place_of
 from millstream.capture.modes import ForeignTensor, FunctionWatch, OperatorWatch, fits
-from millstream.capture.optimizers import device_of, is_number, schedulers_are_refused, traceable
+from millstream.capture.optimizers import (
+    device_of,
+    is_number,
+    narrow_counts,
+    schedulers_are_refused,
+    traceable,
+    widen_counts,
+)
 from millstream.capture.python_state import (
     Change,
     Kind,
@@ -76,6 +86,9 @@ _NOTES = frozenset(
 
 _OPTIMIZERS = (Kind.OPTIMIZER, Kind.GROUP, Kind.STATE)
 """Where numbers may change: a graph does it again."""
+
+MOST_SEARCHED = 10_000
+"""Objects of a result that are looked into: of many more it can only be said that they are the user's own."""
 
 SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
 
@@ -216,9 +229,11 @@ class _Tracer:
                 steps_are_masked(),
             ):
                 self.moved, self.memory = functions.moved, set(map(torch_private.storage_id, self._inputs()))
+                counts = widen_counts(optimizer for _, optimizer in self.request.found.optimizers)
                 result = run_step()
                 self._raise_failure()
                 with torch.no_grad():
+                    narrow_counts(counts, self.stepped)
                     self._keep_data()
                     stored = self._keep_changes()
                     self._check_left()
@@ -305,17 +320,20 @@ class _Tracer:
 
         thread = threading.get_ident()
 
+        def meet(optimizer: Optimizer) -> None:
+            if id(optimizer) not in known:
+                self._report(FoundLate(type(optimizer).__name__, optimizer, ""))
+
         def on_step(optimizer: Optimizer, *_: Any) -> None:
             if threading.get_ident() != thread:
                 return
-            if id(optimizer) not in known:
-                self._report(FoundLate(type(optimizer).__name__, optimizer, ""))
+            meet(optimizer)
             if optimizer not in self.stepped:
                 self.stepped.append(optimizer)
 
         handle = register_optimizer_step_pre_hook(on_step)
         try:
-            with schedulers_are_refused(self._note_failure), other_generators_refused(self._note_failure):
+            with schedulers_are_refused(self._note_failure, meet), other_generators_refused(self._note_failure):
                 yield
         finally:
             handle.remove()
@@ -468,7 +486,7 @@ class _Tracer:
         leaves: list[Tensor] = []
         structure = take_apart(result, leaves)
         self.structure = _make_numbers_leaves(structure)
-        _check_returned(self.structure)
+        _check_returned(self.structure, {id(entry.tensor) for entry in self.request.state})
         self._note_replaced(stored, leaves)
         arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
         for index in self.replaced:
@@ -643,18 +661,51 @@ def _make_numbers_leaves(structure: Structure) -> Structure:
     return structure
 
 
-def _check_returned(structure: Structure) -> None:
-    """Refuse objects with tensors inside that nobody could put together again."""
+def _check_returned(structure: Structure, state: Container_[int]) -> None:
+    """Refuse objects with tensors inside that nobody could put together again.
+
+    Args:
+        structure: Of the result.
+        state: By identity, tensors that are the user's own.
+    """
     for name, part in walk(structure, "the result"):
-        if not isinstance(part, Reference) or isinstance(part.target, nn.Module | Optimizer | Tensor):
+        if not isinstance(part, Reference):
             continue
         if isinstance(part.target, Iterator):
             raise CaptureError(f"{name} is an iterator, which gives its items once.", remedy="Return a list.")
-        if any(isinstance(value, torch_private.FakeTensor) for value in getattr(part.target, "__dict__", {}).values()):
+        if _holds_new_tensors(part.target, state, set()):
+            kind = (
+                "new Parameter"
+                if isinstance(part.target, Tensor)
+                else f"{type(part.target).__name__} with tensors inside"
+            )
             raise CaptureError(
-                f"{name} is a {type(part.target).__name__} with tensors inside.",
+                f"{name} is a {kind}.",
                 remedy="Return tensors in tuples, lists, dicts or dataclasses.",
             )
+
+
+def _holds_new_tensors(value: Any, state: Container_[int], seen: set[int]) -> bool:
+    """Whether tensors made while tracing can be reached from a value without a call."""
+    if isinstance(value, torch_private.FakeTensor):
+        return id(value) not in state
+    if id(value) in seen or len(seen) > MOST_SEARCHED or isinstance(value, (nn.Module, Optimizer, type, ModuleType)):
+        return False
+    seen.add(id(value))
+    parts: list[Any] = [*getattr(value, "__dict__", {}).values()]
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        parts += (getattr(value, slot, None) for slot in ((slots,) if isinstance(slots, str) else slots))
+    if isinstance(value, (Mapping, ValuesView)):
+        parts += value.values() if isinstance(value, Mapping) else value
+    elif isinstance(value, (tuple, list, deque, set, frozenset)):
+        parts += value
+    elif isinstance(value, functools.partial):
+        parts += (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, FunctionType):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            parts += (cell.cell_contents for cell in value.__closure__ or ())
+    return any(_holds_new_tensors(part, state, seen) for part in parts)
 
 
 def _side_effect(change: Change) -> CaptureError:

@@ -23,6 +23,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import common, wrapper_fxir
 from torch._inductor.codegen.wrapper import KernelDefinitionLine, PythonWrapperCodegen, WrapperLine
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.utils import parallel_num_threads
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._pytree import tree_map_only
@@ -322,9 +323,10 @@ def for_threads(body: str) -> str:
     templates divide the work themselves, and keep their number). And a kernel that never divides integers need not
     enter itself in the one place of the process where PyTorch 2.13 notes divisions by zero.
     """
+    # Without a number it was generated for as many as there are processors, and has room for no more.
     body = re.sub(
-        r"(#pragma omp parallel )num_threads\((\d+)\)(?=\s*\{\s*int tid = omp_get_thread_num\(\);)",
-        r"\1num_threads(std::min(\2, omp_get_max_threads()))",
+        r"(#pragma omp parallel)(?: num_threads\((\d+)\))?(?=\s*\{\s*int tid = omp_get_thread_num\(\);)",
+        lambda found: f"{found[1]} num_threads(std::min({found[2] or parallel_num_threads()}, omp_get_max_threads()))",
         body,
     )
     return body if "_integral(" in body else re.sub(r".*inductor_cpu_integer_div_error.*\n", "", body)
