@@ -165,16 +165,16 @@ _Count = tuple[Optimizer, dict[str, Any], Tensor, Tensor]
 
 
 def widen_counts(optimizers: Iterable[Optimizer]) -> list[_Count]:
-    """While tracing, give optimizers their step counts in double precision.
+    """While tracing, give optimizers their step counts in double precision, where that costs little.
 
-    What they compute of a count and of nothing else, such as ``1 - beta ** step``, an eager optimizer computes in
-    Python's numbers. In single precision too little is left of such differences: RAdam's updates were wrong by 2 %, and
-    by far more where ``beta`` is closer to one.
+    What they compute of a count and of nothing else an eager optimizer computes in Python's numbers. A GPU's kernels
+    compute it for each element of a parameter, so it is done there only for parameters in double precision.
     """
     counts: list[_Count] = []
     for optimizer in optimizers:
-        for entry in optimizer.state.values():
-            count = entry.get("step") if isinstance(entry, dict) else None
+        for parameter, entry in optimizer.state.items():
+            is_cheap = isinstance(parameter, Tensor) and (parameter.is_cpu or parameter.dtype == torch.float64)
+            count = entry.get("step") if is_cheap and isinstance(entry, dict) else None
             if isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32:
                 wide = entry["step"] = count.to(torch.float64)
                 counts.append((optimizer, entry, count, wide))

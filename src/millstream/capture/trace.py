@@ -41,6 +41,7 @@ from millstream.capture.clean import (
     hoist_transfers,
     let_views_copy,
     move_constants,
+    subtract_powers_exactly,
     written_storages,
 )
 from millstream.capture.discover import MISSING, discover
@@ -544,6 +545,7 @@ class _Tracer:
                     f"{entry.name} is passed as an argument, too.", remedy="Pass a clone, or use it by its name only."
                 )
         drop_idle_nodes(gm)
+        subtract_powers_exactly(gm)
         move_constants(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
         sizes = [len(part) for part in (self.request.state, self.homes, self.request.numbers, self.request.arguments)]
