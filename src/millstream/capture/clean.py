@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def subtract_powers_exactly(gm: fx.GraphModule) -> None:
         parts = sorted(power.users, key=lambda part: part.args[1])
         if not (isinstance(beta, float) and 0 < beta < 1) or len(parts) != len(steps):
             continue
-        changes = [node for node in gm.graph.nodes if any(part in node.all_input_nodes for part in parts)][:2]
+        readers = (node for node in gm.graph.nodes if not power.users.keys().isdisjoint(node.all_input_nodes))
+        changes = list(islice(readers, 2))
         told = [(node.target, node.args[1:]) for node in changes if list(node.args[:1]) == [parts]]
         if told[:1] == [(aten._foreach_sub_.Scalar, (1,))]:
             done, is_turned = changes[:1], False

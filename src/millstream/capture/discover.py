@@ -197,7 +197,7 @@ class _Search:
         elif isinstance(value, Optimizer) and vars(value).keys() >= _OF_OPTIMIZERS:
             self.found.optimizers.append((name, value))
             self._visit_class(name, type(value))
-            self._linked.update((id(vars(value)), key) for key in _OWN_OF_OPTIMIZER)
+            self._linked.update((id(vars(value)), key) for key in _own_of_optimizers())
             self._plain.append((name, vars(value), defaults_of(type(value))))
             for parameter in (parameter for group in value.param_groups for parameter in group["params"]):
                 self._visit_tensor(name, parameter)
@@ -366,9 +366,6 @@ class _Search:
                     self._unread.append((f"{prefix}.{attribute}", vars(module), attribute))
 
 
-_OWN_OF_OPTIMIZER = frozenset(vars(SGD([nn.Parameter()])))
-"""What every optimizer has: it is known otherwise, or of no matter to a graph."""
-
 _TELLING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__"})
 """Names of what takes the names of attributes as strings."""
 
@@ -392,6 +389,15 @@ _NEVER_REPLACED = (
     types.WrapperDescriptorType,
 )
 """Not worth a look in every call."""
+
+
+@functools.cache
+def _own_of_optimizers() -> frozenset[str]:
+    """Attributes that every optimizer has: they are known otherwise, or of no matter to a graph.
+
+    Asked late: to make one imports PyTorch's compilers, which takes seconds.
+    """
+    return frozenset(vars(SGD([nn.Parameter()])))
 
 
 def defaults_of(kind: type) -> frozenset[str]:
