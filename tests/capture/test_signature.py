@@ -67,6 +67,11 @@ def test_round_trip(value):
     assert sum(isinstance(part, Leaf) for _, part in walk(structure, "v")) == len(leaves)
 
 
+def test_a_defaultdict_makes_what_it_made():
+    structure = take_apart(collections.defaultdict(list, a=T), [])
+    assert put_together(structure, lambda: T)["b"] == []
+
+
 def test_structures_differ_by_type_value_and_identity():
     def structure(value):
         return take_apart(value, [])

@@ -324,8 +324,8 @@ def test_batch_norm_with_a_cumulative_average():
         Step(lambda x: model(x), build=interpret, strict=True)(torch.randn(6, 4))
 
 
-@pytest.mark.parametrize("kind", ["tensor", "accumulated", "module", "optimizer in backward"])
-def test_hooks_that_run_in_backward(kind):
+@pytest.mark.parametrize("kind", ["tensor", "accumulated", "module", "all modules", "optimizer in backward"])
+def test_hooks_that_run_in_backward(kind, request):
     model = nn.Sequential(nn.Linear(4, 3))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     if kind == "tensor":
@@ -334,6 +334,8 @@ def test_hooks_that_run_in_backward(kind):
         model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     elif kind == "module":
         model[0].register_full_backward_hook(lambda *_: None)
+    elif kind == "all modules":
+        request.addfinalizer(nn.modules.module.register_module_full_backward_hook(lambda *_: None).remove)
     else:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda parameter: opt.step())

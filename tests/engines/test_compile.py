@@ -124,6 +124,29 @@ def test_every_shape_gets_its_graph_and_the_oldest_gives_memory_back():
     assert len(executables(compiled)) == 3
 
 
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("kind", [networks.Mlp, networks.ResNet])
+def test_batches_without_rows(kind, engine):
+    model = kind()
+    twin = copy.deepcopy(model)
+    compiled = ms.compile(model, engine=engine, strict=True)
+    for rows in (0, 0, 3):
+        x, _ = networks.example(kind)
+        result, wanted = compiled(x[:rows]), twin(x[:rows])
+        assert result.shape == wanted.shape
+        assert result.stride() == wanted.stride()
+        result.sum().backward()
+        wanted.sum().backward()
+    networks.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()], 1e-4)
+
+
+def test_what_has_no_rows_is_the_callers_own():
+    compiled = ms.compile(nn.ReLU(), strict=True)
+    first, second = (compiled(torch.empty(0, 5)) for _ in range(2))
+    assert first is not second
+    assert first.shape == (0, 5)
+
+
 def test_other_strides_and_offsets():
     def function(x):
         return (x * 2).sum(0), x[1:] + 1

@@ -559,6 +559,8 @@ def test_a_limit_below_one_batch_is_an_error_in_its_place(make_feed):
         ({"threads": 1.5}, "threads is 1.5"),
         ({"drop_last": True, "pad_last": True}, "exclude each other"),
         ({"transform": 3}, "transform is 3"),
+        ({"transform": 3, "channels_last": True}, "transform is 3"),
+        ({"cast": "bfloat16"}, "cast is 'bfloat16'"),
     ],
 )
 def test_options_that_are_none(options, message):

@@ -36,6 +36,22 @@ def test_inference(kind):
         assert all(torch.equal(graph(x), first) for _ in range(50))
 
 
+@pytest.mark.parametrize("kind", [networks.Mlp, networks.ResNet])
+def test_batches_without_rows(kind):
+    model = kind().cuda()
+    twin = copy.deepcopy(model)
+    compiled = ms.compile(model, strict=True)
+    for rows in (0, 0, 0, 3, 0):
+        x, _ = networks.example(kind, "cuda")
+        result, wanted = compiled(x[:rows]), twin(x[:rows])
+        assert result.shape == wanted.shape
+        result.sum().backward()
+        wanted.sum().backward()
+    networks.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()], TOLERANCE)
+    relu = ms.compile(torch.nn.ReLU(), strict=True)
+    assert relu(torch.empty(0, 5, device="cuda")).shape == (0, 5)
+
+
 @pytest.mark.parametrize("kind", [networks.Mlp, networks.ResNet, networks.Transformer])
 def test_forward_and_backward(kind):
     model = kind().cuda()

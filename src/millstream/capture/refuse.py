@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS
 
 from millstream.capture.discover import Found
-from millstream.capture.torch_private import has_backward_hooks, has_tensor_hooks
+from millstream.capture.torch_private import has_backward_hooks, has_global_backward_hooks, has_tensor_hooks
 from millstream.errors import CaptureError
 
 
@@ -25,6 +25,10 @@ def check_supported(found: Found) -> None:
                 f"{name} is LBFGS, which evaluates its closure as often as the values demand.",
                 remedy="Run this step without ms.step.",
             )
+    if found.modules and has_global_backward_hooks():
+        raise CaptureError(
+            "All modules have a backward hook, which would not run in a graph.", remedy="Remove the hook."
+        )
     for name, root in found.modules:
         _check_module(name, root)
     for name, tensor in _tensors_of(found):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -61,11 +62,13 @@ class Container:
         type: Its class.
         keys: Keys of a dict or field names of a dataclass, otherwise empty.
         children: Structures of its items.
+        default_factory: That of a ``defaultdict``.
     """
 
     type: type
     keys: tuple[Hashable, ...]
     children: tuple[Structure, ...]
+    default_factory: Callable[[], Any] | None = None
 
 
 Structure: TypeAlias = Leaf | Value | Reference | Container
@@ -124,7 +127,8 @@ def take_apart(value: Any, leaves: list[Tensor]) -> Structure:
         names = tuple(field.name for field in dataclasses.fields(value))
         return Container(kind, names, tuple(take_apart(getattr(value, name), leaves) for name in names))
     if isinstance(value, dict):
-        return Container(kind, tuple(value), tuple(take_apart(item, leaves) for item in value.values()))
+        children = tuple(take_apart(item, leaves) for item in value.values())
+        return Container(kind, tuple(value), children, getattr(value, "default_factory", None))
     return Reference(value)
 
 
@@ -144,14 +148,16 @@ def put_together(structure: Structure, leaf: Callable[[], Any]) -> Any:
         return kind(items)
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, [str(key) for key in structure.keys], items)
-    return _build_dict(kind, structure.keys, items)
+    return _build_dict(structure, items)
 
 
-def _build_dict(kind: type, keys: tuple[Hashable, ...], items: list[Any]) -> Any:
-    pairs = dict(zip(keys, items, strict=True))
+def _build_dict(structure: Container, items: list[Any]) -> Any:
+    kind, pairs = structure.type, dict(zip(structure.keys, items, strict=True))
+    if issubclass(kind, defaultdict):
+        return kind(structure.default_factory, pairs)
     try:
         return kind(pairs)  # of pairs, a Counter would count them
-    except TypeError:  # defaultdict and the like, whose first argument is not the content
+    except TypeError:  # its first argument is not the content
         made = kind()
         made.update(pairs)
         return made

@@ -234,6 +234,11 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
 
 
+def has_global_backward_hooks() -> bool:
+    """Whether the user registered one on all modules. Tried on 2.11 and 2.13."""
+    return bool(nn_module._global_backward_hooks) or bool(nn_module._global_backward_pre_hooks)
+
+
 __all__ = [
     "VALUE_NEEDED",
     "FakeTensor",
@@ -242,6 +247,7 @@ __all__ = [
     "count_hooks",
     "graph_being_traced",
     "has_backward_hooks",
+    "has_global_backward_hooks",
     "has_tensor_hooks",
     "is_any_autocast_enabled",
     "is_real",

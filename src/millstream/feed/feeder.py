@@ -58,8 +58,6 @@ class Options:
                 raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}, {meaning}.")
         if self.drop_last and self.pad_last:
             raise ArgumentError("drop_last and pad_last exclude each other: a short batch is left out or padded.")
-        if self.transform is not None and not callable(self.transform):
-            raise ArgumentError(f"transform is {self.transform!r}; it must be a function of a batch.")
 
 
 def feed(  # noqa: PLR0913 - one keyword per thing that a user may want

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from millstream.errors import FeedError
+from millstream.errors import ArgumentError, FeedError
 from millstream.feed.lane import Transform
 from millstream.feed.structure import Rebuild, as_tensor, split
 
@@ -111,7 +111,14 @@ def make_transform(cast: torch.dtype | None, channels_last: bool, transform: Tra
         cast: What floating tensors become.
         channels_last: Whether tensors of four dimensions get that layout.
         transform: What the user does after that.
+
+    Raises:
+        ArgumentError: One of them is something else.
     """
+    if cast is not None and not isinstance(cast, torch.dtype):
+        raise ArgumentError(f"cast is {cast!r}; it must be a dtype, such as torch.bfloat16.")
+    if transform is not None and not callable(transform):
+        raise ArgumentError(f"transform is {transform!r}; it must be a function of a batch.")
     if cast is None and not channels_last:
         return transform
 

@@ -82,7 +82,8 @@ class _Translator:
                 result = result if isinstance(result, (list, tuple)) else [result]
                 outputs = tuple(self._values(item) for item in result)
             elif node.target is torch.empty_strided:
-                self._add_allocation(node, *node.args[:2])
+                add = self._add_allocation if node.meta["val"].numel() else self._add_empty
+                add(node, *node.args[:2])
             elif node.target is torch.as_strided:
                 self._add_view(node)
             elif node.target is operator.getitem:
@@ -124,6 +125,24 @@ class _Translator:
         value = node.meta["val"]
         self.layouts[node.name] = Layout(size, stride, value.dtype, numbered(value.device))
         self._add_storage(node.name, value)
+
+    def _add_empty(self, node: torch.fx.Node, size: Any, stride: Any) -> None:
+        """Let a kernel of its own make a tensor without elements: TorchInductor has no other that writes it."""
+        value, empty = node.meta["val"], torch.ops.aten.empty_strided.default
+        self._add_storage(node.name, value)
+        self.kernels.append(
+            Kernel(
+                id=len(self.kernels),
+                name=str(empty),
+                kind=KernelKind.LIBRARY,
+                device=self.device[node.name],
+                reads=(),
+                writes=(node.name,),
+                allocates=(node.name,),
+            )
+        )
+        options = {"dtype": value.dtype, "device": numbered(value.device)}
+        self.calls.append(Call(empty, (tuple(size), tuple(stride)), options, results=((None, node.name),)))
 
     def _add_view(self, node: torch.fx.Node) -> None:
         base, size, stride, offset = node.args
