@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.harness import Sample, alternate, synchronize, wall_ms
-from benchmarks.results import Row, ratio
+from benchmarks.harness import Sample, alternate, by_rounds, synchronize, wall_ms
+from benchmarks.results import TIMES, Row, ratio
 from benchmarks.suite import Settings, run_suite
 
 if TYPE_CHECKING:
@@ -284,6 +284,9 @@ def compare_ways(
     own, compute = samples.pop("ours"), samples.pop("compute").median
     bound = max(facts.bound_ms or 0.0, compute)
     facts = replace(facts, ours_ms=own.median, p20=own.p20, p80=own.p80, bound_ms=bound)
+    if samples:
+        rounds = ", ".join(told_by_rounds(name, sample, own) for name, sample in samples.items())
+        facts = replace(facts, note=f"by rounds {rounds}")
     rows = [
         replace(facts, baseline=name, baseline_ms=sample.median, ratio=ratio(sample.median, own.median))
         for name, sample in samples.items()
@@ -312,6 +315,12 @@ def watch(fed: Feed, work: Callable[[], None], device: torch.device) -> tuple[St
         for each in (stats, warm)
     )
     return stats, (hidden - hidden_warm) / (copied - copied_warm)
+
+
+def told_by_rounds(name: str, baseline: Sample, own: Sample) -> str:
+    """How a baseline compares round by round, in a few words."""
+    sample = by_rounds(baseline, own)
+    return f"{name} {sample.median:.2f}{TIMES} ({sample.p20:.2f} to {sample.p80:.2f})"
 
 
 def told(stats: Stats, hidden: float | None) -> list[str]:

@@ -32,12 +32,12 @@ LOOP_MS = 20.0  # a loop's sample lasts at least about this long, so that the fi
 
 @dataclass(frozen=True)
 class Sample:
-    """A measured time in milliseconds: median, 20th and 80th percentile."""
+    """A measured time in milliseconds: median, 20th and 80th percentile, and each in the order they were taken."""
 
     median: float
     p20: float
     p80: float
-    count: int
+    times: tuple[float, ...]
 
     @staticmethod
     def of(times_ms: list[float]) -> Sample:
@@ -49,7 +49,7 @@ class Sample:
             high = math.ceil(position)
             return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
-        return Sample(percentile(0.5), percentile(0.2), percentile(0.8), len(ordered))
+        return Sample(percentile(0.5), percentile(0.2), percentile(0.8), tuple(times_ms))
 
 
 def alternate(clocks: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Sample]:
@@ -66,6 +66,11 @@ def alternate(clocks: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
             name = names[(first + position) % len(names)]
             times[name].append(clocks[name]())
     return {name: Sample.of(values) for name, values in times.items()}
+
+
+def by_rounds(baseline: Sample, ours: Sample) -> Sample:
+    """Baseline over ours round by round: of a host whose speed drifts, both have had about the same."""
+    return Sample.of([theirs / own for theirs, own in zip(baseline.times, ours.times, strict=True)])
 
 
 # --- clocks ----------------------------------------------------------------------------------------------------------
