@@ -1,16 +1,19 @@
 """``ms.compile``: the numbers of eager, for inference and training, whatever the calls are mixed with."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor import config as inductor_config
 
 import millstream as ms
 from millstream.api import executables
 from millstream.engine.build import why_not_capture
 from millstream.graph import Timeline
+from millstream.lower import compile as lowering
 from millstream.lower.fx_wrapper import collect_wrappers
 from millstream.report import Account
 from tests import networks
@@ -147,6 +150,40 @@ def test_what_has_no_rows_is_the_callers_own():
     assert first.shape == (0, 5)
 
 
+def fill_borders(x):
+    made = torch.empty(4, 10, 10)
+    made[:, 1:-1, 1:-1] = x
+    made[:, 0], made[:, -1], made[:, :, 0], made[:, :, -1] = 0, 1, 2, 3
+    return made @ made
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [(fill_borders, (4, 8, 8)), (nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), (2, 3, 9, 7))],
+)
+def test_memory_that_is_read_before_all_of_it_is_written(function, shape, engine):
+    compiled = ms.compile(function, engine=engine, strict=True)
+    for _ in range(3):
+        x = torch.randn(shape)
+        networks.assert_close(compiled(x), function(x))
+
+
+def test_memory_that_nobody_writes():
+    compiled = ms.compile(lambda x: (torch.empty(3), x * 2), strict=True)
+    (first, twice), (second, _) = compiled(torch.ones(2)), compiled(torch.ones(2))
+    assert first.shape == second.shape == (3,)
+    assert first.data_ptr() != second.data_ptr()
+    assert twice.tolist() == [2, 2]
+
+
+def test_graphs_without_kernels():
+    x = torch.randn(3, 2)
+    assert ms.compile(nn.Identity(), strict=True)(x).data_ptr() == x.data_ptr()
+    assert ms.compile(lambda x: x.t(), strict=True)(x).shape == (2, 3)
+    assert ms.compile(lambda x: torch.empty(2).shape, strict=True)(x) == (2,)
+
+
 def test_other_strides_and_offsets():
     def function(x):
         return (x * 2).sum(0), x[1:] + 1
@@ -224,6 +261,43 @@ def test_what_prepares_parameters_is_found_and_freezing_spares_it(freeze):
     assert len(Account(executable.plan.graph, Timeline((), 1, 0)).preparing) == (0 if freeze else 1)
 
 
+@pytest.mark.parametrize("wrap", [ms.compile, torch.compile])
+def test_freezing_is_that_of_one_model(wrap):
+    model, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    inner = wrap(model)
+    x = torch.randn(5, 4)
+
+    @torch._dynamo.disable
+    def call(x):
+        return inner(x)
+
+    def forward(x):
+        return head(call(x))
+
+    outer = ms.compile(forward, freeze=True)
+    with torch.no_grad(), pytest.warns(ms.FallbackWarning, match="the graph is cut"):
+        outer(x)
+    assert not inductor_config.freezing
+    with torch.no_grad():
+        model.weight.zero_()  # of the one that nobody froze
+        networks.assert_close(inner(x), model(x))
+        wanted = outer(x)
+        head.weight.zero_()
+        networks.assert_close(outer(x), wanted)
+
+
+def test_freezing_is_asked_for_while_a_graph_is_compiled_only():
+    model, seen = nn.Linear(4, 4), []
+    model.register_forward_hook(lambda *_: seen.append(inductor_config.freezing))
+    compiled = ms.compile(nn.Sequential(model), freeze=True)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ms.FallbackWarning)
+        for _ in range(2):
+            compiled(torch.randn(2, 4))
+    assert seen
+    assert not any(seen)
+
+
 def test_what_dynamo_cannot_capture_runs_between_the_graphs_with_a_warning():
     def function(x):
         y = x * 2
@@ -237,6 +311,66 @@ def test_what_dynamo_cannot_capture_runs_between_the_graphs_with_a_warning():
     networks.assert_close(compiled(-torch.ones(3)), function(-torch.ones(3)))
     with pytest.raises(Exception, match="item"):
         ms.compile(function, strict=True)(torch.ones(3))
+
+
+def stop_early(x):
+    for _ in range(3):
+        try:
+            if x.sum() > 1e9:
+                break
+            x = x * 2
+        finally:
+            x = x + 1
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (nn.LSTM(4, 3), "LSTM"),
+        (nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 3)), "GRU"),
+        (stop_early, "ata-dependent branching"),
+        (torch.unique, "Dynamic shape"),
+    ],
+    ids=["LSTM", "GRU", "branches", "unique"],
+)
+def test_where_nothing_is_captured_the_user_is_told_once(function, reason):
+    compiled = ms.compile(function)
+    x = torch.randn(5, 4)
+    with pytest.warns(ms.FallbackWarning, match=f"nothing of it is captured .*{reason}") as caught:
+        for _ in range(2):
+            result, wanted = compiled(x), function(x)
+    assert len([each for each in caught if issubclass(each.category, ms.FallbackWarning)]) == 1
+    networks.assert_close(*(each if isinstance(each, torch.Tensor) else each[0] for each in (result, wanted)))
+
+
+def test_control_flow_within_a_graph_runs_on_torch_compile():
+    def choose(x):
+        return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
+
+    x = torch.randn(3)
+    with pytest.raises(ms.LoweringError, match="Control flow"):
+        ms.compile(choose, strict=True)(x)
+    torch._dynamo.reset()
+    with pytest.warns(ms.FallbackWarning, match="plain torch.compile.*Control flow"):
+        assert torch.equal(ms.compile(choose)(x), choose(x))
+
+
+def test_what_torch_compile_cannot_compile_either_runs_as_python(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(lowering, "compile_fx_inner", fail)
+    model = networks.Mlp()
+    twin = copy.deepcopy(model)
+    x, _ = networks.example(networks.Mlp)
+    with (
+        pytest.warns(ms.FallbackWarning, match="on plain torch.compile.*no such kernel"),
+        pytest.warns(ms.FallbackWarning, match="as plain Python.*no such kernel"),
+    ):
+        ms.compile(model)(x).sum().backward()
+    twin(x).sum().backward()
+    networks.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
 
 @pytest.mark.skipif("millstream" not in torch._dynamo.list_backends(), reason="runs from source, without entry points")

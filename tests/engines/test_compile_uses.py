@@ -33,6 +33,12 @@ def test_a_compiled_model_within_another(outer):
         torch.testing.assert_close(outer(Outer(ms.compile(inner)))(x), inner(x) * 2)
 
 
+def test_a_compiled_model_within_another_is_named_where_strictly_one_graph_is_asked_for():
+    outer = nn.Sequential(Outer(ms.compile(nn.Linear(2, 2))))
+    with pytest.raises(ms.CaptureError, match=r"Sequential\.0\.inner is compiled already"):
+        ms.compile(outer, strict=True)
+
+
 def test_methods_that_return_the_model_return_the_compiled_one():
     compiled = ms.compile(nn.Linear(2, 2))
     for result in (compiled.train(), compiled.eval(), compiled.to("cpu"), compiled.apply(lambda module: None)):

@@ -76,10 +76,9 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         strict=strict,
         max_graphs=max_graphs,
         options=options,
+        freeze=freeze,
     )
-    if isinstance(model, torch.nn.Module):
-        return compile_module(model, compiler, freeze=freeze)
-    return Compiled(model, compiler, freeze=freeze)
+    return compile_module(model, compiler) if isinstance(model, torch.nn.Module) else Compiled(model, compiler)
 
 
 def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

@@ -142,7 +142,7 @@ class StepProgram:
         return outputs
 
 
-def _refuse(error: Exception) -> None:
+def _refuse(error: Exception, _: str) -> None:
     """A step that cannot be lowered is run eagerly by its caller, which is told why."""
     if isinstance(error, MillstreamError):
         raise error

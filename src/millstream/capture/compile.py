@@ -7,7 +7,6 @@ results are right in any case, and one warning names the reason and the line. Wi
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import types
@@ -21,14 +20,12 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import BackendCompilerFailed
 
 from millstream.capture.signature import RESOLVE_REMEDY, is_lazy_view
-from millstream.capture.torch_private import count_hooks
+from millstream.capture.torch_private import count_hooks, freeze_for_backends, known_obstacles
 from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
-from millstream.lower import Lowered, compile_graph, frozen_parameters
+from millstream.lower import Lowered, compile_graph
 
 #: Dynamo gives up on a function after this many versions; a user of many input shapes meets its default of 8 too soon.
 RECOMPILE_LIMIT = 64
-
-_NOTHING = contextlib.nullcontext()
 
 
 class Runnable(Protocol):
@@ -61,6 +58,7 @@ class Compiler:
         max_graphs: So many graphs keep their memory; the one unused for longest gives it back and takes it anew when
             needed.
         options: Inductor options.
+        freeze: Fold parameters into the graphs.
     """
 
     def __init__(
@@ -71,8 +69,12 @@ class Compiler:
         strict: bool = False,
         max_graphs: int = 8,
         options: dict[str, Any] | None = None,
+        freeze: bool = False,
     ) -> None:
         self._new_builder = new_builder
+        self.freezes = freeze
+        if freeze:
+            freeze_for_backends()
         self._name, self.strict, self._max_graphs, self._options = name, strict, max_graphs, options
         self._clock = itertools.count(1)
         self.graphs: list[Graph] = []
@@ -90,7 +92,9 @@ class Compiler:
             graph.executables.append(executable)
             return executable
 
-        run = compile_graph(gm, inputs, finish, self._refuse, name=self._name, options=self._options)
+        run = compile_graph(
+            gm, inputs, finish, self._refuse, name=self._name, options=self._options, freeze=self.freezes
+        )
         self.graphs.append(graph)
         graph.last_used = next(self._clock)
         self._release_oldest()
@@ -110,14 +114,12 @@ class Compiler:
             self.fallbacks.append(reason)
             warnings.warn(FallbackWarning(f"{self._name}: {reason}"), stacklevel=4)
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, error: Exception, instead: str) -> None:
         if self.strict or isinstance(error, ArgumentError):  # a wrong argument is nothing to work around
             raise (
                 error if isinstance(error, MillstreamError) else CaptureError(f"{type(error).__name__}: {error}")
             ) from error
-        self.warn(
-            f"a graph runs on plain torch.compile, because it could not be lowered ({type(error).__name__}: {error})."
-        )
+        self.warn(f"a graph runs {instead}, because it could not be lowered ({type(error).__name__}: {error}).")
 
     def _release_oldest(self) -> None:
         for graph in sorted(self.graphs, key=lambda graph: graph.last_used)[: -self._max_graphs]:
@@ -160,17 +162,16 @@ class Compiled:
     Args:
         function: What to compile, a module too.
         compiler: Compiles the graphs that Dynamo captures.
-        freeze: Fold parameters into the graphs.
 
     Attributes:
         compiler: What was compiled for it.
     """
 
-    def __init__(self, function: Callable[..., Any], compiler: Compiler, *, freeze: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], compiler: Compiler) -> None:
         functools.update_wrapper(self, function, updated=())
         self.compiler = compiler
-        self._freeze = freeze
         self._reported = 0
+        self._has_nothing = False
         dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
         self._function = function
         self._hooks = _Hooks(function) if isinstance(function, torch.nn.Module) else None
@@ -185,16 +186,18 @@ class Compiled:
         if torch.compiler.is_compiling():  # part of another capture
             return self._function(*args, **kwargs)
         breaks = len(dynamo_utils.graph_break_reasons)
+        obstacles = None if self.compiler.graphs else known_obstacles()
         if self._hooks is not None and (numbers := self._hooks.changed()) is not None:
             self._call = self._call_for(numbers)
         try:
-            with frozen_parameters() if self._freeze else _NOTHING:
-                result = self._call(*args, **kwargs)
+            result = self._call(*args, **kwargs)
         except BackendCompilerFailed as failure:  # Dynamo's wrapping of what our backend raised
             if isinstance(failure.inner_exception, MillstreamError):
                 raise failure.inner_exception from None
             raise
-        if len(self.compiler.graphs) != self._reported:
+        if obstacles is not None and not self.compiler.graphs:
+            self._report_nothing([*(known_obstacles() - obstacles)])
+        elif len(self.compiler.graphs) != self._reported or len(dynamo_utils.graph_break_reasons) > breaks:
             self._report(breaks)
         return result
 
@@ -216,7 +219,24 @@ class Compiled:
                 frame = reason.user_stack[-1]
                 where = f" at {frame.filename}:{frame.lineno} in {frame.name}"
             first = str(reason.reason).strip().splitlines()[0]
+            if where and frame.filename == __file__:
+                where, first = "", "a part is compiled already"
+            first = "Dynamo cannot trace what is called there" if first == "step_unsupported" else first
             self.compiler.warn(f"the graph is cut{where} ({first}); the parts run one after another.")
+
+    def _report_nothing(self, obstacles: list[str]) -> None:
+        """Tell the user once that Dynamo captured nothing at all, if there was something to capture."""
+        if not obstacles and isinstance(self._function, torch.nn.Module):
+            # It says why only when it first meets a function, and that may have been in another model.
+            parts = [part for part in self._function.modules() if isinstance(part, torch.nn.RNNBase)]
+            if parts:
+                obstacles = [f"Dynamo does not trace nn.{type(parts[0]).__name__}"]
+            elif next(self._function.parameters(), None) is not None:
+                obstacles = ["Dynamo does not say why"]
+        if obstacles and not self._has_nothing:
+            self._has_nothing = True
+            reasons = ", ".join(dict.fromkeys(each.strip().splitlines()[0] for each in obstacles))
+            self.compiler.warn(f"nothing of it is captured ({reasons}); it runs as plain Python.")
 
 
 _RETURN_SELF = frozenset(
@@ -235,8 +255,8 @@ class CompiledModule(torch.nn.Module):
     original, which stays usable beside it and shares all tensors with it.
     """
 
-    def __init__(self, module: torch.nn.Module, compiler: Compiler, *, freeze: bool = False) -> None:
-        object.__setattr__(self, "_millstream", Compiled(module, compiler, freeze=freeze))
+    def __init__(self, module: torch.nn.Module, compiler: Compiler) -> None:
+        object.__setattr__(self, "_millstream", Compiled(module, compiler))
         object.__setattr__(self, "_original", module)
 
     def __getattribute__(self, name: str) -> Any:
@@ -267,11 +287,26 @@ class CompiledModule(torch.nn.Module):
         return f"compiled {self._original!r}"
 
 
-def compile_module(module: torch.nn.Module, compiler: Compiler, *, freeze: bool = False) -> CompiledModule:
-    """Make a compiled module, with items where ``module`` has them: Python looks for these methods in classes only."""
+def compile_module(module: torch.nn.Module, compiler: Compiler) -> CompiledModule:
+    """Make a compiled module, with items where ``module`` has them: Python looks for these methods in classes only.
+
+    Raises:
+        CaptureError: Strictly one graph is asked for, and a part of the module is compiled already.
+    """
+    if compiler.strict and (inner := _find_compiled(module)):
+        raise CaptureError(f"{inner} is compiled already.", remedy="Compile the whole only.")
     methods = {name: _reach_original(name) for name in _ITEM_METHODS if hasattr(type(module), name)}
     kind = type(CompiledModule.__name__, (CompiledModule,), methods) if methods else CompiledModule
-    return kind(module, compiler, freeze=freeze)
+    return kind(module, compiler)
+
+
+def _find_compiled(module: torch.nn.Module) -> str:
+    """Name of a compiled model within a module; empty where there is none."""
+    for path, part in module.named_modules():
+        for name, child in part._modules.items():
+            if issubclass(type(child), CompiledModule):
+                return f"{type(module).__name__}.{path + '.' if path else ''}{name}"
+    return ""
 
 
 _ITEM_METHODS = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -239,12 +240,49 @@ def has_global_backward_hooks() -> bool:
     return bool(nn_module._global_backward_hooks) or bool(nn_module._global_backward_pre_hooks)
 
 
+def freeze_for_backends() -> None:
+    """Let Dynamo make parameters attributes of graphs, for Inductor to fold, where the backend has ``freezes`` set.
+
+    Inductor's own option is that of all backends, and in torch 2.11 of all threads. Tried on 2.11 and 2.13.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables import builder
+
+    if getattr(builder.is_parameter_freezing, "asks_backends", False):
+        return
+    asked_before = builder.is_parameter_freezing
+
+    def is_parameter_freezing() -> bool:
+        if asked_before():
+            return True
+        return not torch.is_grad_enabled() and _freezes(InstructionTranslator.current_tx().output.compiler_fn)
+
+    is_parameter_freezing.asks_backends = True  # type: ignore[attr-defined]
+    builder.is_parameter_freezing = is_parameter_freezing
+
+
+def _freezes(backend: Any) -> bool:
+    """Whether a backend, or what it wraps, has ``freezes`` set."""
+    wrapped = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn", "func")
+    while backend is not None and not hasattr(backend, "freezes"):
+        backend = next((getattr(backend, name) for name in wrapped if hasattr(backend, name)), None)
+    return bool(backend is not None and backend.freezes)
+
+
+def known_obstacles() -> Counter[str]:
+    """How often Dynamo has met what it cannot capture, by reason. Tried on 2.11 and 2.13."""
+    from torch._dynamo.utils import counters
+
+    return Counter[str](counters["graph_break"]) + Counter[str](counters["unimplemented"])
+
+
 __all__ = [
     "VALUE_NEEDED",
     "FakeTensor",
     "FakeTensorMode",
     "call_without_grad",
     "count_hooks",
+    "freeze_for_backends",
     "graph_being_traced",
     "has_backward_hooks",
     "has_global_backward_hooks",
@@ -252,6 +290,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_real",
     "is_same_view",
+    "known_obstacles",
     "layout_check",
     "mean_what",
     "next_sequence_number",

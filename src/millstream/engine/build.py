@@ -21,7 +21,7 @@ from millstream.engine.streams import StreamsEngine
 from millstream.engine.team import find_library
 from millstream.engine.threads import ThreadsEngine
 from millstream.errors import ArgumentError
-from millstream.graph import Candidate, KernelGraph, KernelKind, Plan, Wait
+from millstream.graph import Candidate, KernelKind, Plan, Wait
 from millstream.lower import Lowered
 from millstream.schedule import peak_bytes, plan_graph, plan_serial
 
@@ -150,7 +150,7 @@ def build(
         warn(reason)
 
     on_cpu = lowered.program.devices == {"cpu"}
-    if does_nothing(lowered.program.graph):
+    if lowered.program.does_nothing:  # every engine does that alike
         return Executable(SerialEngine(lowered, plan), notes)
     if engine == "threads" and not on_cpu:
         refuse(f"{lowered.program.graph.name} runs on the serial engine: it has kernels elsewhere than on the CPU.")
@@ -214,11 +214,6 @@ def with_environment(scheduling: Scheduling) -> Scheduling:
     except ValueError as error:
         possible = f"give 1 to {MOST_STREAMS}, or 'auto'"
         raise ArgumentError(f"MILLSTREAM_NSTREAMS={number!r} is no number of streams; {possible}.") from error
-
-
-def does_nothing(graph: KernelGraph) -> bool:
-    """Whether no kernel writes anything, as for views and for batches without rows: then every engine is the same."""
-    return not any(graph.buffer_of[name].num_bytes for kernel in graph.kernels for name in kernel.writes)
 
 
 def why_not_graph(lowered: Lowered) -> str:

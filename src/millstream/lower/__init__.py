@@ -6,7 +6,7 @@ from millstream.lower.probe import ask_early
 from millstream.lower.program import Call, Layout, Program, Value, View
 
 if TYPE_CHECKING:
-    from millstream.lower.compile import Lowered, Phase, check_options, compile_graph, frozen_parameters
+    from millstream.lower.compile import Lowered, Phase, check_options, compile_graph
 
 __all__ = [
     "Call",
@@ -19,7 +19,6 @@ __all__ = [
     "ask_early",
     "check_options",
     "compile_graph",
-    "frozen_parameters",
 ]
 
 

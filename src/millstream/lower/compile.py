@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import torch
 import torch._inductor
+from torch._dynamo.convert_frame import compile_lock
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -70,8 +71,8 @@ class Lowered:
 
 #: Turns a lowered program into what PyTorch calls with the list of inputs.
 Finish = Callable[[Lowered], Callable[[list[Any]], Sequence[Any]]]
-#: Told why a graph runs on plain Inductor instead.
-Refuse = Callable[[Exception], None]
+#: Told why a graph could not be lowered, and how it runs instead.
+Refuse = Callable[[Exception, str], None]
 
 
 def check_options(options: dict[str, Any]) -> None:
@@ -97,6 +98,7 @@ def compile_graph(
     name: str = "model",
     options: dict[str, Any] | None = None,
     step_state: frozenset[int] | None = None,
+    freeze: bool = False,
 ) -> Callable[..., Any]:
     """Compile a graph, for inference or for forward and backward as autograd demands, into programs.
 
@@ -104,10 +106,12 @@ def compile_graph(
         gm: Graph of torch or aten operators, as Dynamo or make_fx give it. Owned from now on.
         inputs: Example inputs, real or fake, in the order of its placeholders.
         finish: Called once a program, possibly later (the backward pass is lowered when first needed).
-        refuse: Called with the reason when a program cannot be had; returning means: go on with plain Inductor.
+        refuse: Called with the reason when a program cannot be had; returning means: go on with plain Inductor, and
+            called again where that fails too, with plain Python.
         name: Name of the graph, for people.
         options: Further Inductor options, such as autotuning.
         step_state: For a whole training step: positions of the inputs whose memory stays the same between calls.
+        freeze: Without gradients, fold the parameters that are attributes of the graph.
 
     Returns:
         A callable on the flat inputs that returns the flat outputs.
@@ -119,6 +123,8 @@ def compile_graph(
     def inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.STEP if step_state is not None else _phase(kwargs)
         static = frozenset(kwargs.get("static_input_idxs") or ()) if step_state is None else step_state
+        if step_state is None and not any(node.op.startswith("call") for node in graph.graph.nodes):
+            return _boxed(lambda inputs: graph.forward(*inputs))
         errors = []
         for attempt in ({}, CAUTIOUS):
             # Inductor's passes rewrite the graph they are given; another attempt needs it as it was.
@@ -133,30 +139,26 @@ def compile_graph(
                 _forget_attempt()
                 if not isinstance(errors[-1], AssertionError):
                     break
-        refuse(errors[0])
-        with inductor_config.patch({**SOUND, **options}):
-            return compile_fx_inner(graph, example_inputs, **kwargs)
+        refuse(errors[0], "on plain torch.compile")
+        fresh = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
+        try:
+            with inductor_config.patch({**SOUND, **options}):
+                return compile_fx_inner(fresh, example_inputs, **kwargs)
+        except Exception as error:  # noqa: BLE001  as above: plain Python is always possible
+            _forget_attempt()
+            refuse(getattr(error, "inner_exception", error), "as plain Python")
+            return _boxed(lambda inputs: graph.forward(*inputs))
 
     with (
+        compile_lock,  # in torch 2.11 options are those of all threads
         torch.no_grad() if step_state is not None else contextlib.nullcontext(),
-        inductor_config.patch(options),
+        inductor_config.patch({"freezing": step_state is None and (freeze or inductor_config.freezing), **options}),
         shuffles_match_nothing(),
         # A cached AOT artefact would skip the lowering, which is all we are here for.
         functorch_config.patch(enable_autograd_cache=False),
     ):
         table = {**decompositions(), **random_decompositions()}
         return compile_fx(gm, list(inputs), inner, decompositions=table)  # type: ignore[no-any-return, arg-type]
-
-
-@contextlib.contextmanager
-def frozen_parameters() -> Iterator[None]:
-    """Let whatever is compiled inside fold its parameters into the graph. Dynamo asks for it as well as Inductor."""
-    before = inductor_config.freezing
-    inductor_config.freezing = True  # config.patch costs ten times as much, and this runs in every call
-    try:
-        yield
-    finally:
-        inductor_config.freezing = before
 
 
 def _lower(

@@ -224,6 +224,10 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
         self.writeline(DeviceCopyLine(str(src), str(dst), bool(non_blocking)))
 
     def _generate(self, is_inference: bool) -> tuple[common.FileBackedGraphModule, None]:
+        if self.is_subgraph:
+            raise LoweringError(
+                "Control flow inside a graph (cond, while_loop) has no kernel graph.", construct="subgraph"
+            )
         self.run_wrapper_ir_passes(is_inference)
         converter = Converter(
             lines=self.lines,
@@ -235,10 +239,6 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
         )
         converter.generated = import_kernels(converter.prologue, self.lines, self.cpp_kernels)
         gm = converter.generate()
-        if self.is_subgraph:
-            raise LoweringError(
-                "Control flow inside a graph (cond, while_loop) has no kernel graph.", construct="subgraph"
-            )
         self.collected.append(gm)
         return common.FileBackedGraphModule(gm, gm.forward), None
 

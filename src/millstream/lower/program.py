@@ -16,6 +16,9 @@ import torch
 from millstream.graph import KernelGraph
 from millstream.lower.operators import float32_precision
 
+EMPTY: Callable[..., Any] = torch.ops.aten.empty_strided.default
+"""What takes memory and writes nothing into it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -115,6 +118,16 @@ class Program:
         if isinstance(tree, dict):
             return {key: self._shapes(item) for key, item in tree.items()}
         return [self._shapes(item) for item in tree] if isinstance(tree, (list, tuple)) else tree
+
+    @property
+    def does_nothing(self) -> bool:
+        """Whether no kernel writes anything, as for views and for batches without rows."""
+        return not any(
+            self.graph.buffer_of[name].num_bytes
+            for kernel, call in zip(self.graph.kernels, self.calls, strict=True)
+            if call.target is not EMPTY
+            for name in kernel.writes
+        )
 
     @property
     def devices(self) -> frozenset[str]:

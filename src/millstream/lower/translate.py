@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, deri
 from millstream.lower.convolution import arguments_of, convolve_relu, find_epilogue, find_join, find_writer
 from millstream.lower.fx_wrapper import GeneratedKernel
 from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
-from millstream.lower.program import Call, Layout, Program, Value, View
+from millstream.lower.program import EMPTY, Call, Layout, Program, Value, View
 from millstream.lower.tensors import ALIGNMENT_BYTES, realign
 
 
@@ -82,8 +83,7 @@ class _Translator:
                 result = result if isinstance(result, (list, tuple)) else [result]
                 outputs = tuple(self._values(item) for item in result)
             elif node.target is torch.empty_strided:
-                add = self._add_allocation if node.meta["val"].numel() else self._add_empty
-                add(node, *node.args[:2])
+                self._add_allocation(node, *node.args[:2])
             elif node.target is torch.as_strided:
                 self._add_view(node)
             elif node.target is operator.getitem:
@@ -126,23 +126,29 @@ class _Translator:
         self.layouts[node.name] = Layout(size, stride, value.dtype, numbered(value.device))
         self._add_storage(node.name, value)
 
-    def _add_empty(self, node: torch.fx.Node, size: Any, stride: Any) -> None:
-        """Let a kernel of its own make a tensor without elements: TorchInductor has no other that writes it."""
-        value, empty = node.meta["val"], torch.ops.aten.empty_strided.default
-        self._add_storage(node.name, value)
-        self.kernels.append(
-            Kernel(
-                id=len(self.kernels),
-                name=str(empty),
-                kind=KernelKind.LIBRARY,
-                device=self.device[node.name],
-                reads=(),
-                writes=(node.name,),
-                allocates=(node.name,),
+    def _leave_empty(self, names: Iterable[str]) -> None:
+        """Let kernels of their own take the memory of allocations that nothing has written yet, and somebody reads.
+
+        So it is where there are no elements, and where the user's own ``torch.empty`` was not filled, or not wholly.
+        """
+        for name in names:
+            if name not in self.layouts or name in self.filled:
+                continue
+            layout = self.layouts.pop(name)
+            self.filled.add(name)
+            self.kernels.append(
+                Kernel(
+                    id=len(self.kernels),
+                    name=str(EMPTY),
+                    kind=KernelKind.LIBRARY,
+                    device=self.device[name],
+                    reads=(),
+                    writes=(name,),
+                    allocates=(name,),
+                )
             )
-        )
-        options = {"dtype": value.dtype, "device": numbered(value.device)}
-        self.calls.append(Call(empty, (tuple(size), tuple(stride)), options, results=((None, node.name),)))
+            options = {"dtype": layout.dtype, "device": layout.device}
+            self.calls.append(Call(EMPTY, (layout.size, layout.stride), options, results=((None, name),)))
 
     def _add_view(self, node: torch.fx.Node) -> None:
         base, size, stride, offset = node.args
@@ -201,6 +207,8 @@ class _Translator:
         if writer is not None and join is None:
             self._add_allocation(node, *layout_of(node.meta["val"]))
         reads, writes = self._accesses(node)
+        self._leave_empty(reads)
+        self.filled.update(writes)
         parts: tuple[str, ...] = ()
         if writer is not None:
             if join is not None:
@@ -319,7 +327,6 @@ class _Translator:
         # A kernel that is the first to touch an allocation reads there only what it has written itself: parts, then the
         # whole.
         kept = tuple(name for name in reads if name not in writes or name in self.filled or name not in self.layouts)
-        self.filled.update(writes)
         return kept, tuple(writes)
 
     def _device_of(self, node: torch.fx.Node, names: tuple[str, ...]) -> str:
@@ -364,6 +371,7 @@ class _Translator:
 
     def _finish(self, outputs: tuple[Any, ...]) -> Program:
         returned = tuple(self._base_name(leaf.name) for leaf in outputs if isinstance(leaf, Value))
+        self._leave_empty(returned)
         owners = {self._owner(name) for name in returned}
         buffers = tuple(
             Buffer(name, size, self.device[name], self._role(name, owners), self.alias.get(name))
