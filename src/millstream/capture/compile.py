@@ -214,13 +214,13 @@ class Compiled:
         """Tell the user what Dynamo left to Python while it captured."""
         self._reported = len(self.compiler.graphs)
         for reason in dynamo_utils.graph_break_reasons[breaks:]:
-            where = ""
+            where, first = "", str(reason.reason).strip().splitlines()[0]
             if reason.user_stack:
                 frame = reason.user_stack[-1]
-                where = f" at {frame.filename}:{frame.lineno} in {frame.name}"
-            first = str(reason.reason).strip().splitlines()[0]
-            if where and frame.filename == __file__:
-                where, first = "", "a part is compiled already"
+                if frame.filename == __file__:
+                    first = "a part is compiled already"
+                else:
+                    where = f" at {frame.filename}:{frame.lineno} in {frame.name}"
             first = "Dynamo cannot trace what is called there" if first == "step_unsupported" else first
             self.compiler.warn(f"the graph is cut{where} ({first}); the parts run one after another.")
 
