@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
+from torch.utils.flop_counter import FlopCounterMode
 
 from millstream.capture import Step
 from millstream.errors import CaptureError, FallbackWarning
@@ -688,3 +689,141 @@ def test_the_users_exception_has_no_history_of_ours():
     with pytest.raises(KeyError) as caught:
         Step(step, build=interpret)(torch.ones(1, 2))
     assert caught.value.__context__ is None
+
+
+def draws():
+    mine, generator = random.Random(0), np.random.default_rng(0)
+    legacy = np.random.RandomState(0)
+    of_python, of_numpy = random.random, np.random.rand  # as ``from random import random`` gives it
+    return {
+        "an object of Python's": (lambda: mine.random(), mine.getstate),
+        "a method in Python": (lambda: mine.gauss(0, 1), mine.getstate),
+        "NumPy's generator": (lambda: generator.random(), lambda: generator.bit_generator.state),
+        "an older one of NumPy's": (lambda: legacy.rand(), lambda: legacy.get_state()[2]),
+        "Python's by a name": (lambda: of_python(), random.getstate),
+        "NumPy's by a name": (lambda: of_numpy(), lambda: np.random.get_state()[2]),
+    }
+
+
+@pytest.mark.parametrize("kind", draws())
+def test_numbers_of_random_generators_are_refused_also_beside_other_threads(kind):
+    draw, state = draws()[kind]
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    before = state()
+    try:
+        with pytest.raises(CaptureError, match="a random generator"):
+            Step(lambda x: x * draw(), build=interpret, strict=True)(torch.ones(2))
+        assert state() == before
+        with pytest.warns(FallbackWarning, match="a random generator"):
+            ours = Step(lambda x: x * draw(), build=interpret)
+            assert len({ours(torch.ones(1)).item() for _ in range(4)}) == 4
+    finally:
+        done.set()
+        other.join()
+
+
+def test_a_generator_that_is_met_and_not_drawn_from():
+    mine = random.Random(0)
+    assert Step(lambda x: x * mine.VERSION, build=interpret, strict=True)(torch.ones(1)).item() == 3
+
+
+@pytest.mark.parametrize(
+    "change", [lambda: torch.random.fork_rng(), lambda: torch.set_rng_state(torch.get_rng_state())]
+)
+def test_states_of_random_numbers_are_not_set(change):
+    def step(x):
+        with change() or contextlib.nullcontext():
+            return F.dropout(x)
+
+    with pytest.raises(CaptureError, match="sets a state of random numbers"):
+        Step(step, build=interpret, strict=True)(torch.ones(2))
+
+
+@pytest.mark.parametrize("make", [torch.optim.SparseAdam, partial(torch.optim.SGD, lr=0.1)])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients(kind, make):
+    model = kind(7, 3, sparse=True)
+    opt = make(model.parameters())
+
+    def step(x):
+        loss = model(x).pow(2).sum()
+        loss.backward()
+        opt.step()
+        return loss
+
+    with pytest.raises(CaptureError, match="sparse"):
+        Step(step, build=interpret, strict=True)(torch.tensor([[1, 2]]))
+
+
+def step_of_two(first, second, parameters):
+    opt = torch.optim.SGD(parameters, 0.1)
+
+    def step(x):
+        loss = second(first(x).tanh()).pow(2).mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def test_parameters_in_one_memory_that_are_both_written():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight.data = first.weight.data
+    step = step_of_two(first, second, [*first.parameters(), *second.parameters()])
+    ours = Step(step, build=interpret, strict=True)
+    ours(torch.ones(1, 4))
+    with pytest.raises(CaptureError, match=r"first\.weight and second\.weight share memory"):
+        ours(torch.ones(1, 4))
+
+
+def test_parameters_that_are_parts_of_one_memory():
+    flat = torch.randn(40)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    at = 0
+    for parameter in (*first.parameters(), *second.parameters()):
+        parameter.data = flat[at : at + parameter.numel()].view_as(parameter)
+        at += parameter.numel()
+    ours = Step(step_of_two(first, second, [*first.parameters(), *second.parameters()]), build=interpret, strict=True)
+    losses = [ours(torch.ones(1, 4)).item() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+
+
+class Passing(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        (Passing, "Passing"),
+        (partial(FlopCounterMode, display=False), "_FlopCounterMode"),
+        (partial(torch.autograd.graph.saved_tensors_hooks, lambda x: x, lambda x: x), "saved_tensors_hooks"),
+    ],
+)
+def test_modes_that_see_each_operator(mode, name):
+    model = nn.Linear(4, 4)
+    ours = Step(lambda x: model(x).sum(), build=interpret)
+    ours(torch.ones(1, 4))
+    (graph,) = ours.graphs
+    runs = graph.num_runs
+    with pytest.warns(FallbackWarning, match=f"called within {name}"), mode() as entered:
+        ours(torch.ones(1, 4))
+    assert graph.num_runs == runs
+    if name == "_FlopCounterMode":
+        assert entered.get_total_flops() == 32
+    ours(torch.ones(1, 4))
+    assert graph.num_runs == runs + 1
+
+
+def test_default_devices_have_graphs_of_their_own():
+    ours = Step(lambda x: x + torch.ones(2), build=interpret, strict=True)
+    ours(torch.zeros(2))
+    with torch.device("cpu"):
+        ours(torch.zeros(2))
+        ours(torch.zeros(2))
+    assert [graph.num_runs for graph in ours.graphs] == [1, 2]

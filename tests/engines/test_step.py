@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import millstream as ms
 from millstream.api import executables
+from millstream.errors import CaptureError
 from tests import networks
 
 OPTIMIZERS = {
@@ -168,3 +169,8 @@ def test_a_view_of_what_the_compiler_lays_out_otherwise():
     with torch.no_grad():
         weight.copy_(before)
     assert losses == pytest.approx([step(x).item() for _ in range(3)], rel=1e-5)
+
+
+def test_a_step_that_computes_nothing():
+    with pytest.raises(CaptureError, match="computes nothing with tensors"):
+        ms.step(lambda x: x, strict=True)(torch.ones(1))

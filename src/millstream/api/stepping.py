@@ -116,6 +116,8 @@ class StepProgram:
             self.executables.append(executable)
             return self._watch
 
+        if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):
+            raise CaptureError("The step computes nothing with tensors.", remedy="Run it without ms.step.")
         gm = split_gradients(gm)
         self._run = compile_graph(gm, inputs, finish, _refuse, name=name, options=options, step_state=static)
 

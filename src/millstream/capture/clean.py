@@ -83,17 +83,37 @@ def _powers_less_one(graph: fx.Graph, steps: Sequence[fx.Node], log: float, *, i
 
 def written_storages(gm: fx.GraphModule) -> set[int]:
     """Storages (of the fake values in ``node.meta``) that the graph's operators write."""
-    written: set[int] = set()
+    return {storage_id(tensor) for argument in _written_arguments(gm) for tensor in _values(argument)}
+
+
+def written_inputs(gm: fx.GraphModule) -> set[fx.Node]:
+    """Placeholders that the graph's operators write by these names, or by views of them."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            roots[node] = node
+        elif isinstance(value := node.meta.get("val"), Tensor):
+            known = (arg for arg in node.all_input_nodes if arg in roots)
+            seen = next((arg for arg in known if storage_id(arg.meta["val"]) == storage_id(value)), None)
+            if seen is not None:
+                roots[node] = roots[seen]
+    found: set[fx.Node] = set()
+    for argument in _written_arguments(gm):
+        nodes = argument if isinstance(argument, (list, tuple)) else [argument]
+        found.update(roots[node] for node in nodes if node in roots)
+    return found
+
+
+def _written_arguments(gm: fx.GraphModule) -> Iterator[Any]:
+    """Each argument that an operator writes: a node, a list of nodes, or nothing."""
     for node in gm.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
             continue
         for position, argument in enumerate(schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
-            written.update(storage_id(tensor) for tensor in _values(value))
-    return written
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
+                yield value
 
 
 def let_views_copy(gm: fx.GraphModule, written: set[int]) -> None:

@@ -21,6 +21,7 @@ import functools
 import inspect
 import io
 import queue
+import random
 import sys
 import types
 from collections import ChainMap, Counter, UserDict, UserList, deque
@@ -85,6 +86,7 @@ class Found:
         functions: Functions that were looked into, by id.
         links: The steps on the way.
         sources: Names of iterators and queues that the code may ask.
+        generators: Random generators of Python and NumPy, also those whose methods were met.
         references: On how many ways a tensor, by id, was met, modules' parameters and buffers and optimizers apart.
     """
 
@@ -95,6 +97,7 @@ class Found:
     objects: list[tuple[str, MutableMapping[str, Any]]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    generators: list[tuple[str, Any]] = field(default_factory=list)
     references: Counter[int] = field(default_factory=Counter)
     watched: list[tuple[str, Any]] = field(default_factory=list)
     cached: list[types.FunctionType] = field(default_factory=list)
@@ -186,6 +189,8 @@ class _Search:
         """Look at ``value``, once."""
         if isinstance(value, Tensor):
             self.found.references[id(value)] += 1
+        if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, GENERATORS):
+            value = value.__self__  # as in ``from random import random``
         if isinstance(value, (*SCALARS, types.BuiltinFunctionType, Generator)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -203,6 +208,8 @@ class _Search:
                 self._visit_tensor(name, parameter)
             for hook in torch_private.hooks_of_optimizer(value):
                 self.visit(f"{name}.hook", hook)
+        elif isinstance(value, GENERATORS):
+            self.found.generators.append((name, value))
         elif isinstance(value, GradScaler):
             if value.is_enabled():
                 self.found.scalers.append((name, value))
@@ -211,7 +218,8 @@ class _Search:
         elif isinstance(value, types.FunctionType):
             self._visit_function(name, value)
         elif isinstance(value, types.MethodType):
-            self.visit(name.rpartition(".")[0] or "self", value.__self__)
+            owner = name if isinstance(value.__self__, GENERATORS) else name.rpartition(".")[0] or "self"
+            self.visit(owner, value.__self__)
             self.visit(name, value.__func__)
         elif isinstance(value, functools.partial):
             self.visit(name, value.func)
@@ -365,6 +373,9 @@ class _Search:
                 else:
                     self._unread.append((f"{prefix}.{attribute}", vars(module), attribute))
 
+
+GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+"""Kinds of random generators whose numbers a graph would not draw again."""
 
 _TELLING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__"})
 """Names of what takes the names of attributes as strings."""

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS
+from torch.optim import LBFGS, SparseAdam
 
 from millstream.capture.discover import Found
-from millstream.capture.torch_private import has_backward_hooks, has_global_backward_hooks, has_tensor_hooks
+from millstream.capture.torch_private import (
+    has_backward_hooks,
+    has_global_backward_hooks,
+    has_tensor_hooks,
+    modes_of_caller,
+)
 from millstream.errors import CaptureError
 
 
@@ -25,6 +31,11 @@ def check_supported(found: Found) -> None:
                 f"{name} is LBFGS, which evaluates its closure as often as the values demand.",
                 remedy="Run this step without ms.step.",
             )
+        if isinstance(optimizer, SparseAdam):
+            raise CaptureError(
+                f"{name} is SparseAdam, whose gradients are sparse.",
+                remedy="Use Adam, and embeddings that are not sparse.",
+            )
     if found.modules and has_global_backward_hooks():
         raise CaptureError(
             "All modules have a backward hook, which would not run in a graph.", remedy="Remove the hook."
@@ -36,6 +47,19 @@ def check_supported(found: Found) -> None:
             raise CaptureError(
                 f"{name} has a hook on its gradient, which would not run in a graph.",
                 remedy="Remove the hook and change the gradient in the step, after backward.",
+            )
+
+
+def check_modes() -> None:
+    """Refuse modes of the caller's that see or change each operator: a graph has them no more.
+
+    Raises:
+        CaptureError: There is one.
+    """
+    for mode in modes_of_caller():
+        if not isinstance(mode, torch.device):
+            raise CaptureError(
+                f"It is called within {mode}, which is to see each operator.", remedy="Call it outside of that."
             )
 
 
@@ -54,10 +78,12 @@ def check_sources(found: Found) -> None:
 def _check_module(name: str, root: nn.Module) -> None:
     if isinstance(root, nn.parallel.DistributedDataParallel):
         raise CaptureError(f"{name} is DistributedDataParallel.", remedy="Use the plain module.")
-    for path, module in root.named_modules():
+    for path, module in root.named_modules(prefix=name):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise CaptureError(f"{path} gives sparse gradients.", remedy="Make it with sparse=False.")
         if has_backward_hooks(module):
             raise CaptureError(
-                f"{name}.{path} has a backward hook, which would not run in a graph.", remedy="Remove the hook."
+                f"{path} has a backward hook, which would not run in a graph.", remedy="Remove the hook."
             )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -156,3 +157,27 @@ def become_fake(
     finally:
         for tensor, fake in reversed(swapped):
             torch_private.swap_contents(tensor, fake)
+
+
+def check_apart(written: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse state that lies in the same memory and is written by both names, as after ``a.data = b.data``.
+
+    Raises:
+        CaptureError: Two of ``written``, names and tensors, do.
+    """
+    ranges = sorted(
+        ((tensor.device.type, tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)), name)
+        for name, tensor in written
+        if tensor.numel()
+    )
+    for ((device, _, end), name), ((other_device, start, _), other) in pairwise(ranges):
+        if device == other_device and start < end:
+            raise CaptureError(
+                f"{name} and {other} share memory, and the step writes both.",
+                remedy="Make them one parameter: a.weight = b.weight.",
+            )
+
+
+def _extent(tensor: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.element_size()

@@ -30,7 +30,7 @@ from millstream.capture.assemble import Call, Workshop
 from millstream.capture.discover import Found, discover
 from millstream.capture.optimizers import CountsOnDevice, move_counts_to_host, number_places
 from millstream.capture.randomness import RandomState
-from millstream.capture.refuse import check_supported
+from millstream.capture.refuse import check_modes, check_supported
 from millstream.capture.signature import meta_of, put_together, take_apart
 from millstream.capture.step_graph import Build, StepGraph
 from millstream.capture.trace import FoundLate, NumbersChanged, ServesOnce, StateMissing, trace_step
@@ -158,6 +158,7 @@ class Step:
         try:
             found = discover(self._roots(call))
             check_supported(found)
+            check_modes()
             if not self._is_unready(found):
                 self._look_back(call, found)
                 return self._capture(call, found)
@@ -370,7 +371,9 @@ def _detached(result: Any) -> Any:
 
 def _ambient() -> tuple[Any, ...]:
     """Global modes under which a step runs and which its graph depends on."""
+    modes = torch_private.modes_of_caller()
     if torch_private.is_any_autocast_enabled():
         dtypes = (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
-        return (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), *dtypes)
-    return (torch.is_grad_enabled(), torch.get_default_dtype())
+        on = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        return (torch.is_grad_enabled(), *on, *dtypes, *modes)
+    return (torch.is_grad_enabled(), torch.get_default_dtype(), *modes)

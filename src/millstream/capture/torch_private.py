@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -193,6 +194,21 @@ def is_any_autocast_enabled() -> bool:
     return bool(torch._C._is_any_autocast_enabled())
 
 
+def modes_of_caller() -> tuple[Any, ...]:
+    """What of this thread sees or changes each operator: devices as such, the rest as names; asked in every call.
+
+    Tried on 2.11 and 2.13.
+    """
+    functions, dispatches = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if not (functions or dispatches or saving):
+        return ()
+    modes: list[Any] = [torch._C._get_function_stack_at(i) for i in range(functions)]
+    modes += [torch._C._get_dispatch_stack_at(i) for i in range(dispatches)]
+    names = [mode.device if isinstance(mode, DeviceContext) else type(mode).__name__ for mode in modes]
+    return (*names, *(["saved_tensors_hooks"] if saving else []))
+
+
 def count_hooks() -> int:
     """Number of hooks registered so far in this process, on tensors, modules and optimizers. Tried on 2.11 and 2.13."""
     return RemovableHandle.next_id
@@ -293,6 +309,7 @@ __all__ = [
     "known_obstacles",
     "layout_check",
     "mean_what",
+    "modes_of_caller",
     "next_sequence_number",
     "no_compiled_modules",
     "patched",

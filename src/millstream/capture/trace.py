@@ -42,6 +42,7 @@ from millstream.capture.clean import (
     let_views_copy,
     move_constants,
     subtract_powers_exactly,
+    written_inputs,
     written_storages,
 )
 from millstream.capture.discover import MISSING, discover
@@ -69,7 +70,7 @@ from millstream.capture.running import CodeWatch, Ran, stand_in
 from millstream.capture.scalars import GraphScalar, Questions, math_takes_scalars
 from millstream.capture.scaler import is_idle, steps_are_masked
 from millstream.capture.signature import LEAF, Container, Reference, Structure, put_together, take_apart, walk
-from millstream.capture.state import Lifted, become_fake, lift
+from millstream.capture.state import Lifted, become_fake, check_apart, lift
 from millstream.errors import CaptureError
 
 _TRACING = threading.RLock()
@@ -155,7 +156,7 @@ class _Tracer:
         request = self.request
         state = [entry.tensor for entry in request.state]
         before = [gradient.before for gradient in request.gradients if gradient.before is not None]
-        random_state = RandomState()
+        random_state = self.random_state = RandomState(request.found)
         torch.clear_autocast_cache()  # it holds on to parameters
         try:
             with (
@@ -265,6 +266,7 @@ class _Tracer:
             request.roots += late
             request.found = found
             self.snapshot.add(found)
+            self.random_state.add(found)
         self._check_sources()
 
     def _check_sources(self) -> None:
@@ -553,6 +555,9 @@ class _Tracer:
         replaced = [placeholders[index] for index in self.replaced]
         transfers = hoist_transfers(gm, [*placeholders[starts[3] :], *replaced])
         written = written_storages(gm)
+        targets = written_inputs(gm)
+        state = zip(self.request.state, placeholders, strict=False)
+        check_apart([(entry.name, entry.tensor) for entry, node in state if node in targets])
         let_views_copy(gm, written)
         is_written = [torch_private.storage_id(node.meta["val"]) in written for node in placeholders]
         for index in self.request.mirrored:
