@@ -169,6 +169,14 @@ def test_memory_that_is_read_before_all_of_it_is_written(function, shape, engine
         networks.assert_close(compiled(x), function(x))
 
 
+def test_a_view_that_is_copied_as_complex_numbers():
+    def transform(x):
+        return torch.fft.fftn((x @ x.t() @ x).view(2, 16, 64), dim=(1, 2)).real
+
+    x = torch.rand(32, 64)
+    torch.testing.assert_close(ms.compile(transform, strict=True)(x), transform(x))
+
+
 def test_memory_that_nobody_writes():
     compiled = ms.compile(lambda x: (torch.empty(3), x * 2), strict=True)
     (first, twice), (second, _) = compiled(torch.ones(2)), compiled(torch.ones(2))

@@ -116,11 +116,8 @@ class GeneratedKernel:
 class DeviceCopyLine(WrapperLine):
     """``destination.copy_(source)`` as a wrapper line; upstream writes it as text, which has no FX form."""
 
-    def __init__(self, source: str, destination: str, non_blocking: bool) -> None:
+    def __init__(self, source: ir.IRNode, destination: ir.IRNode, non_blocking: bool) -> None:
         self.source, self.destination, self.non_blocking = source, destination, non_blocking
-
-    def codegen(self, code: Any) -> None:
-        code.writeline(f"{self.destination}.copy_({self.source}, {self.non_blocking})")
 
     def codegen_fx(self, converter: Any) -> Callable[[WrapperLine], None]:
         return converter._generate_device_copy  # type: ignore[no-any-return]
@@ -181,7 +178,7 @@ class Converter(wrapper_fxir.FxConverter):
             super()._generate_unbacked_symbol_defs(line)
 
     def _generate_device_copy(self, line: Any) -> None:
-        source, destination = self._lookup_args((line.source, line.destination))
+        source, destination = self._generate_buffer(line.source), self._generate_buffer(line.destination)
         self.gm.graph.call_function(torch.ops.aten.copy_.default, (destination, source, line.non_blocking))
 
     def _tag_origins(self, kernel: Any, last: torch.fx.Node | None) -> None:
@@ -220,8 +217,14 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
             self.cpp_kernels.add(kernel_name, for_threads(kernel_body))
         super().define_kernel(kernel_name, kernel_body, *args, gpu=gpu, **kwargs)
 
-    def codegen_device_copy(self, src: Any, dst: Any, non_blocking: Any) -> None:
-        self.writeline(DeviceCopyLine(str(src), str(dst), bool(non_blocking)))
+    def codegen_device_copy(self, src: Any, dst: Any, non_blocking: Any) -> None:  # noqa: ARG002
+        """Note a copy by the operands of ``DeviceCopy`` or ``InplaceCopyFallback``; of views, the arguments are text.
+
+        Tried on 2.11 and 2.13.
+        """
+        operation: Any = V.graph.scheduler.current_node.node  # pyrefly: ignore[missing-attribute]
+        target = operation.inputs[0] if len(operation.inputs) > 1 else getattr(operation, "output_view", None)
+        self.writeline(DeviceCopyLine(operation.inputs[-1], target or operation, bool(non_blocking)))
 
     def _generate(self, is_inference: bool) -> tuple[common.FileBackedGraphModule, None]:
         if self.is_subgraph:
