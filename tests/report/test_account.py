@@ -95,8 +95,8 @@ def test_data_of_another_graph_is_refused():
         Account(TOWERS, Timeline((Span("x", 0, 0, 1, 4),), 1, 1))
 
 
-def weights_graph():
-    """Two weights, of which one is cast and laid out anew, and the other changed by who reads it."""
+def weights_graph(user=KernelKind.FUSED):
+    """Two weights, of which one is cast and laid out anew for ``user``, and the other changed by who reads it."""
     buffers = [
         *(Buffer(name, 64, "cuda:0", Role.STATE) for name in ("w", "v")),
         Buffer("x", 64, "cuda:0", Role.INPUT),
@@ -110,8 +110,10 @@ def weights_graph():
         ((), ("noise",)),
         (("x", "laid"), ("y",)),
     ]
+    kinds = [KernelKind.FUSED] * 4 + [user]
     kernels = tuple(
-        Kernel(i, f"k{i}", KernelKind.FUSED, "cuda:0", reads, writes) for i, (reads, writes) in enumerate(accesses)
+        Kernel(i, f"k{i}", kind, "cuda:0", *touched)
+        for i, (kind, touched) in enumerate(zip(kinds, accesses, strict=True))
     )
     return KernelGraph("weights", kernels, tuple(buffers), ("w", "v", "x"), ("y",))
 
@@ -129,3 +131,10 @@ def test_what_parameters_cost_that_are_prepared_in_every_run(used_ns, words):
     assert ("freeze=True does it once" in text) is bool(words)
     step = replace(report_of(plan_serial(graph), costs=costs), phase="step")
     assert "freeze" not in "\n".join(step.text(0)), "its parameters change"
+
+
+@pytest.mark.parametrize("user", [KernelKind.FUSED, KernelKind.CONV])
+def test_the_layout_that_convolutions_need_is_named(user):
+    plan = plan_serial(weights_graph(user))
+    text = "\n".join(report_of(plan, costs=costs_of(1000, 2000, 1500, 2000, 10_000)).text(0))
+    assert ("channels_last" in text) is (user is KernelKind.CONV)

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from millstream.cost import Costs
 from millstream.errors import ArgumentError
-from millstream.graph import KernelGraph, Role, Timeline, derive_dependencies
+from millstream.graph import KernelGraph, KernelKind, Role, Timeline, derive_dependencies
 from millstream.report.words import count, duration, percent
 from millstream.schedule import rank_kernels
 
@@ -127,6 +127,15 @@ class Account:
             return ""
         kernels = count(len(self.preparing), "kernel")
         return f"{kernels}, {percent(self.preparing_ns, self.serial_ns)} of the time of all, only prepare parameters"
+
+    @property
+    def prepares_for_convolutions(self) -> bool:
+        """Whether a convolution reads what they write."""
+        written = {buffer for kernel in self.preparing for buffer in self.graph.touched_by[kernel][1]}
+        return any(
+            kernel.kind is KernelKind.CONV and not written.isdisjoint(self.graph.touched_by[kernel.id][0])
+            for kernel in self.graph.kernels
+        )
 
     @cached_property
     def busy_ns(self) -> tuple[int, ...]:
