@@ -1,8 +1,7 @@
 """The ring of slots against a model: whoever may read a slot's bytes, reads the right ones, whatever happens when."""
 
-import contextlib
-import queue
 import sys
+import threading
 from unittest import mock
 
 import pytest
@@ -40,11 +39,7 @@ class RingModel(RuleBasedStateMachine):
         self.under_way, self.held, self.reads = [], [], []
 
     def take(self):
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (slot := self.ring._accept(self.ring._free.get_nowait())) is not None:
-                    return slot
-        return None
+        return self.ring.take(threading.Event(), wait=False)
 
     @rule(sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3), first=st.integers(0, 2))
     def send(self, sizes, first=0):

@@ -11,7 +11,7 @@
 // - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and who is awake takes the next one.
 // - `millstream_lend` describes memory in the form of DLPack. Its owner is kept until who has taken it drops it, in whatever
 //   thread that is, or until the description is dropped and nobody has.
-// - Those three and `millstream_enqueue` are called for every batch: they take Python's objects as its builtins do
+// - Those three, `millstream_finish` and `millstream_enqueue` are called for every batch: they take Python's objects as its builtins do
 //   (`METH_FASTCALL`), addresses and numbers as integers. To go through ctypes takes ten times as long.
 // - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none; so do `millstream_open_gates` and
 //   `millstream_close_gates`, which let copies within a graph happen, or not, in the launches to come. Behind an error some may.
@@ -374,11 +374,15 @@ _object* millstream_begin(_object*, _object* const* arguments, ptrdiff_t) {
   return capsule;
 }
 
-void millstream_finish(_object* capsule) {
-  auto* filling = static_cast<Filling*>(PyCapsule_GetPointer(capsule, nullptr));
+// Of what the former has returned.
+_object* millstream_finish(_object*, _object* const* arguments, ptrdiff_t) {
+  auto* filling = static_cast<Filling*>(PyCapsule_GetPointer(arguments[0], nullptr));
+  if (filling == nullptr) return nullptr;
   _ts* state = PyEval_SaveThread();
   finish_once(filling);
   PyEval_RestoreThread(state);
+  Py_IncRef(&_Py_NoneStruct);
+  return &_Py_NoneStruct;
 }
 
 // Of the address of a form, what keeps that alive, and an owner.

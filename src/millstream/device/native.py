@@ -280,8 +280,7 @@ class Filler:
         library.millstream_make_team.restype = pointer
         team = library.millstream_make_team(self.num_threads - 1)
         self._begin = functools.partial(as_builtin(library, "millstream_begin"), team)
-        self._finish = library.millstream_finish
-        self._finish.argtypes, self._finish.restype = [ctypes.py_object], None
+        self._finish = as_builtin(library, "millstream_finish")
 
     def begin(
         self,
@@ -303,12 +302,15 @@ class Filler:
             owner: Keeps the memory on both sides, until all is copied.
             past_caches: Whether the processors' caches shall keep nothing of it, where that is possible.
         """
-        return self.prepare(to, num_bytes, num_threads, past_caches=past_caches)(sources, owner)
+        return self.prepare(to, num_bytes, num_threads, past_caches=past_caches)(sources, owner) or _FILLED
 
     def prepare(
         self, to: array[int], num_bytes: array[int], num_threads: int | None, *, past_caches: bool = False
-    ) -> Callable[[array[int], object], Filling]:
-        """``begin`` for pieces of memory that are filled again and again: what it takes else is left to each time."""
+    ) -> Callable[[array[int], object], Filling | None]:
+        """``begin`` for pieces of memory that are filled again and again: what it takes else is left to each time.
+
+        It gives ``None`` where all was copied at once.
+        """
         begin = functools.partial(
             self._begin,
             len(to),
@@ -318,9 +320,9 @@ class Filler:
             past_caches,
         )
 
-        def fill(sources: array[int], owner: object) -> Filling:
+        def fill(sources: array[int], owner: object) -> Filling | None:
             capsule = begin(sources.buffer_info()[0], owner, to, num_bytes)
-            return _FILLED if capsule is None else Filling(capsule, finish)
+            return None if capsule is None else Filling(capsule, finish)
 
         finish = self._finish
         return fill

@@ -20,7 +20,6 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,9 +40,8 @@ from millstream.feed.staging import (
     PinnedSlot,
     find_addresses,
     find_likeness,
-    out_of_inference_mode,
 )
-from millstream.feed.structure import Rebuild, as_tensor, split
+from millstream.feed.structure import Rebuild, as_tensor, list_items, split
 
 _NEVER = threading.Event()
 MOST_KEPT_BYTES = 256 << 20
@@ -51,20 +49,12 @@ MOST_KEPT_BYTES = 256 << 20
 ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
 
-@dataclass(slots=True, eq=False)
 class DeviceLoad:
-    """A batch on its way."""
+    """A batch on its way. What is nearly never set, lies in the class and takes no time."""
 
-    rebuild: Rebuild
-    layout: Layout
-    sections: Sequence[Section]  # of the layout: those that are still to be staged
-    leaves: list[Any]  # on the host; emptied when they are not needed any more
-    staged: Sequence[int]  # which leaves lie in the slot
-    others: Mapping[int, Any]  # the leaves that do not
-    addresses: array[int] | None = None  # of the leaves, where their bytes can be copied as they are
     copy: tuple[Mark, Mark] | None = None
-    staged_ns: int = 0
-    waited_ns: int = 0  # for the device, before that
+    staged_ns = 0
+    waited_ns = 0  # for the device, before that
     made: tuple[Mark, Stream] | None = None  # where the source's own device work for this batch ends
     pinned: PinnedSlot | None = None
     slot: DeviceSlot | None = None
@@ -74,6 +64,22 @@ class DeviceLoad:
     whole: Sequence[Tensor] | None = None  # the same where there are no others
     hidden: Sequence[int] = ()  # others that a transform has made: they may be seen in memory that is not the user's
     held: Sequence[Tensor] = ()  # such memory, until they were copied out of it
+
+    def __init__(
+        self,
+        rebuild: Rebuild,
+        layout: Layout,
+        sections: Sequence[Section],
+        leaves: list[Any],
+        staged: Sequence[int],
+        others: Mapping[int, Any],
+        addresses: array[int] | None,
+    ) -> None:
+        self.rebuild, self.layout = rebuild, layout
+        self.sections = sections  # of the layout: those that are still to be staged
+        self.leaves = leaves  # on the host; emptied when they are not needed any more
+        self.staged, self.others = staged, others  # which leaves lie in the slot, and those that do not
+        self.addresses = addresses  # of the leaves, where their bytes can be copied as they are
 
     @property
     def num_bytes(self) -> int:
@@ -115,6 +121,7 @@ class CopyLane:
         self._layout = plan_layout(())  # of the batch described last; the worker's
         self._sections = self._whole = cut(self._layout, SECTION_BYTES)  # the same in sections, and in one
         self._likeness: Likeness | None = None  # to that batch, if all of its leaves are copied as they are
+        self._staged: Sequence[int] = ()  # of its leaves
         self.slot: int | None = None
         self._stream = context.current_stream()  # the consumer's, when he asked last
         self._copy_stream = context.copy_stream
@@ -144,10 +151,14 @@ class CopyLane:
         Raises:
             FeedError: A tensor lives on a third device, or something is of a type that is not known.
         """
-        leaves, rebuild = split(batch)
-        addresses = None if self._likeness is None else self._likeness.find(leaves)
+        likeness, flat, addresses = self._likeness, None, None
+        if likeness is not None and (flat := list_items(batch)) is not None:
+            addresses = likeness.find(flat[0])  # of tensors only: what else may be in a list, looks like none of them
+        leaves, rebuild = flat if flat is not None and addresses is not None else split(batch)
+        if likeness is not None and addresses is None:
+            addresses = likeness.find(leaves)
         if addresses is not None:  # nearly always
-            return DeviceLoad(rebuild, self._layout, self._sections, leaves, range(len(leaves)), {}, addresses)
+            return DeviceLoad(rebuild, self._layout, self._sections, leaves, self._staged, {}, addresses)
         staged: list[int] = []
         others: dict[int, Any] = {}
         for i, leaf in enumerate(leaves):
@@ -163,11 +174,12 @@ class CopyLane:
         if specs != self._layout.specs:
             self._layout = plan_layout(specs)
             self._sections, self._whole = cut(self._layout, SECTION_BYTES), cut(self._layout, sys.maxsize)
-        self._likeness = None if others else find_likeness(self._layout, host)
+        self._likeness, self._staged = None if others else find_likeness(self._layout, host), staged
         addresses = find_addresses(self._layout, host)
         sections = self._whole if addresses is None else self._sections
-        made = self._mark_own_work(others)
-        return DeviceLoad(rebuild, self._layout, sections, host, staged, others, addresses, made=made)
+        load = DeviceLoad(rebuild, self._layout, sections, host, staged, others, addresses)
+        load.made = self._mark_own_work(others)
+        return load
 
     def stage(self, load: DeviceLoad, stopped: threading.Event, *, wait: bool = True) -> bool:
         """Begin to copy the first section of the batch's host tensors into the next pinned slot.
@@ -177,11 +189,12 @@ class CopyLane:
 
         False when stopped, and also where no slot is free if none is to be waited for.
         """
-        section, *rest = load.sections
-        slot = self._pinned.begin_fill(load.layout, section, load.leaves, stopped, load.addresses, wait=wait)
-        if slot is not None:
-            load.pinned, load.sections = slot, rest
-        return slot is not None
+        sections = load.sections
+        slot = self._pinned.begin_fill(load.layout, sections[0], load.leaves, stopped, load.addresses, wait=wait)
+        if slot is None:
+            return False
+        load.pinned, load.sections = slot, sections[1:]
+        return True
 
     def _mark_own_work(self, others: dict[int, Any]) -> tuple[Mark, Stream] | None:
         # Tensors that the source made on the device itself: it enqueued the work on this thread's current stream.
@@ -192,9 +205,11 @@ class CopyLane:
 
     def send(self, load: DeviceLoad, stopped: threading.Event, *, measured: bool) -> bool:
         """Wait for a slot and move the batch there. When memory is short, it is left to the consumer to start it."""
-        load.slot = self._take_slot(load, stopped)
-        if load.slot is None:
+        # A slot that is poisoned is never free at once.
+        slot = self.ring.take(stopped, wait=False) if self._checker is None else None
+        if slot is None and (slot := self._wait_for_slot(load, stopped)) is None:
             return False
+        load.slot = slot
         if self._checker is not None:
             self._checker.verify(stopped, leave=ECHOES_LEFT)
         is_cut = bool(load.sections)
@@ -204,6 +219,7 @@ class CopyLane:
         except torch.OutOfMemoryError:
             if is_cut and not self._stage_whole(load, stopped):
                 return False
+            self.finish(load)
             assert load.pinned is not None
             load.pinned.left = True  # later batches take other slots, however many each of them takes
         load.leaves = []
@@ -217,7 +233,7 @@ class CopyLane:
 
     def finish(self, load: DeviceLoad) -> None:
         """Return when as much of the batch is staged as was begun."""
-        if load.pinned is not None:
+        if load.pinned is not None and load.pinned.filling is not None:  # what is short is over when it has begun
             load.pinned.finish()
             if not load.sections and not load.staged_ns:
                 load.staged_ns = time.perf_counter_ns() - load.waited_ns
@@ -227,9 +243,7 @@ class CopyLane:
         if self._checker is not None:
             self._checker.verify(stopped, leave=0)
 
-    def _take_slot(self, load: DeviceLoad, stopped: threading.Event) -> DeviceSlot | None:
-        if self._checker is None and (free := self.ring.take(stopped, wait=False)) is not None:
-            return free
+    def _wait_for_slot(self, load: DeviceLoad, stopped: threading.Event) -> DeviceSlot | None:
         self.finish(load)  # nothing else to do meanwhile
         began = time.perf_counter_ns()
         while (slot := self.ring.take(stopped)) is not None and self._checker is not None:
@@ -243,46 +257,45 @@ class CopyLane:
         """Move the batch, section by section, each staged while the one before it is copied; false when stopped."""
         context, copy_stream, slot = self._context, self._copy_stream, load.slot
         assert slot is not None
-        with out_of_inference_mode():
-            memories = self.ring.open(slot, load.layout, copy_stream)
-            if self._transform is None:
-                self._lend(load)  # while helpers still stage
-            checksums: dict[int, int] = {}
-            if measured:
-                load.copy = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
-            begin, end = ((mark.event,) for mark in load.copy) if load.copy else ((), ())
-            while True:
-                self.finish(load)
-                pinned, is_last = load.pinned, not load.sections
-                assert pinned is not None
-                # Helpers shall not be idle while this section is sent.
-                goes_on = not is_last and self.stage(load, stopped, wait=False)
-                if self._checker is not None:
-                    self._checker.add(checksums, pinned)
-                self._copy(load, pinned, memories, begin, end if is_last else ())
-                if is_last:
-                    break
-                begin, began = (), time.perf_counter_ns()
-                if not goes_on:
-                    if not self.stage(load, stopped):
-                        return False
-                    load.waited_ns += time.perf_counter_ns() - began
+        if torch.is_inference_mode_enabled():  # the source may be a generator that has left it on
+            with torch.inference_mode(False):
+                return self._start(load, stopped, measured=measured)
+        memories = self.ring.open(slot, load.layout, copy_stream)
+        if self._transform is None:
+            self._lend(load, slot)  # while helpers still stage
+        checksums: dict[int, int] = {}
+        begin: Sequence[Event] = ()
+        end: Sequence[Event] = ()
+        if measured:
+            load.copy = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
+            begin, end = ((mark.event,) for mark in load.copy)
+        while True:
+            pinned, is_last = load.pinned, not load.sections
+            assert pinned is not None
+            self.finish(load)
+            # Helpers shall not be idle while this section is sent.
+            goes_on = not is_last and self.stage(load, stopped, wait=False)
             if self._checker is not None:
-                with context.capture_lock:
-                    self._checker.follow(load.layout, memories, slot, checksums)
-            if self._transform is not None:
-                with context.capture_lock:
-                    self._apply(self._transform, load, memories)
+                self._checker.add(checksums, pinned)
+            self._copy(load, slot, pinned, begin, end if is_last else ())
+            if is_last:
+                break
+            begin, began = (), time.perf_counter_ns()
+            if not goes_on:
+                if not self.stage(load, stopped):
+                    return False
+                load.waited_ns += time.perf_counter_ns() - began
+        if self._checker is not None:
+            with context.capture_lock:
+                self._checker.follow(load.layout, memories, slot, checksums)
+        if self._transform is not None:
+            with context.capture_lock:
+                self._apply(self._transform, load, memories)
         load.ready = slot.ready
         return True
 
     def _copy(
-        self,
-        load: DeviceLoad,
-        pinned: PinnedSlot,
-        memories: Sequence[Tensor],
-        begin: Sequence[Event],
-        end: Sequence[Event],
+        self, load: DeviceLoad, slot: DeviceSlot, pinned: PinnedSlot, begin: Sequence[Event], end: Sequence[Event]
     ) -> None:
         """Enqueue the copies of what is staged, behind the consumer's work with the slot's last batch (WAR).
 
@@ -292,47 +305,52 @@ class CopyLane:
         enqueued before he waits can only wait for what was enqueued even before. (Nor does it happen while a batch is
         under way, since there are more pinned slots than batches.)
         """
-        context, slot = self._context, load.slot
-        assert slot is not None
-        is_whole = pinned.num_bytes == load.layout.num_bytes
-        shares_event = self._shares_event and is_whole
-        with context.capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
+        opening = pinned.opening
+        assert opening is not None
+        shares_event = self._shares_event and opening.section.num_bytes == load.layout.num_bytes
+        with self._context.capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
             try:
                 # Before the copy: an interrupt behind it would leave slots that look as if nothing were under way.
                 pinned.busy = slot.written = True
                 pinned.left = False
                 pinned.turn = next(self._pinned.turns)
-                is_measured = begin or end
-                if is_measured or not self._send_again(slot, pinned):
-                    pairs = _pair(pinned, memories)
-                    events = (pinned.copied,) if shares_event else (pinned.copied, slot.copied)
-                    send, waits = None, (slot.released,)
-                    if not is_measured:
-                        send = context.prepare_copy(pairs, self._copy_stream, waits=waits, after=events)
-                    if send is not None:
-                        slot.sends[pinned.opening] = send
-                    if send is None or send() != 0:
-                        waits = waits if slot.was_lent else ()
-                        context.copy(pairs, self._copy_stream, waits=waits, before=begin, after=(*end, *events))
+                send = slot.sends.get(opening)  # as it was prepared, if both slots are what they were then
+                if begin or end or send is None or send() != 0:
+                    self._copy_anew(slot, pinned, begin, end, shares_event=shares_event)
                 slot.was_lent = False
-                slot.other = pinned.copied if shares_event else None
+                slot.ready = pinned.copied if shares_event else slot.copied
             except BaseException:
-                slot.other = None
+                slot.ready = slot.copied
                 for event in (pinned.copied, slot.copied):  # behind whatever was enqueued
                     with suppress(RuntimeError):  # a device in an error state refuses
                         event.record(self._copy_stream)
                 raise
 
-    def _send_again(self, slot: DeviceSlot, pinned: PinnedSlot) -> bool:
-        """Enqueue the copy between two slots as it was prepared, if they are what they were then."""
-        send = slot.sends.get(pinned.opening)
-        return send is not None and send() == 0
+    def _copy_anew(
+        self,
+        slot: DeviceSlot,
+        pinned: PinnedSlot,
+        begin: Sequence[Event],
+        end: Sequence[Event],
+        *,
+        shares_event: bool,
+    ) -> None:
+        """Enqueue the copy between two slots, and prepare it for the next time, if it is not measured."""
+        context, pairs = self._context, _pair(pinned, slot.memories)
+        events = (pinned.copied,) if shares_event else (pinned.copied, slot.copied)
+        send, waits = None, (slot.released,)
+        if not (begin or end):
+            send = context.prepare_copy(pairs, self._copy_stream, waits=waits, after=events)
+        if send is not None:
+            slot.sends[pinned.opening] = send
+        if send is None or send() != 0:
+            waits = waits if slot.was_lent else ()
+            context.copy(pairs, self._copy_stream, waits=waits, before=begin, after=(*end, *events))
 
-    def _lend(self, load: DeviceLoad) -> None:
-        assert load.slot is not None
-        load.loan, leaves = self.ring.lend_leaves(load.slot, load.layout)
+    def _lend(self, load: DeviceLoad, slot: DeviceSlot) -> None:
+        load.loan, leaves = self.ring.lend_leaves(slot, load.layout)
         if not load.layout.parcels:
-            self.ring.give_back(load.slot)  # nothing of it will ever be dropped
+            self.ring.give_back(slot)  # nothing of it will ever be dropped
         if load.others:
             load.tensors = dict(zip(load.staged, leaves, strict=True))
         else:
@@ -401,9 +419,6 @@ class CopyLane:
                 continue
             if number is None:
                 memory = ring.lend_other(loan, whole_storage(leaf), home)
-            elif is_alone and slot.offers and load.layout.fits(number, leaf):
-                tensors[together[0]] = ring.lend_leaf(loan, number)
-                continue
             else:
                 memory = ring.lend_bytes(loan, number)
             tensors |= {i: see_alike(memory, outputs[i]) for i in together}

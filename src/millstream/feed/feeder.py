@@ -254,6 +254,7 @@ class Feed:
         """What the worker does with a batch as the source has made it."""
         options, progress = self._options, self._progress
         dealt = options.deal and self.places is not None
+        is_plain = not (dealt or options.drop_last or options.pad_last)
         start = progress.position
         left = 0 if dealt else skip
         count = 0
@@ -263,6 +264,9 @@ class Feed:
             if left:
                 left -= 1
                 return None
+            if is_plain:
+                count += 1
+                return batch, Note(start + count, take(), None)
             batches, state = batch if dealt else ([batch], None)
             count += len(batches)
             found = [_shape(each, options, progress) for each in batches]

@@ -88,7 +88,6 @@ class Layout:
         num_bytes: Length of the slot.
         typed: Parcels and the dtypes that they are seen as.
         views: For each leaf its place in ``typed``, its sizes and strides, and its first element.
-        owners: For each parcel the one leaf in it; empty if there is a parcel of several, or one without an element.
     """
 
     specs: tuple[LeafSpec, ...]
@@ -99,13 +98,6 @@ class Layout:
     num_bytes: int
     typed: tuple[tuple[int, torch.dtype], ...]
     views: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]
-    owners: tuple[int, ...]
-
-    def fits(self, number: int, leaf: Tensor) -> bool:
-        """Whether a tensor in the memory of a parcel is the one leaf in it."""
-        spec = self.specs[self.owners[number]]
-        form = leaf.dtype, leaf.size(), leaf.stride(), leaf.storage_offset()
-        return form == (spec.dtype, spec.size, spec.stride, 0)
 
 
 def describe_leaves(leaves: Sequence[Tensor]) -> tuple[LeafSpec, ...]:
@@ -151,9 +143,7 @@ def plan_layout(specs: Sequence[LeafSpec]) -> Layout:
         (typed.setdefault((parcel, spec.dtype), len(typed)), spec.size, spec.stride, first // spec.dtype.itemsize)
         for (parcel, first), spec in zip(position, specs, strict=True)
     )
-    owner_of = {parcel: i for i, (parcel, _) in enumerate(position) if specs[i].num_bytes}
-    owners = tuple(owner_of[parcel] for parcel in range(len(parcels))) if len(owner_of) == len(specs) else ()
-    return Layout(tuple(specs), tuple(parcels), position, sources, shared, start, tuple(typed), views, owners)
+    return Layout(tuple(specs), tuple(parcels), position, sources, shared, start, tuple(typed), views)
 
 
 def cut(layout: Layout, most_bytes: int) -> tuple[Section, ...]:

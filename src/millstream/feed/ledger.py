@@ -88,6 +88,7 @@ class Times:
         stage_ns: When staging began and ended.
         num_bytes: Staged bytes.
         copy: Marks around the copy.
+        timed: Whether anybody needs the other times: those of batches whose steps are not measured tell nothing.
     """
 
     index: int
@@ -96,6 +97,7 @@ class Times:
     stage_ns: tuple[int, int] = (0, 0)
     num_bytes: int = 0
     copy: tuple[Mark, Mark] | None = None
+    timed: bool = True
 
 
 @dataclass(slots=True)
@@ -241,7 +243,7 @@ class Ledger:
         self._got = -1  # number of the batch handed out last
         self._open: _Step | None = None  # the consumer has its batch and has not come back yet
         self._on_host: tuple[Times, int, int] | None = None  # the same on the CPU: asked and got at
-        self._unread: deque[_Step] = deque()  # complete on the host; the device may not be there yet
+        self.unread: deque[_Step] = deque()  # complete on the host; the device may not be there yet
         self._reading = threading.Lock()
         self._last_ns = 0  # when the batch measured last was pulled; the worker's
         self._num_first = NUM_FIRST
@@ -279,7 +281,7 @@ class Ledger:
         if self._open is not None and here is not None:
             if here.stream == self._open.get.stream:  # of two streams nobody knows which is ahead
                 self._open.end = here
-                self._unread.append(self._open)
+                self.unread.append(self._open)
             else:
                 self._lag = None
         self._open = None
@@ -299,12 +301,11 @@ class Ledger:
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
-    def is_due(self, index: int) -> bool:
+    def is_due(self, index: int, now_ns: int) -> bool:
         """Whether the step of the batch that is about to be pulled, the ``index``-th of its pass, is to be measured."""
-        now = time.perf_counter_ns()
-        if index >= self._num_first and now - self._last_ns < MIN_INTERVAL_NS:
+        if index >= self._num_first and now_ns - self._last_ns < MIN_INTERVAL_NS:
             return False
-        self._last_ns = now
+        self._last_ns = now_ns
         return True
 
     # --- reading -----------------------------------------------------------------------------------------------------
@@ -312,11 +313,11 @@ class Ledger:
     def read(self) -> None:
         """Read the steps that the device has finished. Any thread; who comes second leaves it to the first."""
         context = self.context
-        if not self._unread or context is None or context.closed or not self._reading.acquire(blocking=False):
+        if not self.unread or context is None or context.closed or not self._reading.acquire(blocking=False):
             return
         try:
-            while self._unread:
-                step = self._unread[0]
+            while self.unread:
+                step = self.unread[0]
                 assert step.end is not None
                 # A device in an error state refuses to tell. A measurement is no place to raise that.
                 with context.capture_lock, suppress(RuntimeError):
@@ -324,7 +325,7 @@ class Ledger:
                         return
                     # The copy of a batch that was handed out was waited for, so it is over, too.
                     self._measure(step, step.end)
-                self._unread.popleft()
+                self.unread.popleft()
         finally:
             self._reading.release()
 
@@ -418,7 +419,7 @@ class Ledger:
         """End of a pass: read what the device has finished, forget the rest."""
         self.read()
         self._open = self._on_host = self._asked = self._lag = None
-        self._unread.clear()
+        self.unread.clear()
 
 
 def draw_lanes(timeline: Timeline, width: int = 100) -> str:

@@ -49,7 +49,8 @@ class Pace:
     def __init__(self, *, alone: bool) -> None:
         self.alone = alone
         self._num_made = self._num_delivered = 0
-        self._began_ns = self._asked_ns = self._delivered_ns = 0
+        self.asked_ns = 0  # when a batch was asked for last
+        self._began_ns = self._delivered_ns = 0
         self._pulled_ns = self._waited_ns = 0  # in all, behind the warm-up
         self._work_ns: list[int] = []
         self._computed_ns: list[int] = []
@@ -67,8 +68,6 @@ class Pace:
         Args:
             pull_ns: How long it took the source. A source that sleeps keeps the consumer waiting, not the processor.
         """
-        if self.alone:
-            return  # nobody asks: it is a part of what the consumer waits for
         self._num_made += 1
         if self._num_made > NUM_WARM:
             self._pulled_ns += pull_ns
@@ -79,16 +78,16 @@ class Pace:
 
     def ask(self) -> None:
         """A batch is asked for."""
-        self._asked_ns = time.perf_counter_ns()
+        self.asked_ns = now_ns = time.perf_counter_ns()
         if self._num_delivered > NUM_WARM and len(self._computed_ns) < MOST_TIMED:
-            self._computed_ns.append(self._asked_ns - self._delivered_ns)
+            self._computed_ns.append(now_ns - self._delivered_ns)
 
     def deliver(self) -> None:
         """It was handed out."""
         self._num_delivered += 1
         self._delivered_ns = time.perf_counter_ns()
         if self._num_delivered > NUM_WARM:
-            self._waited_ns += self._delivered_ns - self._asked_ns
+            self._waited_ns += self._delivered_ns - self.asked_ns
 
     # --- behind the pass ---------------------------------------------------------------------------------------------
 

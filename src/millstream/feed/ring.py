@@ -35,11 +35,10 @@ from typing import Any
 from torch import Tensor
 
 from millstream.device import DeviceContext, Event, Stream
-from millstream.device.native import lender
 from millstream.errors import DeviceError
 from millstream.feed.layout import Layout, view_leaves
 from millstream.feed.ledger import Mark
-from millstream.lower.tensors import from_capsule
+from millstream.feed.lending import Lend, prepare_lending
 
 MOST_LOOKED_AT = 4
 """Of the loans with memory of their own so many are looked at for each batch: more than come."""
@@ -60,13 +59,13 @@ class DeviceSlot:
     Attributes:
         number: Tells it from the others; the tensors of a slot keep their addresses from batch to batch, as long as the
             batches look alike and are not kept.
-        copied: Where on the copy stream its present batch is complete, if nobody else's event stands there.
-        other: The event of who else has one there.
+        copied: Its own event on the copy stream.
+        ready: Where there its present batch is complete, with all that was done to it: this or somebody else's.
         released: Where on the consumer's stream its last batch was dropped.
         parcels: Its memory; ``None`` where the user has kept it.
         layout: What it was opened for last; ``None`` when it must be looked at again.
         memories: Of the parcels that this layout has.
-        offers: What offers each of them as the leaf that lies there, if one does, and compiled code can.
+        lending: What lends each of them as the leaves that lie there, if compiled code can.
         raw: Its memory as the leaves of the batch, for a transform; empty until one asks.
         sends: What enqueues the copies from a pinned slot, by how that is open.
         written: Whether a copy has been enqueued since the memory was taken.
@@ -77,25 +76,23 @@ class DeviceSlot:
     number: int
     copied: Event
     released: Event
+    ready: Event = field(init=False)
     parcels: list[Parcel | None] = field(default_factory=list)
     layout: Layout | None = None
     memories: list[Tensor] = field(default_factory=list)
-    offers: Sequence[Callable[[object], object]] = ()
+    lending: Sequence[Lend] = ()
     raw: Sequence[Tensor] = ()
     sends: dict[Any, Callable[[], int]] = field(default_factory=dict)
-    other: Event | None = None
     written: bool = False
     was_lent: bool = False
     loan: Loan | None = None
 
-    @property
-    def ready(self) -> Event:
-        """Behind the copies of its present batch, and what else was done to it on the copy stream."""
-        return self.other or self.copied
+    def __post_init__(self) -> None:
+        self.ready = self.copied
 
     def close(self) -> None:
         """Forget what it was opened for: it has other memory from here on."""
-        self.layout, self.memories, self.offers, self.raw = None, [], (), ()
+        self.layout, self.memories, self.lending, self.raw = None, [], (), ()
         self.sends.clear()
 
 
@@ -156,18 +153,12 @@ class Ring:
             if found is stopped:
                 self._free.put(stopped)  # whoever asks again shall not wait either
                 break
-            if not isinstance(found, threading.Event) and (slot := self._accept(found)) is not None:
-                return slot
+            if isinstance(found, Loan) and found.slot.loan is found:  # else it came back before
+                found.slot.loan = None
+                return found.slot
+            if isinstance(found, DeviceSlot):
+                return found
         return None
-
-    def _accept(self, found: DeviceSlot | Loan) -> DeviceSlot | None:
-        if isinstance(found, DeviceSlot):
-            return found
-        slot = found.slot
-        if slot.loan is not found:
-            return None  # it came back before
-        slot.loan = None
-        return slot
 
     def open(self, slot: DeviceSlot, layout: Layout, copy_stream: Stream) -> list[Tensor]:
         """Give the slot memory for a layout. Who writes there waits for ``released`` first, if it ``was_lent``.
@@ -176,7 +167,8 @@ class Ring:
             torch.OutOfMemoryError: There is none; what was there before still is.
         """
         self._is_idle = False
-        self._end_rest(self._num_rested)
+        if self._num_rested:
+            self._end_rest(self._num_rested)
         self._num_rested = len(self._resting)
         if slot.layout is not layout:
             self._fit(slot, layout, copy_stream)
@@ -195,7 +187,7 @@ class Ring:
                     self._context.order(copy_stream, present.home)  # what was done with it, was before
         parcels = slot.parcels[: len(layout.parcels)]
         slot.memories = [parcel.memory for parcel in parcels if parcel is not None]
-        slot.offers = _prepare_offers(layout, slot.memories)
+        slot.lending = prepare_lending(layout, slot.memories)
         slot.layout = layout
 
     def _allocate(self, num_bytes: int, copy_stream: Stream) -> Parcel:
@@ -216,19 +208,15 @@ class Ring:
         lease = loan.lease(number)
         return self._context.lend(lease.memory, lease)
 
-    def lend_leaf(self, loan: Loan, number: int) -> Tensor:
-        """A parcel as the leaf that is alone in it, where the slot has an offer of that."""
-        return from_capsule(loan.slot.offers[number](loan.lease(number)))  # which keeps the memory as well
-
     def lend_leaves(self, slot: DeviceSlot, layout: Layout) -> tuple[Loan, list[Tensor]]:
         """The leaves of a batch in a slot that is open for its layout; they bring it back when all of them are gone."""
         numbers = range(len(slot.memories))
-        loan = self.begin_loan(slot, numbers)
-        if not slot.offers:
+        slot.loan = loan = Loan(self, slot, numbers)
+        if not slot.lending:
             return loan, view_leaves(layout, [self.lend_bytes(loan, number) for number in numbers])
-        leaves: list[Any] = [None] * len(numbers)
-        for number, owner in enumerate(layout.owners):
-            leaves[owner] = self.lend_leaf(loan, number)
+        leaves: list[Any] = [None] * len(layout.specs)
+        for number, lend in enumerate(slot.lending):
+            lend(loan.lease(number), leaves)  # which keeps the memory as well
         return loan, leaves
 
     def lend_other(self, loan: Loan, memory: Tensor, home: Stream) -> Tensor:
@@ -247,8 +235,8 @@ class Ring:
 
     def reclaim(self) -> None:
         """The consumer asks for a batch: what he still holds of older ones than the last is his own from here on."""
-        for _ in range(len(self._late)):
-            self._let_go(*self._late.popleft())
+        if self._late:
+            self._let_go_late()
         loans = self._loans
         while len(loans) > 1:
             oldest = loans[0]
@@ -259,6 +247,10 @@ class Ring:
             self._bring_back(loans[0])
         if self._scattered:
             self._gather(MOST_LOOKED_AT)  # who keeps all batches keeps many
+
+    def _let_go_late(self) -> None:
+        for _ in range(len(self._late)):
+            self._let_go(*self._late.popleft())
 
     def _forgo(self, loan: Loan) -> int:
         kept = loan.forgo()
@@ -378,8 +370,7 @@ class Ring:
 
     def close(self) -> None:
         """Forget the slots, without waiting for the device. Nobody takes or hands out any more."""
-        for _ in range(len(self._late)):
-            self._let_go(*self._late.popleft())
+        self._let_go_late()
         for loan in self._loans:
             self._forgo(loan)
         self._loans.clear()
@@ -502,20 +493,8 @@ class Lease:
         self.loan = loan  # last: without it, an interrupt has met the making of this, and nobody was lent anything
 
     def __del__(self) -> None:
-        if hasattr(self, "loan"):
-            self.loan.ring._drop(self)
-
-
-def _prepare_offers(layout: Layout, memories: Sequence[Tensor]) -> Sequence[Callable[[object], object]]:
-    """What offers each parcel's memory as the leaf in it: makes one tensor of it, and not three."""
-    compiled = lender()
-    if compiled is None:
-        return ()
-    offers: list[Callable[[object], object]] = []
-    for i, memory in zip(layout.owners, memories, strict=False):  # there may be none
-        spec = layout.specs[i]
-        offer = compiled.prepare(memory, spec.dtype, spec.size, spec.stride)
-        if offer is None:
-            return ()
-        offers.append(offer)
-    return offers
+        try:
+            ring = self.loan.ring
+        except AttributeError:
+            return
+        ring._drop(self)

@@ -45,6 +45,17 @@ from millstream.feed.ledger import Ledger, Times
 from millstream.feed.pace import Pace
 from millstream.lower.apart import Guest
 
+_generation = 0  # of processes: how many forks lie behind this one. To ask for its number takes a call of the system
+
+
+def _count_fork() -> None:
+    global _generation  # noqa: PLW0603
+    _generation += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
 JOIN_S = 5.0
 """How long ``close`` waits for the worker. It nearly always leaves at once; only a source that is in the middle of
 making a batch keeps it, and then it leaves by itself when the source returns."""
@@ -118,13 +129,15 @@ class Session:
         self.finished = False  # whether the consumer has got everything, and there was no error
         self._stopped = threading.Event()
         self._begun = threading.Event()
-        self._pid = os.getpid()
+        self._generation = _generation
         self._why_closed = ""
         self._consumer_has_left = threading.Lock()  # acquiring it without blocking is atomic, and safe in a finalizer
         self._inside = threading.Lock()  # held by who asks the source
         self._insider = 0  # who held it last
         self._is_over = False  # whether the lane was given back
         self._guest = Guest(lane.device)
+        self._spare_captures = lane.spare_captures()
+        self._times_all = self._ledger.context is None  # see ``Times.timed``
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -154,7 +167,7 @@ class Session:
             try:
                 if not self.closed:
                     with self._lane.in_thread():  # first of all: a new thread starts on device 0
-                        while (item := self._make(self._begin_times())) is not None:
+                        while (item := self._make(self._begin_times(time.perf_counter_ns()))) is not None:
                             self._sent.put(item)
                             del item  # which this variable would keep while the next one is made
                             if not self._begun.is_set():  # asking takes no lock
@@ -176,7 +189,7 @@ class Session:
             try:
                 if self._consumer_has_left.locked() or self._error is not None:
                     return
-                with self._lane.spare_captures():
+                with self._spare_captures:
                     self._guest.run(self._make_and_look_ahead, times)
             except BaseException as error:
                 self._fail(error)
@@ -192,20 +205,23 @@ class Session:
             item = self._ahead[0] if self._ahead else self._pull(times)
             if item is None:
                 return
-            self._budget.check_size(item.load.num_bytes)
+            if self._max_bytes is not None:
+                self._budget.check_size(item.load.num_bytes)
             if not ((item.is_staged or self._stage(item)) and self._send(item)):
                 return
             self._ahead.clear()
             self._next += (item,)
-            if self._looks_ahead and (ahead := self._pull(self._begin_times())) is not None:
+            if self._looks_ahead and (ahead := self._pull(self._begin_times(self._pace.asked_ns))) is not None:
                 self._ahead += (ahead,)
                 if self._max_bytes is None or item.load.num_bytes + ahead.load.num_bytes <= self._max_bytes:
                     self._stage(ahead)
         finally:
             del self
 
-    def _begin_times(self) -> Times:
-        return Times(self._count, self._ledger.is_due(self._count))
+    def _begin_times(self, now_ns: int) -> Times:
+        number = self._count
+        is_due = self._ledger.is_due(number, now_ns)
+        return Times(number, is_due, timed=is_due or self._times_all)
 
     def _make(self, times: Times) -> Item | None:
         """Pull the next batch, stage it and start its copy; ``None`` when there is none, or when stopped."""
@@ -222,15 +238,18 @@ class Session:
 
     def _pull(self, times: Times) -> Item | None:
         """Take the next batch from the source and look at it; ``None`` when there is none, or when stopped."""
-        iterator, lane, pace, stopped = self._iterator, self._lane, self._pace, self._stopped
+        iterator, lane, pace = self._iterator, self._lane, self._pace
+        is_timed = times.timed or not pace.alone
+        began = 0
         try:
-            while iterator is not None and not stopped.is_set():
-                pace.begin_work()
-                began = time.perf_counter_ns()
+            while iterator is not None and not self._consumer_has_left.locked():
+                if is_timed:
+                    pace.begin_work()
+                    began = time.perf_counter_ns()
                 try:
                     batch = next(iterator)
                 except StopIteration:
-                    lane.end_sending(stopped)
+                    lane.end_sending(self._stopped)
                     self._drop_source()  # who is alone may ask again
                     return None
                 prepared = self._prepare(batch)
@@ -238,7 +257,8 @@ class Session:
                 if prepared is None:
                     continue
                 load = lane.describe(prepared[0])
-                times.pull_ns, times.num_bytes = (began, time.perf_counter_ns()), load.num_bytes
+                if is_timed:
+                    times.pull_ns, times.num_bytes = (began, time.perf_counter_ns()), load.num_bytes
                 self._count += 1
                 return Item(load, times, prepared[1])
             return None
@@ -247,32 +267,38 @@ class Session:
 
     def _stage(self, item: Item) -> bool:
         """Begin to copy the batch to where it is sent from; false when stopped."""
-        began = time.perf_counter_ns()
+        times = item.times
+        began = time.perf_counter_ns() if times.timed else 0
         try:
             item.is_staged = self._lane.stage(item.load, self._stopped)
         finally:
             if not item.is_staged:
                 self._lane.finish(item.load)
             del self
-        item.times.stage_ns = began, time.perf_counter_ns()
+        if times.timed:
+            times.stage_ns = began, time.perf_counter_ns()
         return item.is_staged
 
     def _send(self, item: Item) -> bool:
         """Start the copy of a batch as soon as it is staged; false when stopped."""
         load, times, lane, pace = item.load, item.times, self._lane, self._pace
-        went_on = time.perf_counter_ns()
+        went_on = time.perf_counter_ns() if times.timed else 0
+        is_sent = False
         try:
-            self._ledger.read()  # while others stage
-            if not lane.send(load, self._stopped, measured=times.measured):
-                return False
+            if self._ledger.unread:
+                self._ledger.read()  # while others stage
+            is_sent = lane.send(load, self._stopped, measured=times.measured)
         finally:
-            lane.finish(load)
+            if not is_sent:
+                lane.finish(load)
             del self
-        began, paused = times.stage_ns
-        times.stage_ns = began, paused + max(load.staged_ns - went_on, 0)
-        times.copy = load.copy
-        pace.end_work(times.pull_ns[1] - times.pull_ns[0])
-        return True
+        if is_sent and times.timed:
+            began, paused = times.stage_ns
+            times.stage_ns = began, paused + max(load.staged_ns - went_on, 0)
+            times.copy = load.copy
+        if is_sent and not pace.alone:  # else it is a part of what the consumer waits for
+            pace.end_work(times.pull_ns[1] - times.pull_ns[0])
+        return is_sent
 
     def _drop_source(self) -> None:
         """A DataLoader ends its worker processes when its iterator dies, and ``close`` shall not return before."""
@@ -303,7 +329,7 @@ class Session:
             FeedError: The pass was ended by something else than its consumer, or began in another process.
             BaseException: What the source raised, with the source's traceback; again at every further call.
         """
-        if self._pid != os.getpid():
+        if self._generation != _generation:
             raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
         # Here and below, what is asked for every batch is asked without a call where that is possible.
         if not self._consumer_has_left.locked():
@@ -313,7 +339,7 @@ class Session:
             if self._next and self._next[0] is not None and self._next[0].load is None:
                 self._next.clear()
             if not self._next and pace.alone:
-                times = self._ahead[0].times if self._ahead else self._begin_times()
+                times = self._ahead[0].times if self._ahead else self._begin_times(pace.asked_ns)
                 ledger.ask(lane.mark, times)
                 self._make_alone(times)
             elif not self._next:
@@ -371,7 +397,7 @@ class Session:
         Args:
             why: What a consumer that asks for more is told; if empty, it sees the end of the iteration.
         """
-        if self._pid != os.getpid():
+        if self._generation != _generation:
             return  # in a forked child there are no threads, and locks may be held for ever
         if self._consumer_has_left.acquire(blocking=False):
             self._why_closed = why
@@ -384,7 +410,7 @@ class Session:
 
     def wait_for_worker(self) -> None:
         """Block until nobody is inside the source, however long it takes. Call ``close`` before."""
-        if self._pid == os.getpid():
+        if self._generation == _generation:
             self._leave(None)
 
     def _leave(self, timeout_s: float | None) -> None:

@@ -65,9 +65,6 @@ def wait_until_reached(context: DeviceContext, event: Event, stopped: threading.
     return False
 
 
-_AS_IT_IS = nullcontext()
-
-
 @dataclass(slots=True, eq=False)
 class Opening:
     """A pinned slot as it is used for one section of a layout: made once.
@@ -85,7 +82,7 @@ class Opening:
     copies: Sequence[tuple[int, int, Tensor]] = ()
     addresses: array[int] = field(default_factory=lambda: array("Q"))
     lengths: array[int] = field(default_factory=lambda: array("Q"))
-    fill: Callable[[array[int], object], Filling] | None = None
+    fill: Callable[[array[int], object], Filling | None] | None = None
     pieces: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -102,11 +99,6 @@ class PinnedSlot:
     openings: dict[int, Opening] = field(default_factory=dict)  # for these, by the sections' identities
     opening: Opening | None = None  # the present one
     filling: Filling | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """How much of a batch it is open for."""
-        return 0 if self.opening is None else self.opening.section.num_bytes
 
     @property
     def copies(self) -> Sequence[tuple[int, int, Tensor]]:
@@ -237,7 +229,7 @@ class PinnedRing:
         memory was short is sent by the consumer, behind others that were staged after it.
         """
         with self._context.capture_lock:  # under which copies are enqueued
-            busy = sorted((slot for slot in self._slots if slot.busy), key=attrgetter("turn"))
+            busy = sorted([slot for slot in self._slots if slot.busy], key=attrgetter("turn"))
             middle, turn = busy[len(busy) // 2], -1
             if middle.copied.query():
                 turn = middle.turn
@@ -339,4 +331,4 @@ def find_likeness(layout: Layout, leaves: Sequence[Tensor]) -> Likeness | None:
 
 def out_of_inference_mode() -> AbstractContextManager[Any]:
     """The source may be a generator that has left that mode on."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

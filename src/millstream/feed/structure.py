@@ -100,7 +100,7 @@ def split(batch: Any, *, is_whole: Callable[[Any], bool] = lambda node: False) -
     Raises:
         FeedError: Something in the batch is of a type that is not known; the message names it.
     """
-    if (flat := _split_flat(batch)) is not None:
+    if (flat := list_items(batch)) is not None and {*map(type, flat[0])} == {Tensor}:  # as most are; of hundreds, even
         return flat
     leaves: list[Any] = []
     try:
@@ -124,17 +124,21 @@ def split(batch: Any, *, is_whole: Callable[[Any], bool] = lambda node: False) -
     return leaves, rebuild
 
 
-def _split_flat(batch: Any) -> tuple[list[Any], Rebuild] | None:
-    """The same for a plain container of nothing but tensors, as most batches are; it may hold hundreds."""
+def list_items(batch: Any) -> tuple[list[Any], Rebuild] | None:
+    """What ``split`` gives for a plain container if it holds nothing but tensors; ``None`` for other batches.
+
+    Whoever asks looks at the items himself.
+    """
     kind = type(batch)
+    if kind is list or kind is tuple:
+        return [*batch], kind
     if kind is dict:
-        leaves, keys = list(batch.values()), list(batch)
-        return (
-            (leaves, lambda values: dict(zip(keys, values, strict=True))) if {*map(type, leaves)} == {Tensor} else None
-        )
-    if (kind is list or kind is tuple) and {*map(type, batch)} == {Tensor}:
-        return list(batch), kind
-    return None
+        keys = [*batch]
+        return [*batch.values()], lambda values: dict(zip(keys, values, strict=True))
+    return ([batch], _only) if kind is Tensor else None
+
+
+_only = itemgetter(0)
 
 
 def name_leaf(batch: Any, index: int) -> str:

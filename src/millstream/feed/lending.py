@@ -1,0 +1,54 @@
+"""The tensors of a batch over a slot's memory, made in compiled code: see ``lending.cpp``.
+
+Where there is no compiler, PyTorch's own ways make them, each in several steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millstream.device.native import as_builtin, load, torch_options
+from millstream.feed.layout import Layout
+from millstream.lower.tensors import place_of_implementation
+
+_SOURCE = Path(__file__).with_name("lending.cpp")
+
+Lend = Callable[[object, list[Any]], None]
+"""Given an owner of a parcel's memory, puts the leaves in it among those of a batch. They keep the owner."""
+
+
+def prepare_lending(layout: Layout, memories: Sequence[Tensor]) -> Sequence[Lend]:
+    """What lends each parcel of a layout; empty where there is no compiled code. It keeps no memory alive.
+
+    Args:
+        layout: Of the batches.
+        memories: Of the parcels.
+    """
+    compiled, place = _load(), place_of_implementation()
+    if compiled is None or place is None:
+        return ()
+    prepare, lend = compiled
+    leaves: list[list[tuple[Any, ...]]] = [[] for _ in memories]
+    ends = [0] * len(memories)
+    for i, (typed, size, stride, first) in enumerate(layout.views):
+        parcel, dtype = layout.typed[typed]
+        leaves[parcel].append((i, torch.empty(0, dtype=dtype, device="cpu"), tuple(size), tuple(stride), first))
+        ends[parcel] = max(ends[parcel], layout.position[i][1] + layout.specs[i].num_bytes)
+    return [
+        functools.partial(lend, prepare(memory.data_ptr(), end, memory.get_device(), place, those))
+        for memory, end, those in zip(memories, ends, leaves, strict=True)
+    ]
+
+
+@functools.cache
+def _load() -> tuple[Callable[..., Any], Callable[..., None]] | None:
+    library = load(_SOURCE, *torch_options(), "-ltorch_python")
+    if library is None:
+        return None
+    return as_builtin(library, "millstream_prepare"), as_builtin(library, "millstream_lend")
