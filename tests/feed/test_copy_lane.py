@@ -435,8 +435,9 @@ def test_slots_are_free_when_a_copy_enqueued_later_is_over(late):
     queries = device.num_queries
     found = ring._find(layout.num_bytes)
     assert (found is first) is not late  # else it takes a new one
-    assert [slot.busy for slot in (first, second, third)] == ([True, False, False] if late else [False, False, True])
-    assert device.num_queries == queries + 1
+    is_read = [slot.busy and slot.turn > ring._over for slot in (first, second, third)]
+    assert is_read == ([True, False, True] if late else [False, False, True])
+    assert device.num_queries == queries + (2 if late else 1)
     device.synchronize()
     ring.close()
 
@@ -994,6 +995,31 @@ def test_a_batch_in_sections_is_staged_whole_when_memory_is_short(virtual_feed):
     device.synchronize()
     assert all(bool((batch[0] == i).all()) for i, batch in enumerate(kept))
     assert len(kept) == 10
+
+
+def test_a_slot_that_was_left_to_the_consumer_is_never_taken_for_one_that_is_free(virtual_feed):
+    """Its last copy is over for long, when he begins to send it. The worker fills slots meanwhile."""
+    fed, device = virtual_feed([torch.full((64,), float(i)) for i in range(30)], 2, "eager")
+    passing = iter(fed)
+    kept = [next(passing) for _ in range(10)]
+    device.free_bytes = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        kept.extend(passing)
+    ring, seen = fed._lane._pinned, []
+    is_left = [slot for slot in ring._slots if slot.left]
+
+    def count_turns(turns=ring.turns):
+        for turn in turns:
+            seen.append([slot.left or slot.turn > ring._over for slot in is_left])
+            yield turn
+
+    ring.turns = count_turns()
+    device.free_bytes = None
+    kept += passing
+    assert is_left
+    assert seen[0] == [True] * len(is_left)
+    assert [int(batch[0]) for batch in kept] == [*range(30)]
+    fed.close()
 
 
 @pytest.mark.parametrize("num_short", [1, 3])

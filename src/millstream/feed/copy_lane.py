@@ -125,6 +125,7 @@ class CopyLane:
         self.slot: int | None = None
         self._stream = context.current_stream()  # the consumer's, when he asked last
         self._copy_stream = context.copy_stream
+        self._capture_lock = context.capture_lock
         # Of a batch that nothing else is done to on the copy stream, one event tells both that the pinned slot was read
         # and that the device's slot was written.
         self._shares_event = transform is None and checker is None
@@ -286,10 +287,10 @@ class CopyLane:
                     return False
                 load.waited_ns += time.perf_counter_ns() - began
         if self._checker is not None:
-            with context.capture_lock:
+            with self._capture_lock:
                 self._checker.follow(load.layout, memories, slot, checksums)
         if self._transform is not None:
-            with context.capture_lock:
+            with self._capture_lock:
                 self._apply(self._transform, load, memories)
         load.ready = slot.ready
         return True
@@ -308,12 +309,13 @@ class CopyLane:
         opening = pinned.opening
         assert opening is not None
         shares_event = self._shares_event and opening.section.num_bytes == load.layout.num_bytes
-        with self._context.capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
+        with self._capture_lock:  # a copy from pageable memory, when pinning was refused, ends captures as well
             try:
                 # Before the copy: an interrupt behind it would leave slots that look as if nothing were under way.
+                # The turn first: who fills slots takes what is left to nobody, if the copy of its turn is over.
+                pinned.turn = next(self._pinned.turns)
                 pinned.busy = slot.written = True
                 pinned.left = False
-                pinned.turn = next(self._pinned.turns)
                 send = slot.sends.get(opening)  # as it was prepared, if both slots are what they were then
                 if begin or end or send is None or send() != 0:
                     self._copy_anew(slot, pinned, begin, end, shares_event=shares_event)

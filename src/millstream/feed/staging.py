@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ class PinnedSlot:
     copied: Event
     busy: bool = False  # its bytes are still to be read by a copy that has been enqueued
     left: bool = False  # or by one that the consumer is to enqueue
-    turn: int = 0  # the number of that copy
+    turn: int = -1  # the number of that copy
     memory: Tensor | None = None
     layout: Layout | None = None  # whose sections it was opened for
     openings: dict[int, Opening] = field(default_factory=dict)  # for these, by the sections' identities
@@ -133,6 +132,8 @@ class PinnedRing:
         self._slots: deque[PinnedSlot] = deque()  # the oldest first
         self.num_bytes = 0  # of all slots
         self.turns = count()  # of the copies, all of which are enqueued on one stream
+        self._over = -1  # the latest of them that is known to be over, as are all before
+        self._capture_lock = context.capture_lock
 
     def begin_fill(
         self,
@@ -215,8 +216,10 @@ class PinnedRing:
             while self._slots[0].left:  # not all are: there are more slots than batches under way
                 self._slots.rotate(-1)
             oldest = self._slots[0]
-            if oldest.busy:
+            if oldest.busy and oldest.turn > self._over:
                 self._look(oldest)
+            if oldest.turn <= self._over:
+                oldest.busy = False
             if not oldest.busy or num_slots == MAX_SLOTS or self.num_bytes + num_bytes > SLACK_BYTES:
                 return oldest
         self._slots.appendleft(PinnedSlot(self._context.acquire_event()))
@@ -228,15 +231,12 @@ class PinnedRing:
         Where a copy is over, those enqueued before are. They need not be of the slots filled before: a batch for which
         memory was short is sent by the consumer, behind others that were staged after it.
         """
-        with self._context.capture_lock:  # under which copies are enqueued
-            busy = sorted([slot for slot in self._slots if slot.busy], key=attrgetter("turn"))
-            middle, turn = busy[len(busy) // 2], -1
-            if middle.copied.query():
-                turn = middle.turn
-            elif oldest is not middle and oldest.copied.query():
-                turn = oldest.turn
-            for slot in busy:
-                slot.busy = slot.turn > turn
+        with self._capture_lock:  # under which copies are enqueued
+            for slot in (self._slots[len(self._slots) // 2], oldest):
+                if slot.busy and slot.turn > self._over and slot.copied.query():
+                    self._over = slot.turn
+                if oldest.turn <= self._over:
+                    break
 
     def _open(self, slot: PinnedSlot, layout: Layout, section: Section) -> Opening:
         """Use the slot for a section, as before or for the first time."""
