@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from millstream.lower import ahead, convolution
-from millstream.lower.ahead import Launch, compiling
+from millstream.lower.ahead import Launch, compiling, pointers
 from tests.lower.convolutions import graph_of, pretended_gpu  # noqa: F401
 
 
@@ -55,19 +55,25 @@ def mode(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
-def launch(kernel, number=3, dtype=torch.half, **constants):
+def launch(kernel, number=3, dtype=torch.half, many=1, **constants):
     tensor = torch.empty(number, dtype=dtype)
-    return Launch(kernel, (number, 1), (tensor, number, 0.5), {"TILE": 16, **constants})
+    return Launch(kernel, (number, 1, 1), (pointers([tensor] * many), number, 0.5), {"TILE": 16, **constants})
 
 
 def test_each_variant_is_compiled_once_and_elsewhere():
     kernel = Kernel()
     launches = [launch(kernel), launch(kernel, 4), launch(kernel, dtype=torch.bfloat16), launch(kernel, TILE=32)]
+    launches += [launch(kernel, many=3), launch(kernel, many=4)]
     with compiling(launches):
         pass
-    found = sorted(str((arguments, grid, constants)) for _, (arguments, grid, constants) in kernel.compiled)
-    wanted = [(torch.bfloat16, 3, {"TILE": 16}), (torch.half, 4, {"TILE": 16}), (torch.half, 3, {"TILE": 32})]
-    assert found == sorted(str(((dtype, n, 0.5), (n, 1), constants)) for dtype, n, constants in wanted)
+    found = sorted(
+        str(([tensor.dtype for tensor in tensors], [tensor.data_ptr() for tensor in tensors], numbers, grid, constants))
+        for _, ((tensors, *numbers), grid, constants) in kernel.compiled
+    )
+    wanted = [([torch.bfloat16], 3, 16), ([torch.half], 4, 16), ([torch.half], 3, 32), ([torch.half] * 4, 3, 16)]
+    assert found == sorted(
+        str((dtypes, [0] * len(dtypes), [n, 0.5], (n, 1, 1), {"TILE": tile})) for dtypes, n, tile in wanted
+    )
     assert threading.main_thread() not in [thread for thread, _ in kernel.compiled]
 
 
@@ -96,6 +102,6 @@ def test_a_launch_of_a_fake_tensor_is_that_of_the_real_one(pretended_gpu):  # no
     pytest.importorskip("triton")
     graph = graph_of(groups=32, window=(5, 5)), graph_of(outputs=64), graph_of(outputs=7)
     depthwise, dense, none = (list(convolution.find_launches(each)) for each in graph)
-    assert [each.constants["KERNEL_HEIGHT"] for each in depthwise] == [5]
+    assert [each.constants["WINDOWS"] for each in depthwise] == [((5, 5),)]
     assert [each.constants["IS_POINTWISE"] for each in dense] == [False]
     assert not none

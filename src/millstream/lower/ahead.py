@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +24,13 @@ class Launch(NamedTuple):
 
     Attributes:
         kernel: It.
-        grid: How many blocks there are, in each of two directions.
-        arguments: Real tensors, or fake ones where it is only to be compiled; and numbers.
+        grid: How many blocks there are, in each of three directions.
+        arguments: Tuples of real tensors, or of fake ones where it is only to be compiled; and numbers.
         constants: What it is compiled for, and how.
     """
 
     kernel: Any
-    grid: tuple[int, int]
+    grid: tuple[int, int, int]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
 
@@ -47,12 +48,29 @@ class Launch(NamedTuple):
         return self.kernel, *map(_described_roughly, self.arguments), *sorted(self.constants.items())
 
 
+def pointers(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Tensors as one argument, with more behind them that nobody looks at, so that few numbers of them occur."""
+    given = tuple(tensors)
+    return given + given[:1] * ((1 << (len(given) - 1).bit_length()) - len(given))
+
+
+@dataclass(frozen=True)
+class _Aligned:
+    """What Triton asks of a tensor when it compiles for it."""
+
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
 def _described(argument: Any) -> Any:
-    return argument.dtype if isinstance(argument, torch.Tensor) else argument
+    return tuple(_Aligned(tensor.dtype) for tensor in argument) if isinstance(argument, tuple) else argument
 
 
 def _described_roughly(argument: Any) -> Any:
-    return argument.dtype if isinstance(argument, torch.Tensor) else type(argument)  # numbers are not specialized for
+    """Numbers are not specialized for."""
+    return tuple(tensor.dtype for tensor in argument) if isinstance(argument, tuple) else type(argument)
 
 
 @contextlib.contextmanager
@@ -69,7 +87,7 @@ def compiling(launches: Iterable[Launch]) -> Iterator[None]:
     if not variants:
         yield
         return
-    device = next(arg.device for arg in variants[0].arguments if isinstance(arg, torch.Tensor))
+    device = next(arg[0].device for arg in variants[0].arguments if isinstance(arg, tuple))
     with (
         ThreadPoolExecutor(min(len(variants), get_compile_threads()), "millstream-compile") as pool,
         ThreadPoolExecutor(1, "millstream-compile") as starter,

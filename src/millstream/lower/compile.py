@@ -36,6 +36,7 @@ from millstream.lower.program import Program
 from millstream.lower.prologues import absorb_prologues
 from millstream.lower.randoms import random_decompositions
 from millstream.lower.shortcuts import shortcuts
+from millstream.lower.siblings import find_joint_launches, join_siblings
 from millstream.lower.translate import translate
 
 #: Options for a second attempt when Inductor itself fails. PyTorch 2.11 asserts while it reorders the loops of a kernel
@@ -188,7 +189,9 @@ def _lower(
         aligned = aligned_inputs(inputs)
     if not wrappers:
         raise LoweringError("The graph has no kernels.", construct=name)
-    program = translate(wrappers[-1], name=name, static=static, aligned=aligned)
+    program = join_siblings(translate(wrappers[-1], name=name, static=static, aligned=aligned))
+    with compiling(find_joint_launches(program)):
+        pass
     if len(program.outputs) != num_outputs:
         raise LoweringError(
             f"The wrapper returns {len(program.outputs)} values instead of {num_outputs}.", construct=name

@@ -28,9 +28,9 @@ from millstream.lower.dense import (
     convolve_dense,
     has_channels_last,
     is_small_dense,
-    launch_dense,
 )
-from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise, is_small_depthwise, launch_depthwise
+from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise, is_small_depthwise
+from millstream.lower.siblings import FAMILIES
 
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 
@@ -67,8 +67,8 @@ def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
     for node in graph.nodes:
         own = _find_own(node)
         if own is not None:
-            launch: Any = launch_dense if own.function is convolve_dense else launch_depthwise
-            yield launch(*_values(own.arguments), out=node.meta["val"])
+            family = FAMILIES[own.function]
+            yield family.launch([family.convolution(*_values(own.arguments), node.meta["val"])])
 
 
 def _find_own(node: torch.fx.Node) -> Writer | None:

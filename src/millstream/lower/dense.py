@@ -9,12 +9,13 @@ Tried on torch 2.11, Triton 3.6.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from millstream.lower.ahead import Launch
+from millstream.lower.ahead import Launch, pointers
 from millstream.lower.early import early_start
 
 ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
@@ -68,7 +69,9 @@ def has_channels_last(*tensors: torch.Tensor) -> bool:
     return all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
 
 
-def choose_tile(weight: torch.Tensor, output: torch.Tensor, stride: list[int], padding: list[int]) -> Tile | None:
+def choose_tile(
+    weight: torch.Tensor, output: torch.Tensor, stride: list[int], padding: list[int], together: int = 1
+) -> Tile | None:
     """The tile that takes the least time, alone and beside others; ``None`` where cuDNN's kernels do.
 
     From the times of 27 tiles for 151 convolutions of five networks at batch 1 on an H200, of which 2 stay with cuDNN.
@@ -79,6 +82,7 @@ def choose_tile(weight: torch.Tensor, output: torch.Tensor, stride: list[int], p
         output: Of the convolution.
         stride: Of the convolution.
         padding: Of the convolution.
+        together: How many such convolutions one launch computes.
     """
     num_pixels, outputs = output.shape[0] * output.shape[2] * output.shape[3], output.shape[1]
     row, rows = weight.shape[1] * weight.shape[3], weight.shape[2]
@@ -89,6 +93,9 @@ def choose_tile(weight: torch.Tensor, output: torch.Tensor, stride: list[int], p
     most = 200_000 if is_pointwise else 360_000 if depth <= 720 else 160_000
     if num_blocks * depth > most or depth > 4608:
         return None
+    num_blocks *= together
+    if together > 1 and num_blocks > 500 and is_pointwise and 64 < depth <= 300:
+        return Tile(128, 64, 64, 3)
     if row <= 32:
         return Tile(64, 64, 32, 4)
     if num_blocks > 130:
@@ -115,26 +122,10 @@ def _ceil(number: int, size: int) -> int:
     return -(-number // size)
 
 
-def convolve_dense(*arguments: Any, out: torch.Tensor) -> None:
-    """Compute into ``out`` what ``launch_dense`` says."""
-    launch_dense(*arguments, out=out).run()
+class Dense(NamedTuple):
+    """A convolution, what follows it, and where its result goes. Sums are in single precision, and rounded once.
 
-
-def launch_dense(  # noqa: PLR0913 - the operator's
-    image: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    addend: torch.Tensor | None,
-    relu: bool,
-    kept: int,
-    stride: list[int],
-    padding: list[int],
-    *,
-    out: torch.Tensor,
-) -> Launch:
-    """How to compute a convolution and what follows it. Sums are in single precision, and rounded once.
-
-    Args:
+    Attributes:
         image: Of the convolution, channels last.
         weight: Likewise.
         bias: Of the first ``kept`` channels, if not of all.
@@ -145,19 +136,57 @@ def launch_dense(  # noqa: PLR0913 - the operator's
         padding: Of the convolution.
         out: Channels last; there may be others between its own, in multiples of eight.
     """
+
+    image: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    addend: torch.Tensor | None
+    relu: bool
+    kept: int
+    stride: list[int]
+    padding: list[int]
+    out: torch.Tensor
+
+    window = ()
+    """What else is compiled for, where a launch computes several: nothing."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for convolutions that one launch can compute."""
+        shapes = (self.image.shape, self.weight.shape, self.out.shape, _channels_between_pixels(self.out))
+        options = (self.image.dtype, self.bias is None, self.relu, self.kept, *self.stride, *self.padding)
+        # One without an addend adds nothing to those that have one.
+        return shapes, options
+
+
+def convolve_dense(*arguments: Any, out: torch.Tensor) -> None:
+    """Compute what ``Dense`` says."""
+    launch_dense([Dense(*arguments, out=out)]).run()
+
+
+def convolve_dense_together(*convolutions: Sequence[Any]) -> None:
+    """Compute what several ``Dense`` of one kind say, given by their parts, in one launch."""
+    launch_dense([Dense(*each) for each in convolutions]).run()
+
+
+def launch_dense(convolutions: Sequence[Dense]) -> Launch:
+    """How to compute convolutions of one kind at once."""
     from millstream.lower.dense_kernel import dense  # Triton is there where there is a GPU
 
+    convolutions = sorted(convolutions, key=lambda each: each.addend is None)
+    image, weight, bias, _, relu, kept, stride, padding, out = convolutions[0]
+    addends = [each.addend for each in convolutions if each.addend is not None]
     outputs, inputs, rows, columns = weight.shape
     num_pixels = out.shape[0] * out.shape[2] * out.shape[3]
-    tile = choose_tile(weight, out, stride, padding)
+    tile = choose_tile(weight, out, stride, padding, len(convolutions))
     assert tile is not None
     row = inputs * columns
     arguments = (
-        image,
-        weight,
-        image if bias is None else bias,
-        image if addend is None else addend,
-        out,
+        pointers(each.image for each in convolutions),
+        pointers(each.weight for each in convolutions),
+        pointers(each.image if each.bias is None else each.bias for each in convolutions),
+        pointers(each.image if each.addend is None else each.addend for each in convolutions),
+        pointers(each.out for each in convolutions),
         num_pixels,
         *image.shape[2:],
         *out.shape[2:],
@@ -166,7 +195,8 @@ def launch_dense(  # noqa: PLR0913 - the operator's
         _channels_between_pixels(out) // ALIGNED_CHANNELS,
         kept // KEPT_AT_ONCE,
         0 if bias is None else kept // KEPT_AT_ONCE,
-        0 if addend is None else addend.shape[1] // ALIGNED_CHANNELS,
+        addends[0].shape[1] // ALIGNED_CHANNELS if addends else 0,
+        len(addends),
         0.0 if relu else -math.inf,
         row // ALIGNED_CHANNELS,
         rows,
@@ -177,7 +207,7 @@ def launch_dense(  # noqa: PLR0913 - the operator's
     constants = {
         "IS_POINTWISE": _is_pointwise(weight, stride, padding),
         "IS_WHOLE": row % tile.depth == 0,
-        "HAS_ADDEND": addend is not None,
+        "HAS_ADDEND": bool(addends),
         "AT_ONCE": ALIGNED_CHANNELS,
         "KEPT_AT_ONCE": KEPT_AT_ONCE,
         "TILE_PIXELS": tile.pixels,
@@ -188,7 +218,8 @@ def launch_dense(  # noqa: PLR0913 - the operator's
         "num_warps": _NUM_WARPS,
         "num_stages": tile.stages,
     }
-    return Launch(dense, (_ceil(num_pixels, tile.pixels), _ceil(outputs, tile.channels)), arguments, constants)
+    grid = (_ceil(num_pixels, tile.pixels), _ceil(outputs, tile.channels), len(convolutions))
+    return Launch(dense, grid, arguments, constants)
 
 
 def _channels_between_pixels(out: torch.Tensor) -> int:

@@ -20,6 +20,7 @@ _ANY = [
     "kept",
     "bias_width",
     "addend_width",
+    "num_added",
     "lowest",
     "row",
     "rows",
@@ -33,11 +34,11 @@ _ANY = [
 
 @triton.jit(do_not_specialize=_ANY)
 def dense(
-    image,
-    weight,
-    bias,
-    addend,
-    out,
+    images,
+    weights,
+    biases,
+    addends,
+    outs,
     num_pixels,
     height,
     width,
@@ -49,6 +50,7 @@ def dense(
     kept,
     bias_width,
     addend_width,
+    num_added,
     lowest,
     row,
     rows,
@@ -68,31 +70,36 @@ def dense(
     IS_HALVED: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
-    """Convolve an image with windows over all of its channels.
+    """Convolve images with windows over all of their channels, each image with windows of its own.
+
+    All have the same sizes. The last direction of the grid says which of them a block works on.
 
     The columns of a window's row and their channels lie one behind the other, in the image as in the weight. So each
     row is a product of matrices, however wide it is, and only what lies beyond the image's sides must be left out.
 
     Args:
-        image: In memory: images, rows, columns, channels.
-        weight: In memory: channels of ``out``, rows, columns, channels of ``image``.
-        bias: For each channel that is kept, if any.
-        addend: Like ``image``, but of its own number of channels.
-        out: Like ``image``, but with ``out_channels`` in memory for each pixel, of which ``outputs`` are written.
-        num_pixels: Of ``out``, of all its images.
-        inputs: Channels of ``image``, in units of ``AT_ONCE``; so are ``outputs``, ``addend_width``,
+        images: Each in memory: images of a batch, rows, columns, channels.
+        weights: Each in memory: channels of the result, rows, columns, channels of the image.
+        biases: For each channel that is kept, if any.
+        addends: Like ``images``, but of their own number of channels.
+        outs: Like ``images``, but with ``out_channels`` in memory for each pixel, of which ``outputs`` are written.
+        num_pixels: Of each result, of all images of the batch.
+        inputs: Channels of an image, in units of ``AT_ONCE``; so are ``outputs``, ``addend_width``,
             ``out_channels`` and a ``row``.
-        kept: How many channels of ``out`` are computed, in units of ``KEPT_AT_ONCE``; the others are set to zero.
+        kept: How many channels of a result are computed, in units of ``KEPT_AT_ONCE``; the others are set to zero.
         bias_width: As many as are kept, or 0.
+        num_added: How many have an addend; they come first.
         lowest: What smaller sums are set to: zero for relu, or minus infinity.
         rows: Of the window.
         steps: How many tiles deep the products are, in all rows of the window.
         IS_POINTWISE: Whether the window is one pixel, and each pixel has one.
         IS_WHOLE: Whether tiles end where rows end.
-        HAS_ADDEND: Whether to add ``addend``. Without it, numbers need not change between threads on the way.
+        HAS_ADDEND: Whether any has an addend. Without it, numbers need not change between threads on the way.
         IS_HALVED: Whether a tile's products are summed in two halves, of which neither waits for the other.
         STARTS_EARLY: Whether to start before the kernel in front has ended (``early.py``).
     """
+    which = tl.program_id(2)
+    image, weight, out = choose(images, which), choose(weights, which), choose(outs, which)
     inputs *= AT_ONCE
     outputs *= AT_ONCE
     kept *= KEPT_AT_ONCE
@@ -118,10 +125,11 @@ def dense(
     if STARTS_EARLY:
         gdc_wait()
     # What is added in the end is on its way from here on.
-    shift = tl.load(bias + channel, channel < bias_width, 0.0)
+    shift = tl.load(choose(biases, which) + channel, channel < bias_width, 0.0)
     if HAS_ADDEND:
         place = (pixel * addend_width)[:, None] + channel[None, :]
-        other = tl.load(addend + place, is_pixel[:, None] & (channel < addend_width)[None, :], 0.0)
+        is_added = (channel < addend_width) & (which < num_added)
+        other = tl.load(choose(addends, which) + place, is_pixel[:, None] & is_added[None, :], 0.0)
     total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
     half = total
     i = 0
@@ -155,6 +163,15 @@ def dense(
     total = tl.where((channel < kept)[None, :], total, 0.0)
     place = (pixel * out_channels)[:, None] + channel[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])
+
+
+@triton.jit
+def choose(pointers, which):
+    """One of several pointers. A block does so once; a table of them in memory would have to be written first."""
+    pointer = pointers[0]
+    for k in tl.static_range(1, len(pointers)):
+        pointer = tl.where(which == k, pointers[k], pointer)
+    return pointer
 
 
 @triton.jit

@@ -10,21 +10,27 @@ Tried on torch 2.11, Triton 3.6.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from millstream.lower.ahead import Launch
+from millstream.lower.ahead import Launch, pointers
+from millstream.lower.early import early_start
 
 MOST_OUTPUTS = 1 << 19
 """Beyond, the device is full, and cuDNN's kernel does more with it."""
+
+MOST_WINDOWS = 2
+"""That one launch computes: each is compiled for, and a kernel's blocks take as many registers as its largest needs."""
 
 _RUN = 4  # pixels side by side
 _TILE_RUNS = 8
 _TILE_CHANNELS = 16
 _NUM_WARPS = 2  # each thread has one run and two channels
+_MANY_BLOCKS = 1500  # where each multiprocessor has more than it can hold, blocks of twice the runs take a tenth less
 _MOST_TAPS = 81  # the loop over them is unrolled
 _DTYPES = (torch.float16, torch.bfloat16)
 _CHANNELS_AT_ONCE = 8  # 16 bytes of 2-byte numbers, the longest load
@@ -52,24 +58,10 @@ def is_small_depthwise(arguments: list[Any], output: Any) -> bool:
     )
 
 
-def convolve_depthwise(*arguments: Any, out: torch.Tensor) -> None:
-    """Compute into ``out`` what ``launch_depthwise`` says."""
-    launch_depthwise(*arguments, out=out).run()
+class Depthwise(NamedTuple):
+    """A depthwise convolution, what stands in front, and where its result goes. Sums are in single precision.
 
-
-def launch_depthwise(
-    image: torch.Tensor,
-    weight: torch.Tensor,
-    relu: bool,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    *,
-    out: torch.Tensor,
-) -> Launch:
-    """How to compute a depthwise convolution, and what stands in front of it. Sums are in single precision.
-
-    Args:
+    Attributes:
         image: Channels last. Those behind the weight's are not read.
         weight: Contiguous.
         relu: Whether to apply relu to the image.
@@ -78,17 +70,56 @@ def launch_depthwise(
         dilation: Of the convolution.
         out: Channels last. Those behind the weight's are set to zero.
     """
+
+    image: torch.Tensor
+    weight: torch.Tensor
+    relu: bool
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    out: torch.Tensor
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for convolutions that one launch can compute, if no more than ``MOST_WINDOWS`` differ."""
+        shapes = (self.image.shape, self.weight.shape[:1], self.out.shape)
+        return shapes, (self.image.dtype, self.relu, *self.stride, *self.dilation)
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        """What else is compiled for: its height and width, and behind them the zeros above and to the left."""
+        return (*self.weight.shape[2:], self.padding[2], self.padding[0])
+
+
+def convolve_depthwise(*arguments: Any, out: torch.Tensor) -> None:
+    """Compute what ``Depthwise`` says."""
+    launch_depthwise([Depthwise(*arguments, out=out)]).run()
+
+
+def convolve_depthwise_together(*convolutions: Sequence[Any]) -> None:
+    """Compute what several ``Depthwise`` of one kind say, given by their parts, in one launch."""
+    launch_depthwise([Depthwise(*each) for each in convolutions]).run()
+
+
+def launch_depthwise(convolutions: Sequence[Depthwise]) -> Launch:
+    """How to compute convolutions of one kind at once, those of the larger window first."""
     from millstream.lower.depthwise_kernel import depthwise  # Triton is there where there is a GPU
 
+    convolutions = sorted(convolutions, key=lambda each: each.window, reverse=True)
+    windows = list(dict.fromkeys(each.window for each in convolutions))
+    assert len(windows) <= MOST_WINDOWS
+    image, weight, relu, stride, _, dilation, out = convolutions[0]
     num_images, out_channels, out_height, out_width = out.shape
-    left, _, top, _ = padding
     runs_a_line = -(-out_width // _RUN)
     num_runs = num_images * out_height * runs_a_line
+    grid = (-(-num_runs // _TILE_RUNS), -(-out_channels // _TILE_CHANNELS), len(convolutions))
+    doubled = 2 if math.prod(grid) > _MANY_BLOCKS else 1
+    grid = (-(-num_runs // (doubled * _TILE_RUNS)), *grid[1:])
     image_at_once, out_at_once = (math.gcd(each.shape[1], _CHANNELS_AT_ONCE) for each in (image, out))
     arguments = (
-        image,
-        weight,
-        out,
+        pointers(each.image for each in convolutions),
+        pointers(each.weight for each in convolutions),
+        pointers(each.out for each in convolutions),
         num_runs,
         runs_a_line,
         *image.shape[2:],
@@ -97,8 +128,9 @@ def launch_depthwise(
         weight.shape[0],
         image.shape[1] // image_at_once,
         out_channels // out_at_once,
-        top,
-        left,
+        sum(each.window == windows[0] for each in convolutions),
+        *windows[0][2:],
+        *windows[-1][2:],
     )
     constants = {
         "STRIDE_Y": stride[0],
@@ -108,14 +140,14 @@ def launch_depthwise(
         "IS_RELU": relu,
         "IMAGE_AT_ONCE": image_at_once,
         "OUT_AT_ONCE": out_at_once,
-        "KERNEL_HEIGHT": weight.shape[2],
-        "KERNEL_WIDTH": weight.shape[3],
+        "WINDOWS": tuple(window[:2] for window in windows),
         "RUN": _RUN,
-        "TILE_RUNS": _TILE_RUNS,
+        "TILE_RUNS": doubled * _TILE_RUNS,
         "TILE_CHANNELS": _TILE_CHANNELS,
-        "num_warps": _NUM_WARPS,
+        **early_start(image.device),
+        "num_warps": doubled * _NUM_WARPS,
     }
-    return Launch(depthwise, (-(-num_runs // _TILE_RUNS), -(-out_channels // _TILE_CHANNELS)), arguments, constants)
+    return Launch(depthwise, grid, arguments, constants)
 
 
 _library = torch.library.Library("millstream", "FRAGMENT")

@@ -2,17 +2,23 @@
 
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
+from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from millstream.lower.dense_kernel import choose
 
 # Compiled for each window and for what the number of channels is a multiple of, not for each size of image.
 _ANY = ["num_runs", "runs_a_line", "height", "width", "out_height", "out_width", "channels", "image_channels",
-        "out_channels", "pad_y", "pad_x"]  # fmt: skip
+        "out_channels", "num_first", "pad_y", "pad_x", "second_pad_y", "second_pad_x"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_ANY)
 def depthwise(
-    image,
-    weight,
-    out,
+    images,
+    weights,
+    outs,
     num_runs,
     runs_a_line,
     height,
@@ -22,8 +28,11 @@ def depthwise(
     channels,
     image_channels,
     out_channels,
+    num_first,
     pad_y,
     pad_x,
+    second_pad_y,
+    second_pad_x,
     STRIDE_Y: tl.constexpr,
     STRIDE_X: tl.constexpr,
     DILATION_Y: tl.constexpr,
@@ -31,32 +40,65 @@ def depthwise(
     IS_RELU: tl.constexpr,
     IMAGE_AT_ONCE: tl.constexpr,
     OUT_AT_ONCE: tl.constexpr,
-    KERNEL_HEIGHT: tl.constexpr,
-    KERNEL_WIDTH: tl.constexpr,
+    WINDOWS: tl.constexpr,
     RUN: tl.constexpr,
     TILE_RUNS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
-    """Convolve each channel of an image with its own window.
+    """Convolve each channel of each image with its own window.
 
-    A thread computes four pixels that lie side by side, a *run*, and so loads a column once for all that read it, and a
-    tap once for all four.
+    All images have the same size, and so have their results; of windows there are two sizes at most. The last direction
+    of the grid says on which image a block works.
 
     Args:
-        image: In memory: images, rows, columns, channels.
-        weight: In memory: channels, rows, columns.
-        out: Like ``image``.
-        num_runs: Of ``out``, of all its images; ``runs_a_line`` in a row of pixels, of which the last may be shorter.
-        channels: Of ``weight``.
-        image_channels: Of ``image``, in units of ``IMAGE_AT_ONCE``; so the compiler knows what they are a multiple of.
-        out_channels: Of ``out``, likewise. Those behind ``channels`` are set to zero.
-        IS_RELU: Whether to apply relu to the image.
+        images: Each in memory: images of a batch, rows, columns, channels.
+        weights: Each in memory: channels, rows, columns.
+        outs: Like ``images``.
+        num_runs: Of each result, of all images of the batch; ``runs_a_line`` in a row of pixels, of which the last may
+            be shorter.
+        channels: Of each weight.
+        image_channels: Of an image, in units of ``IMAGE_AT_ONCE``; so the compiler knows what they are a multiple of.
+        out_channels: Of a result, likewise. Those behind ``channels`` are set to zero.
+        num_first: How many of the images have the first window; the others have the second.
+        pad_y: For the first window; ``second_pad_y`` for the second.
+        IS_RELU: Whether to apply relu to the images.
+        WINDOWS: Height and width of the first window, and of the second if there is one.
         RUN: Four.
+        STARTS_EARLY: Whether to start before the kernel in front has ended (``early.py``).
     """
+    which = tl.program_id(2)
+    image, weight, out = choose(images, which), choose(weights, which), choose(outs, which)
     image_channels *= IMAGE_AT_ONCE
     out_channels *= OUT_AT_ONCE
     run = tl.program_id(0) * TILE_RUNS + tl.arange(0, TILE_RUNS)
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
+    if STARTS_EARLY:
+        gdc_wait()
+    for k in tl.static_range(len(WINDOWS)):
+        if (which < num_first) == (k == 0):
+            _convolve(
+                image, weight, out, run, channel, num_runs, runs_a_line, height, width, out_height, out_width, channels,
+                image_channels, out_channels, pad_y if k == 0 else second_pad_y, pad_x if k == 0 else second_pad_x,
+                STRIDE_Y, STRIDE_X, DILATION_Y, DILATION_X, IS_RELU, WINDOWS[k][0], WINDOWS[k][1], RUN, TILE_RUNS,
+                TILE_CHANNELS,
+            )  # fmt: skip
+    if STARTS_EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _convolve(
+    image, weight, out, run, channel, num_runs, runs_a_line, height, width, out_height, out_width, channels,
+    image_channels, out_channels, pad_y, pad_x, STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr,
+    DILATION_Y: tl.constexpr, DILATION_X: tl.constexpr, IS_RELU: tl.constexpr, KERNEL_HEIGHT: tl.constexpr,
+    KERNEL_WIDTH: tl.constexpr, RUN: tl.constexpr, TILE_RUNS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Compute some runs of some channels of a result.
+
+    A thread computes four pixels that lie side by side, a *run*, and so loads a column once for all that read it, and a
+    tap once for all four.
+    """
     is_run, is_channel = run < num_runs, channel < channels
     line = run // runs_a_line
     out_x = (run - line * runs_a_line) * RUN

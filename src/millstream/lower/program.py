@@ -8,7 +8,7 @@ view of one of these.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How to allocate a buffer: sizes and strides in elements."""
+    """How a tensor lies in memory: sizes and strides in elements."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -81,7 +81,7 @@ class Program:
         constants: Folded tensors by value name.
         mutated: Ids of the inputs that the program writes.
         aligned: Ids of the inputs whose first element kernels take to lie at a multiple of ``ALIGNMENT_BYTES``.
-        dtypes: Of inputs, constants and buffers, where they are known.
+        tensors: How inputs, constants and buffers lie in their memory, where that is known.
     """
 
     graph: KernelGraph
@@ -93,12 +93,17 @@ class Program:
     constants: dict[str, torch.Tensor]
     mutated: frozenset[str]
     aligned: frozenset[str]
-    dtypes: dict[str, torch.dtype]
+    tensors: dict[str, Layout]
 
     def base(self, name: str) -> str:
         """Return the input, constant or buffer that the value ``name`` lies in."""
         view = self.views.get(name)
         return name if view is None else view.base
+
+    def layout(self, name: str) -> Layout | None:
+        """Return how a value lies in memory; ``None`` where nobody knows."""
+        view, layout = self.views.get(name), self.tensors.get(self.base(name))
+        return layout if view is None or layout is None else replace(layout, size=view.size, stride=view.stride)
 
     def code(self, kernel: int) -> str:
         """Return what decides how long a kernel takes, beside the sizes of its buffers: its source and arguments.
@@ -112,9 +117,8 @@ class Program:
 
     def _shapes(self, tree: Any) -> Any:
         if isinstance(tree, Value):
-            layout = self.views.get(tree.name) or self.layouts.get(tree.name)
-            dtype = self.dtypes.get(self.base(tree.name))
-            return (dtype, layout.size, layout.stride) if layout else (dtype,)
+            layout = self.layout(tree.name)
+            return (layout.dtype, layout.size, layout.stride) if layout else ()
         if isinstance(tree, dict):
             return {key: self._shapes(item) for key, item in tree.items()}
         return [self._shapes(item) for item in tree] if isinstance(tree, (list, tuple)) else tree

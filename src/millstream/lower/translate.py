@@ -397,7 +397,10 @@ class _Translator:
             constants=self.constants,
             mutated=frozenset(name for name in inputs if name in written),
             aligned=frozenset(name for i, name in enumerate(self.inputs) if name is not None and i in self.aligned),
-            dtypes={name: value.dtype for name, value in self.fake.items()},
+            tensors={
+                name: Layout(*layout_of(value), value.dtype, numbered(value.device))
+                for name, value in self.fake.items()
+            },
         )
 
     def _open_joined(self, buffers: tuple[Buffer, ...]) -> None:

@@ -1,0 +1,172 @@
+"""Convolutions of ours that are alike and wait for nothing of each other become one launch.
+
+On streams of their own they take each other's multiprocessors by chance, and each pair of streams costs waits. In one
+launch they fill the device together, and whatever comes behind them starts once. ``docs/decisions/0022`` has the
+figures.
+
+**Contract**
+- The program computes what it did, up to the order in which a convolution sums: a larger launch has larger tiles.
+- No kernel comes behind more kernels in a row than before: those that are joined lie equally deep in the graph.
+- Program order stays, as far as that allows.
+
+**Steps**: find how deep each kernel lies; put together those of one kind and depth; order what results.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from millstream.graph import Kernel, KernelGraph, derive_dependencies
+from millstream.lower.ahead import Launch
+from millstream.lower.dense import Dense, convolve_dense, convolve_dense_together, launch_dense
+from millstream.lower.depthwise import (
+    MOST_WINDOWS,
+    Depthwise,
+    convolve_depthwise,
+    convolve_depthwise_together,
+    launch_depthwise,
+)
+from millstream.lower.program import Call, Program, Value
+
+FEWEST_TOGETHER = 3
+"""A pair was no faster than two launches on two streams, and the one that is waited for takes longer in it."""
+
+MOST_TOGETHER = 8
+"""Convolutions in a launch: each is some arguments more, among which every block chooses."""
+
+
+class Family(NamedTuple):
+    """What one kernel of ours computes.
+
+    Attributes:
+        convolution: One of it: the arguments of the function that computes it, and its ``out``.
+        launch: How to compute several of one kind.
+        together: Computes several.
+    """
+
+    convolution: Callable[..., Any]
+    launch: Callable[[Sequence[Any]], Launch]
+    together: Callable[..., None]
+
+
+#: By the function that computes one.
+FAMILIES: dict[Callable[..., Any], Family] = {
+    convolve_dense: Family(Dense, launch_dense, convolve_dense_together),
+    convolve_depthwise: Family(Depthwise, launch_depthwise, convolve_depthwise_together),
+}
+
+
+def join_siblings(program: Program) -> Program:
+    """Let one launch compute what is alike and independent."""
+    old, groups = program.graph, _find_groups(program)
+    if not groups:
+        return program
+    groups += [[i] for i in {kernel.id for kernel in old.kernels}.difference(*groups)]
+    launches = [_join(program, groups[index]) for index in _order(old, groups)]
+    kernels = tuple(replace(kernel, id=position) for position, (kernel, _) in enumerate(launches))
+    return replace(program, graph=replace(old, kernels=kernels), calls=tuple(call for _, call in launches))
+
+
+def find_joint_launches(program: Program) -> Iterator[Launch]:
+    """The launches that compute several at once, for tensors that are not there yet."""
+    for call in program.calls:
+        for family in FAMILIES.values():
+            if call.target is family.together:
+                yield family.launch([family.convolution(*_described(program, each)) for each in call.args])
+
+
+def _find_groups(program: Program) -> list[list[int]]:
+    """Kernels to be joined, each group in program order."""
+    alike: dict[Hashable, list[tuple[int, Any]]] = defaultdict(list)
+    own = [i for i, call in enumerate(program.calls) if call.target in FAMILIES]
+    depths = _depths(program.graph) if own else []
+    for i in own:
+        call = program.calls[i]
+        convolution = FAMILIES[call.target].convolution(*_described(program, (*call.args, call.kwargs["out"])))
+        alike[depths[i], program.graph.kernels[i].device, call.target, convolution.kind].append((i, convolution.window))
+    return [sorted(group) for members in alike.values() for group in _divide(members) if len(group) >= FEWEST_TOGETHER]
+
+
+def _divide(members: Sequence[tuple[int, tuple[int, ...]]]) -> Iterator[list[int]]:
+    """Divide what is alike but for its window into launches, as evenly as may be."""
+    windows = sorted({window for _, window in members}, reverse=True)
+    for first in range(0, len(windows), MOST_WINDOWS):
+        taken = windows[first : first + MOST_WINDOWS]
+        ids = [i for window in taken for i, own in members if own == window]
+        num_launches = -(-len(ids) // MOST_TOGETHER)
+        for k in range(num_launches):
+            yield ids[len(ids) * k // num_launches : len(ids) * (k + 1) // num_launches]
+
+
+def _depths(graph: KernelGraph) -> list[int]:
+    """The longest chain of kernels in front of each."""
+    depths: list[int] = []
+    for found in derive_dependencies(graph):
+        depths.append(max((depths[each.kernel] + 1 for each in found), default=0))
+    return depths
+
+
+def _join(program: Program, group: Sequence[int]) -> tuple[Kernel, Call]:
+    kernels, calls = [program.graph.kernels[i] for i in group], [program.calls[i] for i in group]
+    if len(group) == 1:
+        return kernels[0], calls[0]
+    names = Counter(kernel.name for kernel in kernels)
+
+    def union(attribute: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for kernel in kernels for name in getattr(kernel, attribute)))
+
+    kernel = replace(
+        kernels[0],
+        name=", ".join(f"{number} × {name}" for name, number in names.items()),
+        reads=union("reads"),
+        writes=union("writes"),
+        parts=union("parts"),
+        ops=union("ops"),
+        num_bytes=sum(kernel.num_bytes for kernel in kernels),
+        flops=sum(kernel.flops for kernel in kernels),
+    )
+    arguments = tuple((*call.args, call.kwargs["out"]) for call in calls)
+    return kernel, Call(FAMILIES[calls[0].target].together, arguments, {})
+
+
+def _order(graph: KernelGraph, groups: Sequence[Sequence[int]]) -> list[int]:
+    """Order groups of kernels by what depends on what, and else by program order; return their positions."""
+    group_of = {kernel: index for index, group in enumerate(groups) for kernel in group}
+    behind: dict[int, set[int]] = defaultdict(set)
+    missing = [0] * len(groups)
+    for kernel, found in enumerate(derive_dependencies(graph)):
+        index = group_of[kernel]
+        for first in {group_of[each.kernel] for each in found}:
+            if index not in behind[first]:
+                behind[first].add(index)
+                missing[index] += 1
+    ready = [(group[0], index) for index, group in enumerate(groups) if not missing[index]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, index = heapq.heappop(ready)
+        order.append(index)
+        for later in behind[index]:
+            missing[later] -= 1
+            if not missing[later]:
+                heapq.heappush(ready, (groups[later][0], later))
+    return order
+
+
+def _described(program: Program, arguments: Iterable[Any]) -> list[Any]:
+    """Arguments of a call with fake tensors for values."""
+    with FakeTensorMode():
+        return [_fake(program, arg.name) if isinstance(arg, Value) else arg for arg in arguments]
+
+
+def _fake(program: Program, name: str) -> torch.Tensor:
+    layout = program.layout(name)
+    assert layout is not None, f"{name}, which a convolution of ours uses, has a layout"
+    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)

@@ -1,0 +1,229 @@
+"""Alike convolutions of ours that wait for nothing of each other are one launch."""
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import millstream as ms
+from millstream.api import executables
+from millstream.graph import derive_dependencies, validate_graph
+from millstream.lower import convolution, dense, depthwise, siblings
+from millstream.lower.dense import CONVOLVE, Dense
+from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, Depthwise
+from millstream.lower.program import Call, Program, Value
+from millstream.lower.siblings import FEWEST_TOGETHER, MOST_TOGETHER, Family, join_siblings
+from tests.lower.convolutions import pretended_gpu
+from tests.networks import assert_close
+from tests.properties.strategies import graphs
+
+__all__ = ["pretended_gpu"]
+
+DOUBLE = torch.float64
+
+
+# --- which kernels, and in which order -------------------------------------------------------------------------------
+
+
+class Stand(NamedTuple):
+    """In place of a convolution: it says by itself which others it is like."""
+
+    kind: int
+    window: tuple[int, ...]
+    kernel: int
+    out: Value
+
+
+def alone(*_, out):
+    del out
+
+
+def together(*_):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def one_family(request, monkeypatch):
+    """Programs of ``program_of`` have one family of kernels; those from Inductor have the real ones."""
+    if "pretended_gpu" not in request.fixturenames:
+        monkeypatch.setattr(siblings, "FAMILIES", {alone: Family(Stand, None, together)})
+        monkeypatch.setattr(siblings, "_described", lambda program, arguments: list(arguments))
+
+
+def program_of(graph, kinds):
+    """A program in which some kernels are convolutions, each of a kind and with a window of its own."""
+    calls = tuple(
+        Call(alone, (kind, (window,), kernel.id), {"out": Value(kernel.writes[0])})
+        if kind is not None and kernel.writes and not kernel.allocates
+        else Call(print, (kernel.id,), {})
+        for kernel, (kind, window) in zip(graph.kernels, kinds, strict=True)
+    )
+    return Program(graph, calls, (), (), {}, {}, {}, frozenset(), frozenset(), {})
+
+
+def members(joined):
+    """For each kernel of a joined program those of the other that it does the work of."""
+    for call in joined.calls:
+        yield [each[2] for each in call.args] if call.target is together else [call.args[-1]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(graph=graphs(max_kernels=120), seed=st.integers(0, 2**32), num_kinds=st.integers(1, 3))
+def test_a_joined_program_does_the_same_in_an_order_that_is_right(graph, seed, num_kinds):
+    rng = random.Random(seed)
+    kinds = [(rng.choice([None, *range(num_kinds)]), rng.randint(1, 3)) for _ in graph.kernels]
+    program = program_of(graph, kinds)
+    joined = join_siblings(program)
+    validate_graph(joined.graph)
+    groups = [*members(joined)]
+    assert sorted(i for group in groups for i in group) == [kernel.id for kernel in graph.kernels]
+    place = {i: position for position, group in enumerate(groups) for i in group}
+    for later, found in enumerate(derive_dependencies(graph)):
+        assert all(place[each.kernel] < place[later] for each in found)
+    for kernel, group in zip(joined.graph.kernels, groups, strict=True):
+        parts = [graph.kernels[i] for i in group]
+        assert set(kernel.reads) == {name for part in parts for name in part.reads}
+        assert set(kernel.writes) == {name for part in parts for name in part.writes}
+        assert set(kernel.parts) == {name for part in parts for name in part.parts}
+        assert kernel.num_bytes == sum(part.num_bytes for part in parts)
+        assert len(group) == 1 or FEWEST_TOGETHER <= len(group) <= MOST_TOGETHER
+        assert len({kinds[i][0] for i in group}) == 1
+        assert len({kinds[i][1] for i in group}) <= depthwise.MOST_WINDOWS
+    assert chain(joined.graph) <= chain(graph)
+
+
+def chain(graph):
+    return max(siblings._depths(graph))
+
+
+@pytest.mark.parametrize(("number", "sizes"), [(2, [1, 1]), (3, [3]), (8, [8]), (9, [4, 5]), (17, [5, 6, 6])])
+def test_many_are_divided_evenly(number, sizes):
+    from millstream.testing import towers_graph
+
+    graph = towers_graph(number, 1)
+    program = program_of(graph, [(0, 1)] * number)
+    joined = join_siblings(program)
+    assert sorted(len(group) for group in members(joined)) == sizes
+    names = sorted(kernel.name for kernel in joined.graph.kernels)
+    assert (names == sorted(kernel.name for kernel in graph.kernels)) is (number < FEWEST_TOGETHER)
+
+
+def test_what_is_alone_keeps_its_program():
+    from millstream.testing import chain_graph
+
+    program = program_of(chain_graph(6), [(0, 1)] * 6)
+    assert join_siblings(program) is program
+
+
+# --- what is alike ---------------------------------------------------------------------------------------------------
+
+
+def a_dense(**changes):
+    def tensor(*size):
+        return torch.empty(size, dtype=torch.half).contiguous(memory_format=torch.channels_last)
+
+    usual = Dense(
+        tensor(1, 16, 8, 8), tensor(32, 16, 1, 1), torch.empty(32), None, True, 32, [1, 1], [0, 0], tensor(1, 32, 8, 8)
+    )
+    return usual._replace(**{name: change(tensor) for name, change in changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "alike"),
+    [
+        ({}, True),
+        ({"addend": lambda tensor: tensor(1, 32, 8, 8)}, True),
+        ({"bias": lambda tensor: None}, False),
+        ({"relu": lambda tensor: False}, False),
+        ({"kept": lambda tensor: 30}, False),
+        ({"image": lambda tensor: tensor(1, 24, 8, 8), "weight": lambda tensor: tensor(32, 24, 1, 1)}, False),
+        ({"out": lambda tensor: tensor(1, 64, 8, 8)[:, :32]}, False),
+        ({"padding": lambda tensor: [0, 1]}, False),
+        ({"image": lambda tensor: tensor(1, 16, 8, 8).bfloat16()}, False),
+    ],
+)
+def test_dense_convolutions_are_alike_but_for_what_is_added(changes, alike):
+    assert (a_dense(**changes).kind == a_dense().kind) is alike
+
+
+@pytest.mark.parametrize(
+    ("changes", "alike"),
+    [
+        ({"weight": torch.empty(16, 1, 5, 5), "padding": [2] * 4}, True),
+        ({"relu": False}, False),
+        ({"stride": [2, 2]}, False),
+        ({"image": torch.empty(1, 24, 8, 8)}, False),
+    ],
+)
+def test_depthwise_convolutions_are_alike_but_for_windows(changes, alike):
+    image = torch.empty(1, 16, 8, 8)
+    usual = Depthwise(image, torch.empty(16, 1, 3, 3), True, [1, 1], [1] * 4, [1, 1], torch.empty_like(image))
+    assert (usual._replace(**changes).kind == usual.kind) is alike
+
+
+# --- through Inductor ------------------------------------------------------------------------------------------------
+
+
+class Cell(nn.Module):
+    """Branches of NASNet's kind: depthwise convolutions of one image, products, and sums of them."""
+
+    def __init__(self, num_branches):
+        super().__init__()
+        self.first = nn.Conv2d(16, 16, 1)
+        self.depthwise = nn.ModuleList(
+            nn.Conv2d(16, 16, size, padding=size // 2, groups=16, bias=False) for size in [3, 5, 3, 7, 5][:num_branches]
+        )
+        self.products = nn.ModuleList(nn.Conv2d(16, 16, 1) for _ in range(num_branches))
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        branches = [product(each(x)) for each, product in zip(self.depthwise, self.products, strict=True)]
+        return torch.cat([torch.relu(branch) for branch in branches], 1) + F.avg_pool2d(x, 3, 1, 1).repeat(
+            1, len(branches), 1, 1
+        )
+
+
+@pytest.mark.parametrize(("num_branches", "sizes"), [(2, []), (5, [5, 3])])
+def test_a_cell_through_inductor(pretended_gpu, monkeypatch, num_branches, sizes):
+    """On a CPU without oneDNN, Inductor treats convolutions as on a GPU."""
+
+    def convolve_dense(*arguments, out):
+        out.copy_(CONVOLVE(*arguments))
+
+    def convolve_depthwise(image, weight, relu, *options, out):
+        out.copy_(CONVOLVE_DEPTHWISE(image, weight, relu, out.shape[1], *options))
+
+    def several(one):
+        def compute(*convolutions):
+            launched.append(len(convolutions))
+            for *arguments, out in convolutions:
+                one(*arguments, out=out)
+
+        return compute
+
+    launched: list[Any] = []
+    standing = {convolve_dense: Dense, convolve_depthwise: Depthwise}
+    families = {one: Family(convolution, None, several(one)) for one, convolution in standing.items()}
+    monkeypatch.setattr(siblings, "FAMILIES", families)
+    monkeypatch.setattr(convolution, "FAMILIES", families)
+    for function in standing:
+        monkeypatch.setattr(convolution, function.__name__, function)
+    for module in (dense, depthwise):
+        monkeypatch.setattr(module, "_DTYPES", (DOUBLE,))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Cell(num_branches).to(DOUBLE).eval()
+    x = torch.randn(2, 16, 6, 6, dtype=DOUBLE)
+    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+        compiled = ms.compile(model, strict=True, engine="serial")
+        assert_close(compiled(x), model(x), 1e-12)
+    (executable,) = executables(compiled)
+    program = executable.lowered.program
+    assert sorted(launched, reverse=True) == sizes
+    names = [kernel.name for kernel in program.graph.kernels]
+    assert sum("×" in name for name in names) == len(sizes)
