@@ -18,6 +18,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 import torch
@@ -139,24 +140,17 @@ def _join(program: Program, group: Sequence[int]) -> tuple[Kernel, Call]:
 def _order(graph: KernelGraph, groups: Sequence[Sequence[int]]) -> list[int]:
     """Order groups of kernels by what depends on what, and else by program order; return their positions."""
     group_of = {kernel: index for index, group in enumerate(groups) for kernel in group}
-    behind: dict[int, set[int]] = defaultdict(set)
-    missing = [0] * len(groups)
+    sorter: TopologicalSorter[int] = TopologicalSorter()
     for kernel, found in enumerate(derive_dependencies(graph)):
-        index = group_of[kernel]
-        for first in {group_of[each.kernel] for each in found}:
-            if index not in behind[first]:
-                behind[first].add(index)
-                missing[index] += 1
-    ready = [(group[0], index) for index, group in enumerate(groups) if not missing[index]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, index = heapq.heappop(ready)
-        order.append(index)
-        for later in behind[index]:
-            missing[later] -= 1
-            if not missing[later]:
-                heapq.heappush(ready, (groups[later][0], later))
+        sorter.add(group_of[kernel], *(group_of[each.kernel] for each in found))
+    sorter.prepare()
+    ready: list[tuple[int, int]] = []
+    order: list[int] = []
+    while sorter.is_active():
+        for index in sorter.get_ready():
+            heapq.heappush(ready, (groups[index][0], index))
+        order.append(heapq.heappop(ready)[1])
+        sorter.done(order[-1])
     return order
 
 
