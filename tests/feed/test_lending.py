@@ -153,10 +153,23 @@ def test_who_is_lent_memory_that_nobody_owns_is_caught(virtual_feed, monkeypatch
         return [lend_badly(each) for each in prepare(layout, memories)]
 
     monkeypatch.setattr(ring, "prepare_lending", prepare_badly)
-    batches = [make_batch(i, 3, 300) for i in range(10)]
     outcomes = []
-    for mood in MOODS:
-        fed, device = virtual_feed(batches, 2, mood)
-        outcomes.append(train(fed, device, batches, random.Random(0), keep=0.8))
+    for seed in range(10):
+        batches = [make_batch(i, 3, 300) for i in range(20)]
+        fed, device = virtual_feed(batches, 2, random.Random(seed).choice(MOODS), seed)
+        outcomes.append(train(fed, device, batches, random.Random(seed), keep=0.1))
         settle(device)
     assert not all(outcomes)
+
+
+def test_nothing_is_prepared_for_batches_of_which_each_is_of_another_form(virtual_feed, monkeypatch):
+    """Of hundreds of leaves it takes longer than to make them once in PyTorch's own ways."""
+    prepared = []
+    prepare = lending.prepare_lending
+    monkeypatch.setattr(ring, "prepare_lending", lambda *arguments: prepared.append(1) or prepare(*arguments))
+    for sizes, most in (([64 + i for i in range(12)], 0), ([64] * 12, 2)):
+        batches = [make_batch(i, 2, size) for i, size in enumerate(sizes)]
+        fed, device = virtual_feed(batches, 2, "eager")
+        assert train(fed, device, batches, random.Random(0), keep=0.0)
+        settle(device)
+        assert len(prepared) == most  # once for each slot

@@ -172,6 +172,8 @@ class Ring:
         self._num_rested = len(self._resting)
         if slot.layout is not layout:
             self._fit(slot, layout, copy_stream)
+        elif not slot.lending:  # not for the first of a form: there may be no second, and it costs more than it spares
+            slot.lending = prepare_lending(layout, slot.memories)
         return slot.memories
 
     def _fit(self, slot: DeviceSlot, layout: Layout, copy_stream: Stream) -> None:
@@ -187,7 +189,6 @@ class Ring:
                     self._context.order(copy_stream, present.home)  # what was done with it, was before
         parcels = slot.parcels[: len(layout.parcels)]
         slot.memories = [parcel.memory for parcel in parcels if parcel is not None]
-        slot.lending = prepare_lending(layout, slot.memories)
         slot.layout = layout
 
     def _allocate(self, num_bytes: int, copy_stream: Stream) -> Parcel:
