@@ -291,7 +291,7 @@ def compare_ways(
         replace(facts, baseline=name, baseline_ms=sample.median, ratio=ratio(sample.median, own.median))
         for name, sample in samples.items()
     ]
-    return [*rows, *failures] or [facts], compute
+    return [*(rows or [facts]), *failures], compute
 
 
 def watch(fed: Feed, work: Callable[[], None], device: torch.device) -> tuple[Stats, float | None]:

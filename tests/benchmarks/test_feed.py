@@ -1,5 +1,7 @@
 """The suite runs through without a GPU, and judges before it times."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,6 +47,13 @@ def test_a_peer_that_cannot_run_is_recorded():
     side = next(row for row in rows if row.baseline == "side stream")
     assert side.baseline_ms is None
     assert "needs a CUDA device" in side.note
+
+
+def test_ours_is_told_where_no_peer_can_run():
+    ours, side, *_ = feed.run_loop("x", [64 * 100], 1.0, replace(CPU, baselines=frozenset({"side stream"})))
+    assert ours.baseline is None
+    assert ours.ours_ms > 0
+    assert side.ours_ms is None
 
 
 def test_work_takes_about_as_long_as_asked():

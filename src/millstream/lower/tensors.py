@@ -18,9 +18,6 @@ _GUARDS: Any = torch._C._dynamo.guards  # where PyTorch keeps the quick function
 #: 1.5 for as_strided.
 reinterpret: Callable[[torch.Tensor, Any, Any, int], torch.Tensor] = _GUARDS._reinterpret_tensor
 
-#: ``from_capsule(capsule)``: what DLPack describes, as a tensor; ``torch.from_dlpack`` asks first what it was given.
-from_capsule: Callable[[object], torch.Tensor] = torch._C._from_dlpack
-
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
 
