@@ -117,3 +117,30 @@ class Traced:
     effects: list[tuple[Any, Any, Output]]
     optimizers: list[Optimizer]
     writes_arguments: bool
+
+
+# --- instead of that --------------------------------------------------------------------------------------------------
+
+
+class StateMissing(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
+    """State would be created now, of an optimizer or in a cache: only an eager call can give it values."""
+
+
+class FoundLate(Exception):  # noqa: N818 - a message to the step, which lifts the objects and traces again
+    """Objects that discovery missed showed up while tracing."""
+
+    def __init__(self, name: str, value: Any, where: str) -> None:
+        super().__init__(name)
+        self.name, self.value, self.where = name, value, where
+
+
+class ServesOnce(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
+    """The graph depends on the very value of a number that the step changes: it would not serve again."""
+
+
+class NumbersChanged(Exception):  # noqa: N818 - a message to the step, which lifts them and traces again
+    """The step changes numbers that optimizers keep: holders and keys."""
+
+    def __init__(self, places: list[tuple[Any, Any]]) -> None:
+        super().__init__()
+        self.places = places

@@ -31,9 +31,10 @@ from millstream.capture.discover import Found, discover
 from millstream.capture.optimizers import CountsOnDevice, move_counts_to_host, number_places
 from millstream.capture.randomness import RandomState
 from millstream.capture.refuse import check_modes, check_supported
+from millstream.capture.request import FoundLate, NumbersChanged, ServesOnce, StateMissing
 from millstream.capture.signature import meta_of, put_together, take_apart
 from millstream.capture.step_graph import Build, StepGraph
-from millstream.capture.trace import FoundLate, NumbersChanged, ServesOnce, StateMissing, trace_step
+from millstream.capture.trace import trace_step
 from millstream.device.likeness import Likeness
 from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
 from millstream.lower import ask_early

@@ -17,15 +17,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
-from collections import deque
-from collections.abc import Container as Container_
-from collections.abc import Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass, field, replace
-from types import FrameType, FunctionType, ModuleType
-from typing import Any, NoReturn, TypeGuard
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType, FunctionType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -65,11 +62,20 @@ from millstream.capture.python_state import (
 )
 from millstream.capture.randomness import RandomState, other_generators_refused
 from millstream.capture.refuse import check_sources
-from millstream.capture.request import Output, Request, Traced
+from millstream.capture.request import (
+    FoundLate,
+    NumbersChanged,
+    Output,
+    Request,
+    ServesOnce,
+    StateMissing,
+    Traced,
+)
+from millstream.capture.results import check_returned, find_outputs, make_numbers_leaves
 from millstream.capture.running import CodeWatch, Ran, stand_in
 from millstream.capture.scalars import GraphScalar, Questions, math_takes_scalars
 from millstream.capture.scaler import is_idle, steps_are_masked
-from millstream.capture.signature import LEAF, Container, Reference, Structure, put_together, take_apart, walk
+from millstream.capture.signature import Structure, put_together, take_apart
 from millstream.capture.state import Lifted, become_fake, check_apart, lift
 from millstream.errors import CaptureError
 
@@ -89,34 +95,7 @@ _NOTES = frozenset(
 _OPTIMIZERS = (Kind.OPTIMIZER, Kind.GROUP, Kind.STATE)
 """Where numbers may change: a graph does it again."""
 
-MOST_SEARCHED = 10_000
-"""Objects of a result that are looked into: of many more it can only be said that they are the user's own."""
-
 SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
-
-
-class StateMissing(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
-    """State would be created now, of an optimizer or in a cache: only an eager call can give it values."""
-
-
-class FoundLate(Exception):  # noqa: N818 - a message to the step, which lifts the objects and traces again
-    """Objects that discovery missed showed up while tracing."""
-
-    def __init__(self, name: str, value: Any, where: str) -> None:
-        super().__init__(name)
-        self.name, self.value, self.where = name, value, where
-
-
-class ServesOnce(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
-    """The graph depends on the very value of a number that the step changes: it would not serve again."""
-
-
-class NumbersChanged(Exception):  # noqa: N818 - a message to the step, which lifts them and traces again
-    """The step changes numbers that optimizers keep: holders and keys."""
-
-    def __init__(self, places: list[tuple[Any, Any]]) -> None:
-        super().__init__()
-        self.places = places
 
 
 def trace_step(request: Request) -> Traced:
@@ -488,8 +467,8 @@ class _Tracer:
     def _take_outputs(self, result: Any, stored: list[Change]) -> list[Tensor]:
         leaves: list[Tensor] = []
         structure = take_apart(result, leaves)
-        self.structure = _make_numbers_leaves(structure)
-        _check_returned(self.structure, {id(entry.tensor) for entry in self.request.state})
+        self.structure = make_numbers_leaves(structure)
+        check_returned(self.structure, {id(entry.tensor) for entry in self.request.state})
         self._note_replaced(stored, leaves)
         arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
         for index in self.replaced:
@@ -515,7 +494,7 @@ class _Tracer:
                 results.append(plain)
             return Output("graph", index_of[id(leaf)])
 
-        self.outputs += _outputs(structure, map(take, leaves))
+        self.outputs += find_outputs(structure, map(take, leaves))
         for change in stored:
             output = take(change.after)
             self.effects.append((change.holder, change.key, output))
@@ -644,75 +623,6 @@ def _writes_host(entry: Lifted) -> CaptureError:
         f"The step writes {entry.name}, a number on the host, from the device.",
         remedy="Keep that tensor on the device.",
     )
-
-
-def _outputs(structure: Structure, tensors: Iterator[Output]) -> Iterator[Output]:
-    """What is to be had of a result, in order: tensors, and numbers that depend on the optimizer's."""
-    for _, part in walk(structure, ""):
-        if part is LEAF:
-            yield next(tensors)
-        elif _is_graph_scalar(part):
-            yield Output("number", value=part.target.of)
-
-
-def _is_graph_scalar(part: Structure) -> TypeGuard[Reference]:
-    return isinstance(part, Reference) and isinstance(part.target, GraphScalar)
-
-
-def _make_numbers_leaves(structure: Structure) -> Structure:
-    """Let the places of graph scalars be filled in each call."""
-    if _is_graph_scalar(structure):
-        return LEAF
-    if isinstance(structure, Container):
-        return replace(structure, children=tuple(map(_make_numbers_leaves, structure.children)))
-    return structure
-
-
-def _check_returned(structure: Structure, state: Container_[int]) -> None:
-    """Refuse objects with tensors inside that nobody could put together again.
-
-    Args:
-        structure: Of the result.
-        state: By identity, tensors that are the user's own.
-    """
-    for name, part in walk(structure, "the result"):
-        if not isinstance(part, Reference):
-            continue
-        if isinstance(part.target, Iterator):
-            raise CaptureError(f"{name} is an iterator, which gives its items once.", remedy="Return a list.")
-        if _holds_new_tensors(part.target, state, set()):
-            kind = (
-                "new Parameter"
-                if isinstance(part.target, Tensor)
-                else f"{type(part.target).__name__} with tensors inside"
-            )
-            raise CaptureError(
-                f"{name} is a {kind}.",
-                remedy="Return tensors in tuples, lists, dicts or dataclasses.",
-            )
-
-
-def _holds_new_tensors(value: Any, state: Container_[int], seen: set[int]) -> bool:
-    """Whether tensors made while tracing can be reached from a value without a call."""
-    if isinstance(value, torch_private.FakeTensor):
-        return id(value) not in state
-    if id(value) in seen or len(seen) > MOST_SEARCHED or isinstance(value, (nn.Module, Optimizer, type, ModuleType)):
-        return False
-    seen.add(id(value))
-    parts: list[Any] = [*getattr(value, "__dict__", {}).values()]
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        parts += (getattr(value, slot, None) for slot in ((slots,) if isinstance(slots, str) else slots))
-    if isinstance(value, (Mapping, ValuesView)):
-        parts += value.values() if isinstance(value, Mapping) else value
-    elif isinstance(value, (tuple, list, deque, set, frozenset)):
-        parts += value
-    elif isinstance(value, functools.partial):
-        parts += (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, FunctionType):
-        with contextlib.suppress(ValueError):  # not assigned yet
-            parts += (cell.cell_contents for cell in value.__closure__ or ())
-    return any(_holds_new_tensors(part, state, seen) for part in parts)
 
 
 def _side_effect(change: Change) -> CaptureError:
