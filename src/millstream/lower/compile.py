@@ -37,6 +37,7 @@ from millstream.lower.prologues import absorb_prologues
 from millstream.lower.randoms import random_decompositions
 from millstream.lower.shortcuts import shortcuts
 from millstream.lower.siblings import find_joint_launches, join_siblings
+from millstream.lower.tiles import tiles_stay_within
 from millstream.lower.translate import translate
 
 #: Options for a second attempt when Inductor itself fails. PyTorch 2.11 asserts while it reorders the loops of a kernel
@@ -121,6 +122,7 @@ def compile_graph(
     ask_early(inputs)
 
     @writes_stay_in_front()
+    @tiles_stay_within()
     def inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.STEP if step_state is not None else _phase(kwargs)
         static = frozenset(kwargs.get("static_input_idxs") or ()) if step_state is None else step_state
