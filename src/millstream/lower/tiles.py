@@ -8,8 +8,9 @@ faults of that write beside a tile, and behind the end of memory: wrong numbers,
 - *Reductions whose tiled dimensions have another between them*: the last tile is written as if it were whole.
   pytorch/pytorch#196681.
 
-Both are so under ``torch.compile``, too. Private API of Inductor's code generation; tried on torch 2.13. The code of 2.11
-is the same there.
+Both are so under ``torch.compile``, too.
+
+Private API of Inductor's code generation, tried on torch 2.13; the code of 2.11 is the same there.
 """
 
 from __future__ import annotations
