@@ -75,7 +75,7 @@ def choose_tile(
     """The tile that takes the least time, alone and beside others; ``None`` where cuDNN's kernels do.
 
     From the times of 27 tiles for 151 convolutions of five networks at batch 1 on an H200, of which 2 stay with cuDNN.
-    All of them take 1 % longer than with the best for each.
+    All of them take 1 % longer than with the best for each. Of several at once the blocks of all count.
 
     Args:
         weight: Of the convolution.
@@ -94,6 +94,7 @@ def choose_tile(
     if num_blocks * depth > most or depth > 4608:
         return None
     num_blocks *= together
+    # From five of 168 channels at 42 x 42 (docs/decisions/0022): a single one with so many blocks was not tried.
     if together > 1 and num_blocks > 500 and is_pointwise and 64 < depth <= 300:
         return Tile(128, 64, 64, 3)
     if row <= 32:

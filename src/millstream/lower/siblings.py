@@ -37,7 +37,7 @@ from millstream.lower.depthwise import (
 from millstream.lower.program import Call, Program, Value
 
 FEWEST_TOGETHER = 3
-"""A pair was no faster than two launches on two streams, and the one that is waited for takes longer in it."""
+"""Pairs as well made NASNet-A 1 % faster and Inception-v3 no faster, up to 2 % slower in trials."""
 
 MOST_TOGETHER = 8
 """Convolutions in a launch: each is some arguments more, among which every block chooses."""
