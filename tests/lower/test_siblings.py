@@ -52,7 +52,7 @@ def one_family(request, monkeypatch):
     """Programs of ``program_of`` have one family of kernels; those from Inductor have the real ones."""
     if "pretended_gpu" not in request.fixturenames:
         monkeypatch.setattr(siblings, "FAMILIES", {alone: Family(Stand, None, together)})
-        monkeypatch.setattr(siblings, "_described", lambda program, arguments: list(arguments))
+        monkeypatch.setattr(Program, "described", lambda program, arguments: list(arguments))
 
 
 def program_of(graph, kinds):

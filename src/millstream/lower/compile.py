@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from millstream.errors import ArgumentError, LoweringError
 from millstream.lower.ahead import Launch, compiling
 from millstream.lower.channels import align_channels, puts_channels_last
 from millstream.lower.convolution import find_launches
+from millstream.lower.duplicates import compute_once
 from millstream.lower.epilogues import absorb_epilogues, knows_own_convolutions
 from millstream.lower.fx_wrapper import SOUND, collect_wrappers
 from millstream.lower.ordering import writes_stay_in_front
+from millstream.lower.parts import find_launches_in_parts, part_long_sums
 from millstream.lower.patterns import shuffles_match_nothing
 from millstream.lower.pooling import decompositions
 from millstream.lower.probe import ask_early
@@ -179,6 +182,8 @@ def _lower(
     if phase is Phase.FORWARD:
         visible = frozenset(_visible_outputs(graph))
     launches: Iterable[Launch] = ()
+    if phase is Phase.INFERENCE:
+        compute_once(graph)
     if phase is Phase.INFERENCE and puts_channels_last(graph):
         align_channels(graph)
         absorb_epilogues(graph)
@@ -191,8 +196,8 @@ def _lower(
         aligned = aligned_inputs(inputs)
     if not wrappers:
         raise LoweringError("The graph has no kernels.", construct=name)
-    program = join_siblings(translate(wrappers[-1], name=name, static=static, aligned=aligned))
-    with compiling(find_joint_launches(program)):
+    program = part_long_sums(join_siblings(translate(wrappers[-1], name=name, static=static, aligned=aligned)))
+    with compiling(chain(find_joint_launches(program), find_launches_in_parts(program))):
         pass
     if len(program.outputs) != num_outputs:
         raise LoweringError(

@@ -68,7 +68,7 @@ def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
         own = _find_own(node)
         if own is not None:
             family = FAMILIES[own.function]
-            yield family.launch([family.convolution(*_values(own.arguments), node.meta["val"])])
+            yield from family.launches([family.convolution(*_values(own.arguments), node.meta["val"])])
 
 
 def _find_own(node: torch.fx.Node) -> Writer | None:

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
 from millstream.lower.ahead import Launch, pointers
@@ -23,6 +24,7 @@ KEPT_AT_ONCE = 2  # of the channels that are wanted of a result there are a mult
 _DTYPES = (torch.float16, torch.bfloat16)
 _NUM_WARPS = 4
 _DEPTH_OF_SUM = 64  # deeper tiles have two sums
+_PIXELS_OF_ADDITION, _CHANNELS_OF_ADDITION = 8, 64
 
 
 class Tile(NamedTuple):
@@ -39,6 +41,12 @@ class Tile(NamedTuple):
     channels: int
     depth: int
     stages: int
+
+
+_TILE_OF_PARTS = Tile(64, 64, 64, 4)
+_FEWEST_STEPS = 24  # of sums in parts, each of 64 products; shorter ones take no less time so
+_FEWEST_STEPS_A_PART = 4
+_BLOCKS_IN_PARTS = 132  # as many as a device has multiprocessors
 
 
 def is_small_dense(arguments: list[Any], output: Any) -> bool:
@@ -84,7 +92,7 @@ def choose_tile(
         padding: Of the convolution.
         together: How many such convolutions one launch computes.
     """
-    num_pixels, outputs = output.shape[0] * output.shape[2] * output.shape[3], output.shape[1]
+    num_pixels, outputs = _num_pixels(output), output.shape[1]
     row, rows = weight.shape[1] * weight.shape[3], weight.shape[2]
     depth = row * rows
     num_blocks = _ceil(num_pixels, 64) * _ceil(outputs, 32)
@@ -113,6 +121,23 @@ def choose_tile(
     if num_blocks > 25 and row >= 128 and unused <= 0.2:
         return Tile(64, 16, 128, 3) if num_blocks <= 64 else Tile(64, 32, 128, 3)
     return Tile(64, 16, 64, 4) if num_blocks <= 64 else Tile(64, 32, 32, 5)
+
+
+def choose_parts(weight: torch.Tensor, output: torch.Tensor) -> int:
+    """In how many parts to take long sums of few results, so that they fill the device; 1 where they stay whole.
+
+    As many for several convolutions at once as for one: the numbers are the same.
+
+    Args:
+        weight: Of the convolution.
+        output: Of the convolution.
+    """
+    steps = weight.shape[2] * _ceil(weight.shape[1] * weight.shape[3], _TILE_OF_PARTS.depth)
+    if steps < _FEWEST_STEPS:
+        return 1
+    num_blocks = _ceil(_num_pixels(output), _TILE_OF_PARTS.pixels) * _ceil(output.shape[1], _TILE_OF_PARTS.channels)
+    parts = max(min(round(_BLOCKS_IN_PARTS / num_blocks), steps // _FEWEST_STEPS_A_PART), 1)
+    return _ceil(steps, _ceil(steps, parts))
 
 
 def _is_pointwise(weight: torch.Tensor, stride: list[int], padding: list[int]) -> bool:
@@ -170,57 +195,150 @@ def convolve_dense_together(*convolutions: Sequence[Any]) -> None:
     launch_dense([Dense(*each) for each in convolutions]).run()
 
 
-def launch_dense(convolutions: Sequence[Dense]) -> Launch:
-    """How to compute convolutions of one kind at once."""
+def sum_dense_in_parts(*convolutions: Sequence[Any], out: torch.Tensor) -> None:
+    """Sum the products of ``Dense`` of one kind in parts, into ``out`` of ``shape_of_parts``."""
+    launch_dense([Dense(*each) for each in convolutions], out).run()
+
+
+def add_dense_parts(parts: torch.Tensor, *convolutions: Sequence[Any]) -> None:
+    """Add up what ``sum_dense_in_parts`` has left, and do the rest of what ``Dense`` says."""
+    launch_addition(parts, [Dense(*each) for each in convolutions]).run()
+
+
+def launches_of_dense(convolutions: Sequence[Dense]) -> list[Launch]:
+    """All that is launched to compute convolutions of one kind at once, for parts that are not there yet."""
+    shape = shape_of_parts(convolutions)
+    if shape is None:
+        return [launch_dense(convolutions)]
+    with FakeTensorMode():
+        parts = torch.empty(shape, device=convolutions[0].image.device)
+        return [launch_dense(convolutions, parts), launch_addition(parts, convolutions)]
+
+
+def shape_of_parts(convolutions: Sequence[Dense]) -> tuple[int, int, int, int] | None:
+    """How many convolutions, parts of their sums, pixels and channels there are; ``None`` where sums stay whole."""
+    out = convolutions[0].out
+    num_parts = choose_parts(convolutions[0].weight, out)
+    return (len(convolutions), num_parts, _num_pixels(out), out.shape[1]) if num_parts > 1 else None
+
+
+def launch_dense(convolutions: Sequence[Dense], parts: torch.Tensor | None = None) -> Launch:
+    """How to compute convolutions of one kind at once, or parts of their sums."""
     from millstream.lower.dense_kernel import dense  # Triton is there where there is a GPU
 
-    convolutions = sorted(convolutions, key=lambda each: each.addend is None)
-    image, weight, bias, _, relu, kept, stride, padding, out = convolutions[0]
-    addends = [each.addend for each in convolutions if each.addend is not None]
+    convolutions = _those_with_addends_first(convolutions)
+    tile, num_parts = _TILE_OF_PARTS, 1
+    if parts is None:
+        _, weight, *_, stride, padding, out = convolutions[0]
+        chosen = choose_tile(weight, out, stride, padding, len(convolutions))
+        assert chosen is not None
+        tile = chosen
+    else:
+        num_parts = parts.shape[1]
+        convolutions = [_only_products(each, first) for each, first in zip(convolutions, parts[:, 0], strict=True)]
+    image, weight, *_, stride, padding, out = convolutions[0]
     outputs, inputs, rows, columns = weight.shape
-    num_pixels = out.shape[0] * out.shape[2] * out.shape[3]
-    tile = choose_tile(weight, out, stride, padding, len(convolutions))
-    assert tile is not None
-    row = inputs * columns
+    num_pixels, row = _num_pixels(out), inputs * columns
+    steps_a_row = _ceil(row, tile.depth)
+    steps = rows * steps_a_row
+    beside, numbers, has_addend = _behind_products(convolutions)
     arguments = (
         pointers(each.image for each in convolutions),
         pointers(each.weight for each in convolutions),
-        pointers(each.image if each.bias is None else each.bias for each in convolutions),
-        pointers(each.image if each.addend is None else each.addend for each in convolutions),
-        pointers(each.out for each in convolutions),
+        *beside,
         num_pixels,
         *image.shape[2:],
         *out.shape[2:],
         inputs // ALIGNED_CHANNELS,
         outputs // ALIGNED_CHANNELS,
-        _channels_between_pixels(out) // ALIGNED_CHANNELS,
-        kept // KEPT_AT_ONCE,
-        0 if bias is None else kept // KEPT_AT_ONCE,
-        addends[0].shape[1] // ALIGNED_CHANNELS if addends else 0,
-        len(addends),
-        0.0 if relu else -math.inf,
+        *numbers,
         row // ALIGNED_CHANNELS,
         rows,
         *padding,
         *stride,
-        rows * _ceil(row, tile.depth),
+        steps,
+        steps_a_row,
+        _ceil(steps, num_parts),
+        num_parts,
     )
     constants = {
         "IS_POINTWISE": _is_pointwise(weight, stride, padding),
         "IS_WHOLE": row % tile.depth == 0,
-        "HAS_ADDEND": bool(addends),
+        "HAS_ADDEND": has_addend,
         "AT_ONCE": ALIGNED_CHANNELS,
         "KEPT_AT_ONCE": KEPT_AT_ONCE,
         "TILE_PIXELS": tile.pixels,
         "TILE_CHANNELS": tile.channels,
         "TILE_DEPTH": tile.depth,
         "IS_HALVED": tile.depth > _DEPTH_OF_SUM,
+        "IN_PARTS": parts is not None,
         **early_start(image.device),
         "num_warps": _NUM_WARPS,
         "num_stages": tile.stages,
     }
-    grid = (_ceil(num_pixels, tile.pixels), _ceil(outputs, tile.channels), len(convolutions))
+    grid = (_ceil(num_pixels, tile.pixels), _ceil(outputs, tile.channels), len(convolutions) * num_parts)
     return Launch(dense, grid, arguments, constants)
+
+
+def launch_addition(parts: torch.Tensor, convolutions: Sequence[Dense]) -> Launch:
+    """How to add up parts of sums, and to do what follows."""
+    from millstream.lower.dense_kernel import add_parts  # Triton is there where there is a GPU
+
+    convolutions = _those_with_addends_first(convolutions)
+    outputs, num_pixels = convolutions[0].out.shape[1], _num_pixels(convolutions[0].out)
+    beside, numbers, has_addend = _behind_products(convolutions)
+    arguments = (pointers(parts), *beside, num_pixels, outputs // ALIGNED_CHANNELS, *numbers)
+    constants = {
+        "NUM_PARTS": parts.shape[1],
+        "HAS_ADDEND": has_addend,
+        "AT_ONCE": ALIGNED_CHANNELS,
+        "KEPT_AT_ONCE": KEPT_AT_ONCE,
+        "TILE_PIXELS": _PIXELS_OF_ADDITION,
+        "TILE_CHANNELS": _CHANNELS_OF_ADDITION,
+        **early_start(parts.device),
+        "num_warps": _NUM_WARPS,
+    }
+    grid = (
+        _ceil(num_pixels, _PIXELS_OF_ADDITION),
+        _ceil(outputs, _CHANNELS_OF_ADDITION),
+        len(convolutions),
+    )
+    return Launch(add_parts, grid, arguments, constants)
+
+
+def _those_with_addends_first(convolutions: Sequence[Dense]) -> list[Dense]:
+    return sorted(convolutions, key=lambda each: each.addend is None)
+
+
+def _only_products(convolution: Dense, part: torch.Tensor) -> Dense:
+    """A convolution without what follows, into the first part of its sums: of pixels and channels."""
+    out = convolution.out
+    images = part.view(out.shape[0], *out.shape[2:], out.shape[1]).movedim(-1, 1)
+    return convolution._replace(bias=None, addend=None, relu=False, kept=out.shape[1], out=images)
+
+
+def _behind_products(convolutions: Sequence[Dense]) -> tuple[tuple[Any, ...], tuple[Any, ...], bool]:
+    """Tensors and numbers that tell a kernel what follows the products, and whether anything is added."""
+    first = convolutions[0]
+    addends = [each.addend for each in convolutions if each.addend is not None]
+    tensors = (
+        pointers(each.image if each.bias is None else each.bias for each in convolutions),
+        pointers(each.image if each.addend is None else each.addend for each in convolutions),
+        pointers(each.out for each in convolutions),
+    )
+    numbers = (
+        _channels_between_pixels(first.out) // ALIGNED_CHANNELS,
+        first.kept // KEPT_AT_ONCE,
+        0 if first.bias is None else first.kept // KEPT_AT_ONCE,
+        addends[0].shape[1] // ALIGNED_CHANNELS if addends else 0,
+        len(addends),
+        0.0 if first.relu else -math.inf,
+    )
+    return tensors, numbers, bool(addends)
+
+
+def _num_pixels(out: torch.Tensor) -> int:
+    return out.shape[0] * out.shape[2] * out.shape[3]
 
 
 def _channels_between_pixels(out: torch.Tensor) -> int:

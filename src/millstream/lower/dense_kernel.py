@@ -29,6 +29,9 @@ _ANY = [
     "stride_y",
     "stride_x",
     "steps",
+    "steps_a_row",
+    "steps_a_part",
+    "num_parts",
 ]
 
 
@@ -59,6 +62,9 @@ def dense(
     stride_y,
     stride_x,
     steps,
+    steps_a_row,
+    steps_a_part,
+    num_parts,
     IS_POINTWISE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
@@ -68,6 +74,7 @@ def dense(
     TILE_CHANNELS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
     IS_HALVED: tl.constexpr,
+    IN_PARTS: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
     """Convolve images with windows over all of their channels, each image with windows of its own.
@@ -92,13 +99,21 @@ def dense(
         lowest: What smaller sums are set to: zero for relu, or minus infinity.
         rows: Of the window.
         steps: How many tiles deep the products are, in all rows of the window.
+        steps_a_row: In one of them.
+        steps_a_part: In all parts but the last, which may have fewer.
+        num_parts: Of each sum. Those of a convolution lie one behind the other in ``outs``, each like a result.
         IS_POINTWISE: Whether the window is one pixel, and each pixel has one.
         IS_WHOLE: Whether tiles end where rows end.
         HAS_ADDEND: Whether any has an addend. Without it, numbers need not change between threads on the way.
         IS_HALVED: Whether a tile's products are summed in two halves, of which neither waits for the other.
+        IN_PARTS: Whether blocks sum a part each; ``add_parts`` has to follow.
         STARTS_EARLY: Whether to start before the kernel in front has ended (``early.py``).
     """
     which = tl.program_id(2)
+    part = 0
+    if IN_PARTS:
+        part = which % num_parts
+        which = which // num_parts
     image, weight, out = choose(images, which), choose(weights, which), choose(outs, which)
     inputs *= AT_ONCE
     outputs *= AT_ONCE
@@ -109,8 +124,8 @@ def dense(
     row *= AT_ONCE
     pixel = tl.program_id(0) * TILE_PIXELS + tl.arange(0, TILE_PIXELS)
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
-    part: tl.constexpr = TILE_DEPTH // 2 if IS_HALVED else TILE_DEPTH
-    depth = tl.arange(0, part)
+    half_depth: tl.constexpr = TILE_DEPTH // 2 if IS_HALVED else TILE_DEPTH
+    depth = tl.arange(0, half_depth)
     is_pixel, is_channel = pixel < num_pixels, channel < outputs
     if IS_POINTWISE:
         y = pixel
@@ -125,15 +140,18 @@ def dense(
     if STARTS_EARLY:
         gdc_wait()
     # What is added in the end is on its way from here on.
-    shift = tl.load(choose(biases, which) + channel, channel < bias_width, 0.0)
-    if HAS_ADDEND:
-        place = (pixel * addend_width)[:, None] + channel[None, :]
-        is_added = (channel < addend_width) & (which < num_added)
-        other = tl.load(choose(addends, which) + place, is_pixel[:, None] & is_added[None, :], 0.0)
+    shift, other = _load_added(
+        biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
+    )
     total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
     half = total
     i = 0
     first = 0
+    if IN_PARTS:
+        step = part * steps_a_part
+        i = step // steps_a_row
+        first = step % steps_a_row * TILE_DEPTH
+        steps = min(steps_a_part, steps - step)
     for _ in range(steps):
         is_row = is_pixel
         if not IS_POINTWISE:
@@ -145,8 +163,8 @@ def dense(
         )  # fmt: skip
         if IS_HALVED:
             half = _add_products(
-                half, values + in_row, taps + i * row, first + part, depth, x, is_row, is_channel, row, width * inputs,
-                IS_POINTWISE, IS_WHOLE,
+                half, values + in_row, taps + i * row, first + half_depth, depth, x, is_row, is_channel, row,
+                width * inputs, IS_POINTWISE, IS_WHOLE,
             )  # fmt: skip
         first += TILE_DEPTH
         if not IS_POINTWISE:
@@ -156,13 +174,65 @@ def dense(
         gdc_launch_dependents()
     if IS_HALVED:
         total += half
-    total += shift.to(tl.float32)[None, :]
-    if HAS_ADDEND:
-        total += other.to(tl.float32)  # pyrefly: ignore[unbound-name]
-    total = tl.maximum(total, lowest, propagate_nan=tl.PropagateNan.ALL)
-    total = tl.where((channel < kept)[None, :], total, 0.0)
-    place = (pixel * out_channels)[:, None] + channel[None, :]
+    total = _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
+    place = ((part * num_pixels + pixel) * out_channels)[:, None] + channel[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])
+
+
+@triton.jit(do_not_specialize=_ANY)
+def add_parts(
+    parts,
+    biases,
+    addends,
+    outs,
+    num_pixels,
+    outputs,
+    out_channels,
+    kept,
+    bias_width,
+    addend_width,
+    num_added,
+    lowest,
+    NUM_PARTS: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    KEPT_AT_ONCE: tl.constexpr,
+    TILE_PIXELS: tl.constexpr,
+    TILE_CHANNELS: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
+):
+    """Add up, in their order, the parts that ``dense`` has left, and do what it does behind its products.
+
+    Args:
+        parts: For each convolution in memory: parts, pixels, channels.
+        NUM_PARTS: Of each sum.
+        biases, addends, outs, num_pixels, outputs, out_channels, kept, bias_width, addend_width, num_added, lowest,
+            HAS_ADDEND, AT_ONCE, KEPT_AT_ONCE, TILE_PIXELS, TILE_CHANNELS, STARTS_EARLY: As ``dense`` takes them.
+    """
+    which = tl.program_id(2)
+    outputs *= AT_ONCE
+    kept *= KEPT_AT_ONCE
+    bias_width *= KEPT_AT_ONCE
+    out_channels *= AT_ONCE
+    addend_width *= AT_ONCE
+    pixel = tl.program_id(0) * TILE_PIXELS + tl.arange(0, TILE_PIXELS)
+    channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
+    is_pixel, is_channel = pixel < num_pixels, channel < outputs
+    is_result = is_pixel[:, None] & is_channel[None, :]
+    part = choose(parts, which) + (pixel * outputs)[:, None] + channel[None, :]
+    out = choose(outs, which) + (pixel * out_channels)[:, None] + channel[None, :]
+    if STARTS_EARLY:
+        gdc_wait()
+    shift, other = _load_added(
+        biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
+    )
+    total = tl.load(part, is_result, 0.0)
+    for k in tl.static_range(1, NUM_PARTS):
+        total += tl.load(part + k * num_pixels * outputs, is_result, 0.0)
+    if STARTS_EARLY:
+        gdc_launch_dependents()
+    total = _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
+    tl.store(out, total.to(out.dtype.element_ty), is_result)
 
 
 @triton.jit
@@ -190,3 +260,27 @@ def _add_products(
         is_value &= inside[None, :]
         is_tap &= inside[:, None]
     return tl.dot(tl.load(values + first, is_value, 0.0), tl.load(taps + first, is_tap, 0.0), total)
+
+
+@triton.jit
+def _load_added(
+    biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND: tl.constexpr
+):
+    """Bias and addend, or the bias twice."""
+    shift = tl.load(choose(biases, which) + channel, channel < bias_width, 0.0)
+    other = shift
+    if HAS_ADDEND:
+        place = (pixel * addend_width)[:, None] + channel[None, :]
+        is_added = (channel < addend_width) & (which < num_added)
+        other = tl.load(choose(addends, which) + place, is_pixel[:, None] & is_added[None, :], 0.0)
+    return shift, other
+
+
+@triton.jit
+def _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND: tl.constexpr):
+    """Add what was loaded, apply relu, and set to zero what is not kept."""
+    total += shift.to(tl.float32)[None, :]
+    if HAS_ADDEND:
+        total += other.to(tl.float32)
+    total = tl.maximum(total, lowest, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where((channel < kept)[None, :], total, 0.0)

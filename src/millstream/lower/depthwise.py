@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from millstream.lower.ahead import Launch, pointers
 from millstream.lower.early import early_start
 
-MOST_OUTPUTS = 1 << 19
+MOST_OUTPUTS = 2_500_000
 """Beyond, the device is full, and cuDNN's kernel does more with it."""
 
 MOST_WINDOWS = 2
@@ -99,6 +99,11 @@ def convolve_depthwise(*arguments: Any, out: torch.Tensor) -> None:
 def convolve_depthwise_together(*convolutions: Sequence[Any]) -> None:
     """Compute what several ``Depthwise`` of one kind say, given by their parts, in one launch."""
     launch_depthwise([Depthwise(*each) for each in convolutions]).run()
+
+
+def launches_of_depthwise(convolutions: Sequence[Depthwise]) -> list[Launch]:
+    """All that is launched to compute convolutions of one kind at once."""
+    return [launch_depthwise(convolutions)]
 
 
 def launch_depthwise(convolutions: Sequence[Depthwise]) -> Launch:

@@ -7,11 +7,12 @@ view of one of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from millstream.graph import KernelGraph
 from millstream.lower.operators import float32_precision
@@ -104,6 +105,16 @@ class Program:
         """Return how a value lies in memory; ``None`` where nobody knows."""
         view, layout = self.views.get(name), self.tensors.get(self.base(name))
         return layout if view is None or layout is None else replace(layout, size=view.size, stride=view.stride)
+
+    def described(self, arguments: Iterable[Any]) -> list[Any]:
+        """Return arguments of a call with fake tensors for values, which have layouts."""
+        with FakeTensorMode():
+            return [self._fake(arg.name) if isinstance(arg, Value) else arg for arg in arguments]
+
+    def _fake(self, name: str) -> torch.Tensor:
+        layout = self.layout(name)
+        assert layout is not None, f"{name}, which a kernel of ours uses, has a layout"
+        return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
 
     def code(self, kernel: int) -> str:
         """Return what decides how long a kernel takes, beside the sizes of its buffers: its source and arguments.

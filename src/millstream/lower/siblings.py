@@ -21,20 +21,17 @@ from dataclasses import replace
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from millstream.graph import Kernel, KernelGraph, derive_dependencies
 from millstream.lower.ahead import Launch
-from millstream.lower.dense import Dense, convolve_dense, convolve_dense_together, launch_dense
+from millstream.lower.dense import Dense, convolve_dense, convolve_dense_together, launches_of_dense
 from millstream.lower.depthwise import (
     MOST_WINDOWS,
     Depthwise,
     convolve_depthwise,
     convolve_depthwise_together,
-    launch_depthwise,
+    launches_of_depthwise,
 )
-from millstream.lower.program import Call, Program, Value
+from millstream.lower.program import Call, Program
 
 FEWEST_TOGETHER = 3
 """Pairs as well made NASNet-A 1 % faster and Inception-v3 no faster, up to 2 % slower in trials."""
@@ -48,19 +45,19 @@ class Family(NamedTuple):
 
     Attributes:
         convolution: One of it: the arguments of the function that computes it, and its ``out``.
-        launch: How to compute several of one kind.
+        launches: How to compute several of one kind.
         together: Computes several.
     """
 
     convolution: Callable[..., Any]
-    launch: Callable[[Sequence[Any]], Launch]
+    launches: Callable[[Sequence[Any]], Iterable[Launch]]
     together: Callable[..., None]
 
 
 #: By the function that computes one.
 FAMILIES: dict[Callable[..., Any], Family] = {
-    convolve_dense: Family(Dense, launch_dense, convolve_dense_together),
-    convolve_depthwise: Family(Depthwise, launch_depthwise, convolve_depthwise_together),
+    convolve_dense: Family(Dense, launches_of_dense, convolve_dense_together),
+    convolve_depthwise: Family(Depthwise, launches_of_depthwise, convolve_depthwise_together),
 }
 
 
@@ -80,7 +77,7 @@ def find_joint_launches(program: Program) -> Iterator[Launch]:
     for call in program.calls:
         for family in FAMILIES.values():
             if call.target is family.together:
-                yield family.launch([family.convolution(*_described(program, each)) for each in call.args])
+                yield from family.launches([family.convolution(*program.described(each)) for each in call.args])
 
 
 def _find_groups(program: Program) -> list[list[int]]:
@@ -90,7 +87,7 @@ def _find_groups(program: Program) -> list[list[int]]:
     depths = _depths(program.graph) if own else []
     for i in own:
         call = program.calls[i]
-        convolution = FAMILIES[call.target].convolution(*_described(program, (*call.args, call.kwargs["out"])))
+        convolution = FAMILIES[call.target].convolution(*program.described((*call.args, call.kwargs["out"])))
         alike[depths[i], program.graph.kernels[i].device, call.target, convolution.kind].append((i, convolution.window))
     return [sorted(group) for members in alike.values() for group in _divide(members) if len(group) >= FEWEST_TOGETHER]
 
@@ -152,15 +149,3 @@ def _order(graph: KernelGraph, groups: Sequence[Sequence[int]]) -> list[int]:
         order.append(heapq.heappop(ready)[1])
         sorter.done(order[-1])
     return order
-
-
-def _described(program: Program, arguments: Iterable[Any]) -> list[Any]:
-    """Arguments of a call with fake tensors for values."""
-    with FakeTensorMode():
-        return [_fake(program, arg.name) if isinstance(arg, Value) else arg for arg in arguments]
-
-
-def _fake(program: Program, name: str) -> torch.Tensor:
-    layout = program.layout(name)
-    assert layout is not None, f"{name}, which a convolution of ours uses, has a layout"
-    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)

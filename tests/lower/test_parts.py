@@ -1,0 +1,200 @@
+"""Convolutions of long sums become two kernels. What these compute is tested on a GPU."""
+
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import millstream as ms
+from millstream.api import executables
+from millstream.check import check_plan
+from millstream.cost import Costs, KernelCost
+from millstream.graph import Role, derive_dependencies, validate_graph
+from millstream.lower import convolution, dense, parts, siblings
+from millstream.lower.dense import CONVOLVE, Dense, choose_parts
+from millstream.lower.parts import part_long_sums
+from millstream.lower.program import Call, Layout, Program, Value
+from millstream.lower.siblings import Family
+from millstream.schedule import plan_graph, plan_serial
+from tests.lower.convolutions import pretended_gpu
+from tests.networks import assert_close
+from tests.properties.strategies import graphs
+
+__all__ = ["pretended_gpu"]
+
+DOUBLE = torch.float64
+
+
+# --- how many parts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "pixels", "window", "wanted"),
+    [
+        (4032, 672, 121, (1, 1), 6),
+        (2016, 336, 441, (1, 1), 3),
+        (2048, 320, 64, (1, 1), 8),
+        (512, 512, 49, (3, 3), 15),
+        (448, 384, 64, (3, 3), 13),
+        (256, 256, 196, (3, 3), 8),
+        (1024, 256, 196, (1, 1), 1),  # short
+        (192, 192, 289, (1, 7), 1),
+        (2048, 2048, 3136, (1, 1), 1),  # there are results enough
+    ],
+)
+def test_long_sums_of_few_results_are_taken_in_parts(inputs, outputs, pixels, window, wanted):
+    with FakeTensorMode():
+        weight, output = torch.empty(outputs, inputs, *window), torch.empty(1, outputs, 1, pixels)
+    assert choose_parts(weight, output) == wanted
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 600), st.integers(1, 80), st.integers(1, 3), st.integers(1, 400))
+def test_no_part_is_empty(inputs, outputs, rows, pixels):
+    with FakeTensorMode():
+        weight, output = torch.empty(8 * outputs, 8 * inputs, rows, 1), torch.empty(1, 8 * outputs, 1, pixels)
+    number = choose_parts(weight, output)
+    steps = rows * -(-8 * inputs // 64)
+    assert (number - 1) * -(-steps // number) < steps
+
+
+# --- which kernels ---------------------------------------------------------------------------------------------------
+
+
+class Stand(NamedTuple):
+    """In place of a convolution's tensors."""
+
+    is_long: bool
+
+
+def alone(*_, out):
+    del out
+
+
+def together(*_):
+    pass
+
+
+def use_stands(monkeypatch):
+    monkeypatch.setattr(parts, "convolve_dense", alone)
+    monkeypatch.setattr(parts, "convolve_dense_together", together)
+    monkeypatch.setattr(parts, "_described", lambda program, convolutions: [Stand(each[5]) for each in convolutions])
+    monkeypatch.setattr(parts, "shape_of_parts", lambda stands: (len(stands), 3, 5, 8) if stands[0].is_long else None)
+
+
+def program_of(graph, seed):
+    """A program in which some kernels are convolutions of two tensors that they read, alone or two of them."""
+    rng = random.Random(seed)
+    calls = []
+    for kernel in graph.kernels:
+        call = Call(print, (kernel.id,), {})
+        if len(kernel.reads) >= 2 and kernel.writes and not kernel.allocates and rng.random() < 0.7:
+            image, weight, *others = map(Value, kernel.reads)
+            addend = others[0] if others else None
+            one = (image, weight, None, addend, kernel.id, rng.random() < 0.6)
+            out = Value(kernel.writes[0])
+            is_alone = rng.random() < 0.5
+            call = Call(alone, one, {"out": out}) if is_alone else Call(together, ((*one, out), (*one, out)), {})
+        calls.append(call)
+    layout = Layout((5,), (1,), torch.half, torch.device("cpu"))
+    tensors = {buffer.id: layout for buffer in graph.buffers}
+    return Program(graph, tuple(calls), (), (), {}, {}, {}, frozenset(), frozenset(), tensors)
+
+
+@settings(max_examples=80, deadline=None)
+@given(graph=graphs(max_kernels=80), seed=st.integers(0, 2**32))
+def test_two_kernels_do_the_work_of_one(graph, seed):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_stands(monkeypatch)
+        program = program_of(graph, seed)
+        parted = part_long_sums(program)
+    validate_graph(parted.graph)
+    assert len(parted.calls) == len(parted.graph.kernels)
+    pairs = [i for i, call in enumerate(parted.calls) if call.target is dense.sum_dense_in_parts]
+    assert (parted is program) is (not pairs)
+    found = derive_dependencies(parted.graph)
+    for number, i in enumerate(pairs):
+        products, rest = parted.graph.kernels[i : i + 2]
+        (memory,) = products.writes
+        assert parted.calls[i + 1].target is dense.add_dense_parts
+        assert parted.calls[i].kwargs["out"] == parted.calls[i + 1].args[0] == Value(memory)
+        assert parted.graph.buffer_of[memory].role is Role.TEMPORARY
+        assert parted.graph.buffer_of[memory].num_bytes == 4 * parted.layouts[memory].size[0] * 3 * 5 * 8
+        assert memory in rest.reads
+        assert i in {each.kernel for each in found[i + 1]}
+        old = graph.kernels[i - number]
+        assert (rest.writes, rest.parts) == (old.writes, old.parts)
+        assert {*products.reads, *rest.reads} - {memory} == {*old.reads}
+    costs = Costs(tuple(KernelCost(1000, 0.1, 0.1) for _ in parted.graph.kernels))
+    for plan in (plan_serial(parted.graph), plan_graph(parted.graph, costs, 4, "list")):
+        check_plan(plan)
+
+
+# --- through Inductor ------------------------------------------------------------------------------------------------
+
+
+class Funnel(nn.Module):
+    """Sums of 1,536 and of 16 products, alone and side by side, some with what follows."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Conv2d(16, 1536, 1)
+        self.first = nn.Conv2d(1536, 8, 1)
+        self.others = nn.ModuleList(nn.Conv2d(1536, 16, 1) for _ in range(3))
+
+    def forward(self, x):
+        x = torch.relu(self.wide(x))
+        return torch.relu(self.first(x)), sum(torch.relu(other(x)) for other in self.others)
+
+
+def test_a_network_through_inductor(pretended_gpu, monkeypatch):
+    """On a CPU without oneDNN, Inductor treats convolutions as on a GPU."""
+
+    def convolve_dense(*arguments, out):
+        out.copy_(CONVOLVE(*arguments))
+
+    def convolve_dense_together(*convolutions):
+        for *arguments, out in convolutions:
+            convolve_dense(*arguments, out=out)
+
+    def sum_dense_in_parts(*convolutions, out):
+        num_parts = out.shape[1]
+        summed.append((len(convolutions), num_parts))
+        for (image, weight, *_), sums in zip(convolutions, out, strict=True):
+            slices = zip(image.chunk(num_parts, 1), weight.chunk(num_parts, 1), sums, strict=True)
+            for values, taps, part in slices:
+                part.copy_(torch.einsum("bihw,oi->bhwo", values, taps[..., 0, 0]).flatten(0, 2))
+
+    def add_dense_parts(sums, *convolutions):
+        for (_, _, bias, addend, relu, _, _, _, out), own in zip(convolutions, sums, strict=True):
+            result = own.sum(0).view(out.shape[0], *out.shape[2:], -1).movedim(-1, 1).to(DOUBLE)
+            result = result if bias is None else result + bias.view(-1, 1, 1)
+            result = result if addend is None else result + addend
+            out.copy_(torch.relu(result) if relu else result)
+
+    summed = []
+    families = {convolve_dense: Family(Dense, None, convolve_dense_together)}
+    for module in (siblings, convolution):
+        monkeypatch.setattr(module, "FAMILIES", families)
+    monkeypatch.setattr(convolution, "convolve_dense", convolve_dense)
+    monkeypatch.setattr(dense, "_DTYPES", (DOUBLE,))
+    for function in (convolve_dense, convolve_dense_together, sum_dense_in_parts, add_dense_parts):
+        monkeypatch.setattr(parts, function.__name__, function)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Funnel().to(DOUBLE).eval()
+    x = torch.randn(2, 16, 6, 6, dtype=DOUBLE)
+    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+        compiled = ms.compile(model, strict=True, engine="serial")
+        assert_close(compiled(x), model(x), 1e-5)  # parts are in single precision
+    (executable,) = executables(compiled)
+    names = [kernel.name for kernel in executable.lowered.program.graph.kernels]
+    assert sorted(summed) == [(1, 6), (3, 6)]
+    assert sum(name.count("sum_dense_in_parts") for name in names) == 2
+    assert sum("add_dense_parts" in name for name in names) == 2
+    assert any(name.startswith("convolve_dense") for name in names)
