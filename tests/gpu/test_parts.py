@@ -42,7 +42,8 @@ def compute(convolutions, num_parts):
     out = convolutions[0].out
     num_pixels = out.shape[0] * out.shape[2] * out.shape[3]
     parts = torch.full((len(convolutions), num_parts, num_pixels, out.shape[1]), float("nan"), device="cuda")
-    sum_dense_in_parts(*convolutions, out=parts)
+    _, _, *_, stride, padding, out = convolutions[0]
+    sum_dense_in_parts(out.shape, stride, padding, *(each[:2] for each in convolutions), out=parts)
     add_dense_parts(parts, *convolutions)
 
 

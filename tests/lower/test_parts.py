@@ -14,6 +14,7 @@ import millstream as ms
 from millstream.api import executables
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost
+from millstream.engine.source import compile_plan
 from millstream.graph import Role, derive_dependencies, validate_graph
 from millstream.lower import convolution, dense, parts, siblings
 from millstream.lower.dense import CONVOLVE, Dense, choose_parts
@@ -96,7 +97,7 @@ def program_of(graph, seed):
         if len(kernel.reads) >= 2 and kernel.writes and not kernel.allocates and rng.random() < 0.7:
             image, weight, *others = map(Value, kernel.reads)
             addend = others[0] if others else None
-            one = (image, weight, None, addend, kernel.id, rng.random() < 0.6)
+            one = (image, weight, None, addend, kernel.id, rng.random() < 0.6, [1, 1], [0, 0])
             out = Value(kernel.writes[0])
             is_alone = rng.random() < 0.5
             call = Call(alone, one, {"out": out}) if is_alone else Call(together, ((*one, out), (*one, out)), {})
@@ -104,6 +105,14 @@ def program_of(graph, seed):
     layout = Layout((5,), (1,), torch.half, torch.device("cpu"))
     tensors = {buffer.id: layout for buffer in graph.buffers}
     return Program(graph, tuple(calls), (), (), {}, {}, {}, frozenset(), frozenset(), tensors)
+
+
+def values_of(tree):
+    if isinstance(tree, Value):
+        return {tree.name}
+    if isinstance(tree, Call):
+        return values_of((tree.args, tree.kwargs.values()))
+    return set().union(*map(values_of, tree)) if not isinstance(tree, (str, int)) and tree is not None else set()
 
 
 @settings(max_examples=80, deadline=None)
@@ -125,6 +134,7 @@ def test_two_kernels_do_the_work_of_one(graph, seed):
         assert parted.calls[i].kwargs["out"] == parted.calls[i + 1].args[0] == Value(memory)
         assert parted.graph.buffer_of[memory].role is Role.TEMPORARY
         assert parted.graph.buffer_of[memory].num_bytes == 4 * parted.layouts[memory].size[0] * 3 * 5 * 8
+        assert values_of(parted.calls[i]) <= {*products.reads, *products.writes}
         assert memory in rest.reads
         assert i in {each.kernel for each in found[i + 1]}
         old = graph.kernels[i - number]
@@ -162,10 +172,11 @@ def test_a_network_through_inductor(pretended_gpu, monkeypatch):
         for *arguments, out in convolutions:
             convolve_dense(*arguments, out=out)
 
-    def sum_dense_in_parts(*convolutions, out):
+    def sum_dense_in_parts(size, stride, padding, *factors, out):
         num_parts = out.shape[1]
-        summed.append((len(convolutions), num_parts))
-        for (image, weight, *_), sums in zip(convolutions, out, strict=True):
+        assert (size[2:], stride, padding) == ((6, 6), [1, 1], [0, 0])
+        summed.append((len(factors), num_parts))
+        for (image, weight), sums in zip(factors, out, strict=True):
             slices = zip(image.chunk(num_parts, 1), weight.chunk(num_parts, 1), sums, strict=True)
             for values, taps, part in slices:
                 part.copy_(torch.einsum("bihw,oi->bhwo", values, taps[..., 0, 0]).flatten(0, 2))
@@ -193,7 +204,9 @@ def test_a_network_through_inductor(pretended_gpu, monkeypatch):
         compiled = ms.compile(model, strict=True, engine="serial")
         assert_close(compiled(x), model(x), 1e-5)  # parts are in single precision
     (executable,) = executables(compiled)
-    names = [kernel.name for kernel in executable.lowered.program.graph.kernels]
+    program = executable.lowered.program
+    compile_plan(program, plan_serial(program.graph))  # nothing is used before it is there
+    names = [kernel.name for kernel in program.graph.kernels]
     assert sorted(summed) == [(1, 6), (3, 6)]
     assert sum(name.count("sum_dense_in_parts") for name in names) == 2
     assert sum("add_dense_parts" in name for name in names) == 2

@@ -195,9 +195,11 @@ def convolve_dense_together(*convolutions: Sequence[Any]) -> None:
     launch_dense([Dense(*each) for each in convolutions]).run()
 
 
-def sum_dense_in_parts(*convolutions: Sequence[Any], out: torch.Tensor) -> None:
-    """Sum the products of ``Dense`` of one kind in parts, into ``out`` of ``shape_of_parts``."""
-    launch_dense([Dense(*each) for each in convolutions], out).run()
+def sum_dense_in_parts(
+    size: Sequence[int], stride: list[int], padding: list[int], *factors: Sequence[torch.Tensor], out: torch.Tensor
+) -> None:
+    """Sum products of images with weights in parts, for results of one size, into ``out`` of ``shape_of_parts``."""
+    launch_products(size, stride, padding, factors, out).run()
 
 
 def add_dense_parts(parts: torch.Tensor, *convolutions: Sequence[Any]) -> None:
@@ -210,9 +212,11 @@ def launches_of_dense(convolutions: Sequence[Dense]) -> list[Launch]:
     shape = shape_of_parts(convolutions)
     if shape is None:
         return [launch_dense(convolutions)]
+    image, _, *_, stride, padding, out = convolutions[0]
     with FakeTensorMode():
-        parts = torch.empty(shape, device=convolutions[0].image.device)
-        return [launch_dense(convolutions, parts), launch_addition(parts, convolutions)]
+        parts = torch.empty(shape, device=image.device)
+        products = launch_products(out.shape, stride, padding, [each[:2] for each in convolutions], parts)
+        return [products, launch_addition(parts, convolutions)]
 
 
 def shape_of_parts(convolutions: Sequence[Dense]) -> tuple[int, int, int, int] | None:
@@ -222,21 +226,36 @@ def shape_of_parts(convolutions: Sequence[Dense]) -> tuple[int, int, int, int] |
     return (len(convolutions), num_parts, _num_pixels(out), out.shape[1]) if num_parts > 1 else None
 
 
-def launch_dense(convolutions: Sequence[Dense], parts: torch.Tensor | None = None) -> Launch:
-    """How to compute convolutions of one kind at once, or parts of their sums."""
+def launch_products(
+    size: Sequence[int],
+    stride: list[int],
+    padding: list[int],
+    factors: Sequence[Sequence[torch.Tensor]],
+    parts: torch.Tensor,
+) -> Launch:
+    """How to sum products in parts, each of which is like a result of this size."""
+    shape = (size[0], *size[2:], size[1])
+    firsts = [part.view(shape).movedim(-1, 1) for part in parts[:, 0]]
+    convolutions = [
+        Dense(image, weight, None, None, False, size[1], stride, padding, first)
+        for (image, weight), first in zip(factors, firsts, strict=True)
+    ]
+    return launch_dense(convolutions, parts.shape[1])
+
+
+def launch_dense(convolutions: Sequence[Dense], num_parts: int = 1) -> Launch:
+    """How to compute convolutions of one kind at once.
+
+    Args:
+        convolutions: Where sums are taken in parts, each with the place of the first of these, and nothing to follow.
+        num_parts: Of each sum.
+    """
     from millstream.lower.dense_kernel import dense  # Triton is there where there is a GPU
 
-    convolutions = _those_with_addends_first(convolutions)
-    tile, num_parts = _TILE_OF_PARTS, 1
-    if parts is None:
-        _, weight, *_, stride, padding, out = convolutions[0]
-        chosen = choose_tile(weight, out, stride, padding, len(convolutions))
-        assert chosen is not None
-        tile = chosen
-    else:
-        num_parts = parts.shape[1]
-        convolutions = [_only_products(each, first) for each, first in zip(convolutions, parts[:, 0], strict=True)]
+    convolutions = sorted(convolutions, key=_has_no_addend)
     image, weight, *_, stride, padding, out = convolutions[0]
+    tile = choose_tile(weight, out, stride, padding, len(convolutions)) if num_parts == 1 else _TILE_OF_PARTS
+    assert tile is not None
     outputs, inputs, rows, columns = weight.shape
     num_pixels, row = _num_pixels(out), inputs * columns
     steps_a_row = _ceil(row, tile.depth)
@@ -271,7 +290,7 @@ def launch_dense(convolutions: Sequence[Dense], parts: torch.Tensor | None = Non
         "TILE_CHANNELS": tile.channels,
         "TILE_DEPTH": tile.depth,
         "IS_HALVED": tile.depth > _DEPTH_OF_SUM,
-        "IN_PARTS": parts is not None,
+        "IN_PARTS": num_parts > 1,
         **early_start(image.device),
         "num_warps": _NUM_WARPS,
         "num_stages": tile.stages,
@@ -284,10 +303,11 @@ def launch_addition(parts: torch.Tensor, convolutions: Sequence[Dense]) -> Launc
     """How to add up parts of sums, and to do what follows."""
     from millstream.lower.dense_kernel import add_parts  # Triton is there where there is a GPU
 
-    convolutions = _those_with_addends_first(convolutions)
+    pairs = sorted(zip(convolutions, parts, strict=True), key=lambda pair: _has_no_addend(pair[0]))
+    convolutions = [convolution for convolution, _ in pairs]
     outputs, num_pixels = convolutions[0].out.shape[1], _num_pixels(convolutions[0].out)
     beside, numbers, has_addend = _behind_products(convolutions)
-    arguments = (pointers(parts), *beside, num_pixels, outputs // ALIGNED_CHANNELS, *numbers)
+    arguments = (pointers(part for _, part in pairs), *beside, num_pixels, outputs // ALIGNED_CHANNELS, *numbers)
     constants = {
         "NUM_PARTS": parts.shape[1],
         "HAS_ADDEND": has_addend,
@@ -306,15 +326,9 @@ def launch_addition(parts: torch.Tensor, convolutions: Sequence[Dense]) -> Launc
     return Launch(add_parts, grid, arguments, constants)
 
 
-def _those_with_addends_first(convolutions: Sequence[Dense]) -> list[Dense]:
-    return sorted(convolutions, key=lambda each: each.addend is None)
-
-
-def _only_products(convolution: Dense, part: torch.Tensor) -> Dense:
-    """A convolution without what follows, into the first part of its sums: of pixels and channels."""
-    out = convolution.out
-    images = part.view(out.shape[0], *out.shape[2:], out.shape[1]).movedim(-1, 1)
-    return convolution._replace(bias=None, addend=None, relu=False, kept=out.shape[1], out=images)
+def _has_no_addend(convolution: Dense) -> bool:
+    """The key to sort convolutions by: those with an addend come first."""
+    return convolution.addend is None
 
 
 def _behind_products(convolutions: Sequence[Dense]) -> tuple[tuple[Any, ...], tuple[Any, ...], bool]:

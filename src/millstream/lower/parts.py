@@ -49,7 +49,7 @@ def part_long_sums(program: Program) -> Program:
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         added[parts.name] = Layout(shape, strides, torch.float32, device)
         kernels += _divide(program, kernel, convolutions, parts.name, added[parts.name])
-        calls.append(Call(sum_dense_in_parts, tuple(convolutions), {"out": parts}))
+        calls.append(Call(sum_dense_in_parts, _of_products(program, convolutions), {"out": parts}))
         calls.append(Call(add_dense_parts, (parts, *convolutions), {}))
     if not added:
         return program
@@ -71,8 +71,8 @@ def part_long_sums(program: Program) -> Program:
 def find_launches_in_parts(program: Program) -> Iterator[Launch]:
     """The launches of such pairs of kernels, for tensors that are not there yet."""
     for call in program.calls:
-        if call.target is sum_dense_in_parts:
-            yield from launches_of_dense(_described(program, call.args))
+        if call.target is add_dense_parts:
+            yield from launches_of_dense(_described(program, call.args[1:]))
 
 
 def num_bytes(layout: Layout) -> int:
@@ -89,6 +89,14 @@ def _convolutions(call: Call) -> list[tuple[Any, ...]]:
 
 def _described(program: Program, convolutions: Iterable[Sequence[Any]]) -> list[Dense]:
     return [Dense(*program.described(each)) for each in convolutions]
+
+
+def _of_products(program: Program, convolutions: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """Arguments of the kernel that only sums products."""
+    *_, stride, padding, out = convolutions[0]
+    layout = program.layout(out.name)
+    assert layout is not None
+    return layout.size, stride, padding, *((image, weight) for image, weight, *_ in convolutions)
 
 
 def _names(convolutions: Iterable[Sequence[Any]]) -> list[str]:
