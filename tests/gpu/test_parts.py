@@ -44,7 +44,7 @@ def compute(convolutions, num_parts):
     parts = torch.full((len(convolutions), num_parts, num_pixels, out.shape[1]), float("nan"), device="cuda")
     _, _, *_, stride, padding, out = convolutions[0]
     sum_dense_in_parts(out.shape, stride, padding, *(each[:2] for each in convolutions), out=parts)
-    add_dense_parts(parts, *convolutions)
+    add_dense_parts(parts, *(each.rest for each in convolutions))
 
 
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])

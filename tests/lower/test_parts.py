@@ -134,7 +134,8 @@ def test_two_kernels_do_the_work_of_one(graph, seed):
         assert parted.calls[i].kwargs["out"] == parted.calls[i + 1].args[0] == Value(memory)
         assert parted.graph.buffer_of[memory].role is Role.TEMPORARY
         assert parted.graph.buffer_of[memory].num_bytes == 4 * parted.layouts[memory].size[0] * 3 * 5 * 8
-        assert values_of(parted.calls[i]) <= {*products.reads, *products.writes}
+        for kernel in (products, rest):
+            assert values_of(parted.calls[kernel.id]) <= {*kernel.reads, *kernel.writes}
         assert memory in rest.reads
         assert i in {each.kernel for each in found[i + 1]}
         old = graph.kernels[i - number]
@@ -181,8 +182,9 @@ def test_a_network_through_inductor(pretended_gpu, monkeypatch):
             for values, taps, part in slices:
                 part.copy_(torch.einsum("bihw,oi->bhwo", values, taps[..., 0, 0]).flatten(0, 2))
 
-    def add_dense_parts(sums, *convolutions):
-        for (_, _, bias, addend, relu, _, _, _, out), own in zip(convolutions, sums, strict=True):
+    def add_dense_parts(sums, *rests):
+        for (bias, addend, relu, kept, out), own in zip(rests, sums, strict=True):
+            assert kept == out.shape[1]
             result = own.sum(0).view(out.shape[0], *out.shape[2:], -1).movedim(-1, 1).to(DOUBLE)
             result = result if bias is None else result + bias.view(-1, 1, 1)
             result = result if addend is None else result + addend

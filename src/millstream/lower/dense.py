@@ -148,6 +148,16 @@ def _ceil(number: int, size: int) -> int:
     return -(-number // size)
 
 
+class Rest(NamedTuple):
+    """What is done with the sums of products, and where the result goes: as of ``Dense``."""
+
+    bias: torch.Tensor | None
+    addend: torch.Tensor | None
+    relu: bool
+    kept: int
+    out: torch.Tensor
+
+
 class Dense(NamedTuple):
     """A convolution, what follows it, and where its result goes. Sums are in single precision, and rounded once.
 
@@ -177,6 +187,11 @@ class Dense(NamedTuple):
     """What else is compiled for, where a launch computes several: nothing."""
 
     @property
+    def rest(self) -> Rest:
+        """What comes behind the products."""
+        return Rest(self.bias, self.addend, self.relu, self.kept, self.out)
+
+    @property
     def kind(self) -> Hashable:
         """Equal for convolutions that one launch can compute."""
         shapes = (self.image.shape, self.weight.shape, self.out.shape, _channels_between_pixels(self.out))
@@ -202,9 +217,9 @@ def sum_dense_in_parts(
     launch_products(size, stride, padding, factors, out).run()
 
 
-def add_dense_parts(parts: torch.Tensor, *convolutions: Sequence[Any]) -> None:
-    """Add up what ``sum_dense_in_parts`` has left, and do the rest of what ``Dense`` says."""
-    launch_addition(parts, [Dense(*each) for each in convolutions]).run()
+def add_dense_parts(parts: torch.Tensor, *rests: Sequence[Any]) -> None:
+    """Add up what ``sum_dense_in_parts`` has left, and do the ``Rest`` for each convolution."""
+    launch_addition(parts, [Rest(*each) for each in rests]).run()
 
 
 def launches_of_dense(convolutions: Sequence[Dense]) -> list[Launch]:
@@ -216,7 +231,7 @@ def launches_of_dense(convolutions: Sequence[Dense]) -> list[Launch]:
     with FakeTensorMode():
         parts = torch.empty(shape, device=image.device)
         products = launch_products(out.shape, stride, padding, [each[:2] for each in convolutions], parts)
-        return [products, launch_addition(parts, convolutions)]
+        return [products, launch_addition(parts, [each.rest for each in convolutions])]
 
 
 def shape_of_parts(convolutions: Sequence[Dense]) -> tuple[int, int, int, int] | None:
@@ -252,7 +267,7 @@ def launch_dense(convolutions: Sequence[Dense], num_parts: int = 1) -> Launch:
     """
     from millstream.lower.dense_kernel import dense  # Triton is there where there is a GPU
 
-    convolutions = sorted(convolutions, key=_has_no_addend)
+    convolutions = sorted(convolutions, key=lambda each: each.addend is None)
     image, weight, *_, stride, padding, out = convolutions[0]
     tile = choose_tile(weight, out, stride, padding, len(convolutions)) if num_parts == 1 else _TILE_OF_PARTS
     assert tile is not None
@@ -260,11 +275,11 @@ def launch_dense(convolutions: Sequence[Dense], num_parts: int = 1) -> Launch:
     num_pixels, row = _num_pixels(out), inputs * columns
     steps_a_row = _ceil(row, tile.depth)
     steps = rows * steps_a_row
-    beside, numbers, has_addend = _behind_products(convolutions)
+    tensors, numbers, has_addend = _describe([each.rest for each in convolutions])
     arguments = (
         pointers(each.image for each in convolutions),
         pointers(each.weight for each in convolutions),
-        *beside,
+        *tensors,
         num_pixels,
         *image.shape[2:],
         *out.shape[2:],
@@ -299,15 +314,15 @@ def launch_dense(convolutions: Sequence[Dense], num_parts: int = 1) -> Launch:
     return Launch(dense, grid, arguments, constants)
 
 
-def launch_addition(parts: torch.Tensor, convolutions: Sequence[Dense]) -> Launch:
+def launch_addition(parts: torch.Tensor, rests: Sequence[Rest]) -> Launch:
     """How to add up parts of sums, and to do what follows."""
     from millstream.lower.dense_kernel import add_parts  # Triton is there where there is a GPU
 
-    pairs = sorted(zip(convolutions, parts, strict=True), key=lambda pair: _has_no_addend(pair[0]))
-    convolutions = [convolution for convolution, _ in pairs]
-    outputs, num_pixels = convolutions[0].out.shape[1], _num_pixels(convolutions[0].out)
-    beside, numbers, has_addend = _behind_products(convolutions)
-    arguments = (pointers(part for _, part in pairs), *beside, num_pixels, outputs // ALIGNED_CHANNELS, *numbers)
+    pairs = sorted(zip(rests, parts, strict=True), key=lambda pair: pair[0].addend is None)
+    rests = [rest for rest, _ in pairs]
+    outputs, num_pixels = rests[0].out.shape[1], _num_pixels(rests[0].out)
+    tensors, numbers, has_addend = _describe(rests)
+    arguments = (pointers(part for _, part in pairs), *tensors, num_pixels, outputs // ALIGNED_CHANNELS, *numbers)
     constants = {
         "NUM_PARTS": parts.shape[1],
         "HAS_ADDEND": has_addend,
@@ -318,27 +333,21 @@ def launch_addition(parts: torch.Tensor, convolutions: Sequence[Dense]) -> Launc
         **early_start(parts.device),
         "num_warps": _NUM_WARPS,
     }
-    grid = (
-        _ceil(num_pixels, _PIXELS_OF_ADDITION),
-        _ceil(outputs, _CHANNELS_OF_ADDITION),
-        len(convolutions),
-    )
+    grid = (_ceil(num_pixels, _PIXELS_OF_ADDITION), _ceil(outputs, _CHANNELS_OF_ADDITION), len(rests))
     return Launch(add_parts, grid, arguments, constants)
 
 
-def _has_no_addend(convolution: Dense) -> bool:
-    """The key to sort convolutions by: those with an addend come first."""
-    return convolution.addend is None
+def _describe(rests: Sequence[Rest]) -> tuple[tuple[Any, ...], tuple[Any, ...], bool]:
+    """Tensors and numbers that tell a kernel what follows the products, and whether anything is added.
 
-
-def _behind_products(convolutions: Sequence[Dense]) -> tuple[tuple[Any, ...], tuple[Any, ...], bool]:
-    """Tensors and numbers that tell a kernel what follows the products, and whether anything is added."""
-    first = convolutions[0]
-    addends = [each.addend for each in convolutions if each.addend is not None]
+    Those with an addend come first. Where there is nothing, some tensor of the same type stands.
+    """
+    first = rests[0]
+    addends = [each.addend for each in rests if each.addend is not None]
     tensors = (
-        pointers(each.image if each.bias is None else each.bias for each in convolutions),
-        pointers(each.image if each.addend is None else each.addend for each in convolutions),
-        pointers(each.out for each in convolutions),
+        pointers(each.out if each.bias is None else each.bias for each in rests),
+        pointers(each.out if each.addend is None else each.addend for each in rests),
+        pointers(each.out for each in rests),
     )
     numbers = (
         _channels_between_pixels(first.out) // ALIGNED_CHANNELS,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,13 +45,13 @@ def part_long_sums(program: Program) -> Program:
             kernels.append(kernel)
             calls.append(call)
             continue
-        parts = Value(f"parts_of_{kernel.writes[0]}")
+        parts = Value(f"parts_of_{convolutions[0][-1].name}")
         (device,) = {layout.device for layout in map(program.layout, _names(convolutions)) if layout is not None}
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         added[parts.name] = Layout(shape, strides, torch.float32, device)
         kernels += _divide(program, kernel, convolutions, parts.name, added[parts.name])
         calls.append(Call(sum_dense_in_parts, _of_products(program, convolutions), {"out": parts}))
-        calls.append(Call(add_dense_parts, (parts, *convolutions), {}))
+        calls.append(Call(add_dense_parts, (parts, *map(_rest, convolutions)), {}))
     if not added:
         return program
     buffers = (Buffer(name, num_bytes(layout), str(layout.device), Role.TEMPORARY) for name, layout in added.items())
@@ -70,9 +71,14 @@ def part_long_sums(program: Program) -> Program:
 
 def find_launches_in_parts(program: Program) -> Iterator[Launch]:
     """The launches of such pairs of kernels, for tensors that are not there yet."""
-    for call in program.calls:
-        if call.target is add_dense_parts:
-            yield from launches_of_dense(_described(program, call.args[1:]))
+    for products, addition in pairwise(program.calls):
+        if products.target is sum_dense_in_parts:
+            _, stride, padding, *factors = products.args
+            convolutions = (
+                (image, weight, *rest[:-1], stride, padding, rest[-1])
+                for (image, weight), rest in zip(factors, addition.args[1:], strict=True)
+            )
+            yield from launches_of_dense(_described(program, convolutions))
 
 
 def num_bytes(layout: Layout) -> int:
@@ -97,6 +103,12 @@ def _of_products(program: Program, convolutions: Sequence[Sequence[Any]]) -> tup
     layout = program.layout(out.name)
     assert layout is not None
     return layout.size, stride, padding, *((image, weight) for image, weight, *_ in convolutions)
+
+
+def _rest(convolution: Sequence[Any]) -> tuple[Any, ...]:
+    """What the kernel behind has to know, as ``Rest`` has it: the other's image and weight may be gone by then."""
+    _, _, *rest, _, _, out = convolution
+    return *rest, out
 
 
 def _names(convolutions: Iterable[Sequence[Any]]) -> list[str]:
