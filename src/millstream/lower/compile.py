@@ -31,7 +31,6 @@ from millstream.lower.duplicates import compute_once
 from millstream.lower.epilogues import absorb_epilogues, knows_own_convolutions
 from millstream.lower.fx_wrapper import SOUND, collect_wrappers
 from millstream.lower.ordering import writes_stay_in_front
-from millstream.lower.parts import find_launches_in_parts, part_long_sums
 from millstream.lower.patterns import shuffles_match_nothing
 from millstream.lower.pooling import decompositions
 from millstream.lower.probe import ask_early
@@ -40,6 +39,7 @@ from millstream.lower.prologues import absorb_prologues
 from millstream.lower.randoms import random_decompositions
 from millstream.lower.shortcuts import shortcuts
 from millstream.lower.siblings import find_joint_launches, join_siblings
+from millstream.lower.split_k import find_split_launches, split_long_sums
 from millstream.lower.tiles import tiles_stay_within
 from millstream.lower.translate import translate
 
@@ -196,8 +196,8 @@ def _lower(
         aligned = aligned_inputs(inputs)
     if not wrappers:
         raise LoweringError("The graph has no kernels.", construct=name)
-    program = part_long_sums(join_siblings(translate(wrappers[-1], name=name, static=static, aligned=aligned)))
-    with compiling(chain(find_joint_launches(program), find_launches_in_parts(program))):
+    program = split_long_sums(join_siblings(translate(wrappers[-1], name=name, static=static, aligned=aligned)))
+    with compiling(chain(find_joint_launches(program), find_split_launches(program))):
         pass
     if len(program.outputs) != num_outputs:
         raise LoweringError(

@@ -24,7 +24,7 @@ KEPT_AT_ONCE = 2  # of the channels that are wanted of a result there are a mult
 _DTYPES = (torch.float16, torch.bfloat16)
 _NUM_WARPS = 4
 _DEPTH_OF_SUM = 64  # deeper tiles have two sums
-_PIXELS_OF_ADDITION, _CHANNELS_OF_ADDITION = 8, 64
+_REDUCED_PIXELS, _REDUCED_CHANNELS = 8, 64
 
 
 class Tile(NamedTuple):
@@ -43,10 +43,10 @@ class Tile(NamedTuple):
     stages: int
 
 
-_TILE_OF_PARTS = Tile(64, 64, 64, 4)
-_FEWEST_STEPS = 24  # of sums in parts, each of 64 products; shorter ones take no less time so
-_FEWEST_STEPS_A_PART = 4
-_BLOCKS_IN_PARTS = 132  # as many as a device has multiprocessors
+_SPLIT_TILE = Tile(64, 64, 64, 4)
+_FEWEST_STEPS = 24  # of a sum that is split, each of 64 products; shorter ones take no less time so
+_FEWEST_STEPS_A_SPLIT = 4
+_SPLIT_BLOCKS = 132  # as many as a device has multiprocessors
 
 
 def is_small_dense(arguments: list[Any], output: Any) -> bool:
@@ -123,8 +123,8 @@ def choose_tile(
     return Tile(64, 16, 64, 4) if num_blocks <= 64 else Tile(64, 32, 32, 5)
 
 
-def choose_parts(weight: torch.Tensor, output: torch.Tensor) -> int:
-    """In how many parts to take long sums of few results, so that they fill the device; 1 where they stay whole.
+def choose_splits(weight: torch.Tensor, output: torch.Tensor) -> int:
+    """Among how many blocks to split each sum, where sums are long and so few that they do not fill the device; or 1.
 
     As many for several convolutions at once as for one: the numbers are the same.
 
@@ -132,12 +132,12 @@ def choose_parts(weight: torch.Tensor, output: torch.Tensor) -> int:
         weight: Of the convolution.
         output: Of the convolution.
     """
-    steps = weight.shape[2] * _ceil(weight.shape[1] * weight.shape[3], _TILE_OF_PARTS.depth)
+    steps = weight.shape[2] * _ceil(weight.shape[1] * weight.shape[3], _SPLIT_TILE.depth)
     if steps < _FEWEST_STEPS:
         return 1
-    num_blocks = _ceil(_num_pixels(output), _TILE_OF_PARTS.pixels) * _ceil(output.shape[1], _TILE_OF_PARTS.channels)
-    parts = max(min(round(_BLOCKS_IN_PARTS / num_blocks), steps // _FEWEST_STEPS_A_PART), 1)
-    return _ceil(steps, _ceil(steps, parts))
+    num_blocks = _ceil(_num_pixels(output), _SPLIT_TILE.pixels) * _ceil(output.shape[1], _SPLIT_TILE.channels)
+    splits = max(min(round(_SPLIT_BLOCKS / num_blocks), steps // _FEWEST_STEPS_A_SPLIT), 1)
+    return _ceil(steps, _ceil(steps, splits))
 
 
 def _is_pointwise(weight: torch.Tensor, stride: list[int], padding: list[int]) -> bool:
@@ -210,66 +210,66 @@ def convolve_dense_together(*convolutions: Sequence[Any]) -> None:
     launch_dense([Dense(*each) for each in convolutions]).run()
 
 
-def sum_dense_in_parts(
+def convolve_dense_partials(
     size: Sequence[int], stride: list[int], padding: list[int], *factors: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
-    """Sum products of images with weights in parts, for results of one size, into ``out`` of ``shape_of_parts``."""
-    launch_products(size, stride, padding, factors, out).run()
+    """Sum products of images with weights, split, for results of one size, into ``out`` of ``partials_shape``."""
+    launch_partials(size, stride, padding, factors, out).run()
 
 
-def add_dense_parts(parts: torch.Tensor, *rests: Sequence[Any]) -> None:
-    """Add up what ``sum_dense_in_parts`` has left, and do the ``Rest`` for each convolution."""
-    launch_addition(parts, [Rest(*each) for each in rests]).run()
+def reduce_dense_partials(partials: torch.Tensor, *rests: Sequence[Any]) -> None:
+    """Add up what ``convolve_dense_partials`` has left, and do the ``Rest`` for each convolution."""
+    launch_reduction(partials, [Rest(*each) for each in rests]).run()
 
 
 def launches_of_dense(convolutions: Sequence[Dense]) -> list[Launch]:
-    """All that is launched to compute convolutions of one kind at once, for parts that are not there yet."""
-    shape = shape_of_parts(convolutions)
+    """All that is launched to compute convolutions of one kind at once, for partial sums that are not there yet."""
+    shape = partials_shape(convolutions)
     if shape is None:
         return [launch_dense(convolutions)]
     image, _, *_, stride, padding, out = convolutions[0]
     with FakeTensorMode():
-        parts = torch.empty(shape, device=image.device)
-        products = launch_products(out.shape, stride, padding, [each[:2] for each in convolutions], parts)
-        return [products, launch_addition(parts, [each.rest for each in convolutions])]
+        partials = torch.empty(shape, device=image.device)
+        products = launch_partials(out.shape, stride, padding, [each[:2] for each in convolutions], partials)
+        return [products, launch_reduction(partials, [each.rest for each in convolutions])]
 
 
-def shape_of_parts(convolutions: Sequence[Dense]) -> tuple[int, int, int, int] | None:
-    """How many convolutions, parts of their sums, pixels and channels there are; ``None`` where sums stay whole."""
+def partials_shape(convolutions: Sequence[Dense]) -> tuple[int, int, int, int] | None:
+    """How many convolutions, splits, pixels and channels there are; ``None`` where sums stay whole."""
     out = convolutions[0].out
-    num_parts = choose_parts(convolutions[0].weight, out)
-    return (len(convolutions), num_parts, _num_pixels(out), out.shape[1]) if num_parts > 1 else None
+    num_splits = choose_splits(convolutions[0].weight, out)
+    return (len(convolutions), num_splits, _num_pixels(out), out.shape[1]) if num_splits > 1 else None
 
 
-def launch_products(
+def launch_partials(
     size: Sequence[int],
     stride: list[int],
     padding: list[int],
     factors: Sequence[Sequence[torch.Tensor]],
-    parts: torch.Tensor,
+    partials: torch.Tensor,
 ) -> Launch:
-    """How to sum products in parts, each of which is like a result of this size."""
+    """How to compute partial sums, those of each split like a result of this size."""
     shape = (size[0], *size[2:], size[1])
-    firsts = [part.view(shape).movedim(-1, 1) for part in parts[:, 0]]
+    firsts = [partial.view(shape).movedim(-1, 1) for partial in partials[:, 0]]
     convolutions = [
         Dense(image, weight, None, None, False, size[1], stride, padding, first)
         for (image, weight), first in zip(factors, firsts, strict=True)
     ]
-    return launch_dense(convolutions, parts.shape[1])
+    return launch_dense(convolutions, partials.shape[1])
 
 
-def launch_dense(convolutions: Sequence[Dense], num_parts: int = 1) -> Launch:
+def launch_dense(convolutions: Sequence[Dense], num_splits: int = 1) -> Launch:
     """How to compute convolutions of one kind at once.
 
     Args:
-        convolutions: Where sums are taken in parts, each with the place of the first of these, and nothing to follow.
-        num_parts: Of each sum.
+        convolutions: Where sums are split, each has the place of its first split for ``out``, and nothing follows.
+        num_splits: Of each sum.
     """
     from millstream.lower.dense_kernel import dense  # Triton is there where there is a GPU
 
     convolutions = sorted(convolutions, key=lambda each: each.addend is None)
     image, weight, *_, stride, padding, out = convolutions[0]
-    tile = choose_tile(weight, out, stride, padding, len(convolutions)) if num_parts == 1 else _TILE_OF_PARTS
+    tile = choose_tile(weight, out, stride, padding, len(convolutions)) if num_splits == 1 else _SPLIT_TILE
     assert tile is not None
     outputs, inputs, rows, columns = weight.shape
     num_pixels, row = _num_pixels(out), inputs * columns
@@ -292,8 +292,8 @@ def launch_dense(convolutions: Sequence[Dense], num_parts: int = 1) -> Launch:
         *stride,
         steps,
         steps_a_row,
-        _ceil(steps, num_parts),
-        num_parts,
+        _ceil(steps, num_splits),
+        num_splits,
     )
     constants = {
         "IS_POINTWISE": _is_pointwise(weight, stride, padding),
@@ -305,36 +305,36 @@ def launch_dense(convolutions: Sequence[Dense], num_parts: int = 1) -> Launch:
         "TILE_CHANNELS": tile.channels,
         "TILE_DEPTH": tile.depth,
         "IS_HALVED": tile.depth > _DEPTH_OF_SUM,
-        "IN_PARTS": num_parts > 1,
+        "IS_SPLIT": num_splits > 1,
         **early_start(image.device),
         "num_warps": _NUM_WARPS,
         "num_stages": tile.stages,
     }
-    grid = (_ceil(num_pixels, tile.pixels), _ceil(outputs, tile.channels), len(convolutions) * num_parts)
+    grid = (_ceil(num_pixels, tile.pixels), _ceil(outputs, tile.channels), len(convolutions) * num_splits)
     return Launch(dense, grid, arguments, constants)
 
 
-def launch_addition(parts: torch.Tensor, rests: Sequence[Rest]) -> Launch:
-    """How to add up parts of sums, and to do what follows."""
-    from millstream.lower.dense_kernel import add_parts  # Triton is there where there is a GPU
+def launch_reduction(partials: torch.Tensor, rests: Sequence[Rest]) -> Launch:
+    """How to add up partial sums, and to do what follows."""
+    from millstream.lower.dense_kernel import reduce_partials  # Triton is there where there is a GPU
 
-    pairs = sorted(zip(rests, parts, strict=True), key=lambda pair: pair[0].addend is None)
+    pairs = sorted(zip(rests, partials, strict=True), key=lambda pair: pair[0].addend is None)
     rests = [rest for rest, _ in pairs]
     outputs, num_pixels = rests[0].out.shape[1], _num_pixels(rests[0].out)
     tensors, numbers, has_addend = _describe(rests)
-    arguments = (pointers(part for _, part in pairs), *tensors, num_pixels, outputs // ALIGNED_CHANNELS, *numbers)
+    arguments = (pointers(partial for _, partial in pairs), *tensors, num_pixels, outputs // ALIGNED_CHANNELS, *numbers)
     constants = {
-        "NUM_PARTS": parts.shape[1],
+        "NUM_SPLITS": partials.shape[1],
         "HAS_ADDEND": has_addend,
         "AT_ONCE": ALIGNED_CHANNELS,
         "KEPT_AT_ONCE": KEPT_AT_ONCE,
-        "TILE_PIXELS": _PIXELS_OF_ADDITION,
-        "TILE_CHANNELS": _CHANNELS_OF_ADDITION,
-        **early_start(parts.device),
+        "TILE_PIXELS": _REDUCED_PIXELS,
+        "TILE_CHANNELS": _REDUCED_CHANNELS,
+        **early_start(partials.device),
         "num_warps": _NUM_WARPS,
     }
-    grid = (_ceil(num_pixels, _PIXELS_OF_ADDITION), _ceil(outputs, _CHANNELS_OF_ADDITION), len(rests))
-    return Launch(add_parts, grid, arguments, constants)
+    grid = (_ceil(num_pixels, _REDUCED_PIXELS), _ceil(outputs, _REDUCED_CHANNELS), len(rests))
+    return Launch(reduce_partials, grid, arguments, constants)
 
 
 def _describe(rests: Sequence[Rest]) -> tuple[tuple[Any, ...], tuple[Any, ...], bool]:

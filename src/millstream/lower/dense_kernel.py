@@ -30,8 +30,8 @@ _ANY = [
     "stride_x",
     "steps",
     "steps_a_row",
-    "steps_a_part",
-    "num_parts",
+    "steps_a_split",
+    "num_splits",
 ]
 
 
@@ -63,8 +63,8 @@ def dense(
     stride_x,
     steps,
     steps_a_row,
-    steps_a_part,
-    num_parts,
+    steps_a_split,
+    num_splits,
     IS_POINTWISE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
@@ -74,7 +74,7 @@ def dense(
     TILE_CHANNELS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
     IS_HALVED: tl.constexpr,
-    IN_PARTS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
     """Convolve images with windows over all of their channels, each image with windows of its own.
@@ -100,20 +100,20 @@ def dense(
         rows: Of the window.
         steps: How many tiles deep the products are, in all rows of the window.
         steps_a_row: In one of them.
-        steps_a_part: In all parts but the last, which may have fewer.
-        num_parts: Of each sum. Those of a convolution lie one behind the other in ``outs``, each like a result.
+        steps_a_split: In all splits of a sum but the last, which may have fewer.
+        num_splits: Of each sum. Partial sums of a convolution lie split by split in ``outs``, each like a result.
         IS_POINTWISE: Whether the window is one pixel, and each pixel has one.
         IS_WHOLE: Whether tiles end where rows end.
         HAS_ADDEND: Whether any has an addend. Without it, numbers need not change between threads on the way.
         IS_HALVED: Whether a tile's products are summed in two halves, of which neither waits for the other.
-        IN_PARTS: Whether blocks sum a part each; ``add_parts`` has to follow.
+        IS_SPLIT: Whether each sum is split among blocks; ``reduce_partials`` has to follow.
         STARTS_EARLY: Whether to start before the kernel in front has ended (``early.py``).
     """
     which = tl.program_id(2)
-    part = 0
-    if IN_PARTS:
-        part = which % num_parts
-        which = which // num_parts
+    split = 0
+    if IS_SPLIT:
+        split = which % num_splits
+        which = which // num_splits
     image, weight, out = choose(images, which), choose(weights, which), choose(outs, which)
     inputs *= AT_ONCE
     outputs *= AT_ONCE
@@ -147,11 +147,11 @@ def dense(
     half = total
     i = 0
     first = 0
-    if IN_PARTS:
-        step = part * steps_a_part
+    if IS_SPLIT:
+        step = split * steps_a_split
         i = step // steps_a_row
         first = step % steps_a_row * TILE_DEPTH
-        steps = min(steps_a_part, steps - step)
+        steps = min(steps_a_split, steps - step)
     for _ in range(steps):
         is_row = is_pixel
         if not IS_POINTWISE:
@@ -175,13 +175,13 @@ def dense(
     if IS_HALVED:
         total += half
     total = _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
-    place = ((part * num_pixels + pixel) * out_channels)[:, None] + channel[None, :]
+    place = ((split * num_pixels + pixel) * out_channels)[:, None] + channel[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])
 
 
 @triton.jit(do_not_specialize=_ANY)
-def add_parts(
-    parts,
+def reduce_partials(
+    partials,
     biases,
     addends,
     outs,
@@ -193,7 +193,7 @@ def add_parts(
     addend_width,
     num_added,
     lowest,
-    NUM_PARTS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
     AT_ONCE: tl.constexpr,
     KEPT_AT_ONCE: tl.constexpr,
@@ -201,11 +201,11 @@ def add_parts(
     TILE_CHANNELS: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
-    """Add up, in their order, the parts that ``dense`` has left, and do what it does behind its products.
+    """Add up, in their order, the partial sums that ``dense`` has left, and do what it does behind its products.
 
     Args:
-        parts: For each convolution in memory: parts, pixels, channels.
-        NUM_PARTS: Of each sum.
+        partials: For each convolution in memory: splits, pixels, channels.
+        NUM_SPLITS: Of each sum.
         biases, addends, outs, num_pixels, outputs, out_channels, kept, bias_width, addend_width, num_added, lowest,
             HAS_ADDEND, AT_ONCE, KEPT_AT_ONCE, TILE_PIXELS, TILE_CHANNELS, STARTS_EARLY: As ``dense`` takes them.
     """
@@ -219,16 +219,16 @@ def add_parts(
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_pixel, is_channel = pixel < num_pixels, channel < outputs
     is_result = is_pixel[:, None] & is_channel[None, :]
-    part = choose(parts, which) + (pixel * outputs)[:, None] + channel[None, :]
+    partial = choose(partials, which) + (pixel * outputs)[:, None] + channel[None, :]
     out = choose(outs, which) + (pixel * out_channels)[:, None] + channel[None, :]
     if STARTS_EARLY:
         gdc_wait()
     shift, other = _load_added(
         biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
     )
-    total = tl.load(part, is_result, 0.0)
-    for k in tl.static_range(1, NUM_PARTS):
-        total += tl.load(part + k * num_pixels * outputs, is_result, 0.0)
+    total = tl.load(partial, is_result, 0.0)
+    for k in tl.static_range(1, NUM_SPLITS):
+        total += tl.load(partial + k * num_pixels * outputs, is_result, 0.0)
     if STARTS_EARLY:
         gdc_launch_dependents()
     total = _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)

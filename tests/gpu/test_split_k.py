@@ -1,4 +1,4 @@
-"""Sums in parts, and the kernel that adds them up."""
+"""Sums that are split, and the kernel that adds them up."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from millstream.lower import dense
-from millstream.lower.dense import Dense, add_dense_parts, shape_of_parts, sum_dense_in_parts
+from millstream.lower.dense import Dense, convolve_dense_partials, partials_shape, reduce_dense_partials
 from tests import networks
 
 pytestmark = pytest.mark.gpu
@@ -38,23 +38,23 @@ def make(size, outputs, window, stride, padding, *, dtype=torch.half, relu=True,
     return Dense(image, weight, bias[:kept], addend, relu, kept, [*stride], [*padding], out), exact.to(dtype)
 
 
-def compute(convolutions, num_parts):
+def compute(convolutions, num_splits):
     out = convolutions[0].out
     num_pixels = out.shape[0] * out.shape[2] * out.shape[3]
-    parts = torch.full((len(convolutions), num_parts, num_pixels, out.shape[1]), float("nan"), device="cuda")
+    partials = torch.full((len(convolutions), num_splits, num_pixels, out.shape[1]), float("nan"), device="cuda")
     _, _, *_, stride, padding, out = convolutions[0]
-    sum_dense_in_parts(out.shape, stride, padding, *(each[:2] for each in convolutions), out=parts)
-    add_dense_parts(parts, *(each.rest for each in convolutions))
+    convolve_dense_partials(out.shape, stride, padding, *(each[:2] for each in convolutions), out=partials)
+    reduce_dense_partials(partials, *(each.rest for each in convolutions))
 
 
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
-@pytest.mark.parametrize("num_parts", [2, 5, 6])
+@pytest.mark.parametrize("num_splits", [2, 5, 6])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("relu", "missing", "wider"), [(True, 0, 0), (False, 2, 8), (True, 6, 0)])
-def test_parts_come_to_the_whole(shape, num_parts, dtype, relu, missing, wider):
+def test_partials_come_to_the_whole(shape, num_splits, dtype, relu, missing, wider):
     torch.manual_seed(0)
     convolution, exact = make(*shape, dtype=dtype, relu=relu, missing=missing, wider=wider)
-    compute([convolution], num_parts)
+    compute([convolution], num_splits)
     networks.assert_close(convolution.out[:, : convolution.kept], exact, 2 * torch.finfo(dtype).eps)
     assert not convolution.out[:, convolution.kept :].any()
 
@@ -72,12 +72,12 @@ def test_several_at_once_are_to_the_bit_as_alone(shape, number):
         assert torch.equal(alone.out, convolution.out)
 
 
-def test_what_the_library_takes_parts_of():
+def test_what_the_library_splits():
     (convolution, _), (short, _) = make(*SHAPES[0]), make((1, 64, 8, 8), *SHAPES[0][1:])
-    shape = shape_of_parts([convolution])
+    shape = partials_shape([convolution])
     assert shape is not None
     assert shape[1] > 1
-    assert shape_of_parts([short]) is None
+    assert partials_shape([short]) is None
     assert len(dense.launches_of_dense([convolution])) == 2
 
 
@@ -97,5 +97,5 @@ class Funnel(nn.Module):
 
 def test_in_a_network_on_streams(names_on_streams):
     names = names_on_streams(Funnel)
-    assert any("sum_dense_in_parts" in name for name in names)
-    assert any("add_dense_parts" in name for name in names)
+    assert any("convolve_dense_partials" in name for name in names)
+    assert any("reduce_dense_partials" in name for name in names)

@@ -16,11 +16,11 @@ from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost
 from millstream.engine.source import compile_plan
 from millstream.graph import Role, derive_dependencies, validate_graph
-from millstream.lower import convolution, dense, parts, siblings
-from millstream.lower.dense import CONVOLVE, Dense, choose_parts
-from millstream.lower.parts import part_long_sums
+from millstream.lower import convolution, dense, siblings, split_k
+from millstream.lower.dense import CONVOLVE, Dense, choose_splits
 from millstream.lower.program import Call, Layout, Program, Value
 from millstream.lower.siblings import Family
+from millstream.lower.split_k import split_long_sums
 from millstream.schedule import plan_graph, plan_serial
 from tests.lower.convolutions import pretended_gpu
 from tests.networks import assert_close
@@ -31,7 +31,7 @@ __all__ = ["pretended_gpu"]
 DOUBLE = torch.float64
 
 
-# --- how many parts --------------------------------------------------------------------------------------------------
+# --- how many splits -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,18 @@ DOUBLE = torch.float64
         (2048, 2048, 3136, (1, 1), 1),  # there are results enough
     ],
 )
-def test_long_sums_of_few_results_are_taken_in_parts(inputs, outputs, pixels, window, wanted):
+def test_long_sums_of_few_results_are_split(inputs, outputs, pixels, window, wanted):
     with FakeTensorMode():
         weight, output = torch.empty(outputs, inputs, *window), torch.empty(1, outputs, 1, pixels)
-    assert choose_parts(weight, output) == wanted
+    assert choose_splits(weight, output) == wanted
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 600), st.integers(1, 80), st.integers(1, 3), st.integers(1, 400))
-def test_no_part_is_empty(inputs, outputs, rows, pixels):
+def test_no_split_is_empty(inputs, outputs, rows, pixels):
     with FakeTensorMode():
         weight, output = torch.empty(8 * outputs, 8 * inputs, rows, 1), torch.empty(1, 8 * outputs, 1, pixels)
-    number = choose_parts(weight, output)
+    number = choose_splits(weight, output)
     steps = rows * -(-8 * inputs // 64)
     assert (number - 1) * -(-steps // number) < steps
 
@@ -82,10 +82,10 @@ def together(*_):
 
 
 def use_stands(monkeypatch):
-    monkeypatch.setattr(parts, "convolve_dense", alone)
-    monkeypatch.setattr(parts, "convolve_dense_together", together)
-    monkeypatch.setattr(parts, "_described", lambda program, convolutions: [Stand(each[5]) for each in convolutions])
-    monkeypatch.setattr(parts, "shape_of_parts", lambda stands: (len(stands), 3, 5, 8) if stands[0].is_long else None)
+    monkeypatch.setattr(split_k, "convolve_dense", alone)
+    monkeypatch.setattr(split_k, "convolve_dense_together", together)
+    monkeypatch.setattr(split_k, "_described", lambda program, convolutions: [Stand(each[5]) for each in convolutions])
+    monkeypatch.setattr(split_k, "partials_shape", lambda stands: (len(stands), 3, 5, 8) if stands[0].is_long else None)
 
 
 def program_of(graph, seed):
@@ -121,16 +121,16 @@ def test_two_kernels_do_the_work_of_one(graph, seed):
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_stands(monkeypatch)
         program = program_of(graph, seed)
-        parted = part_long_sums(program)
+        parted = split_long_sums(program)
     validate_graph(parted.graph)
     assert len(parted.calls) == len(parted.graph.kernels)
-    pairs = [i for i, call in enumerate(parted.calls) if call.target is dense.sum_dense_in_parts]
+    pairs = [i for i, call in enumerate(parted.calls) if call.target is dense.convolve_dense_partials]
     assert (parted is program) is (not pairs)
     found = derive_dependencies(parted.graph)
     for number, i in enumerate(pairs):
         products, rest = parted.graph.kernels[i : i + 2]
         (memory,) = products.writes
-        assert parted.calls[i + 1].target is dense.add_dense_parts
+        assert parted.calls[i + 1].target is dense.reduce_dense_partials
         assert parted.calls[i].kwargs["out"] == parted.calls[i + 1].args[0] == Value(memory)
         assert parted.graph.buffer_of[memory].role is Role.TEMPORARY
         assert parted.graph.buffer_of[memory].num_bytes == 4 * parted.layouts[memory].size[0] * 3 * 5 * 8
@@ -173,16 +173,16 @@ def test_a_network_through_inductor(pretended_gpu, monkeypatch):
         for *arguments, out in convolutions:
             convolve_dense(*arguments, out=out)
 
-    def sum_dense_in_parts(size, stride, padding, *factors, out):
-        num_parts = out.shape[1]
+    def convolve_dense_partials(size, stride, padding, *factors, out):
+        num_splits = out.shape[1]
         assert (size[2:], stride, padding) == ((6, 6), [1, 1], [0, 0])
-        summed.append((len(factors), num_parts))
+        summed.append((len(factors), num_splits))
         for (image, weight), sums in zip(factors, out, strict=True):
-            slices = zip(image.chunk(num_parts, 1), weight.chunk(num_parts, 1), sums, strict=True)
-            for values, taps, part in slices:
-                part.copy_(torch.einsum("bihw,oi->bhwo", values, taps[..., 0, 0]).flatten(0, 2))
+            slices = zip(image.chunk(num_splits, 1), weight.chunk(num_splits, 1), sums, strict=True)
+            for values, taps, partial in slices:
+                partial.copy_(torch.einsum("bihw,oi->bhwo", values, taps[..., 0, 0]).flatten(0, 2))
 
-    def add_dense_parts(sums, *rests):
+    def reduce_dense_partials(sums, *rests):
         for (bias, addend, relu, kept, out), own in zip(rests, sums, strict=True):
             assert kept == out.shape[1]
             result = own.sum(0).view(out.shape[0], *out.shape[2:], -1).movedim(-1, 1).to(DOUBLE)
@@ -196,20 +196,20 @@ def test_a_network_through_inductor(pretended_gpu, monkeypatch):
         monkeypatch.setattr(module, "FAMILIES", families)
     monkeypatch.setattr(convolution, "convolve_dense", convolve_dense)
     monkeypatch.setattr(dense, "_DTYPES", (DOUBLE,))
-    for function in (convolve_dense, convolve_dense_together, sum_dense_in_parts, add_dense_parts):
-        monkeypatch.setattr(parts, function.__name__, function)
+    for function in (convolve_dense, convolve_dense_together, convolve_dense_partials, reduce_dense_partials):
+        monkeypatch.setattr(split_k, function.__name__, function)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Funnel().to(DOUBLE).eval()
     x = torch.randn(2, 16, 6, 6, dtype=DOUBLE)
     with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
         compiled = ms.compile(model, strict=True, engine="serial")
-        assert_close(compiled(x), model(x), 1e-5)  # parts are in single precision
+        assert_close(compiled(x), model(x), 1e-5)  # partials are in single precision
     (executable,) = executables(compiled)
     program = executable.lowered.program
     compile_plan(program, plan_serial(program.graph))  # nothing is used before it is there
     names = [kernel.name for kernel in program.graph.kernels]
     assert sorted(summed) == [(1, 6), (3, 6)]
-    assert sum(name.count("sum_dense_in_parts") for name in names) == 2
-    assert sum("add_dense_parts" in name for name in names) == 2
+    assert sum(name.count("convolve_dense_partials") for name in names) == 2
+    assert sum("reduce_dense_partials" in name for name in names) == 2
     assert any(name.startswith("convolve_dense") for name in names)
