@@ -33,9 +33,6 @@ from millstream.lower.depthwise import (
 )
 from millstream.lower.program import Call, Program
 
-FEWEST_TOGETHER = 3
-"""Pairs as well made NASNet-A 1 % faster and Inception-v3 no faster, up to 2 % slower in trials."""
-
 MOST_TOGETHER = 8
 """Convolutions in a launch: each is some arguments more, among which every block chooses."""
 
@@ -89,7 +86,7 @@ def _find_groups(program: Program) -> list[list[int]]:
         call = program.calls[i]
         convolution = FAMILIES[call.target].convolution(*program.described((*call.args, call.kwargs["out"])))
         alike[depths[i], program.graph.kernels[i].device, call.target, convolution.kind].append((i, convolution.window))
-    return [sorted(group) for members in alike.values() for group in _divide(members) if len(group) >= FEWEST_TOGETHER]
+    return [sorted(group) for members in alike.values() for group in _divide(members) if len(group) > 1]
 
 
 def _divide(members: Sequence[tuple[int, tuple[int, ...]]]) -> Iterator[list[int]]:
