@@ -7,7 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from millstream.lower import convolution
-from millstream.lower.dense import choose_tile, convolve_dense
+from millstream.lower.dense import convolve_dense
+from millstream.lower.dense_tiles import choose_tile
 from tests.lower import convolutions
 from tests.lower.convolutions import pretended_gpu
 

@@ -17,7 +17,8 @@ from millstream.cost import Costs, KernelCost
 from millstream.engine.source import compile_plan
 from millstream.graph import Role, derive_dependencies, validate_graph
 from millstream.lower import convolution, dense, siblings, split_k
-from millstream.lower.dense import CONVOLVE, Dense, choose_splits
+from millstream.lower.dense import CONVOLVE, Dense
+from millstream.lower.dense_tiles import choose_splits
 from millstream.lower.program import Call, Layout, Program, Value
 from millstream.lower.siblings import Family
 from millstream.lower.split_k import split_long_sums

@@ -17,6 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
 from millstream.lower.ahead import Launch, pointers
+from millstream.lower.dense_tiles import (
+    SPLIT_TILE,
+    ceil_div,
+    choose_splits,
+    choose_tile,
+    is_pointwise,
+    num_pixels,
+)
 from millstream.lower.early import early_start
 
 ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
@@ -25,28 +33,6 @@ _DTYPES = (torch.float16, torch.bfloat16)
 _NUM_WARPS = 4
 _DEPTH_OF_SUM = 64  # deeper tiles have two sums
 _REDUCED_PIXELS, _REDUCED_CHANNELS = 8, 64
-
-
-class Tile(NamedTuple):
-    """What a block computes, and from how much at a time.
-
-    Attributes:
-        pixels: Of the result.
-        channels: Of the result.
-        depth: How many products are summed in a step.
-        stages: How many steps' numbers are on their way to the multiprocessor.
-    """
-
-    pixels: int
-    channels: int
-    depth: int
-    stages: int
-
-
-_SPLIT_TILE = Tile(64, 64, 64, 4)
-_FEWEST_STEPS = 24  # of a sum that is split, each of 64 products; shorter ones take no less time so
-_FEWEST_STEPS_A_SPLIT = 4
-_SPLIT_BLOCKS = 132  # as many as a device has multiprocessors
 
 
 def is_small_dense(arguments: list[Any], output: Any) -> bool:
@@ -75,77 +61,6 @@ def is_small_dense(arguments: list[Any], output: Any) -> bool:
 def has_channels_last(*tensors: torch.Tensor) -> bool:
     """Whether each of them lies in memory as our kernel reads and writes it."""
     return all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
-
-
-def choose_tile(
-    weight: torch.Tensor, output: torch.Tensor, stride: list[int], padding: list[int], together: int = 1
-) -> Tile | None:
-    """The tile that takes the least time, alone and beside others; ``None`` where cuDNN's kernels do.
-
-    From the times of 27 tiles for 151 convolutions of five networks at batch 1 on an H200, of which 2 stay with cuDNN.
-    All of them take 1 % longer than with the best for each. Of several at once the blocks of all count.
-
-    Args:
-        weight: Of the convolution.
-        output: Of the convolution.
-        stride: Of the convolution.
-        padding: Of the convolution.
-        together: How many such convolutions one launch computes.
-    """
-    num_pixels, outputs = _num_pixels(output), output.shape[1]
-    row, rows = weight.shape[1] * weight.shape[3], weight.shape[2]
-    depth = row * rows
-    num_blocks = _ceil(num_pixels, 64) * _ceil(outputs, 32)
-    is_pointwise = _is_pointwise(weight, stride, padding)
-    # Large products are what cuDNN's blocks are made for; longer sums than these it computes in parts.
-    most = 200_000 if is_pointwise else 360_000 if depth <= 720 else 160_000
-    if num_blocks * depth > most or depth > 4608:
-        return None
-    num_blocks *= together
-    # From five of 168 channels at 42 x 42 (docs/decisions/0022): a single one with so many blocks was not tried.
-    if together > 1 and num_blocks > 500 and is_pointwise and 64 < depth <= 300:
-        return Tile(128, 64, 64, 3)
-    if row <= 32:
-        return Tile(64, 64, 32, 4)
-    if num_blocks > 130:
-        return Tile(64, 32, 32, 5) if outputs <= 32 else Tile(64, 64, 32, 4) if depth <= 300 else Tile(64, 64, 64, 4)
-    if is_pointwise and depth >= 336:
-        return Tile(64, 16, 128, 3) if num_blocks <= 42 else Tile(64, 32, 128, 3)
-    if is_pointwise:
-        return Tile(64, 16, 64, 4) if num_blocks <= 48 else Tile(64, 32, 64, 3)
-    unused = -row % 128 / row  # of a tile's depth, where a row ends within it
-    if num_blocks <= 12 or (num_blocks <= 32 and row >= 128 and unused <= 0.15):
-        return Tile(16, 32, 128, 4)
-    if num_blocks > 25 and row <= 96:
-        return Tile(64, 32, 32, 5)
-    if num_blocks > 25 and row >= 128 and unused <= 0.2:
-        return Tile(64, 16, 128, 3) if num_blocks <= 64 else Tile(64, 32, 128, 3)
-    return Tile(64, 16, 64, 4) if num_blocks <= 64 else Tile(64, 32, 32, 5)
-
-
-def choose_splits(weight: torch.Tensor, output: torch.Tensor) -> int:
-    """Among how many blocks to split each sum, where sums are long and so few that they do not fill the device; or 1.
-
-    As many for several convolutions at once as for one: the numbers are the same.
-
-    Args:
-        weight: Of the convolution.
-        output: Of the convolution.
-    """
-    steps = weight.shape[2] * _ceil(weight.shape[1] * weight.shape[3], _SPLIT_TILE.depth)
-    if steps < _FEWEST_STEPS:
-        return 1
-    num_blocks = _ceil(_num_pixels(output), _SPLIT_TILE.pixels) * _ceil(output.shape[1], _SPLIT_TILE.channels)
-    splits = max(min(round(_SPLIT_BLOCKS / num_blocks), steps // _FEWEST_STEPS_A_SPLIT), 1)
-    return _ceil(steps, _ceil(steps, splits))
-
-
-def _is_pointwise(weight: torch.Tensor, stride: list[int], padding: list[int]) -> bool:
-    return (*weight.shape[2:], *stride, *padding) == (1, 1, 1, 1, 0, 0)
-
-
-def _ceil(number: int, size: int) -> int:
-    return -(-number // size)
 
 
 class Rest(NamedTuple):
@@ -238,7 +153,7 @@ def partials_shape(convolutions: Sequence[Dense]) -> tuple[int, int, int, int] |
     """How many convolutions, splits, pixels and channels there are; ``None`` where sums stay whole."""
     out = convolutions[0].out
     num_splits = choose_splits(convolutions[0].weight, out)
-    return (len(convolutions), num_splits, _num_pixels(out), out.shape[1]) if num_splits > 1 else None
+    return (len(convolutions), num_splits, num_pixels(out), out.shape[1]) if num_splits > 1 else None
 
 
 def launch_partials(
@@ -269,18 +184,18 @@ def launch_dense(convolutions: Sequence[Dense], num_splits: int = 1) -> Launch:
 
     convolutions = sorted(convolutions, key=lambda each: each.addend is None)
     image, weight, *_, stride, padding, out = convolutions[0]
-    tile = choose_tile(weight, out, stride, padding, len(convolutions)) if num_splits == 1 else _SPLIT_TILE
+    tile = choose_tile(weight, out, stride, padding, len(convolutions)) if num_splits == 1 else SPLIT_TILE
     assert tile is not None
     outputs, inputs, rows, columns = weight.shape
-    num_pixels, row = _num_pixels(out), inputs * columns
-    steps_a_row = _ceil(row, tile.depth)
+    pixels, row = num_pixels(out), inputs * columns
+    steps_a_row = ceil_div(row, tile.depth)
     steps = rows * steps_a_row
     tensors, numbers, has_addend = _describe([each.rest for each in convolutions])
     arguments = (
         pointers(each.image for each in convolutions),
         pointers(each.weight for each in convolutions),
         *tensors,
-        num_pixels,
+        pixels,
         *image.shape[2:],
         *out.shape[2:],
         inputs // ALIGNED_CHANNELS,
@@ -292,11 +207,11 @@ def launch_dense(convolutions: Sequence[Dense], num_splits: int = 1) -> Launch:
         *stride,
         steps,
         steps_a_row,
-        _ceil(steps, num_splits),
+        ceil_div(steps, num_splits),
         num_splits,
     )
     constants = {
-        "IS_POINTWISE": _is_pointwise(weight, stride, padding),
+        "IS_POINTWISE": is_pointwise(weight, stride, padding),
         "IS_WHOLE": row % tile.depth == 0,
         "HAS_ADDEND": has_addend,
         "AT_ONCE": ALIGNED_CHANNELS,
@@ -310,7 +225,7 @@ def launch_dense(convolutions: Sequence[Dense], num_splits: int = 1) -> Launch:
         "num_warps": _NUM_WARPS,
         "num_stages": tile.stages,
     }
-    grid = (_ceil(num_pixels, tile.pixels), _ceil(outputs, tile.channels), len(convolutions) * num_splits)
+    grid = (ceil_div(pixels, tile.pixels), ceil_div(outputs, tile.channels), len(convolutions) * num_splits)
     return Launch(dense, grid, arguments, constants)
 
 
@@ -320,9 +235,9 @@ def launch_reduction(partials: torch.Tensor, rests: Sequence[Rest]) -> Launch:
 
     pairs = sorted(zip(rests, partials, strict=True), key=lambda pair: pair[0].addend is None)
     rests = [rest for rest, _ in pairs]
-    outputs, num_pixels = rests[0].out.shape[1], _num_pixels(rests[0].out)
+    outputs, pixels = rests[0].out.shape[1], num_pixels(rests[0].out)
     tensors, numbers, has_addend = _describe(rests)
-    arguments = (pointers(partial for _, partial in pairs), *tensors, num_pixels, outputs // ALIGNED_CHANNELS, *numbers)
+    arguments = (pointers(partial for _, partial in pairs), *tensors, pixels, outputs // ALIGNED_CHANNELS, *numbers)
     constants = {
         "NUM_SPLITS": partials.shape[1],
         "HAS_ADDEND": has_addend,
@@ -333,7 +248,7 @@ def launch_reduction(partials: torch.Tensor, rests: Sequence[Rest]) -> Launch:
         **early_start(partials.device),
         "num_warps": _NUM_WARPS,
     }
-    grid = (_ceil(num_pixels, _REDUCED_PIXELS), _ceil(outputs, _REDUCED_CHANNELS), len(rests))
+    grid = (ceil_div(pixels, _REDUCED_PIXELS), ceil_div(outputs, _REDUCED_CHANNELS), len(rests))
     return Launch(reduce_partials, grid, arguments, constants)
 
 
@@ -358,10 +273,6 @@ def _describe(rests: Sequence[Rest]) -> tuple[tuple[Any, ...], tuple[Any, ...], 
         0.0 if first.relu else -math.inf,
     )
     return tensors, numbers, bool(addends)
-
-
-def _num_pixels(out: torch.Tensor) -> int:
-    return out.shape[0] * out.shape[2] * out.shape[3]
 
 
 def _channels_between_pixels(out: torch.Tensor) -> int:
