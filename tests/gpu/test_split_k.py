@@ -59,6 +59,19 @@ def test_partials_come_to_the_whole(shape, num_splits, dtype, relu, missing, wid
     assert not convolution.out[:, convolution.kept :].any()
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_may_have_others_between_them(shape):
+    torch.manual_seed(0)
+    convolution, exact = make(*shape)
+    channels = exact.shape[1]
+    whole = torch.zeros(exact.shape[0], channels + 24, *exact.shape[2:], device="cuda", dtype=torch.half)
+    whole = whole.contiguous(memory_format=torch.channels_last)
+    compute([convolution._replace(out=whole[:, 8 : 8 + channels])], 3)
+    networks.assert_close(whole[:, 8 : 8 + channels], exact, 2 * torch.finfo(torch.half).eps)
+    assert not whole[:, :8].any()
+    assert not whole[:, 8 + channels :].any()
+
+
 @pytest.mark.parametrize("number", [2, 3, 5])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_several_at_once_are_to_the_bit_as_alone(shape, number):
