@@ -1,10 +1,23 @@
-"""Convolutions as the wrapper has them, for those who ask what computes them."""
+"""Convolutions as the wrapper has them, and kernels of ours on a computer that has no GPU."""
+
+import functools
+from collections import Counter
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from millstream.lower import convolution
+import millstream as ms
+from millstream.api import executables
+from millstream.check import check_plan
+from millstream.cost import Roofline
+from millstream.device import context
+from millstream.engine.source import compile_plan
+from millstream.lower import channels, convolution, dense, depthwise, siblings, split_k, translate
+from millstream.lower.dense import CONVOLVE, Dense
+from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, Depthwise
+from millstream.lower.siblings import Family
+from millstream.schedule import plan_graph, plan_serial
 
 CONVOLUTION = torch.ops.aten.convolution.default
 
@@ -15,6 +28,125 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(convolution, "_on_device", lambda image: True)
     monkeypatch.setattr(convolution, "_has_triton", lambda: True)
     monkeypatch.setattr(convolution, "_cudnn_layout", lambda *arguments: torch.channels_last)
+
+
+def convolve_dense(*arguments, out):
+    out.copy_(CONVOLVE(*arguments))
+
+
+def convolve_depthwise(image, weight, relu, *options, out):
+    out.copy_(CONVOLVE_DEPTHWISE(image, weight, relu, out.shape[1], *options))
+
+
+def convolve_dense_together(*convolutions):
+    for *arguments, out in convolutions:
+        convolve_dense(*arguments, out=out)
+
+
+def convolve_depthwise_together(*convolutions):
+    for *arguments, out in convolutions:
+        convolve_depthwise(*arguments, out=out)
+
+
+def convolve_dense_partials(size, stride, padding, *factors, out):
+    for (image, weight), sums in zip(factors, out, strict=True):
+        shares = [each.tensor_split(len(sums), 1) for each in (image, weight)]
+        for values, taps, partial in zip(*shares, sums, strict=True):
+            product = torch.conv2d(values, taps, None, stride, padding)
+            assert product.shape == torch.Size(size)
+            partial.copy_(product.movedim(1, -1).flatten(0, 2))
+
+
+def reduce_dense_partials(partials, *rests):
+    for sums, (bias, addend, relu, kept, out) in zip(partials, rests, strict=True):
+        total = sums.to(out.dtype).sum(0).view(out.shape[0], *out.shape[2:], -1).movedim(-1, 1)[:, :kept]
+        total = total if bias is None else total + bias[:kept].view(-1, 1, 1)
+        total = total if addend is None else total + addend[:, :kept]
+        out[:, kept:] = 0
+        out[:, :kept] = torch.relu(total) if relu else total
+
+
+def convolve(image, weight, stride, padding, dilation, groups, *, out):
+    out.copy_(torch.conv2d(image, weight, None, stride, padding, dilation, groups))
+
+
+def convolve_relu(image, weight, bias, stride, padding, dilation, groups):
+    return torch.relu(torch.conv2d(image, weight, bias, stride, padding, dilation, groups))
+
+
+#: Where programs have these kernels from.
+STAND_INS = {
+    convolve_dense: (convolution, split_k),
+    convolve_depthwise: (convolution,),
+    convolve_dense_together: (split_k,),
+    convolve_depthwise_together: (),
+    convolve_dense_partials: (split_k,),
+    reduce_dense_partials: (split_k,),
+    convolve: (convolution,),
+    convolve_relu: (translate,),
+}
+
+
+@pytest.fixture
+def own_kernels(pretended_gpu, monkeypatch):
+    """Let PyTorch compute in double precision what our kernels and cuDNN would; tell how often each was called.
+
+    Partial sums stay in single precision.
+    """
+    called = Counter()
+
+    def count(function):
+        @functools.wraps(function)
+        def counted(*arguments, **options):
+            called[function.__name__] += 1
+            return function(*arguments, **options)
+
+        for module in STAND_INS[function]:
+            monkeypatch.setattr(module, function.__name__, counted)
+        return counted
+
+    dense_one, depthwise_one, dense_more, depthwise_more, *_ = map(count, STAND_INS)
+    families = {
+        dense_one: Family(Dense, None, dense_more),
+        depthwise_one: Family(Depthwise, None, depthwise_more),
+    }
+    for module in (siblings, convolution):
+        monkeypatch.setattr(module, "FAMILIES", families)
+    for module in (channels, dense, depthwise):
+        monkeypatch.setattr(module, "_DTYPES", (torch.double,))
+    monkeypatch.setattr(channels, "_on_device", lambda value: True)
+    return called
+
+
+def run_everywhere(model, x):
+    """Compile a model of doubles as if for a GPU, and run it in one order and by plans of several streams.
+
+    Returns:
+        The program, and what each of these runs gives.
+    """
+    torch._dynamo.reset()
+    compiled = ms.compile(model, strict=True, engine="serial")
+    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):  # without oneDNN Inductor does as for a GPU
+        compiled(x)
+        (executable,) = executables(compiled)
+        engine, given = executable.engine, []
+        run = engine._run
+
+        def spy(inputs):
+            given.extend(inputs)
+            return run(inputs)
+
+        engine._run = spy
+        results = [compiled(x)]
+        program = executable.lowered.program
+        costs = Roofline().estimate(program.graph)
+        plans = [plan_serial(program.graph), plan_graph(program.graph, costs, 4, "list")]
+        plans.append(plan_graph(program.graph, costs, 8, "chains"))
+        for plan in plans:
+            check_plan(plan)
+            (result,) = compile_plan(program, plan, context=context("cpu"))(list(given))
+            results.append(result)
+    return program, results
 
 
 def writer(**facts):

@@ -1,7 +1,7 @@
 """Alike convolutions of ours that wait for nothing of each other are one launch."""
 
 import random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,21 +10,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-import millstream as ms
-from millstream.api import executables
 from millstream.graph import derive_dependencies, validate_graph
-from millstream.lower import convolution, dense, depthwise, siblings
-from millstream.lower.dense import CONVOLVE, Dense
-from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, Depthwise
+from millstream.lower import depthwise, siblings
+from millstream.lower.dense import Dense
+from millstream.lower.depthwise import Depthwise
 from millstream.lower.program import Call, Program, Value
 from millstream.lower.siblings import MOST_TOGETHER, Family, join_siblings
-from tests.lower.convolutions import pretended_gpu
+from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
 from tests.networks import assert_close
 from tests.properties.strategies import graphs
 
-__all__ = ["pretended_gpu"]
-
-DOUBLE = torch.float64
+__all__ = ["own_kernels", "pretended_gpu"]
 
 
 # --- which kernels, and in which order -------------------------------------------------------------------------------
@@ -189,41 +185,11 @@ class Cell(nn.Module):
 
 
 @pytest.mark.parametrize(("num_branches", "sizes"), [(1, []), (2, [2, 2]), (5, [5, 3, 2])])
-def test_a_cell_through_inductor(pretended_gpu, monkeypatch, num_branches, sizes):
-    """On a CPU without oneDNN, Inductor treats convolutions as on a GPU."""
-
-    def convolve_dense(*arguments, out):
-        out.copy_(CONVOLVE(*arguments))
-
-    def convolve_depthwise(image, weight, relu, *options, out):
-        out.copy_(CONVOLVE_DEPTHWISE(image, weight, relu, out.shape[1], *options))
-
-    def several(one):
-        def compute(*convolutions):
-            launched.append(len(convolutions))
-            for *arguments, out in convolutions:
-                one(*arguments, out=out)
-
-        return compute
-
-    launched: list[Any] = []
-    standing = {convolve_dense: Dense, convolve_depthwise: Depthwise}
-    families = {one: Family(convolution, None, several(one)) for one, convolution in standing.items()}
-    monkeypatch.setattr(siblings, "FAMILIES", families)
-    monkeypatch.setattr(convolution, "FAMILIES", families)
-    for function in standing:
-        monkeypatch.setattr(convolution, function.__name__, function)
-    for module in (dense, depthwise):
-        monkeypatch.setattr(module, "_DTYPES", (DOUBLE,))
-    torch._dynamo.reset()
+def test_a_cell_through_inductor(own_kernels, num_branches, sizes):
     torch.manual_seed(0)
-    model = Cell(num_branches).to(DOUBLE).eval()
-    x = torch.randn(2, 16, 6, 6, dtype=DOUBLE)
-    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
-        compiled = ms.compile(model, strict=True, engine="serial")
-        assert_close(compiled(x), model(x), 1e-12)
-    (executable,) = executables(compiled)
-    program = executable.lowered.program
-    assert sorted(launched, reverse=True) == sizes
-    names = [kernel.name for kernel in program.graph.kernels]
-    assert sum("×" in name for name in names) == len(sizes)
+    model, x = Cell(num_branches).double().eval(), torch.randn(2, 16, 6, 6, dtype=torch.double)
+    program, (result, *_) = run_everywhere(model, x)
+    assert_close(result, model(x), 1e-12)
+    joint = [call.args for call in program.calls if call.target.__name__.endswith("_together")]
+    assert sorted(map(len, joint), reverse=True) == sizes
+    assert sum("×" in kernel.name for kernel in program.graph.kernels) == len(sizes)

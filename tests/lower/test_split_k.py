@@ -10,26 +10,19 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import millstream as ms
-from millstream.api import executables
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost
-from millstream.engine.source import compile_plan
 from millstream.graph import Role, derive_dependencies, validate_graph
-from millstream.lower import convolution, dense, siblings, split_k
-from millstream.lower.dense import CONVOLVE, Dense
+from millstream.lower import dense, split_k
 from millstream.lower.dense_tiles import choose_splits
 from millstream.lower.program import Call, Layout, Program, Value
-from millstream.lower.siblings import Family
 from millstream.lower.split_k import split_long_sums
 from millstream.schedule import plan_graph, plan_serial
-from tests.lower.convolutions import pretended_gpu
+from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
 from tests.networks import assert_close
 from tests.properties.strategies import graphs
 
-__all__ = ["pretended_gpu"]
-
-DOUBLE = torch.float64
+__all__ = ["own_kernels", "pretended_gpu"]
 
 
 # --- how many splits -------------------------------------------------------------------------------------------------
@@ -161,56 +154,17 @@ class Funnel(nn.Module):
 
     def forward(self, x):
         x = torch.relu(self.wide(x))
-        return torch.relu(self.first(x)), sum(torch.relu(other(x)) for other in self.others)
+        return torch.cat([torch.relu(self.first(x)), sum(torch.relu(other(x)) for other in self.others)], 1) + 1
 
 
-def test_a_network_through_inductor(pretended_gpu, monkeypatch):
-    """On a CPU without oneDNN, Inductor treats convolutions as on a GPU."""
-
-    def convolve_dense(*arguments, out):
-        out.copy_(CONVOLVE(*arguments))
-
-    def convolve_dense_together(*convolutions):
-        for *arguments, out in convolutions:
-            convolve_dense(*arguments, out=out)
-
-    def convolve_dense_partials(size, stride, padding, *factors, out):
-        num_splits = out.shape[1]
-        assert (size[2:], stride, padding) == ((6, 6), [1, 1], [0, 0])
-        summed.append((len(factors), num_splits))
-        for (image, weight), sums in zip(factors, out, strict=True):
-            slices = zip(image.chunk(num_splits, 1), weight.chunk(num_splits, 1), sums, strict=True)
-            for values, taps, partial in slices:
-                partial.copy_(torch.einsum("bihw,oi->bhwo", values, taps[..., 0, 0]).flatten(0, 2))
-
-    def reduce_dense_partials(sums, *rests):
-        for (bias, addend, relu, kept, out), own in zip(rests, sums, strict=True):
-            assert kept == out.shape[1]
-            result = own.sum(0).view(out.shape[0], *out.shape[2:], -1).movedim(-1, 1).to(DOUBLE)
-            result = result if bias is None else result + bias.view(-1, 1, 1)
-            result = result if addend is None else result + addend
-            out.copy_(torch.relu(result) if relu else result)
-
-    summed = []
-    families = {convolve_dense: Family(Dense, None, convolve_dense_together)}
-    for module in (siblings, convolution):
-        monkeypatch.setattr(module, "FAMILIES", families)
-    monkeypatch.setattr(convolution, "convolve_dense", convolve_dense)
-    monkeypatch.setattr(dense, "_DTYPES", (DOUBLE,))
-    for function in (convolve_dense, convolve_dense_together, convolve_dense_partials, reduce_dense_partials):
-        monkeypatch.setattr(split_k, function.__name__, function)
-    torch._dynamo.reset()
+def test_a_network_through_inductor(own_kernels):
     torch.manual_seed(0)
-    model = Funnel().to(DOUBLE).eval()
-    x = torch.randn(2, 16, 6, 6, dtype=DOUBLE)
-    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
-        compiled = ms.compile(model, strict=True, engine="serial")
-        assert_close(compiled(x), model(x), 1e-5)  # partials are in single precision
-    (executable,) = executables(compiled)
-    program = executable.lowered.program
-    compile_plan(program, plan_serial(program.graph))  # nothing is used before it is there
+    model, x = Funnel().double().eval(), torch.randn(2, 16, 6, 6, dtype=torch.double)
+    program, (result, *_) = run_everywhere(model, x)
+    assert_close(result, model(x), 1e-6)  # partials are in single precision
+    partials = [program.layouts[name].size for name in program.layouts if name.startswith("partials_of_")]
+    assert sorted(partials) == [(1, 6, 72, 8), (3, 6, 72, 16)]
     names = [kernel.name for kernel in program.graph.kernels]
-    assert sorted(summed) == [(1, 6), (3, 6)]
     assert sum(name.count("convolve_dense_partials") for name in names) == 2
     assert sum("reduce_dense_partials" in name for name in names) == 2
-    assert any(name.startswith("convolve_dense") for name in names)
+    assert any(name.startswith("convolve_dense ") for name in names)
