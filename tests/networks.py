@@ -4,6 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import millstream as ms
+from millstream.api import executables
+
 
 class Mlp(nn.Module):
     example = (8, 16)
@@ -124,6 +127,23 @@ def train_once(model, optimizer, x, y):
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
+
+
+def lowered(model, *inputs):
+    """The program of a model's inference, and its flat inputs as the engine gets them."""
+    seen = []
+    compiled = ms.compile(model, engine="serial", strict=True)
+    compiled(*inputs)
+    engine = executables(compiled)[0].engine
+    run = engine._run
+
+    def spy(values):
+        seen.append(list(values))
+        return run(values)
+
+    engine._run = spy
+    expected = compiled(*inputs)
+    return engine.lowered, seen[0], expected
 
 
 def assert_close(ours, theirs, tolerance=1e-5):

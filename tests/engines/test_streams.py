@@ -26,23 +26,6 @@ def _fresh():
         yield
 
 
-def lowered(model, *inputs):
-    """The program of a model's inference, and its flat inputs as the engine gets them."""
-    seen = []
-    compiled = ms.compile(model, engine="serial", strict=True)
-    compiled(*inputs)
-    engine = executables(compiled)[0].engine
-    run = engine._run
-
-    def spy(values):
-        seen.append(list(values))
-        return run(values)
-
-    engine._run = spy
-    expected = compiled(*inputs)
-    return engine.lowered, seen[0], expected
-
-
 def named(target, name):
     def function(*args, **kwargs):
         return target(*args, **kwargs)
@@ -53,7 +36,7 @@ def named(target, name):
 
 def test_operators_may_be_called_anything():
     """Also like what the text itself uses, or like another one with a number behind it."""
-    program, inputs, expected = lowered(networks.Inception().eval(), networks.example(networks.Inception)[0])
+    program, inputs, expected = networks.lowered(networks.Inception().eval(), networks.example(networks.Inception)[0])
     program = program.program
     costs = Costs(tuple(KernelCost(1000) for _ in program.graph.kernels))
     plan = plan_graph(program.graph, costs, 2)
@@ -80,7 +63,7 @@ def test_operators_may_be_called_anything():
 @pytest.mark.parametrize("policy", ["list", "slack", "chains"])
 @pytest.mark.parametrize("memory", ["pools", "arena", "packed"])
 def test_every_number_of_streams_gives_the_same(policy, memory):
-    program, inputs, expected = lowered(networks.Inception().eval(), networks.example(networks.Inception)[0])
+    program, inputs, expected = networks.lowered(networks.Inception().eval(), networks.example(networks.Inception)[0])
     graph = program.program.graph
     costs = Costs(tuple(KernelCost(1000) for _ in graph.kernels), wait_ns=100)
     for num_streams in (2, 4, 8):
@@ -97,7 +80,7 @@ def test_every_number_of_streams_gives_the_same(policy, memory):
 
 
 def test_observed_kernels_are_launched_by_the_observer():
-    program, inputs, expected = lowered(networks.Mlp().eval(), networks.example(networks.Mlp)[0])
+    program, inputs, expected = networks.lowered(networks.Mlp().eval(), networks.example(networks.Mlp)[0])
     launched = []
 
     def observe(kernel, launch, updated):

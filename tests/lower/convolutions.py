@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import millstream as ms
-from millstream.api import executables
 from millstream.check import check_plan
 from millstream.cost import Roofline
 from millstream.device import context
@@ -18,6 +16,7 @@ from millstream.lower.dense import CONVOLVE, Dense
 from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, Depthwise
 from millstream.lower.siblings import Family
 from millstream.schedule import plan_graph, plan_serial
+from tests.networks import lowered
 
 CONVOLUTION = torch.ops.aten.convolution.default
 
@@ -125,20 +124,9 @@ def run_everywhere(model, x):
         The program, and what each of these runs gives.
     """
     torch._dynamo.reset()
-    compiled = ms.compile(model, strict=True, engine="serial")
     with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):  # without oneDNN Inductor does as for a GPU
-        compiled(x)
-        (executable,) = executables(compiled)
-        engine, given = executable.engine, []
-        run = engine._run
-
-        def spy(inputs):
-            given.extend(inputs)
-            return run(inputs)
-
-        engine._run = spy
-        results = [compiled(x)]
-        program = executable.lowered.program
+        known, given, result = lowered(model, x)
+        program, results = known.program, [result]
         costs = Roofline().estimate(program.graph)
         plans = [plan_serial(program.graph), plan_graph(program.graph, costs, 4, "list")]
         plans.append(plan_graph(program.graph, costs, 8, "chains"))

@@ -27,7 +27,6 @@ from millstream.errors import ArgumentError, LoweringError
 from millstream.lower.ahead import Launch, compiling
 from millstream.lower.channels import align_channels, puts_channels_last
 from millstream.lower.convolution import find_launches
-from millstream.lower.duplicates import compute_once
 from millstream.lower.epilogues import absorb_epilogues, knows_own_convolutions
 from millstream.lower.fx_wrapper import SOUND, collect_wrappers
 from millstream.lower.ordering import writes_stay_in_front
@@ -182,8 +181,6 @@ def _lower(
     if phase is Phase.FORWARD:
         visible = frozenset(_visible_outputs(graph))
     launches: Iterable[Launch] = ()
-    if phase is Phase.INFERENCE:
-        compute_once(graph)
     if phase is Phase.INFERENCE and puts_channels_last(graph):
         align_channels(graph)
         absorb_epilogues(graph)

@@ -37,6 +37,7 @@ def split_long_sums(program: Program) -> Program:
     kernels: list[Kernel] = []
     calls: list[Call] = []
     added: dict[str, Layout] = {}
+    buffers: list[Buffer] = []
     for kernel, call in zip(program.graph.kernels, program.calls, strict=True):
         convolutions = _convolutions(call)
         shape = partials_shape(_described(program, convolutions)) if convolutions else None
@@ -44,16 +45,16 @@ def split_long_sums(program: Program) -> Program:
             kernels.append(kernel)
             calls.append(call)
             continue
-        partials = Value(f"partials_of_{convolutions[0][-1].name}")
-        device = _layout(program, convolutions[0][-1]).device
+        partials = Value(f"partials_{len(added)}")
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        added[partials.name] = Layout(shape, strides, torch.float32, device)
-        kernels += _divide(program, kernel, convolutions, partials.name, added[partials.name])
+        layout = Layout(shape, strides, torch.float32, _layout(program, convolutions[0][-1]).device)
+        added[partials.name] = layout
+        buffers.append(Buffer(partials.name, _num_bytes(layout), kernel.device, Role.TEMPORARY))
+        kernels += _divide(program, kernel, convolutions, partials.name, layout)
         calls.append(Call(convolve_dense_partials, _of_products(program, convolutions), {"out": partials}))
         calls.append(Call(reduce_dense_partials, (partials, *map(_rest, convolutions)), {}))
     if not added:
         return program
-    buffers = (Buffer(name, _num_bytes(layout), str(layout.device), Role.TEMPORARY) for name, layout in added.items())
     graph = replace(
         program.graph,
         kernels=tuple(replace(kernel, id=position) for position, kernel in enumerate(kernels)),
