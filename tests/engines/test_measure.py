@@ -6,7 +6,7 @@ import torch
 from millstream.engine.source import compile_plan
 from millstream.schedule import plan_serial
 from tests import networks
-from tests.engines.test_streams import lowered
+from tests.networks import lowered
 
 
 @pytest.mark.parametrize("kind", networks.ALL)

@@ -25,7 +25,7 @@ from millstream.lower.fx_wrapper import NativeKernel, for_threads
 from millstream.schedule import assign_offsets, plan_graph
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, train
-from tests.engines.test_streams import lowered
+from tests.networks import lowered
 
 
 @pytest.fixture(autouse=True)
