@@ -17,9 +17,8 @@ def exact(monkeypatch):
 def names_on_streams():
     """Runs a model of 32 channels on one stream and several: the right numbers, the same on all; kernels' names."""
 
-    def run(make):
+    def run(make, layout=torch.channels_last):
         torch.manual_seed(0)
-        layout = torch.channels_last
         model = make().cuda().half().eval().to(memory_format=layout)
         x = torch.randn(2, 32, 28, 28, device="cuda", dtype=torch.half).contiguous(memory_format=layout)
         results, names = [], []

@@ -11,10 +11,11 @@ from millstream.check import check_plan
 from millstream.cost import Roofline
 from millstream.device import context
 from millstream.engine.source import compile_plan
-from millstream.lower import channels, convolution, dense, depthwise, siblings, split_k, translate
+from millstream.lower import channels, conversions, convolution, dense, depthwise, siblings, split_k, translate
 from millstream.lower.dense import CONVOLVE, Dense
 from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, Depthwise
 from millstream.lower.siblings import Family
+from millstream.lower.weights import CONVERT, Conversion
 from millstream.schedule import plan_graph, plan_serial
 from tests.networks import lowered
 
@@ -65,6 +66,15 @@ def reduce_dense_partials(partials, *rests):
         out[:, :kept] = torch.relu(total) if relu else total
 
 
+def convert_weight(weight, *, out):
+    out.copy_(CONVERT(weight, out.shape, out.dtype, True))
+
+
+def convert_weights_together(*conversions):
+    for weight, out in conversions:
+        convert_weight(weight, out=out)
+
+
 def convolve(image, weight, stride, padding, dilation, groups, *, out):
     out.copy_(torch.conv2d(image, weight, None, stride, padding, dilation, groups))
 
@@ -81,6 +91,8 @@ STAND_INS = {
     convolve_depthwise_together: (),
     convolve_dense_partials: (split_k,),
     reduce_dense_partials: (split_k,),
+    convert_weight: (convolution, siblings),
+    convert_weights_together: (),
     convolve: (convolution,),
     convolve_relu: (translate,),
 }
@@ -104,14 +116,18 @@ def own_kernels(pretended_gpu, monkeypatch):
             monkeypatch.setattr(module, function.__name__, counted)
         return counted
 
-    dense_one, depthwise_one, dense_more, depthwise_more, *_ = map(count, STAND_INS)
+    counted = {function: count(function) for function in STAND_INS}
     families = {
-        dense_one: Family(Dense, None, dense_more),
-        depthwise_one: Family(Depthwise, None, depthwise_more),
+        counted[alone]: Family(task, None, counted[together])
+        for alone, task, together in (
+            (convolve_dense, Dense, convolve_dense_together),
+            (convolve_depthwise, Depthwise, convolve_depthwise_together),
+            (convert_weight, Conversion, convert_weights_together),
+        )
     }
     for module in (siblings, convolution):
         monkeypatch.setattr(module, "FAMILIES", families)
-    for module in (channels, dense, depthwise):
+    for module in (channels, conversions, dense, depthwise):
         monkeypatch.setattr(module, "_DTYPES", (torch.double,))
     monkeypatch.setattr(channels, "_on_device", lambda value: True)
     return called

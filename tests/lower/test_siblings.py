@@ -94,7 +94,7 @@ def test_a_joined_program_does_the_same_in_an_order_that_is_right(graph, seed, n
 
 
 def chain(graph):
-    return max(siblings._depths(graph))
+    return max(siblings._depths(graph)[0])
 
 
 @pytest.mark.parametrize(("number", "sizes"), [(1, [1]), (2, [2]), (8, [8]), (9, [4, 5]), (17, [5, 6, 6])])

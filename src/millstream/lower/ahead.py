@@ -25,7 +25,7 @@ class Launch(NamedTuple):
     Attributes:
         kernel: It.
         grid: How many blocks there are, in each of three directions.
-        arguments: Tuples of real tensors, or of fake ones where it is only to be compiled; and numbers.
+        arguments: Tuples of real tensors, or of fake ones where it is only to be compiled; numbers, and tuples of them.
         constants: What it is compiled for, and how.
     """
 
@@ -65,12 +65,16 @@ class _Aligned:
 
 
 def _described(argument: Any) -> Any:
-    return tuple(_Aligned(tensor.dtype) for tensor in argument) if isinstance(argument, tuple) else argument
+    if isinstance(argument, tuple):
+        return tuple(map(_described, argument))
+    return _Aligned(argument.dtype) if isinstance(argument, torch.Tensor) else argument
 
 
 def _described_roughly(argument: Any) -> Any:
     """Numbers are not specialized for."""
-    return tuple(tensor.dtype for tensor in argument) if isinstance(argument, tuple) else type(argument)
+    if isinstance(argument, tuple):
+        return tuple(map(_described_roughly, argument))
+    return argument.dtype if isinstance(argument, torch.Tensor) else type(argument)
 
 
 @contextlib.contextmanager

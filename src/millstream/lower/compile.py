@@ -26,6 +26,7 @@ from torch._inductor.utils import should_assume_input_aligned
 from millstream.errors import ArgumentError, LoweringError
 from millstream.lower.ahead import Launch, compiling
 from millstream.lower.channels import align_channels, puts_channels_last
+from millstream.lower.conversions import take_conversions
 from millstream.lower.convolution import find_launches
 from millstream.lower.epilogues import absorb_epilogues, knows_own_convolutions
 from millstream.lower.fx_wrapper import SOUND, collect_wrappers
@@ -185,6 +186,7 @@ def _lower(
         align_channels(graph)
         absorb_epilogues(graph)
         absorb_prologues(graph)
+        take_conversions(graph)
         kwargs = {**kwargs, "layout_opt": True}  # decided on what was there before
         launches = find_launches(graph.graph)
     with compiling(launches), collect_wrappers(options) as wrappers, shortcuts(), knows_own_convolutions():

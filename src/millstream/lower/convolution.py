@@ -31,6 +31,7 @@ from millstream.lower.dense import (
 )
 from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise, is_small_depthwise
 from millstream.lower.siblings import FAMILIES
+from millstream.lower.weights import CONVERT, convert_weight
 
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 
@@ -52,7 +53,7 @@ class Writer(NamedTuple):
 
 
 def find_writer(node: torch.fx.Node) -> Writer | None:
-    """What computes a convolution into memory that it is given; ``None`` where nothing does, and for other nodes."""
+    """What computes a convolution, or its weight, into memory that it is given; ``None`` where nothing does."""
     own = _find_own(node)
     if own is not None and _lies_right(own, node.meta["val"]):
         return own
@@ -68,11 +69,13 @@ def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
         own = _find_own(node)
         if own is not None:
             family = FAMILIES[own.function]
-            yield from family.launches([family.convolution(*_values(own.arguments), node.meta["val"])])
+            yield from family.launches([family.task(*_values(own.arguments), node.meta["val"])])
 
 
 def _find_own(node: torch.fx.Node) -> Writer | None:
-    """The kernel of our own for a convolution, if there is one for tensors that lie in memory as it needs them."""
+    """The kernel of our own for a node, if there is one for tensors that lie in memory as it needs them."""
+    if node.target is CONVERT:
+        return Writer(convert_weight, (node.args[0],), convert_weight.__name__, ("convert_weight",))
     if node.target is CONVOLVE:
         return _find_dense(node)
     if node.target is CONVOLVE_DEPTHWISE:
@@ -108,6 +111,8 @@ def _find_depthwise(node: torch.fx.Node) -> Writer:
 
 def _lies_right(own: Writer, output: torch.Tensor) -> bool:
     """Whether the tensors of a kernel of our own lie in memory as it reads and writes them."""
+    if own.function is convert_weight:
+        return has_channels_last(output)
     image, weight, _, addend, *_ = _values(own.arguments)
     if own.function is convolve_depthwise:
         return has_channels_last(image, output) and weight.is_contiguous()

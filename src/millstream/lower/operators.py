@@ -23,7 +23,7 @@ _CONVOLUTIONS = {
     "convolve_dense",
     "convolve_depthwise",
 }
-_COPIES = {"copy_", "copy", "clone", "_to_copy"}
+_COPIES = {"copy_", "copy", "clone", "_to_copy", "convert_weight"}
 
 
 def kind_of(target: Any) -> KernelKind:

@@ -1,15 +1,17 @@
-"""Convolutions of ours that are alike and wait for nothing of each other become one launch.
+"""Kernels of ours that are alike and wait for nothing of each other become one launch.
 
 On streams of their own they take each other's multiprocessors by chance, and each pair of streams costs waits. In one
 launch they fill the device together, and whatever comes behind them starts once. ``docs/decisions/0022`` has the
-figures.
+figures, and ``0025`` those of weights.
 
 **Contract**
 - The program computes what it did, up to the order in which a convolution sums: a larger launch has larger tiles.
 - No kernel comes behind more kernels in a row than before: those that are joined lie equally deep in the graph.
+- Weights are converted in the order in which they are needed, the first ones by themselves.
 - Program order stays, as far as that allows.
 
-**Steps**: find how deep each kernel lies; put together those of one kind and depth; order what results.
+**Steps**: find how deep each kernel lies; put together those of one kind and depth, and weights that are needed one
+after the other; order what results.
 """
 
 from __future__ import annotations
@@ -32,21 +34,25 @@ from millstream.lower.depthwise import (
     launches_of_depthwise,
 )
 from millstream.lower.program import Call, Program
+from millstream.lower.weights import Conversion, convert_weight, convert_weights_together, launches_of_conversions
 
 MOST_TOGETHER = 8
-"""Convolutions in a launch: each is some arguments more, among which every block chooses."""
+"""Convolutions or weights in a launch: each is some arguments more, among which every block chooses."""
+
+MOST_CONVERTED_BYTES = 4 << 20
+"""Of several weights in one launch: none can be read before all are there, and until then all of them take memory."""
 
 
 class Family(NamedTuple):
     """What one kernel of ours computes.
 
     Attributes:
-        convolution: One of it: the arguments of the function that computes it, and its ``out``.
+        task: One of it: the arguments of the function that computes it, and its ``out``.
         launches: How to compute several of one kind.
         together: Computes several.
     """
 
-    convolution: Callable[..., Any]
+    task: Callable[..., Any]
     launches: Callable[[Sequence[Any]], Iterable[Launch]]
     together: Callable[..., None]
 
@@ -55,6 +61,7 @@ class Family(NamedTuple):
 FAMILIES: dict[Callable[..., Any], Family] = {
     convolve_dense: Family(Dense, launches_of_dense, convolve_dense_together),
     convolve_depthwise: Family(Depthwise, launches_of_depthwise, convolve_depthwise_together),
+    convert_weight: Family(Conversion, launches_of_conversions, convert_weights_together),
 }
 
 
@@ -74,19 +81,26 @@ def find_joint_launches(program: Program) -> Iterator[Launch]:
     for call in program.calls:
         for family in FAMILIES.values():
             if call.target is family.together:
-                yield from family.launches([family.convolution(*program.described(each)) for each in call.args])
+                yield from family.launches([family.task(*program.described(each)) for each in call.args])
 
 
 def _find_groups(program: Program) -> list[list[int]]:
     """Kernels to be joined, each group in program order."""
-    alike: dict[Hashable, list[tuple[int, Any]]] = defaultdict(list)
+    convolutions: dict[Hashable, list[tuple[int, Any]]] = defaultdict(list)
+    weights: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
     own = [i for i, call in enumerate(program.calls) if call.target in FAMILIES]
-    depths = _depths(program.graph) if own else []
+    depths, needs = _depths(program.graph) if own else ([], [])
     for i in own:
-        call = program.calls[i]
-        convolution = FAMILIES[call.target].convolution(*program.described((*call.args, call.kwargs["out"])))
-        alike[depths[i], program.graph.kernels[i].device, call.target, convolution.kind].append((i, convolution.window))
-    return [sorted(group) for members in alike.values() for group in _divide(members) if len(group) > 1]
+        call, kernel = program.calls[i], program.graph.kernels[i]
+        task = FAMILIES[call.target].task(*program.described((*call.args, call.kwargs["out"])))
+        if call.target is not convert_weight:
+            convolutions[depths[i], kernel.device, call.target, task.kind].append((i, task.window))
+        elif program.mutated.isdisjoint(kernel.reads):
+            weights[kernel.device, task.kind].append((needs[i], i))
+    groups = [group for members in convolutions.values() for group in _divide(members)]
+    for members in weights.values():
+        groups += _divide_by_need(program.graph, [i for _, i in sorted(members)])
+    return [sorted(group) for group in groups if len(group) > 1]
 
 
 def _divide(members: Sequence[tuple[int, tuple[int, ...]]]) -> Iterator[list[int]]:
@@ -100,12 +114,31 @@ def _divide(members: Sequence[tuple[int, tuple[int, ...]]]) -> Iterator[list[int
             yield ids[len(ids) * k // num_launches : len(ids) * (k + 1) // num_launches]
 
 
-def _depths(graph: KernelGraph) -> list[int]:
-    """The longest chain of kernels in front of each."""
+def _divide_by_need(graph: KernelGraph, weights: Sequence[int]) -> Iterator[list[int]]:
+    """Divide weights into launches, each no larger than those in front of it together."""
+    group: list[int] = []
+    num_bytes = num_before = 0
+    for i in weights:
+        own = sum(graph.buffer_of[name].num_bytes for name in graph.kernels[i].writes)
+        if group and (len(group) >= min(num_before, MOST_TOGETHER) or num_bytes + own > MOST_CONVERTED_BYTES):
+            yield group
+            num_before += len(group)
+            group, num_bytes = [], 0
+        group.append(i)
+        num_bytes += own
+    if group:
+        yield group
+
+
+def _depths(graph: KernelGraph) -> tuple[list[int], list[int]]:
+    """The longest chain of kernels in front of each, and of those that need something of it the shortest such chain."""
     depths: list[int] = []
+    needs = [len(graph.kernels)] * len(graph.kernels)
     for found in derive_dependencies(graph):
         depths.append(max((depths[each.kernel] + 1 for each in found), default=0))
-    return depths
+        for each in found:
+            needs[each.kernel] = min(needs[each.kernel], depths[-1])
+    return depths, needs
 
 
 def _join(program: Program, group: Sequence[int]) -> tuple[Kernel, Call]:
