@@ -77,6 +77,14 @@ def test_each_variant_is_compiled_once_and_elsewhere():
     assert threading.main_thread() not in [thread for thread, _ in kernel.compiled]
 
 
+def test_numbers_in_tuples_make_no_variant():
+    kernel, tensors = Kernel(), pointers([torch.empty(3)])
+    launches = [Launch(kernel, (1, 1, 1), (tensors, numbers), {}) for numbers in ((5, 7), (9, 5), (5, 7, 9, 9))]
+    with compiling(launches):
+        pass
+    assert sorted(len(numbers) for _, ((_, numbers), _, _) in kernel.compiled) == [2, 4]
+
+
 def test_it_is_done_behind_the_body_and_its_threads_are_gone():
     kernel, before = Kernel(), threading.active_count()
     with pytest.raises(KeyError), compiling([launch(kernel)]):
