@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from millstream.graph import derive_dependencies, validate_graph
-from millstream.lower import depthwise, siblings
+from millstream.lower import compile as compiling
+from millstream.lower import convolution, depthwise, siblings
 from millstream.lower.dense import Dense
 from millstream.lower.depthwise import Depthwise
 from millstream.lower.program import Call, Program, Value
@@ -32,7 +33,7 @@ class Stand(NamedTuple):
     kind: int
     window: tuple[int, ...]
     kernel: int
-    out: Value
+    out: torch.Tensor
 
 
 def alone(*_, out):
@@ -48,7 +49,12 @@ def one_family(request, monkeypatch):
     """Programs of ``program_of`` have one family of kernels; those from Inductor have the real ones."""
     if "pretended_gpu" not in request.fixturenames:
         monkeypatch.setattr(siblings, "FAMILIES", {alone: Family(Stand, None, together)})
-        monkeypatch.setattr(Program, "described", lambda program, arguments: list(arguments))
+        somewhere = torch.empty(0)
+        monkeypatch.setattr(
+            Program,
+            "described",
+            lambda program, arguments: [somewhere if isinstance(each, Value) else each for each in arguments],
+        )
 
 
 def program_of(graph, kinds):
@@ -193,3 +199,25 @@ def test_a_cell_through_inductor(own_kernels, num_branches, sizes):
     joint = [call.args for call in program.calls if call.target.__name__.endswith("_together")]
     assert sorted(map(len, joint), reverse=True) == sizes
     assert sum("×" in kernel.name for kernel in program.graph.kernels) == len(sizes)
+
+
+@pytest.mark.parametrize("num_branches", [1, 3, 5])
+def test_what_is_compiled_ahead_is_what_runs(own_kernels, monkeypatch, num_branches):
+    torch.manual_seed(0)
+    ahead = []
+    families = {
+        alone: family._replace(launches=lambda tasks, alone=alone: [(alone.__name__, len(tasks))])
+        for alone, family in siblings.FAMILIES.items()
+    }
+    for module in (siblings, convolution):
+        monkeypatch.setattr(module, "FAMILIES", families)
+    monkeypatch.setattr(compiling, "find_launches", lambda graph: ahead.extend(convolution.find_launches(graph)) or ())
+    program, _ = run_everywhere(Cell(num_branches).double().eval(), torch.randn(2, 16, 6, 6, dtype=torch.double))
+    together = {family.together for family in families.values()}
+    launched = [
+        (call.target.__name__.removesuffix("_together"), len(call.args) if call.target in together else 1)
+        for call in program.calls
+        if call.target in together.union(families)
+    ]
+    assert sorted(ahead) == sorted(launched)
+    assert len(launched) < 8

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
 from millstream.lower import conversions, siblings, weights
 from millstream.lower.channels import align_channels
 from millstream.lower.conversions import take_conversions
@@ -127,17 +126,10 @@ def test_results_have_the_strides_that_they_had(own_kernels):
 # --- in one launch ---------------------------------------------------------------------------------------------------
 
 
-def graph_of(sizes):
-    """Conversions of weights of so many bytes, and nothing else."""
-    kernels = tuple(Kernel(i, "convert", KernelKind.COPY, "cuda:0", (), (f"{i}",)) for i in range(len(sizes)))
-    buffers = tuple(Buffer(f"{i}", size, "cuda:0", Role.TEMPORARY) for i, size in enumerate(sizes))
-    return KernelGraph("conversions", kernels, buffers)
-
-
 @given(st.lists(st.integers(1, 2 * MOST_CONVERTED_BYTES), max_size=60), st.randoms())
 def test_launches_grow_and_keep_their_order(sizes, rng):
     order = rng.sample(range(len(sizes)), len(sizes))
-    groups = [*siblings._divide_by_need(graph_of(sizes), order)]
+    groups = [*siblings._divide_by_need((i, sizes[i]) for i in order)]
     assert [i for group in groups for i in group] == order
     before = 0
     for group in groups:
@@ -147,7 +139,7 @@ def test_launches_grow_and_keep_their_order(sizes, rng):
 
 
 def test_many_small_ones_are_few_launches():
-    groups = [*siblings._divide_by_need(graph_of([1] * 40), range(40))]
+    groups = [*siblings._divide_by_need((i, 1) for i in range(40))]
     assert [len(group) for group in groups] == [1, 1, 2, 4, 8, 8, 8, 8]
 
 

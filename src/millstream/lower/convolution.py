@@ -30,7 +30,7 @@ from millstream.lower.dense import (
     is_small_dense,
 )
 from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise, is_small_depthwise
-from millstream.lower.siblings import FAMILIES
+from millstream.lower.siblings import FAMILIES, Own, divide
 from millstream.lower.weights import CONVERT, convert_weight
 
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
@@ -64,12 +64,23 @@ def find_writer(node: torch.fx.Node) -> Writer | None:
 
 
 def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
-    """The kernels of our own that a graph of aten operators comes to, if Inductor lays out memory as they need it."""
+    """The kernels of our own that a graph of aten operators probably comes to.
+
+    Inductor's fusion and layouts are not known yet: it is assumed that what lies equally deep here, does so in the
+    program, and that memory is laid out as our kernels need it. What is wrong about that costs only time to compile.
+    """
+    depths: dict[torch.fx.Node, int] = {}
+    for node in graph.nodes:
+        depths[node] = max((depths[each] + 1 for each in node.all_input_nodes), default=0)
+    kernels = []
     for node in graph.nodes:
         own = _find_own(node)
         if own is not None:
-            family = FAMILIES[own.function]
-            yield from family.launches([family.task(*_values(own.arguments), node.meta["val"])])
+            task = FAMILIES[own.function].task(*_values(own.arguments), node.meta["val"])
+            need = min((depths[user] for user in node.users), default=0)
+            kernels.append(Own(own.function, task, depths[node], need))
+    for group in divide(kernels):
+        yield from FAMILIES[kernels[group[0]].function].launches([kernels[i].task for i in group])
 
 
 def _find_own(node: torch.fx.Node) -> Writer | None:

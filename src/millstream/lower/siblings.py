@@ -84,26 +84,58 @@ def find_joint_launches(program: Program) -> Iterator[Launch]:
                 yield from family.launches([family.task(*program.described(each)) for each in call.args])
 
 
+class Own(NamedTuple):
+    """A kernel of ours, and when it can and must run.
+
+    Attributes:
+        function: What computes it.
+        task: What it computes.
+        depth: The longest chain in front of it.
+        need: The shortest chain in front of anything that reads its result.
+    """
+
+    function: Callable[..., Any]
+    task: Any
+    depth: int
+    need: int
+
+
+def divide(kernels: Sequence[Own]) -> Iterator[list[int]]:
+    """Divide kernels into launches, by their positions."""
+    convolutions: dict[Hashable, list[int]] = defaultdict(list)
+    weights: dict[Hashable, list[int]] = defaultdict(list)
+    for i, (function, task, depth, _) in enumerate(kernels):
+        device = task.out.device
+        if function is convert_weight:
+            weights[device, task.kind].append(i)
+        else:
+            convolutions[device, function, task.kind, depth].append(i)
+    for members in convolutions.values():
+        yield from _divide_evenly([(i, kernels[i].task.window) for i in members])
+    for members in weights.values():
+        in_order = sorted(members, key=lambda i: kernels[i].need)
+        yield from _divide_by_need([(i, kernels[i].task.out.nbytes) for i in in_order])
+
+
 def _find_groups(program: Program) -> list[list[int]]:
     """Kernels to be joined, each group in program order."""
-    convolutions: dict[Hashable, list[tuple[int, Any]]] = defaultdict(list)
-    weights: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
-    own = [i for i, call in enumerate(program.calls) if call.target in FAMILIES]
+    own = [i for i, call in enumerate(program.calls) if call.target in FAMILIES and _may_move(program, i)]
     depths, needs = _depths(program.graph) if own else ([], [])
+    kernels = []
     for i in own:
-        call, kernel = program.calls[i], program.graph.kernels[i]
+        call = program.calls[i]
         task = FAMILIES[call.target].task(*program.described((*call.args, call.kwargs["out"])))
-        if call.target is not convert_weight:
-            convolutions[depths[i], kernel.device, call.target, task.kind].append((i, task.window))
-        elif program.mutated.isdisjoint(kernel.reads):
-            weights[kernel.device, task.kind].append((needs[i], i))
-    groups = [group for members in convolutions.values() for group in _divide(members)]
-    for members in weights.values():
-        groups += _divide_by_need(program.graph, [i for _, i in sorted(members)])
-    return [sorted(group) for group in groups if len(group) > 1]
+        kernels.append(Own(call.target, task, depths[i], needs[i]))
+    return [sorted(own[position] for position in group) for group in divide(kernels) if len(group) > 1]
 
 
-def _divide(members: Sequence[tuple[int, tuple[int, ...]]]) -> Iterator[list[int]]:
+def _may_move(program: Program, kernel: int) -> bool:
+    """Whether it may run in front of kernels that it came behind: weights must be there from the beginning."""
+    reads = program.graph.kernels[kernel].reads
+    return program.calls[kernel].target is not convert_weight or program.mutated.isdisjoint(reads)
+
+
+def _divide_evenly(members: Sequence[tuple[int, tuple[int, ...]]]) -> Iterator[list[int]]:
     """Divide what is alike but for its window into launches, as evenly as may be."""
     windows = sorted({window for _, window in members}, reverse=True)
     for first in range(0, len(windows), MOST_WINDOWS):
@@ -114,12 +146,11 @@ def _divide(members: Sequence[tuple[int, tuple[int, ...]]]) -> Iterator[list[int
             yield ids[len(ids) * k // num_launches : len(ids) * (k + 1) // num_launches]
 
 
-def _divide_by_need(graph: KernelGraph, weights: Sequence[int]) -> Iterator[list[int]]:
-    """Divide weights into launches, each no larger than those in front of it together."""
+def _divide_by_need(members: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+    """Divide weights, of so many bytes each, into launches, of which none is larger than those in front together."""
     group: list[int] = []
     num_bytes = num_before = 0
-    for i in weights:
-        own = sum(graph.buffer_of[name].num_bytes for name in graph.kernels[i].writes)
+    for i, own in members:
         if group and (len(group) >= min(num_before, MOST_TOGETHER) or num_bytes + own > MOST_CONVERTED_BYTES):
             yield group
             num_before += len(group)
