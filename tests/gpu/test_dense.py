@@ -76,6 +76,32 @@ def test_what_follows_is_done_as_well(shape, relu, missing, wider):
     assert not out[:, kept:].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+def test_a_bias_of_single_precision_is_rounded_first(dtype):
+    image, weight, _, stride, padding = make(*SHAPES[1], dtype)
+    bias = torch.randn(weight.shape[0], device="cuda")
+    outs = []
+    for each in (bias, bias.to(dtype)):
+        outs.append(torch.empty_like(image[:, :24]).contiguous(memory_format=torch.channels_last))
+        convolve_dense(image, weight, each, None, True, 24, stride, padding, out=outs[-1])
+    assert torch.equal(*outs)
+
+
+def test_under_autocast_a_convolution_is_one_kernel():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 18, 1)).cuda().eval()
+    x = torch.randn(2, 32, 14, 14, device="cuda")
+    compiled = ms.compile(model, strict=True)
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.half):
+        for _ in range(3):
+            result = compiled(x)
+        networks.assert_close(result, model(x), 2e-3)
+    (program,) = ms.explain(compiled).to_dict()["programs"]
+    names = [kernel["name"] for kernel in program["kernels"]]
+    assert sum(name.startswith("convolve_dense with bias") for name in names) == 2
+    assert sum("convert_weight" in name for name in names) == 2
+
+
 def test_the_shapes_above_take_every_tile():
     tiles = set()
     for shape in SHAPES:

@@ -79,8 +79,26 @@ def test_a_convolution_of_what_comes_from_outside_whose_channels_were_enlarged()
     assert tasks(gm) == ["bias relu"]
 
 
+@pytest.mark.parametrize("outputs", [16, 18])
+def test_a_bias_of_another_type_is_rounded_on_the_way(outputs):
+    """As under autocast; of 18 channels, the bias is added apart from the convolution that is enlarged."""
+    torch.manual_seed(0)
+    bias = torch.randn(outputs, dtype=torch.float)
+    weight, x = torch.randn(outputs, 16, 3, 3, dtype=DOUBLE), torch.randn(2, 16, 6, 6, dtype=DOUBLE)
+
+    def function(x, weight, bias):
+        return torch.relu(F.conv2d(x, weight, bias.to(DOUBLE), padding=1))
+
+    gm = trace(function, x, weight, bias)
+    align_channels(gm)
+    absorb_epilogues(gm)
+    close(gm(x, weight, bias), function(x, weight, bias))
+    assert tasks(gm) == ["bias relu"]
+    (node,) = (node for node in gm.graph.nodes if node.target is CONVOLVE)
+    assert arguments_of(node)[2].meta["val"].dtype is torch.float
+
+
 def test_a_bias_that_must_be_computed_stays_apart():
-    """As under autocast, where the kernel that adds it converts it on the way."""
     gm = net(lambda x, first: torch.relu(F.conv2d(x, first.weight, first.bias * 2, padding=1)), conv())
     assert not tasks(gm)
 

@@ -141,6 +141,7 @@ def a_dense(**changes):
         ({}, True),
         ({"addend": lambda tensor: tensor(1, 32, 8, 8)}, True),
         ({"bias": lambda tensor: None}, False),
+        ({"bias": lambda tensor: torch.empty(32, dtype=torch.double)}, False),
         ({"relu": lambda tensor: False}, False),
         ({"kept": lambda tensor: 30}, False),
         ({"image": lambda tensor: tensor(1, 24, 8, 8), "weight": lambda tensor: tensor(32, 24, 1, 1)}, False),

@@ -14,6 +14,7 @@ from torch._inductor.lowering import register_lowering
 from millstream.lower.channels import add_node
 from millstream.lower.convolution import may_be_ours
 from millstream.lower.dense import CONVOLVE
+from millstream.lower.epilogues import changes_type
 from millstream.lower.weights import CONVERT
 
 MOST_BYTES = 512 << 10
@@ -53,15 +54,11 @@ def take_conversions(gm: torch.fx.GraphModule) -> None:
 
 def _origin(node: torch.fx.Node) -> torch.fx.Node:
     """What a weight was before it was given zeros and another type, each once at most."""
-    steps = [_changes_type, _adds_channels]
+    steps = [changes_type, _adds_channels]
     while taken := [step for step in steps if step(node)]:
         steps.remove(taken[0])
         node = node.all_input_nodes[0]
     return node
-
-
-def _changes_type(node: torch.fx.Node) -> bool:
-    return node.target is torch.ops.prims.convert_element_type.default
 
 
 def _adds_channels(node: torch.fx.Node) -> bool:

@@ -79,7 +79,7 @@ class Dense(NamedTuple):
     Attributes:
         image: Of the convolution, channels last.
         weight: Likewise.
-        bias: Of the first ``kept`` channels, if not of all.
+        bias: Of the first ``kept`` channels, if not of all. One of a wider type is rounded first.
         addend: Of the size of ``out``, but for its channels, which are as many as are kept or more; channels last.
         relu: Whether to apply relu to the sum of all.
         kept: How many channels of the result are computed. The others are set to zero.
@@ -110,7 +110,8 @@ class Dense(NamedTuple):
     def kind(self) -> Hashable:
         """Equal for convolutions that one launch can compute."""
         shapes = (self.image.shape, self.weight.shape, self.out.shape, _channels_between_pixels(self.out))
-        options = (self.image.dtype, self.bias is None, self.relu, self.kept, *self.stride, *self.padding)
+        bias = None if self.bias is None else self.bias.dtype
+        options = (self.image.dtype, bias, self.relu, self.kept, *self.stride, *self.padding)
         # One without an addend adds nothing to those that have one.
         return shapes, options
 
@@ -255,7 +256,7 @@ def launch_reduction(partials: torch.Tensor, rests: Sequence[Rest]) -> Launch:
 def _describe(rests: Sequence[Rest]) -> tuple[tuple[Any, ...], tuple[Any, ...], bool]:
     """Tensors and numbers that tell a kernel what follows the products, and whether anything is added.
 
-    Those with an addend come first. Where there is nothing, some tensor of the same type stands.
+    Those with an addend come first. Where there is nothing, some tensor of the result's type stands.
     """
     first = rests[0]
     addends = [each.addend for each in rests if each.addend is not None]
@@ -295,7 +296,7 @@ def _convolve(image: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch
     bias, addend, relu, kept, stride, padding = options
     convolved = torch.conv2d(image, weight, None, stride, padding)
     result = convolved[:, :kept].clone()
-    result = result if bias is None else result + bias[:kept].view(-1, 1, 1)
+    result = result if bias is None else result + bias[:kept].to(result.dtype).view(-1, 1, 1)
     result = result if addend is None else result + addend[:, :kept]
     result = torch.relu(result) if relu else result
     return convolved.zero_().index_copy_(1, torch.arange(kept, device=result.device), result)

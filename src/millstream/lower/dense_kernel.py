@@ -87,7 +87,7 @@ def dense(
     Args:
         images: Each in memory: images of a batch, rows, columns, channels.
         weights: Each in memory: channels of the result, rows, columns, channels of the image.
-        biases: For each channel that is kept, if any.
+        biases: For each channel that is kept, if any. They are rounded to the type of the results.
         addends: Like ``images``, but of their own number of channels.
         outs: Like ``images``, but with ``out_channels`` in memory for each pixel, of which ``outputs`` are written.
         num_pixels: Of each result, of all images of the batch.
@@ -266,8 +266,8 @@ def _add_products(
 def _load_added(
     biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND: tl.constexpr
 ):
-    """Bias and addend, or the bias twice."""
-    shift = tl.load(choose(biases, which) + channel, channel < bias_width, 0.0)
+    """Bias and addend, or the bias twice; both of the addend's type, which is that of the result."""
+    shift = tl.load(choose(biases, which) + channel, channel < bias_width, 0.0).to(addends[0].dtype.element_ty)
     other = shift
     if HAS_ADDEND:
         place = (pixel * addend_width)[:, None] + channel[None, :]

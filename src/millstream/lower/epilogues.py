@@ -118,19 +118,27 @@ def _is_ours(node: torch.fx.Node) -> bool:
     return (
         may_be_ours(values[0])
         and is_small_dense(values, node.meta["val"])
-        and (bias is None or _is_given(bias, values[0].dtype))
+        and (bias is None or _given(bias, values[0].dtype) is not None)
     )
 
 
-def _is_given(bias: torch.fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a bias is there as it is. One that must be computed first would be so by a kernel more."""
-    return bias.op in ("placeholder", "get_attr") and bias.meta["val"].dim() == 1 and bias.meta["val"].dtype is dtype
+def _given(bias: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node | None:
+    """A bias as it is there, or was there before it was rounded; ``None`` where a kernel must compute it first."""
+    origin = bias.all_input_nodes[0] if changes_type(bias) else bias
+    value = origin.meta["val"]
+    is_there = origin.op in ("placeholder", "get_attr") and value.dim() == 1 and value.dtype.is_floating_point
+    return origin if is_there and bias.meta["val"].dtype is dtype else None
+
+
+def changes_type(node: torch.fx.Node) -> bool:
+    """Whether this is the same numbers in another type, as under autocast."""
+    return node.target is torch.ops.prims.convert_element_type.default
 
 
 def _absorb(graph: torch.fx.Graph, node: torch.fx.Node, depths: dict[torch.fx.Node, int]) -> None:
     image, weight, bias, stride, padding, *_ = arguments_of(node)
     outputs = weight.meta["val"].shape[0]
-    epilogue = _Epilogue(node, outputs, outputs, bias)
+    epilogue = _Epilogue(node, outputs, outputs, None if bias is None else _given(bias, node.meta["val"].dtype))
     while len(epilogue.last.users) == 1:
         user = next(iter(epilogue.last.users))
         if not _take(epilogue, user, depths, depths[image]):
@@ -189,7 +197,7 @@ def _take_sum(epilogue: _Epilogue, user: torch.fx.Node, depths: dict[torch.fx.No
         return False
     if value.shape == (epilogue.kept, 1, 1) and other.target is aten.view.default and epilogue.bias is None:
         column = other.all_input_nodes[0]
-        epilogue.bias = column if _is_given(column, result.dtype) else None
+        epilogue.bias = _given(column, result.dtype)
         return epilogue.bias is not None
     whole = whole_of(other)
     if depths[whole] > ready:
