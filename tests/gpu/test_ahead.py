@@ -8,8 +8,8 @@ pytestmark = pytest.mark.gpu
 
 def test_none_is_compiled_where_it_is_launched(names_on_streams, monkeypatch, tmp_path):
     triton = pytest.importorskip("triton")
-    from millstream.lower.dense_kernel import dense
-    from millstream.lower.depthwise_kernel import depthwise
+    from millstream.lower.convolutions.dense_kernel import dense
+    from millstream.lower.convolutions.depthwise_kernel import depthwise
 
     if not hasattr(triton, "AsyncCompileMode"):
         pytest.skip("this Triton compiles where it launches")

@@ -11,11 +11,12 @@ from millstream.check import check_plan
 from millstream.cost import Roofline
 from millstream.device import context
 from millstream.engine.source import compile_plan
-from millstream.lower import channels, conversions, convolution, dense, depthwise, siblings, split_k, translate
-from millstream.lower.dense import CONVOLVE, Dense
-from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, Depthwise
-from millstream.lower.siblings import Family
-from millstream.lower.weights import CONVERT, Conversion
+from millstream.lower import translate
+from millstream.lower.convolutions import channels, conversions, dense, depthwise, siblings, split_k, writers
+from millstream.lower.convolutions.dense import CONVOLVE, Dense
+from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE, Depthwise
+from millstream.lower.convolutions.siblings import Family
+from millstream.lower.convolutions.weights import CONVERT, Conversion
 from millstream.schedule import plan_graph, plan_serial
 from tests.networks import lowered
 
@@ -25,9 +26,9 @@ CONVOLUTION = torch.ops.aten.convolution.default
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """Take every tensor for one on a GPU, and every convolution for one that cuDNN could compute."""
-    monkeypatch.setattr(convolution, "_on_device", lambda image: True)
-    monkeypatch.setattr(convolution, "_has_triton", lambda: True)
-    monkeypatch.setattr(convolution, "_cudnn_layout", lambda *arguments: torch.channels_last)
+    monkeypatch.setattr(writers, "_on_device", lambda image: True)
+    monkeypatch.setattr(writers, "_has_triton", lambda: True)
+    monkeypatch.setattr(writers, "_cudnn_layout", lambda *arguments: torch.channels_last)
 
 
 def convolve_dense(*arguments, out):
@@ -85,15 +86,15 @@ def convolve_relu(image, weight, bias, stride, padding, dilation, groups):
 
 #: Where programs have these kernels from.
 STAND_INS = {
-    convolve_dense: (convolution, split_k),
-    convolve_depthwise: (convolution,),
+    convolve_dense: (writers, split_k),
+    convolve_depthwise: (writers,),
     convolve_dense_together: (split_k,),
     convolve_depthwise_together: (),
     convolve_dense_partials: (split_k,),
     reduce_dense_partials: (split_k,),
-    convert_weight: (convolution, siblings),
+    convert_weight: (writers, siblings),
     convert_weights_together: (),
-    convolve: (convolution,),
+    convolve: (writers,),
     convolve_relu: (translate,),
 }
 
@@ -125,7 +126,7 @@ def own_kernels(pretended_gpu, monkeypatch):
             (convert_weight, Conversion, convert_weights_together),
         )
     }
-    for module in (siblings, convolution):
+    for module in (siblings, writers):
         monkeypatch.setattr(module, "FAMILIES", families)
     for module in (channels, conversions, dense, depthwise):
         monkeypatch.setattr(module, "_DTYPES", (torch.double,))
@@ -156,7 +157,7 @@ def run_everywhere(model, x):
 def writer(**facts):
     """What computes such a convolution; ``None`` where PyTorch does."""
     (*_, node) = graph_of(**facts).nodes
-    found = convolution.find_writer(node)
+    found = writers.find_writer(node)
     return found and found.function
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from millstream.lower import convolution
-from millstream.lower.dense import convolve_dense
-from millstream.lower.dense_tiles import choose_tile
+from millstream.lower.convolutions import writers
+from millstream.lower.convolutions.dense import convolve_dense
+from millstream.lower.convolutions.dense_tiles import choose_tile
 from tests.lower import convolutions
 from tests.lower.convolutions import pretended_gpu
 
@@ -67,8 +67,8 @@ def test_one_dimension_or_three_are_not():
 
 
 def test_where_there_is_no_triton_cudnn_computes_it(monkeypatch):
-    monkeypatch.setattr(convolution, "_has_triton", lambda: False)
-    assert writer() is convolution.convolve
+    monkeypatch.setattr(writers, "_has_triton", lambda: False)
+    assert writer() is writers.convolve
 
 
 def test_a_few_pixels_get_small_tiles_and_many_get_large_ones():

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from millstream.lower import convolution
-from millstream.lower.depthwise import MOST_OUTPUTS, convolve_depthwise
+from millstream.lower.convolutions import writers
+from millstream.lower.convolutions.depthwise import MOST_OUTPUTS, convolve_depthwise
 from tests.lower import convolutions
 from tests.lower.convolutions import pretended_gpu
 
@@ -52,5 +52,5 @@ def test_one_dimension_or_three_are_not(monkeypatch):
 
 
 def test_where_there_is_no_triton_cudnn_computes_it(monkeypatch):
-    monkeypatch.setattr(convolution, "_has_triton", lambda: False)
-    assert writer() is convolution.convolve
+    monkeypatch.setattr(writers, "_has_triton", lambda: False)
+    assert writer() is writers.convolve

@@ -13,11 +13,11 @@ from millstream.api import executables
 from millstream.check import check_plan
 from millstream.cost import Roofline
 from millstream.graph import KernelKind, derive_dependencies
-from millstream.lower import convolution, dense, epilogues
-from millstream.lower.channels import align_channels
-from millstream.lower.convolution import arguments_of
-from millstream.lower.dense import CONVOLVE, convolve_dense
-from millstream.lower.epilogues import absorb_epilogues
+from millstream.lower.convolutions import dense, epilogues, writers
+from millstream.lower.convolutions.channels import align_channels
+from millstream.lower.convolutions.dense import CONVOLVE, convolve_dense
+from millstream.lower.convolutions.epilogues import absorb_epilogues
+from millstream.lower.convolutions.writers import arguments_of
 from millstream.lower.translate import translate
 from millstream.schedule import POLICIES, plan_graph
 from millstream.simulate import execute_graph, execute_plan
@@ -212,8 +212,8 @@ def test_in_a_program_it_writes_into_memory_of_the_plan(last):
 
 def test_where_there_is_no_triton_nothing_is_absorbed(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(convolution, "_on_device", lambda image: True)
-    monkeypatch.setattr(convolution, "_has_triton", lambda: False)
+    monkeypatch.setattr(writers, "_on_device", lambda image: True)
+    monkeypatch.setattr(writers, "_has_triton", lambda: False)
     monkeypatch.setattr(dense, "_DTYPES", (DOUBLE,))
     assert not tasks(net(lambda x, first: torch.relu(first(x)), conv()))
 
@@ -227,7 +227,7 @@ def compile_function(monkeypatch, function, *convolutions, layout=torch.contiguo
         assert out.stride(1) == 1
         out.copy_(CONVOLVE(*arguments))
 
-    monkeypatch.setattr(convolution, "convolve_dense", convolve)
+    monkeypatch.setattr(writers, "convolve_dense", convolve)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net(function, *convolutions).to(DOUBLE).eval()

@@ -11,12 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import millstream as ms
 from millstream.api import executables
 from millstream.graph import KernelKind
-from millstream.lower import convolution, dense, depthwise, epilogues, prologues
-from millstream.lower.convolution import arguments_of
-from millstream.lower.dense import CONVOLVE
-from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise
-from millstream.lower.epilogues import absorb_epilogues
-from millstream.lower.prologues import absorb_prologues
+from millstream.lower.convolutions import dense, depthwise, epilogues, prologues, writers
+from millstream.lower.convolutions.dense import CONVOLVE
+from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise
+from millstream.lower.convolutions.epilogues import absorb_epilogues
+from millstream.lower.convolutions.prologues import absorb_prologues
+from millstream.lower.convolutions.writers import arguments_of
 from millstream.lower.translate import translate
 from tests.lower.test_channels import DOUBLE, Net, anywhere, close, trace
 
@@ -182,8 +182,8 @@ def test_a_cell_through_inductor(monkeypatch):
         branches = [convolution(torch.relu(z)) for convolution in convolutions]
         return sum(branches) + F.avg_pool2d(y, 3, 1, 1)
 
-    monkeypatch.setattr(convolution, "convolve_depthwise", convolve)
-    monkeypatch.setattr(convolution, "convolve_dense", lambda *arguments, out: out.copy_(CONVOLVE(*arguments)))
+    monkeypatch.setattr(writers, "convolve_depthwise", convolve)
+    monkeypatch.setattr(writers, "convolve_dense", lambda *arguments, out: out.copy_(CONVOLVE(*arguments)))
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net(function, nn.Conv2d(16, 16, 1), each(), each(window=5)).to(DOUBLE).eval()

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from millstream.graph import derive_dependencies, validate_graph
 from millstream.lower import compile as compiling
-from millstream.lower import convolution, depthwise, siblings
-from millstream.lower.dense import Dense
-from millstream.lower.depthwise import Depthwise
+from millstream.lower.convolutions import depthwise, siblings, writers
+from millstream.lower.convolutions.dense import Dense
+from millstream.lower.convolutions.depthwise import Depthwise
+from millstream.lower.convolutions.siblings import MOST_TOGETHER, Family, join_siblings
 from millstream.lower.program import Call, Program, Value
-from millstream.lower.siblings import MOST_TOGETHER, Family, join_siblings
 from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
 from tests.networks import assert_close
 from tests.properties.strategies import graphs
@@ -210,9 +210,9 @@ def test_what_is_compiled_ahead_is_what_runs(own_kernels, monkeypatch, num_branc
         alone: family._replace(launches=lambda tasks, alone=alone: [(alone.__name__, len(tasks))])
         for alone, family in siblings.FAMILIES.items()
     }
-    for module in (siblings, convolution):
+    for module in (siblings, writers):
         monkeypatch.setattr(module, "FAMILIES", families)
-    monkeypatch.setattr(compiling, "find_launches", lambda graph: ahead.extend(convolution.find_launches(graph)) or ())
+    monkeypatch.setattr(compiling, "find_launches", lambda graph: ahead.extend(writers.find_launches(graph)) or ())
     program, _ = run_everywhere(Cell(num_branches).double().eval(), torch.randn(2, 16, 6, 6, dtype=torch.double))
     together = {family.together for family in families.values()}
     launched = [

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost
 from millstream.graph import Role, derive_dependencies, validate_graph
-from millstream.lower import dense, split_k
-from millstream.lower.dense_tiles import choose_splits
+from millstream.lower.convolutions import dense, split_k
+from millstream.lower.convolutions.dense_tiles import choose_splits
+from millstream.lower.convolutions.split_k import split_long_sums
 from millstream.lower.program import Call, Layout, Program, Value
-from millstream.lower.split_k import split_long_sums
 from millstream.schedule import plan_graph, plan_serial
 from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
 from tests.networks import assert_close

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from millstream.lower import conversions, siblings, weights
-from millstream.lower.channels import align_channels
-from millstream.lower.conversions import take_conversions
-from millstream.lower.convolution import arguments_of
-from millstream.lower.siblings import MOST_CONVERTED_BYTES, MOST_TOGETHER
-from millstream.lower.weights import CONVERT, Conversion
+from millstream.lower.convolutions import conversions, siblings, weights
+from millstream.lower.convolutions.channels import align_channels
+from millstream.lower.convolutions.conversions import take_conversions
+from millstream.lower.convolutions.siblings import MOST_CONVERTED_BYTES, MOST_TOGETHER
+from millstream.lower.convolutions.weights import CONVERT, Conversion
+from millstream.lower.convolutions.writers import arguments_of
 from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
 from tests.lower.test_channels import CONVOLUTION, DOUBLE, Net, anywhere, close, trace
 

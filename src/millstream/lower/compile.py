@@ -24,22 +24,22 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.utils import should_assume_input_aligned
 
 from millstream.errors import ArgumentError, LoweringError
-from millstream.lower.ahead import Launch, compiling
-from millstream.lower.channels import align_channels, puts_channels_last
-from millstream.lower.conversions import take_conversions
-from millstream.lower.convolution import find_launches
-from millstream.lower.epilogues import absorb_epilogues, knows_own_convolutions
+from millstream.lower.convolutions.ahead import Launch, compiling
+from millstream.lower.convolutions.channels import align_channels, puts_channels_last
+from millstream.lower.convolutions.conversions import take_conversions
+from millstream.lower.convolutions.epilogues import absorb_epilogues, knows_own_convolutions
+from millstream.lower.convolutions.prologues import absorb_prologues
+from millstream.lower.convolutions.siblings import find_joint_launches, join_siblings
+from millstream.lower.convolutions.split_k import find_split_launches, split_long_sums
+from millstream.lower.convolutions.writers import find_launches
 from millstream.lower.fx_wrapper import SOUND, collect_wrappers
 from millstream.lower.ordering import writes_stay_in_front
 from millstream.lower.patterns import shuffles_match_nothing
 from millstream.lower.pooling import decompositions
 from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
-from millstream.lower.prologues import absorb_prologues
 from millstream.lower.randoms import random_decompositions
 from millstream.lower.shortcuts import shortcuts
-from millstream.lower.siblings import find_joint_launches, join_siblings
-from millstream.lower.split_k import find_split_launches, split_long_sums
 from millstream.lower.tiles import tiles_stay_within
 from millstream.lower.translate import translate
 

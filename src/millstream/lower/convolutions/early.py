@@ -6,7 +6,7 @@ products are summed, the kernel lets the one behind it start likewise (``gdc_lau
 
 So every kernel launched in this way must wait before its first access, whatever it reads: what it comes behind is
 decided by the plan. Inductor's own way of it leaves waits out where program order needs none, and stays off
-(``compile.py``).
+(``lower/compile.py``).
 
 Tried on torch 2.11, Triton 3.6.
 """

@@ -11,11 +11,11 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
-from millstream.lower.channels import add_node
-from millstream.lower.convolution import may_be_ours
-from millstream.lower.dense import CONVOLVE
-from millstream.lower.epilogues import changes_type
-from millstream.lower.weights import CONVERT
+from millstream.lower.convolutions.channels import add_node
+from millstream.lower.convolutions.dense import CONVOLVE
+from millstream.lower.convolutions.epilogues import changes_type
+from millstream.lower.convolutions.weights import CONVERT
+from millstream.lower.convolutions.writers import may_be_ours
 
 MOST_BYTES = 512 << 10
 """Of a weight: the copy of a larger one takes longer than a launch, and Inductor tries for it which tiles are best."""

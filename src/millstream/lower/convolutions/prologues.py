@@ -13,10 +13,10 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
-from millstream.lower.channels import add_node
-from millstream.lower.convolution import arguments_of, may_be_ours, values_of
-from millstream.lower.depthwise import CONVOLVE_DEPTHWISE, is_small_depthwise
-from millstream.lower.epilogues import lay_out, whole_of
+from millstream.lower.convolutions.channels import add_node
+from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE, is_small_depthwise
+from millstream.lower.convolutions.epilogues import lay_out, whole_of
+from millstream.lower.convolutions.writers import arguments_of, may_be_ours, values_of
 
 aten = torch.ops.aten
 

@@ -24,17 +24,22 @@ from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 from millstream.graph import Kernel, KernelGraph, derive_dependencies
-from millstream.lower.ahead import Launch
-from millstream.lower.dense import Dense, convolve_dense, convolve_dense_together, launches_of_dense
-from millstream.lower.depthwise import (
+from millstream.lower.convolutions.ahead import Launch
+from millstream.lower.convolutions.dense import Dense, convolve_dense, convolve_dense_together, launches_of_dense
+from millstream.lower.convolutions.depthwise import (
     MOST_WINDOWS,
     Depthwise,
     convolve_depthwise,
     convolve_depthwise_together,
     launches_of_depthwise,
 )
+from millstream.lower.convolutions.weights import (
+    Conversion,
+    convert_weight,
+    convert_weights_together,
+    launches_of_conversions,
+)
 from millstream.lower.program import Call, Program
-from millstream.lower.weights import Conversion, convert_weight, convert_weights_together, launches_of_conversions
 
 MOST_TOGETHER = 8
 """Convolutions or weights in a launch: each is some arguments more, among which every block chooses."""

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from millstream.graph import Buffer, Kernel, Role
-from millstream.lower.ahead import Launch
-from millstream.lower.dense import (
+from millstream.lower.convolutions.ahead import Launch
+from millstream.lower.convolutions.dense import (
     Dense,
     convolve_dense,
     convolve_dense_partials,
