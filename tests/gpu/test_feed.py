@@ -421,7 +421,7 @@ def test_a_copy_runs_beside_the_step_before():
     fed = feed([torch.full((32 << 20,), float(i)) for i in range(3)], "cuda:0", 2)  # 128 MiB: 2.4 ms on PCIe 5
     passing, other = iter(fed), torch.cuda.Stream()
     first = next(passing)
-    torch.cuda._sleep(200 * LONG)
+    torch.cuda._sleep(1000 * LONG)  # also where others use the host
     end = torch.cuda.Event()
     end.record()
     with torch.cuda.stream(other):
