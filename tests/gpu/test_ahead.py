@@ -1,6 +1,7 @@
 """Kernels of our own are compiled beside Inductor, by Triton itself."""
 
 import pytest
+import torch
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -10,11 +11,12 @@ def test_none_is_compiled_where_it_is_launched(names_on_streams, monkeypatch, tm
     triton = pytest.importorskip("triton")
     from millstream.lower.convolutions.dense_kernel import dense
     from millstream.lower.convolutions.depthwise_kernel import depthwise
+    from millstream.lower.convolutions.weights_kernel import convert
 
     if not hasattr(triton, "AsyncCompileMode"):
         pytest.skip("this Triton compiles where it launches")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for kernel in (dense, depthwise):
+    for kernel in (dense, depthwise, convert):
         kernel.device_caches.clear()
     compiled = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts))
@@ -24,8 +26,11 @@ def test_none_is_compiled_where_it_is_launched(names_on_streams, monkeypatch, tm
             nn.ReLU(),
             nn.Conv2d(32, 32, 3, padding=1),
             nn.ReLU(),
-        )
+            *(nn.Conv2d(32, width, 3, padding=1) for width in (32, 32, 40)),
+        ),
+        layout=torch.contiguous_format,
     )
-    assert {name.split()[0] for name in names} >= {"convolve_dense", "convolve_depthwise"}
-    assert {facts["fn"].name.split(".")[-1] for facts in compiled} == {"dense", "depthwise"}
+    assert {"convolve_dense", "convolve_depthwise", "convert_weight"} <= {name.split()[0] for name in names}
+    assert "2 × convert_weight" in names
+    assert {facts["fn"].name.split(".")[-1] for facts in compiled} == {"dense", "depthwise", "convert"}
     assert all(facts["is_manual_warmup"] for facts in compiled)
