@@ -30,7 +30,7 @@ def make(shape, more, dtype=torch.half, wanted=torch.half, layout=torch.contiguo
 
 
 def assert_converted(conversion):
-    exact = CONVERT(conversion.weight, [*conversion.out.shape], conversion.out.dtype, True)
+    exact = CONVERT(conversion.weight, [*conversion.out.shape], conversion.out.dtype)
     assert exact.stride() == conversion.out.stride()
     assert torch.equal(conversion.out, exact)
 

@@ -68,7 +68,7 @@ def reduce_dense_partials(partials, *rests):
 
 
 def convert_weight(weight, *, out):
-    out.copy_(CONVERT(weight, out.shape, out.dtype, True))
+    out.copy_(CONVERT(weight, out.shape, out.dtype))
 
 
 def convert_weights_together(*conversions):

@@ -68,6 +68,17 @@ def trace(function, *inputs):
     return gm
 
 
+def changed(model, x, *passes):
+    """The graph of a model behind some passes; it computes what the model does."""
+    state = dict(model.named_parameters())
+    with torch.no_grad():
+        gm = trace(lambda x, state: torch.func.functional_call(model, state, (x,)), x, state)
+        for change in passes:
+            change(gm)
+        close(gm(x, state), model(x))
+    return gm
+
+
 def aligned(model, x):
     """Graphs of a model as it is and with its channels aligned, and its result with each."""
     model = model.to(DOUBLE).eval()

@@ -21,7 +21,7 @@ from millstream.lower.convolutions.writers import arguments_of
 from millstream.lower.translate import translate
 from millstream.schedule import POLICIES, plan_graph
 from millstream.simulate import execute_graph, execute_plan
-from tests.lower.test_channels import DOUBLE, Branches, Net, anywhere, close, trace
+from tests.lower.test_channels import DOUBLE, Branches, Net, anywhere, changed, close, trace
 
 __all__ = ["anywhere"]  # a fixture
 
@@ -34,15 +34,8 @@ def ours(monkeypatch):
 
 
 def absorbed(model, x):
-    """The graph of a model whose convolutions have done what they can; it computes what the model does."""
-    model = model.to(DOUBLE).eval()
-    state = dict(model.named_parameters())
-    with torch.no_grad():
-        gm = trace(lambda x, state: torch.func.functional_call(model, state, (x,)), x, state)
-        align_channels(gm)
-        absorb_epilogues(gm)
-        close(gm(x, state), model(x))
-    return gm
+    """The graph of a model whose convolutions have done what they can."""
+    return changed(model.to(DOUBLE).eval(), x, align_channels, absorb_epilogues)
 
 
 def tasks(gm):

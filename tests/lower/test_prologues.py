@@ -18,7 +18,7 @@ from millstream.lower.convolutions.epilogues import absorb_epilogues
 from millstream.lower.convolutions.prologues import absorb_prologues
 from millstream.lower.convolutions.writers import arguments_of
 from millstream.lower.translate import translate
-from tests.lower.test_channels import DOUBLE, Net, anywhere, close, trace
+from tests.lower.test_channels import DOUBLE, Net, anywhere, changed, close
 
 __all__ = ["anywhere"]  # a fixture
 
@@ -36,17 +36,10 @@ def ours(monkeypatch):
 
 
 def absorbed(function, *convolutions, size=(2, 16, 6, 7)):
-    """The graph of a network whose depthwise convolutions have done what they can; it computes the same."""
+    """The graph of a network whose depthwise convolutions have done what they can."""
     torch.manual_seed(0)
     model = Net(function, *convolutions).to(DOUBLE).eval()
-    x, state = torch.randn(size, dtype=DOUBLE), dict(model.named_parameters())
-    with torch.no_grad():
-        gm = trace(lambda x, state: torch.func.functional_call(model, state, (x,)), x, state)
-        absorb_epilogues(gm)
-        absorb_prologues(gm)
-        got = gm(x, state)
-        close(got, model(x))
-    return gm
+    return changed(model, torch.randn(size, dtype=DOUBLE), absorb_epilogues, absorb_prologues)
 
 
 def tasks(gm):

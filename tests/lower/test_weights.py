@@ -16,7 +16,7 @@ from millstream.lower.convolutions.siblings import MOST_CONVERTED_BYTES, MOST_TO
 from millstream.lower.convolutions.weights import CONVERT, Conversion
 from millstream.lower.convolutions.writers import arguments_of
 from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
-from tests.lower.test_channels import CONVOLUTION, DOUBLE, Net, anywhere, close, trace
+from tests.lower.test_channels import CONVOLUTION, DOUBLE, Net, anywhere, changed
 
 __all__ = ["anywhere", "own_kernels", "pretended_gpu"]  # fixtures
 
@@ -31,17 +31,11 @@ def ours(monkeypatch):
     monkeypatch.setattr(conversions, "_DTYPES", (DOUBLE, torch.float))
 
 
-def taken(function, *convolutions, layout=torch.contiguous_format, dtype=DOUBLE, image=(2, 16, 6, 7)):
-    """The graph of a network whose weights our kernel makes ready; it computes the same."""
+def taken(function, *convolutions, layout=torch.contiguous_format, dtype=DOUBLE):
+    """The graph of a network whose weights our kernel makes ready."""
     torch.manual_seed(0)
     model = Net(function, *convolutions).to(dtype).eval().to(memory_format=layout)
-    x, state = torch.randn(image, dtype=DOUBLE), dict(model.named_parameters())
-    with torch.no_grad():
-        gm = trace(lambda x, state: torch.func.functional_call(model, state, (x,)), x, state)
-        align_channels(gm)
-        take_conversions(gm)
-        close(gm(x, state), model(x))
-    return gm
+    return changed(model, torch.randn(2, 16, 6, 7, dtype=DOUBLE), align_channels, take_conversions)
 
 
 def targets(gm):
@@ -108,19 +102,6 @@ def test_several_readers_share_it_and_others_read_it_as_it_was():
     assert {arguments_of(node)[1] for node in readers} == set(found)
     (total,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.sum.default)
     assert total.args[0].op == "placeholder"
-
-
-def test_results_have_the_strides_that_they_had(own_kernels):
-    torch.manual_seed(0)
-    model = Net(lambda x, a, b, c: c(torch.relu(b(a(x)) + x)), conv(padding=1), conv(padding=1), conv(18)).to(DOUBLE)
-    x = torch.randn(2, 16, 8, 8, dtype=DOUBLE)
-    with torch.no_grad():
-        program, results = run_everywhere(model, x)
-        expected = model(x)
-    assert [each.stride() for each in results] == [expected.stride()] * len(results)
-    close(results[0], expected)
-    assert own_kernels["convert_weight"] > 0
-    assert sum("convert_weight" in kernel.name for kernel in program.graph.kernels) == 3, "the third one is widened"
 
 
 # --- in one launch ---------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from millstream.lower.convolutions.epilogues import absorb_epilogues, knows_own_
 from millstream.lower.convolutions.prologues import absorb_prologues
 from millstream.lower.convolutions.siblings import find_joint_launches, join_siblings
 from millstream.lower.convolutions.split_k import find_split_launches, split_long_sums
+from millstream.lower.convolutions.strides import keep_strides
 from millstream.lower.convolutions.writers import find_launches
 from millstream.lower.fx_wrapper import SOUND, collect_wrappers
 from millstream.lower.ordering import writes_stay_in_front
@@ -183,6 +184,7 @@ def _lower(
         visible = frozenset(_visible_outputs(graph))
     launches: Iterable[Launch] = ()
     if phase is Phase.INFERENCE and puts_channels_last(graph):
+        keep_strides(graph)
         align_channels(graph)
         absorb_epilogues(graph)
         absorb_prologues(graph)

@@ -13,7 +13,7 @@ from torch._inductor.lowering import register_lowering
 
 from millstream.lower.convolutions.channels import add_node
 from millstream.lower.convolutions.dense import CONVOLVE
-from millstream.lower.convolutions.epilogues import changes_type
+from millstream.lower.convolutions.epilogues import changes_type, zeros_of
 from millstream.lower.convolutions.weights import CONVERT
 from millstream.lower.convolutions.writers import may_be_ours
 
@@ -44,7 +44,7 @@ def take_conversions(gm: torch.fx.GraphModule) -> None:
         if ready not in converted:
             value = ready.meta["val"]
             with gm.graph.inserting_before(node):
-                converted[ready] = add_node(gm.graph, CONVERT, (given, [*value.shape], value.dtype, False), ready)
+                converted[ready] = add_node(gm.graph, CONVERT, (given, [*value.shape], value.dtype), ready)
         node.update_arg(1, converted[ready])
     if converted:
         gm.graph.eliminate_dead_code()
@@ -63,9 +63,7 @@ def _origin(node: torch.fx.Node) -> torch.fx.Node:
 
 def _adds_channels(node: torch.fx.Node) -> bool:
     """Whether this puts zeros behind channels and does nothing else."""
-    if node.target is not aten.constant_pad_nd.default or any(node.args[2:]):
-        return False
-    sizes: Any = node.args[1]
+    sizes = zeros_of(node)
     return len(sizes) in (6, 8) and not any(sizes[:5]) and not any(sizes[6:7]) and min(sizes) >= 0
 
 
@@ -90,8 +88,6 @@ def _is_to_be_converted(given: torch.fx.Node, ready: torch.fx.Node) -> bool:
 
 
 @register_lowering(CONVERT, type_promotion_kind=None)
-def _lower(weight: Any, size: Any, dtype: torch.dtype, last: bool) -> Any:
-    """Call the operator for a result that lies in memory as convolutions read it."""
-    del last
-    result: Any = ir.FallbackKernel.create(CONVERT, weight, size, dtype, True)
+def _lower(weight: Any, *options: Any) -> Any:
+    result: Any = ir.FallbackKernel.create(CONVERT, weight, *options)
     return ir.TensorBox.create(result)

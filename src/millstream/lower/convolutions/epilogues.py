@@ -22,7 +22,7 @@ from torch._prims_common import make_channels_last_strides_for
 from millstream.lower.convolutions.channels import add_node
 from millstream.lower.convolutions.dense import ALIGNED_CHANNELS, CONVOLVE, JOIN, KEPT_AT_ONCE, is_small_dense
 from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE
-from millstream.lower.convolutions.writers import arguments_of, may_be_ours, values_of
+from millstream.lower.convolutions.writers import arguments_of, depths_of, may_be_ours, values_of
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ def absorb_epilogues(gm: torch.fx.GraphModule) -> None:
     convolutions = [node for node in gm.graph.nodes if node.target is aten.convolution.default and _is_ours(node)]
     if not convolutions:
         return
-    depths = _depths(gm.graph)
+    depths = depths_of(gm.graph)
     for node in convolutions:
         _absorb(gm.graph, node, depths)
     concatenations = [node for node in gm.graph.nodes if _is_of_channels(node)]
@@ -105,14 +105,6 @@ def _joins_whole_results(node: torch.fx.Node) -> bool:
     return len(set(parts)) == len(parts) and all(part.target is CONVOLVE and len(part.users) == 1 for part in parts)
 
 
-def _depths(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
-    """The longest chain of nodes that leads to each."""
-    depths: dict[torch.fx.Node, int] = {}
-    for node in graph.nodes:
-        depths[node] = max((depths[arg] + 1 for arg in node.all_input_nodes), default=0)
-    return depths
-
-
 def _is_ours(node: torch.fx.Node) -> bool:
     values, bias = values_of(node), arguments_of(node)[2]
     return (
@@ -126,7 +118,7 @@ def _given(bias: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node | None:
     """A bias as it is there, or was there before it was rounded; ``None`` where a kernel must compute it first."""
     origin = bias.all_input_nodes[0] if changes_type(bias) else bias
     value = origin.meta["val"]
-    is_there = origin.op in ("placeholder", "get_attr") and value.dim() == 1 and value.dtype.is_floating_point
+    is_there = origin.op in ("placeholder", "get_attr") and value.dim() == 1 and value.dtype in (dtype, torch.float32)
     return origin if is_there and bias.meta["val"].dtype is dtype else None
 
 
@@ -214,6 +206,13 @@ def whole_of(node: torch.fx.Node) -> torch.fx.Node:
     if node.target is aten.slice.Tensor and node.args[1:] == (1, 0, node.meta["val"].shape[1]):
         return node.args[0]  # type: ignore[return-value]
     return node
+
+
+def zeros_of(node: torch.fx.Node) -> list[int]:
+    """How many zeros this puts around each dimension of an image, the last one first; empty if it is no such thing."""
+    if node.target is not aten.constant_pad_nd.default or node.meta["val"].dim() != 4 or any(node.args[2:]):
+        return []
+    return list(node.args[1])  # type: ignore[arg-type]
 
 
 # --- what Inductor is told -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch._inductor.lowering import register_lowering
 
 from millstream.lower.convolutions.channels import add_node
 from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE, is_small_depthwise
-from millstream.lower.convolutions.epilogues import lay_out, whole_of
+from millstream.lower.convolutions.epilogues import lay_out, whole_of, zeros_of
 from millstream.lower.convolutions.writers import arguments_of, may_be_ours, values_of
 
 aten = torch.ops.aten
@@ -88,22 +88,15 @@ def _is_read_by(node: torch.fx.Node, readers: set[torch.fx.Node]) -> bool:
 
 def _border(node: torch.fx.Node) -> list[int] | None:
     """How many zeros this puts to the left, the right, above and below of an image; ``None`` if it is no such thing."""
-    sizes = _zeros(node)
+    sizes = zeros_of(node)
     return [*sizes, 0, 0][:4] if 0 < len(sizes) <= 4 and min(sizes) >= 0 else None
 
 
 def _enlarged(node: torch.fx.Node) -> torch.fx.Node:
     """What puts zeros behind the channels of this, if that is all it is for; else itself."""
     user = next(iter(node.users), node)
-    sizes = _zeros(user)
+    sizes = zeros_of(user)
     return user if len(node.users) == 1 and len(sizes) == 6 and not any(sizes[:5]) and sizes[5] > 0 else node
-
-
-def _zeros(node: torch.fx.Node) -> list[int]:
-    """How many zeros this puts around each dimension of an image, the last one first; empty if it is no such thing."""
-    if node.target is not aten.constant_pad_nd.default or node.meta["val"].dim() != 4 or any(node.args[2:]):
-        return []
-    return list(node.args[1])  # type: ignore[arg-type]
 
 
 # --- what Inductor is told -------------------------------------------------------------------------------------------

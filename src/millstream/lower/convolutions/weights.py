@@ -38,9 +38,6 @@ class Conversion(NamedTuple):
     weight: torch.Tensor
     out: torch.Tensor
 
-    window = ()
-    """What else is compiled for, where a launch converts several: nothing."""
-
     @property
     def kind(self) -> Hashable:
         """Equal for weights that one launch can convert."""
@@ -119,30 +116,18 @@ def _numbers(values: Iterable[int], beyond: int = 0) -> tuple[int, ...]:
 
 
 _library = torch.library.Library("millstream", "FRAGMENT")
-_library.define("convert_weight(Tensor weight, int[] size, ScalarType dtype, bool last) -> Tensor")
+_library.define("convert_weight(Tensor weight, int[] size, ScalarType dtype) -> Tensor")
 CONVERT = torch.ops.millstream.convert_weight.default
 
 
 @torch.library.impl(_library, "convert_weight", "CompositeExplicitAutograd")
-def _convert(weight: torch.Tensor, size: list[int], dtype: torch.dtype, last: bool) -> torch.Tensor:
-    """What the operator means; programs call ``convert_weight`` in its place.
-
-    Args:
-        weight: Of a convolution.
-        size: As large, or larger in its first two dimensions.
-        dtype: Of the result.
-        last: Whether to put channels last, or to leave them where they are. Before Inductor they are left there: by a
-            graph's strides on the way it is found out which strides its results have.
-    """
-    result = torch.zeros(size, dtype=dtype, device=weight.device).contiguous(memory_format=_layout(weight, last))
+def _convert(weight: torch.Tensor, size: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """What the operator means; programs call ``convert_weight`` in its place."""
+    result = torch.zeros(size, dtype=dtype, device=weight.device).contiguous(memory_format=torch.channels_last)
     result[: weight.shape[0], : weight.shape[1]] = weight
     return result
 
 
 @torch.library.register_fake("millstream::convert_weight", lib=_library)
-def _(weight: torch.Tensor, size: list[int], dtype: torch.dtype, last: bool) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype, device=weight.device, memory_format=_layout(weight, last))
-
-
-def _layout(weight: torch.Tensor, last: bool) -> torch.memory_format:
-    return torch.channels_last if last or not weight.is_contiguous() else torch.contiguous_format
+def _(weight: torch.Tensor, size: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=weight.device, memory_format=torch.channels_last)

@@ -69,9 +69,7 @@ def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
     Inductor's fusion and layouts are not known yet: it is assumed that what lies equally deep here, does so in the
     program, and that memory is laid out as our kernels need it. What is wrong about that costs only time to compile.
     """
-    depths: dict[torch.fx.Node, int] = {}
-    for node in graph.nodes:
-        depths[node] = max((depths[each] + 1 for each in node.all_input_nodes), default=0)
+    depths = depths_of(graph)
     kernels = []
     for node in graph.nodes:
         own = _find_own(node)
@@ -81,6 +79,14 @@ def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
             kernels.append(Own(own.function, task, depths[node], need))
     for group in divide(kernels):
         yield from FAMILIES[kernels[group[0]].function].launches([kernels[i].task for i in group])
+
+
+def depths_of(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
+    """The longest chain of nodes that leads to each."""
+    depths: dict[torch.fx.Node, int] = {}
+    for node in graph.nodes:
+        depths[node] = max((depths[each] + 1 for each in node.all_input_nodes), default=0)
+    return depths
 
 
 def _find_own(node: torch.fx.Node) -> Writer | None:
