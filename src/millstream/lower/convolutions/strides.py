@@ -17,7 +17,7 @@ from torch._inductor.lowering import register_lowering
 from millstream.lower.convolutions.channels import add_node
 
 _library = torch.library.Library("millstream", "FRAGMENT")
-_library.define("keep_strides(Tensor result, int[] strides) -> Tensor")
+_library.define("keep_strides(Tensor result, int[] strides) -> Tensor", tags=torch.Tag.pointwise)
 KEEP = torch.ops.millstream.keep_strides.default
 
 
