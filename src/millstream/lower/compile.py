@@ -27,7 +27,9 @@ from millstream.errors import ArgumentError, LoweringError
 from millstream.lower.convolutions.ahead import Launch, compiling
 from millstream.lower.convolutions.channels import align_channels, puts_channels_last
 from millstream.lower.convolutions.conversions import take_conversions
+from millstream.lower.convolutions.early_reads import note_early_reads
 from millstream.lower.convolutions.epilogues import absorb_epilogues, knows_own_convolutions
+from millstream.lower.convolutions.products import take_products
 from millstream.lower.convolutions.prologues import absorb_prologues
 from millstream.lower.convolutions.siblings import find_joint_launches, join_siblings
 from millstream.lower.convolutions.split_k import find_split_launches, split_long_sums
@@ -183,13 +185,15 @@ def _lower(
     if phase is Phase.FORWARD:
         visible = frozenset(_visible_outputs(graph))
     launches: Iterable[Launch] = ()
-    if phase is Phase.INFERENCE and puts_channels_last(graph):
-        keep_strides(graph)
-        align_channels(graph)
-        absorb_epilogues(graph)
-        absorb_prologues(graph)
-        take_conversions(graph)
-        kwargs = {**kwargs, "layout_opt": True}  # decided on what was there before
+    if phase is Phase.INFERENCE:
+        if puts_channels_last(graph):
+            keep_strides(graph)
+            align_channels(graph)
+            absorb_epilogues(graph)
+            absorb_prologues(graph)
+            take_conversions(graph)
+            kwargs = {**kwargs, "layout_opt": True}  # decided on what was there before
+        take_products(graph)
         launches = find_launches(graph.graph)
     with compiling(launches), collect_wrappers(options) as wrappers, shortcuts(), knows_own_convolutions():
         arguments: Any = {**kwargs, "fx_wrapper": True}
@@ -198,6 +202,7 @@ def _lower(
     if not wrappers:
         raise LoweringError("The graph has no kernels.", construct=name)
     program = split_long_sums(join_siblings(translate(wrappers[-1], name=name, static=static, aligned=aligned)))
+    program = note_early_reads(program)
     with compiling(chain(find_joint_launches(program), find_split_launches(program))):
         pass
     if len(program.outputs) != num_outputs:

@@ -140,7 +140,7 @@ def dense(
     if STARTS_EARLY:
         gdc_wait()
     # What is added in the end is on its way from here on.
-    shift, other = _load_added(
+    shift, other = load_added(
         biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
     )
     total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
@@ -174,7 +174,7 @@ def dense(
         gdc_launch_dependents()
     if IS_HALVED:
         total += half
-    total = _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
+    total = finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
     place = ((split * num_pixels + pixel) * out_channels)[:, None] + channel[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])
 
@@ -223,7 +223,7 @@ def reduce_partials(
     out = choose(outs, which) + (pixel * out_channels)[:, None] + channel[None, :]
     if STARTS_EARLY:
         gdc_wait()
-    shift, other = _load_added(
+    shift, other = load_added(
         biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
     )
     total = tl.load(partial, is_result, 0.0)
@@ -231,7 +231,7 @@ def reduce_partials(
         total += tl.load(partial + k * num_pixels * outputs, is_result, 0.0)
     if STARTS_EARLY:
         gdc_launch_dependents()
-    total = _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
+    total = finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
     tl.store(out, total.to(out.dtype.element_ty), is_result)
 
 
@@ -263,7 +263,7 @@ def _add_products(
 
 
 @triton.jit
-def _load_added(
+def load_added(
     biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND: tl.constexpr
 ):
     """Bias and addend, or the bias twice; both of the addend's type, which is that of the result."""
@@ -277,7 +277,7 @@ def _load_added(
 
 
 @triton.jit
-def _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND: tl.constexpr):
+def finish(total, shift, other, channel, lowest, kept, HAS_ADDEND: tl.constexpr):
     """Add what was loaded, apply relu, and set to zero what is not kept."""
     total += shift.to(tl.float32)[None, :]
     if HAS_ADDEND:

@@ -18,12 +18,15 @@ class Tile(NamedTuple):
         channels: Of the result.
         depth: How many products are summed in a step.
         stages: How many steps' numbers are on their way to the multiprocessor.
+        groups: Among how many groups of threads each sum is divided. If it is, all numbers are on their way at once,
+            and the others are those of one group.
     """
 
     pixels: int
     channels: int
     depth: int
     stages: int
+    groups: int = 1
 
 
 SPLIT_TILE = Tile(64, 64, 64, 4)

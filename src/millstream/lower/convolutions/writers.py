@@ -115,8 +115,10 @@ def _find_own(node: torch.fx.Node) -> Writer | None:
 def _find_dense(node: torch.fx.Node) -> Writer:
     image, weight, bias, addend, relu, *options = arguments_of(node)
     parts = [name for name, part in {"bias": bias, "sum": addend, "relu": relu}.items() if part]
-    ops = ("convolution", *dict.fromkeys("relu" if part == "relu" else "add" for part in parts))
-    name = f"{convolve_dense.__name__} with {' and '.join(parts)}"
+    is_product = image.meta["val"].shape[2:] == weight.meta["val"].shape[2:] == (1, 1)
+    added = dict.fromkeys("relu" if part == "relu" else "add" for part in parts)
+    ops = ("linear" if is_product else "convolution", *added)
+    name = convolve_dense.__name__ + (f" with {' and '.join(parts)}" if parts else "")
     return Writer(convolve_dense, (image, weight, bias, addend, relu, *options), name, ops)
 
 

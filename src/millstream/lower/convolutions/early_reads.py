@@ -1,0 +1,44 @@
+"""Weights that kernels of ours may read before the kernel in front of them has ended.
+
+A kernel that starts early (``early``) would wait for the kernel in front, and then for its weights, which have been
+there for long. Only the plan knows whether they have: it may put the kernel that makes a weight right in front of the
+one that reads it. So here it is noted what may be read sooner, and who issues the kernels decides
+(``engine.early_reads``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from millstream.lower.convolutions.dense import (
+    convolve_dense,
+    convolve_dense_partials,
+    convolve_dense_together,
+    reduce_dense_partials,
+)
+from millstream.lower.convolutions.siblings import FAMILIES
+from millstream.lower.program import Call, Program
+
+
+def note_early_reads(program: Program) -> Program:
+    """Note for each kernel of ours which weights it could read early: those that the program does not change."""
+    return replace(program, calls=tuple(_noted(program, call) for call in program.calls))
+
+
+def _noted(program: Program, call: Call) -> Call:
+    if call.target not in _OURS:
+        return call
+    weights = [weight.name for _, weight, *_ in _convolutions(call)]
+    return replace(call, early=tuple(name for name in weights if program.base(name) not in program.mutated))
+
+
+def _convolutions(call: Call) -> Sequence[Any]:
+    """The convolutions of a call that can read early, as ``Dense`` has them."""
+    if call.target is convolve_dense:
+        return [call.args]
+    return call.args if call.target is convolve_dense_together else ()
+
+
+_OURS = {convolve_dense_partials, reduce_dense_partials, *FAMILIES, *(family.together for family in FAMILIES.values())}

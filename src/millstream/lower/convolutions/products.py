@@ -1,0 +1,67 @@
+"""Products of a few rows with a weight, by our kernel for convolutions: a row is an image of one pixel.
+
+cuBLAS gives the last layer of a network for one image to few multiprocessors; ``docs/decisions/0026`` has the figures.
+
+Private PyTorch APIs, one function each; tried on torch 2.11 (CUDA) and 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from millstream.lower.convolutions.channels import add_node
+from millstream.lower.convolutions.dense import CONVOLVE, is_small_dense
+from millstream.lower.convolutions.writers import may_be_ours
+
+MOST_ROWS = 16
+"""Of an image, so to speak: from there on cuBLAS has kernels that take no longer."""
+
+aten = torch.ops.aten
+
+
+def take_products(gm: torch.fx.GraphModule) -> None:
+    """Let our kernel compute linear layers for few rows; the graph is changed in place.
+
+    Args:
+        gm: For inference, of aten operators; its nodes carry their values in ``meta["val"]``.
+    """
+    products = [node for node in gm.graph.nodes if _is_ours(node)]
+    for node in products:
+        _replace(gm.graph, node)
+    if products:
+        gm.graph.eliminate_dead_code()
+        gm.graph.lint()
+        gm.recompile()
+
+
+def _is_ours(node: torch.fx.Node) -> bool:
+    if node.target not in (aten.addmm.default, aten.mm.default) or node.kwargs:
+        return False
+    *bias, rows, columns = (arg.meta["val"] for arg in node.all_input_nodes)
+    size, outputs = rows.shape, columns.shape[1]
+    if not may_be_ours(rows) or size[0] > MOST_ROWS or not rows.is_contiguous() or not columns.t().is_contiguous():
+        return False
+    if any(each.shape != (outputs,) or each.dtype is not rows.dtype for each in bias):
+        return False
+    image, weight = rows.new_empty([*size, 1, 1]), columns.new_empty([outputs, size[1], 1, 1])
+    options = [[1, 1], [0, 0], [1, 1], False, [0, 0], 1]
+    return is_small_dense([image, weight, None, *options], rows.new_empty([size[0], outputs, 1, 1]))
+
+
+def _replace(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    *bias, rows, columns = node.args
+    size, outputs = _size(rows)[0], _size(columns)[1]
+    with graph.inserting_before(node):
+        weight = add_node(graph, aten.permute.default, (columns, [1, 0]), node)
+        image, weight = (
+            add_node(graph, aten.view.default, (each, [*_size(each), 1, 1]), node) for each in (rows, weight)
+        )
+        arguments = (image, weight, *(bias or [None]), None, False, outputs, [1, 1], [0, 0])
+        result = add_node(graph, CONVOLVE, arguments, node)
+        node.replace_all_uses_with(add_node(graph, aten.view.default, (result, [size, outputs]), node))
+
+
+def _size(node: Any) -> torch.Size:
+    return node.meta["val"].shape  # type: ignore[no-any-return]
