@@ -12,7 +12,16 @@ from millstream.cost import Roofline
 from millstream.device import context
 from millstream.engine.source import compile_plan
 from millstream.lower import translate
-from millstream.lower.convolutions import channels, conversions, dense, depthwise, siblings, split_k, writers
+from millstream.lower.convolutions import (
+    channels,
+    conversions,
+    dense,
+    depthwise,
+    early_reads,
+    siblings,
+    split_k,
+    writers,
+)
 from millstream.lower.convolutions.dense import CONVOLVE, Dense
 from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE, Depthwise
 from millstream.lower.convolutions.siblings import Family
@@ -31,7 +40,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(writers, "_cudnn_layout", lambda *arguments: torch.channels_last)
 
 
-def convolve_dense(*arguments, out):
+def convolve_dense(*arguments, out, early=False):
     out.copy_(CONVOLVE(*arguments))
 
 
@@ -39,7 +48,7 @@ def convolve_depthwise(image, weight, relu, *options, out):
     out.copy_(CONVOLVE_DEPTHWISE(image, weight, relu, out.shape[1], *options))
 
 
-def convolve_dense_together(*convolutions):
+def convolve_dense_together(*convolutions, early=False):
     for *arguments, out in convolutions:
         convolve_dense(*arguments, out=out)
 
@@ -86,12 +95,12 @@ def convolve_relu(image, weight, bias, stride, padding, dilation, groups):
 
 #: Where programs have these kernels from.
 STAND_INS = {
-    convolve_dense: (writers, split_k),
+    convolve_dense: (writers, split_k, early_reads),
     convolve_depthwise: (writers,),
-    convolve_dense_together: (split_k,),
+    convolve_dense_together: (split_k, early_reads),
     convolve_depthwise_together: (),
-    convolve_dense_partials: (split_k,),
-    reduce_dense_partials: (split_k,),
+    convolve_dense_partials: (split_k, early_reads),
+    reduce_dense_partials: (split_k, early_reads),
     convert_weight: (writers, siblings),
     convert_weights_together: (),
     convolve: (writers,),
@@ -111,6 +120,7 @@ def own_kernels(pretended_gpu, monkeypatch):
         @functools.wraps(function)
         def counted(*arguments, **options):
             called[function.__name__] += 1
+            called["early"] += options.get("early", False)
             return function(*arguments, **options)
 
         for module in STAND_INS[function]:
@@ -126,7 +136,7 @@ def own_kernels(pretended_gpu, monkeypatch):
             (convert_weight, Conversion, convert_weights_together),
         )
     }
-    for module in (siblings, writers):
+    for module in (siblings, writers, early_reads):
         monkeypatch.setattr(module, "FAMILIES", families)
     for module in (channels, conversions, dense, depthwise):
         monkeypatch.setattr(module, "_DTYPES", (torch.double,))

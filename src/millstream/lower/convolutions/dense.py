@@ -218,7 +218,7 @@ def launch_dense(convolutions: Sequence[Dense], num_splits: int = 1, *, early: b
     return Launch(kernel, grid, (*arguments, *more_arguments), {**constants, **more_constants})
 
 
-def _step_by_step(one: Dense, tile: Tile, num_splits: int, _: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _step_by_step(one: Dense, tile: Tile, num_splits: int, _early: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The kernel that goes through sums step by step, and what else it is given and compiled for."""
     from millstream.lower.convolutions.dense_kernel import dense  # Triton is there where there is a GPU
 
@@ -241,7 +241,7 @@ def _step_by_step(one: Dense, tile: Tile, num_splits: int, _: bool) -> tuple[Any
     )
 
 
-def _all_at_once(one: Dense, tile: Tile, _: int, early: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _all_at_once(one: Dense, tile: Tile, _num_splits: int, early: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The kernel that loads all numbers at once, and what else it is given and compiled for."""
     from millstream.lower.convolutions.at_once_kernel import dense_at_once  # as above
 

@@ -24,14 +24,16 @@ from millstream.lower.program import Call, Program
 
 def note_early_reads(program: Program) -> Program:
     """Note for each kernel of ours which weights it could read early: those that the program does not change."""
-    return replace(program, calls=tuple(_noted(program, call) for call in program.calls))
+    together = {family.together for family in FAMILIES.values()}
+    ours = {convolve_dense_partials, reduce_dense_partials, *FAMILIES, *together}
 
+    def noted(call: Call) -> Call:
+        if call.target not in ours:
+            return call
+        weights = [weight.name for _, weight, *_ in _convolutions(call)]
+        return replace(call, early=tuple(name for name in weights if program.base(name) not in program.mutated))
 
-def _noted(program: Program, call: Call) -> Call:
-    if call.target not in _OURS:
-        return call
-    weights = [weight.name for _, weight, *_ in _convolutions(call)]
-    return replace(call, early=tuple(name for name in weights if program.base(name) not in program.mutated))
+    return replace(program, calls=tuple(map(noted, program.calls)))
 
 
 def _convolutions(call: Call) -> Sequence[Any]:
@@ -39,6 +41,3 @@ def _convolutions(call: Call) -> Sequence[Any]:
     if call.target is convolve_dense:
         return [call.args]
     return call.args if call.target is convolve_dense_together else ()
-
-
-_OURS = {convolve_dense_partials, reduce_dense_partials, *FAMILIES, *(family.together for family in FAMILIES.values())}

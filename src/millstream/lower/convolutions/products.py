@@ -15,8 +15,8 @@ from millstream.lower.convolutions.channels import add_node
 from millstream.lower.convolutions.dense import CONVOLVE, is_small_dense
 from millstream.lower.convolutions.writers import may_be_ours
 
-MOST_ROWS = 16
-"""Of an image, so to speak: from there on cuBLAS has kernels that take no longer."""
+MOST_ROWS = 64
+"""Of a product: more were not tried."""
 
 aten = torch.ops.aten
 
