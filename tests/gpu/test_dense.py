@@ -115,7 +115,7 @@ def test_the_shapes_above_take_every_tile():
         image, weight, bias, stride, padding = make(*shape)
         tiles.add(choose_tile(weight, functional.conv2d(image, weight, bias, stride, padding), stride, padding))
     assert None not in tiles
-    assert len(tiles) == 8
+    assert len(tiles) == 10
 
 
 def test_what_is_no_number_stays_so():
@@ -194,3 +194,42 @@ def test_no_kernel_reads_what_the_one_in_front_has_not_written(engine):
         for i in range(1000):
             wrong += (compiled(images[i % 2]) != wanted[i % 2]).sum()
     assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0][1] * shape[2][0] * shape[2][1] <= 1344])
+def test_weights_may_be_read_early(shape):
+    image, weight, bias, stride, padding = make(*shape)
+    wanted = functional.conv2d(image, weight, bias, stride, padding)
+    outs = [torch.full_like(wanted, float("nan"), memory_format=torch.channels_last) for _ in range(2)]
+    for out, early in zip(outs, (False, True), strict=True):
+        for _ in range(3):  # one behind the other
+            convolve_dense(image, weight, bias, None, True, wanted.shape[1], stride, padding, out=out, early=early)
+    assert torch.equal(*outs)
+
+
+class Narrow(nn.Module):
+    """Convolutions that are computed at once, some of which have weights that are made ready right in front."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(72, 72, 3, padding=1) for _ in range(6))
+        self.last = nn.Linear(72, 40)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x)) + x
+        return self.last(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_weights_that_change_between_calls(layout, streams):
+    torch.manual_seed(0)
+    model = Narrow().half().cuda().eval().to(memory_format=layout)
+    x = torch.randn(1, 72, 14, 14, device="cuda", dtype=torch.half)
+    compiled = ms.compile(model, strict=True, streams=streams)
+    with torch.no_grad():
+        for _ in range(20):
+            for layer in model.layers:
+                layer.weight.copy_(torch.randn_like(layer.weight) / 26)
+            networks.assert_close(compiled(x), model(x), 2e-2)

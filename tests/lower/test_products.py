@@ -56,6 +56,38 @@ def test_a_factor_that_lies_in_memory_in_another_way_stays():
     assert taken(Product(), torch.randn(8, 16, dtype=DOUBLE)) == 0
 
 
+class Gates(nn.Module):
+    """A step of a sequence, multiplied with one weight or with several."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(16, 8) for _ in range(number))
+
+    def forward(self, x):
+        step = x[:, 2]
+        return sum(gate(step) for gate in self.gates)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_rows_with_gaps_are_copied_once_for_several(number):
+    model, x = Gates(number).to(DOUBLE), torch.randn(3, 5, 16, dtype=DOUBLE)
+    gm = changed(model, x, take_products)
+    targets = [node.target for node in gm.graph.nodes]
+    assert targets.count(CONVOLVE) == (0 if number == 1 else number)
+    assert targets.count(torch.ops.aten.clone.default) == (0 if number == 1 else 1)
+
+
+class Square(nn.Module):
+    """A product with itself."""
+
+    def forward(self, x):
+        return x @ x, x @ x.t()
+
+
+def test_a_matrix_with_itself():
+    assert taken(Square(), torch.randn(8, 8, dtype=DOUBLE)) == 1
+
+
 class Head(nn.Module):
     """The end of a network for images, and something behind it."""
 
