@@ -75,7 +75,7 @@ class Convolutions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(32, 32, size, padding=size // 2) for size in (3, 5, 3, 1, 3, 7))
+        self.layers = nn.ModuleList(nn.Conv2d(32, 32, size, padding=size // 2) for size in (3, 5, 3, 1, 3, 7, 3))
         self.odd = nn.Conv2d(32, 18, 3)
 
     def forward(self, x):
