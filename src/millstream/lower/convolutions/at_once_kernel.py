@@ -7,31 +7,10 @@ from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
     gdc_wait,
 )
 
-from millstream.lower.convolutions.dense_kernel import choose, finish, load_added
-
-_ANY = [
-    "num_pixels",
-    "height",
-    "width",
-    "out_height",
-    "out_width",
-    "inputs",
-    "outputs",
-    "out_channels",
-    "kept",
-    "bias_width",
-    "addend_width",
-    "num_added",
-    "lowest",
-    "pad_y",
-    "pad_x",
-    "stride_y",
-    "stride_x",
-    "is_early",
-]
+from millstream.lower.convolutions.dense_kernel import ANY, choose, finish, load_added
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=ANY)
 def dense_at_once(
     images,
     weights,

@@ -8,7 +8,7 @@ from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
 )
 
 # Compiled for each tile, not for each size of image or window, nor for what follows.
-_ANY = [
+ANY = [
     "num_pixels",
     "height",
     "width",
@@ -32,10 +32,11 @@ _ANY = [
     "steps_a_row",
     "steps_a_split",
     "num_splits",
+    "is_early",
 ]
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=ANY)
 def dense(
     images,
     weights,
@@ -179,7 +180,7 @@ def dense(
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=ANY)
 def reduce_partials(
     partials,
     biases,
