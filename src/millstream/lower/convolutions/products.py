@@ -1,8 +1,6 @@
 """Products of a few rows with a weight, by our kernel for convolutions: a row is an image of one pixel.
 
 cuBLAS gives the last layer of a network for one image to few multiprocessors; ``docs/decisions/0026`` has the figures.
-
-Private PyTorch APIs, one function each; tried on torch 2.11 (CUDA) and 2.13.
 """
 
 from __future__ import annotations
