@@ -439,6 +439,21 @@ def test_another_device_or_version_starts_empty(kept, device, monkeypatch):
     assert found.load_costs().costs == {}
 
 
+def test_another_form_of_our_kernels_starts_empty(kept, device, monkeypatch, tmp_path):
+    _, costs, _ = kept
+    for name, text in (("__init__.py", ""), ("kernel.py", "one form")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(store.convolutions, "__file__", str(tmp_path / "__init__.py"))
+    seen = set()
+    for text in ("one form", "another", "one form"):
+        (tmp_path / "kernel.py").write_text(text)
+        store._own_kernels.cache_clear()
+        seen.add(store.versions()["kernels"])
+        assert Store(device, costs.parent).load_costs().costs == {}
+    store._own_kernels.cache_clear()
+    assert len(seen) == 2
+
+
 def test_where_the_files_lie(monkeypatch, tmp_path):
     for name in ("MILLSTREAM_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -7,6 +7,7 @@ written, everything is measured again in the next process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import torch
 from millstream.cache import cache_folder, write
 from millstream.cost import CostTable, format_table, parse_table
 from millstream.errors import ArgumentError
-from millstream.lower.tuning import versions
+from millstream.lower import convolutions, tuning
 
 
 class Store:
@@ -63,3 +64,17 @@ class Store:
             if isinstance(choices, dict):
                 return choices
         return {}
+
+
+def versions() -> dict[str, str]:
+    """Everything that the time of a kernel depends on beside the device: of libraries, and of our own kernels."""
+    return {**tuning.versions(), "kernels": _own_kernels()}
+
+
+@functools.cache
+def _own_kernels() -> str:
+    """Another name for another form of them, whose times say nothing of the present one's."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(convolutions.__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
