@@ -196,19 +196,8 @@ def test_no_kernel_reads_what_the_one_in_front_has_not_written(engine):
     assert int(wrong) == 0
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0][1] * shape[2][0] * shape[2][1] <= 1344])
-def test_weights_may_be_read_early(shape):
-    image, weight, bias, stride, padding = make(*shape)
-    wanted = functional.conv2d(image, weight, bias, stride, padding)
-    outs = [torch.full_like(wanted, float("nan"), memory_format=torch.channels_last) for _ in range(2)]
-    for out, early in zip(outs, (False, True), strict=True):
-        for _ in range(3):  # one behind the other
-            convolve_dense(image, weight, bias, None, True, wanted.shape[1], stride, padding, out=out, early=early)
-    assert torch.equal(*outs)
-
-
 class Narrow(nn.Module):
-    """Convolutions that are computed at once, some of which have weights that are made ready right in front."""
+    """Small convolutions, some of which have weights that are made ready right in front."""
 
     def __init__(self):
         super().__init__()

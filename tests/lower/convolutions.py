@@ -17,7 +17,6 @@ from millstream.lower.convolutions import (
     conversions,
     dense,
     depthwise,
-    early_reads,
     siblings,
     split_k,
     writers,
@@ -40,7 +39,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(writers, "_cudnn_layout", lambda *arguments: torch.channels_last)
 
 
-def convolve_dense(*arguments, out, early=False):
+def convolve_dense(*arguments, out):
     out.copy_(CONVOLVE(*arguments))
 
 
@@ -48,7 +47,7 @@ def convolve_depthwise(image, weight, relu, *options, out):
     out.copy_(CONVOLVE_DEPTHWISE(image, weight, relu, out.shape[1], *options))
 
 
-def convolve_dense_together(*convolutions, early=False):
+def convolve_dense_together(*convolutions):
     for *arguments, out in convolutions:
         convolve_dense(*arguments, out=out)
 
@@ -95,12 +94,12 @@ def convolve_relu(image, weight, bias, stride, padding, dilation, groups):
 
 #: Where programs have these kernels from.
 STAND_INS = {
-    convolve_dense: (writers, split_k, early_reads),
+    convolve_dense: (writers, split_k),
     convolve_depthwise: (writers,),
-    convolve_dense_together: (split_k, early_reads),
+    convolve_dense_together: (split_k,),
     convolve_depthwise_together: (),
-    convolve_dense_partials: (split_k, early_reads),
-    reduce_dense_partials: (split_k, early_reads),
+    convolve_dense_partials: (split_k,),
+    reduce_dense_partials: (split_k,),
     convert_weight: (writers, siblings),
     convert_weights_together: (),
     convolve: (writers,),
@@ -120,7 +119,6 @@ def own_kernels(pretended_gpu, monkeypatch):
         @functools.wraps(function)
         def counted(*arguments, **options):
             called[function.__name__] += 1
-            called["early"] += options.get("early", False)
             return function(*arguments, **options)
 
         for module in STAND_INS[function]:
@@ -136,7 +134,7 @@ def own_kernels(pretended_gpu, monkeypatch):
             (convert_weight, Conversion, convert_weights_together),
         )
     }
-    for module in (siblings, writers, early_reads):
+    for module in (siblings, writers):
         monkeypatch.setattr(module, "FAMILIES", families)
     for module in (channels, conversions, dense, depthwise):
         monkeypatch.setattr(module, "_DTYPES", (torch.double,))

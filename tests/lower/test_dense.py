@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from millstream.lower.convolutions import writers
 from millstream.lower.convolutions.dense import convolve_dense
-from millstream.lower.convolutions.dense_tiles import choose_splits, choose_tile
+from millstream.lower.convolutions.dense_tiles import choose_tile
 from tests.lower import convolutions
 from tests.lower.convolutions import pretended_gpu
 
@@ -82,32 +82,3 @@ def test_a_few_pixels_get_small_tiles_and_many_get_large_ones():
     for window in (1, 3):
         few, more, many = (tile(pixels, 64, window) for pixels in (49, 56 * 56, 112 * 112))
         assert few.pixels * few.channels < more.pixels * more.channels < many.pixels * many.channels
-
-
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "pixels", "window", "depth"),
-    [
-        (144, 144, 49, (3, 3), 64),
-        (72, 72, 196, (3, 3), 64),
-        (40, 72, 196, (3, 3), 16),  # short
-        (128, 32, 196, (3, 3), 16),  # rows of a multiple of 128 numbers
-        (128, 128, 196, (3, 3), None),  # likewise, and more
-        (40, 40, 784, (3, 3), None),  # many blocks
-        (192, 192, 49, (3, 3), None),  # long
-        (960, 320, 49, (1, 1), 64),
-        (512, 320, 49, (1, 1), None),
-    ],
-)
-def test_a_few_results_of_medium_sums_are_computed_at_once(inputs, outputs, pixels, window, depth):
-    with FakeTensorMode():
-        weight, output = torch.empty(outputs, inputs, *window), torch.empty(1, outputs, 1, pixels)
-    tile = choose_tile(weight, output, [1, 1], [n // 2 for n in window])
-    assert (tile.depth if tile.groups > 1 else None) == depth
-    assert depth is None or choose_splits(weight, output) == 1
-
-
-def test_many_together_are_not_computed_at_once():
-    with FakeTensorMode():
-        weight, output = torch.empty(72, 72, 3, 3), torch.empty(1, 72, 14, 14)
-    assert choose_tile(weight, output, [1, 1], [1, 1], 1).groups > 1
-    assert choose_tile(weight, output, [1, 1], [1, 1], 2).groups == 1

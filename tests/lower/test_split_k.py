@@ -41,7 +41,7 @@ __all__ = ["own_kernels", "pretended_gpu"]
         (192, 192, 289, (1, 7), 7),
         (160, 160, 289, (7, 1), 7),
         (160, 160, 289, (1, 7), 1),  # short
-        (144, 144, 49, (3, 3), 1),  # all numbers are loaded at once
+        (144, 144, 49, (3, 3), 1),  # as short, and fewer results
         (2048, 2048, 3136, (1, 1), 1),  # there are results enough
     ],
 )

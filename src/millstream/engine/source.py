@@ -28,7 +28,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from millstream.device import DeviceContext, Event
-from millstream.engine.early_reads import find_early_reads
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
 from millstream.lower.program import Program, Value
@@ -101,7 +100,6 @@ class Writer:
         self.program, self.plan = program, plan
         self.context, self.observe = context, observe
         self.parallel = plan.num_streams > 1
-        self.early = find_early_reads(program, plan)
         self.current = 0  # the stream that is current at this point of the text
         self.scope: dict[str, Any] = {}
         self.globals: dict[int, str] = {}  # id of an object in scope -> its name there
@@ -219,8 +217,6 @@ class Writer:
             args.append(f"{call.stream_keyword}={'raw_stream()' if self.observe else f'handle_{stream}'}")
         else:
             self._enter(stream)
-        if kernel in self.early:
-            args.append("early=True")
         text = f"{target}({', '.join(args)})"
         if self.observe is not None:
             text = self._observed(kernel, text)

@@ -27,7 +27,6 @@ from millstream.errors import ArgumentError, LoweringError
 from millstream.lower.convolutions.ahead import Launch, compiling
 from millstream.lower.convolutions.channels import align_channels, puts_channels_last
 from millstream.lower.convolutions.conversions import take_conversions
-from millstream.lower.convolutions.early_reads import note_early_reads
 from millstream.lower.convolutions.epilogues import absorb_epilogues, knows_own_convolutions
 from millstream.lower.convolutions.products import take_products
 from millstream.lower.convolutions.prologues import absorb_prologues
@@ -202,7 +201,6 @@ def _lower(
     if not wrappers:
         raise LoweringError("The graph has no kernels.", construct=name)
     program = split_long_sums(join_siblings(translate(wrappers[-1], name=name, static=static, aligned=aligned)))
-    program = note_early_reads(program)
     with compiling(chain(find_joint_launches(program), find_split_launches(program))):
         pass
     if len(program.outputs) != num_outputs:

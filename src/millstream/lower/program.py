@@ -59,8 +59,6 @@ class Call:
         results: Buffers bound to what it returns: ``(index, name)``, index ``None`` for the whole result. Empty when it
             writes into its arguments only.
         stream_keyword: Name of the keyword through which it takes a raw stream handle, or empty for the current stream.
-        early: Of a kernel that waits for all in front of it before it touches memory: values that it may read sooner,
-            if called with ``early=True``. ``None`` for other kernels.
     """
 
     target: Callable[..., Any]
@@ -68,7 +66,6 @@ class Call:
     kwargs: dict[str, Any]
     results: tuple[tuple[int | None, str], ...] = ()
     stream_keyword: str = ""
-    early: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from torch.utils.flop_counter import register_flop_formula
 from millstream.lower.convolutions.ahead import Launch, pointers
 from millstream.lower.convolutions.dense_tiles import (
     SPLIT_TILE,
-    Tile,
     ceil_div,
     choose_splits,
     choose_tile,
@@ -117,14 +116,14 @@ class Dense(NamedTuple):
         return shapes, options
 
 
-def convolve_dense(*arguments: Any, out: torch.Tensor, early: bool = False) -> None:
-    """Compute what ``Dense`` says; weights may be read *early*, before the kernel in front has ended."""
-    launch_dense([Dense(*arguments, out=out)], early=early).run()
+def convolve_dense(*arguments: Any, out: torch.Tensor) -> None:
+    """Compute what ``Dense`` says."""
+    launch_dense([Dense(*arguments, out=out)]).run()
 
 
-def convolve_dense_together(*convolutions: Sequence[Any], early: bool = False) -> None:
+def convolve_dense_together(*convolutions: Sequence[Any]) -> None:
     """Compute what several ``Dense`` of one kind say, given by their parts, in one launch."""
-    launch_dense([Dense(*each) for each in convolutions], early=early).run()
+    launch_dense([Dense(*each) for each in convolutions]).run()
 
 
 def convolve_dense_partials(
@@ -175,89 +174,60 @@ def launch_partials(
     return launch_dense(convolutions, partials.shape[1])
 
 
-def launch_dense(convolutions: Sequence[Dense], num_splits: int = 1, *, early: bool = False) -> Launch:
+def launch_dense(convolutions: Sequence[Dense], num_splits: int = 1) -> Launch:
     """How to compute convolutions of one kind at once.
 
     Args:
         convolutions: Where sums are split, each has the place of its first split for ``out``, and nothing follows.
         num_splits: Of each sum.
-        early: Whether weights may be read before the kernel in front has ended.
     """
+    from millstream.lower.convolutions.dense_kernel import dense  # Triton is there where there is a GPU
+
     convolutions = sorted(convolutions, key=lambda each: each.addend is None)
     image, weight, *_, stride, padding, out = convolutions[0]
     tile = choose_tile(weight, out, stride, padding, len(convolutions)) if num_splits == 1 else SPLIT_TILE
     assert tile is not None
+    outputs, inputs, rows, columns = weight.shape
+    pixels, row = num_pixels(out), inputs * columns
+    steps_a_row = ceil_div(row, tile.depth)
+    steps = rows * steps_a_row
     tensors, numbers, has_addend = _describe([each.rest for each in convolutions])
     arguments = (
         pointers(each.image for each in convolutions),
         pointers(each.weight for each in convolutions),
         *tensors,
-        num_pixels(out),
+        pixels,
         *image.shape[2:],
         *out.shape[2:],
-        weight.shape[1] // ALIGNED_CHANNELS,
-        weight.shape[0] // ALIGNED_CHANNELS,
+        inputs // ALIGNED_CHANNELS,
+        outputs // ALIGNED_CHANNELS,
         *numbers,
+        row // ALIGNED_CHANNELS,
+        rows,
+        *padding,
+        *stride,
+        steps,
+        steps_a_row,
+        ceil_div(steps, num_splits),
+        num_splits,
     )
     constants = {
+        "IS_POINTWISE": is_pointwise(weight, stride, padding),
+        "IS_WHOLE": row % tile.depth == 0,
         "HAS_ADDEND": has_addend,
         "AT_ONCE": ALIGNED_CHANNELS,
         "KEPT_AT_ONCE": KEPT_AT_ONCE,
         "TILE_PIXELS": tile.pixels,
         "TILE_CHANNELS": tile.channels,
         "TILE_DEPTH": tile.depth,
+        "IS_HALVED": tile.depth > _DEPTH_OF_SUM,
+        "IS_SPLIT": num_splits > 1,
         **early_start(image.device),
+        "num_warps": _NUM_WARPS,
+        "num_stages": tile.stages,
     }
-    grid = (
-        ceil_div(num_pixels(out), tile.pixels),
-        ceil_div(weight.shape[0], tile.channels),
-        len(convolutions) * num_splits,
-    )
-    parts = _all_at_once if tile.groups > 1 else _step_by_step
-    kernel, more_arguments, more_constants = parts(convolutions[0], tile, num_splits, early)
-    return Launch(kernel, grid, (*arguments, *more_arguments), {**constants, **more_constants})
-
-
-def _step_by_step(one: Dense, tile: Tile, num_splits: int, _early: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The kernel that goes through sums step by step, and what else it is given and compiled for."""
-    from millstream.lower.convolutions.dense_kernel import dense  # Triton is there where there is a GPU
-
-    _, inputs, rows, columns = one.weight.shape
-    row = inputs * columns
-    steps_a_row = ceil_div(row, tile.depth)
-    steps = rows * steps_a_row
-    sizes = (row // ALIGNED_CHANNELS, rows, *one.padding, *one.stride)
-    return (
-        dense,
-        (*sizes, steps, steps_a_row, ceil_div(steps, num_splits), num_splits),
-        {
-            "IS_POINTWISE": is_pointwise(one.weight, one.stride, one.padding),
-            "IS_WHOLE": row % tile.depth == 0,
-            "IS_HALVED": tile.depth > _DEPTH_OF_SUM,
-            "IS_SPLIT": num_splits > 1,
-            "num_warps": _NUM_WARPS,
-            "num_stages": tile.stages,
-        },
-    )
-
-
-def _all_at_once(one: Dense, tile: Tile, _num_splits: int, early: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The kernel that loads all numbers at once, and what else it is given and compiled for."""
-    from millstream.lower.convolutions.at_once_kernel import dense_at_once  # as above
-
-    _, inputs, rows, columns = one.weight.shape
-    row = inputs * columns
-    return (
-        dense_at_once,
-        (*one.padding, *one.stride, int(early)),
-        {
-            "ROW": row,
-            "ROWS": rows,
-            "STEPS": ceil_div(rows * row, tile.groups * tile.depth),
-            "GROUPS": tile.groups,
-            "num_warps": tile.groups,
-        },
-    )
+    grid = (ceil_div(pixels, tile.pixels), ceil_div(outputs, tile.channels), len(convolutions) * num_splits)
+    return Launch(dense, grid, arguments, constants)
 
 
 def launch_reduction(partials: torch.Tensor, rests: Sequence[Rest]) -> Launch:

@@ -8,7 +8,7 @@ from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
 )
 
 # Compiled for each tile, not for each size of image or window, nor for what follows.
-ANY = [
+_ANY = [
     "num_pixels",
     "height",
     "width",
@@ -32,11 +32,10 @@ ANY = [
     "steps_a_row",
     "steps_a_split",
     "num_splits",
-    "is_early",
 ]
 
 
-@triton.jit(do_not_specialize=ANY)
+@triton.jit(do_not_specialize=_ANY)
 def dense(
     images,
     weights,
@@ -141,7 +140,7 @@ def dense(
     if STARTS_EARLY:
         gdc_wait()
     # What is added in the end is on its way from here on.
-    shift, other = load_added(
+    shift, other = _load_added(
         biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
     )
     total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
@@ -175,12 +174,12 @@ def dense(
         gdc_launch_dependents()
     if IS_HALVED:
         total += half
-    total = finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
+    total = _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
     place = ((split * num_pixels + pixel) * out_channels)[:, None] + channel[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])
 
 
-@triton.jit(do_not_specialize=ANY)
+@triton.jit(do_not_specialize=_ANY)
 def reduce_partials(
     partials,
     biases,
@@ -224,7 +223,7 @@ def reduce_partials(
     out = choose(outs, which) + (pixel * out_channels)[:, None] + channel[None, :]
     if STARTS_EARLY:
         gdc_wait()
-    shift, other = load_added(
+    shift, other = _load_added(
         biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
     )
     total = tl.load(partial, is_result, 0.0)
@@ -232,7 +231,7 @@ def reduce_partials(
         total += tl.load(partial + k * num_pixels * outputs, is_result, 0.0)
     if STARTS_EARLY:
         gdc_launch_dependents()
-    total = finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
+    total = _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
     tl.store(out, total.to(out.dtype.element_ty), is_result)
 
 
@@ -264,7 +263,7 @@ def _add_products(
 
 
 @triton.jit
-def load_added(
+def _load_added(
     biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND: tl.constexpr
 ):
     """Bias and addend, or the bias twice; both of the addend's type, which is that of the result."""
@@ -278,7 +277,7 @@ def load_added(
 
 
 @triton.jit
-def finish(total, shift, other, channel, lowest, kept, HAS_ADDEND: tl.constexpr):
+def _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND: tl.constexpr):
     """Add what was loaded, apply relu, and set to zero what is not kept."""
     total += shift.to(tl.float32)[None, :]
     if HAS_ADDEND:

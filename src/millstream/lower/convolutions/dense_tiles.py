@@ -18,24 +18,17 @@ class Tile(NamedTuple):
         channels: Of the result.
         depth: How many products are summed in a step.
         stages: How many steps' numbers are on their way to the multiprocessor.
-        groups: Among how many groups of threads each sum is divided. If it is, all numbers are on their way at once,
-            and the others are those of one group.
     """
 
     pixels: int
     channels: int
     depth: int
     stages: int
-    groups: int = 1
 
 
 SPLIT_TILE = Tile(64, 64, 64, 4)
 _SPLIT_BLOCKS = 132  # as many as a device has multiprocessors
 _MOST_SPLITS = 16
-
-_AT_ONCE = Tile(16, 16, 64, 1, groups=4)
-_LONGEST_AT_ONCE = 1344  # sums of which all products' factors lie in a multiprocessor
-_SHALLOW = 400  # shorter sums than these take less time in shallow tiles
 
 
 def choose_tile(
@@ -62,9 +55,6 @@ def choose_tile(
     most = 200_000 if pointwise else 360_000 if depth <= 720 else 160_000
     if num_blocks * depth > most or depth > 4608:
         return None
-    at_once = _choose_at_once(weight, output, together)
-    if at_once is not None:
-        return at_once
     num_blocks *= together
     # From five of 168 channels at 42 x 42 (docs/decisions/0022): a single one with so many blocks was not tried.
     if together > 1 and num_blocks > 500 and pointwise and 64 < depth <= 300:
@@ -80,7 +70,7 @@ def choose_tile(
     unused = -row % 128 / row  # of a tile's depth, where a row ends within it
     if num_blocks <= 12 or (num_blocks <= 32 and row >= 128 and unused <= 0.15):
         return Tile(16, 32, 128, 4)
-    if num_blocks > 25 and row <= 96:
+    if num_blocks > 25 and row <= 120:
         return Tile(64, 32, 32, 5)
     if num_blocks > 25 and row >= 128 and unused <= 0.2:
         return Tile(64, 16, 128, 3) if num_blocks <= 64 else Tile(64, 32, 128, 3)
@@ -96,32 +86,14 @@ def choose_splits(weight: torch.Tensor, output: torch.Tensor) -> int:
         weight: Of the convolution.
         output: Of the convolution.
     """
-    if _choose_at_once(weight, output) is not None:
-        return 1
     steps = weight.shape[2] * ceil_div(weight.shape[1] * weight.shape[3], SPLIT_TILE.depth)
     num_blocks = ceil_div(num_pixels(output), SPLIT_TILE.pixels) * ceil_div(output.shape[1], SPLIT_TILE.channels)
     has_window = weight.shape[2] * weight.shape[3] > 1
-    fewest, fewest_a_split = (21, 3) if has_window and num_blocks <= 15 else (24, 4)
-    if steps < fewest:  # takes no less time so
+    fewest_a_split = 3 if has_window and num_blocks <= 15 else 4
+    if steps < (21 if fewest_a_split == 3 and num_blocks >= 10 else 24):  # takes no less time so
         return 1
     splits = max(min(round(_SPLIT_BLOCKS / num_blocks), steps // fewest_a_split, _MOST_SPLITS), 1)
     return ceil_div(steps, ceil_div(steps, splits))
-
-
-def _choose_at_once(weight: torch.Tensor, output: torch.Tensor, together: int = 1) -> Tile | None:
-    """The tile where it takes less time to load all numbers at once; figures are in ``docs/decisions/0026``."""
-    row = weight.shape[1] * weight.shape[3]
-    depth = row * weight.shape[2]
-    num_blocks = together * ceil_div(num_pixels(output), _AT_ONCE.pixels) * ceil_div(output.shape[1], _AT_ONCE.channels)
-    if depth > _LONGEST_AT_ONCE:
-        return None
-    if weight.shape[2] * weight.shape[3] == 1:
-        return _AT_ONCE if depth >= 840 and num_blocks <= 80 else None
-    if row % 128 == 0:
-        return _AT_ONCE._replace(depth=16) if num_blocks <= 32 else None
-    if depth < 200 or num_blocks > 114:
-        return None
-    return _AT_ONCE._replace(depth=16) if depth <= _SHALLOW else _AT_ONCE
 
 
 def is_pointwise(weight: torch.Tensor, stride: list[int], padding: list[int]) -> bool:
