@@ -17,6 +17,7 @@ from millstream.graph import (
     Plan,
     Record,
     Role,
+    Spread,
     Wait,
     format_graph,
     format_plan,
@@ -121,13 +122,14 @@ def test_spacing_comments_and_left_out_names_do_not_matter():
     assert parse_plan(PLAN_TEXT.replace("launch    0 mm.out", "launch 0") + GRAPH_TEXT) == PLAN
 
 
-def test_a_spread_plan_reads_back():
+@pytest.mark.parametrize("spread", [Spread.APART, Spread.EVEN])
+def test_a_spread_plan_reads_back(spread):
     head, rest = PLAN_TEXT.split("\n", 1)
-    text = f"{head} spread\n{rest}{GRAPH_TEXT}"
-    assert format_plan(replace(PLAN, spread=True)) == text
-    assert parse_plan(text) == replace(PLAN, spread=True)
-    with pytest.raises(ParseError, match=r"line 1, .*: expected 'spread', found wide"):
-        parse_plan(text.replace("spread", "wide", 1))
+    text = f"{head} {spread.value}\n{rest}{GRAPH_TEXT}"
+    assert format_plan(replace(PLAN, spread=spread)) == text
+    assert parse_plan(text) == replace(PLAN, spread=spread)
+    with pytest.raises(ParseError, match=r"line 1, .*: expected 'packed' or 'apart' or 'even', found wide"):
+        parse_plan(text.replace(spread.value, "wide", 1))
 
 
 ARENA_TEXT = 'arena 8192 cuda:0\n  t      4096\n  "a b"  0\n'

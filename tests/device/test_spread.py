@@ -12,6 +12,7 @@ import torch
 from millstream.device import occupancy, spread
 from millstream.device.occupancy import filled_share
 from millstream.device.spread import spread_kernels
+from millstream.graph import Spread
 
 DEVICE = torch.device("cuda:0")
 MULTIPROCESSORS, SHARED_BYTES = 100, 200_000
@@ -109,34 +110,53 @@ def test_small_kernels_ask_for_more_than_half_and_others_stay(pretend):
     small, through_library = Node((50, 1, 1)), Node((2, 5, 5), through_library=True)
     large, copy = Node((51, 1, 1), shared_bytes=10), Node((1, 1, 1), function=None)
     graph = pretend(Driver([small, large, copy, through_library]))
-    assert spread_kernels(graph, DEVICE) == 2
+    assert spread_kernels(graph, DEVICE, Spread.APART) == 2
     assert [node.shared_bytes for node in (small, through_library, large, copy)] == [HALF, HALF, 10, 0]
     assert small.function.limit == HALF
-    assert spread_kernels(graph, DEVICE) == 0, "they have what they want"
+    assert spread_kernels(graph, DEVICE, Spread.APART) == 0, "they have what they want"
+
+
+@pytest.mark.parametrize(("blocks", "beside_each_other"), [(1, 3), (100, 3), (101, 4), (400, 6), (1900, 21)])
+def test_as_many_blocks_fit_as_a_kernel_has_and_two_more(pretend, blocks, beside_each_other):
+    node = Node((blocks, 1, 1))
+    assert spread_kernels(pretend(Driver([node])), DEVICE, Spread.EVEN) == 1
+    taken = node.shared_bytes + 1024
+    assert node.shared_bytes % 128 == 0
+    assert SHARED_BYTES // taken == beside_each_other
+
+
+def test_what_needs_more_keeps_it_and_nothing_is_asked_for_where_hundreds_fit(pretend):
+    nodes = [Node((100, 1, 1), shared_bytes=90_000), Node((30_000, 1, 1), shared_bytes=5)]
+    assert spread_kernels(pretend(Driver(nodes)), DEVICE, Spread.EVEN) == 0
+    assert [node.shared_bytes for node in nodes] == [90_000, 5]
+
+
+def test_packed_kernels_stay(pretend):
+    assert spread_kernels(pretend(Driver([Node((1, 1, 1))])), DEVICE, Spread.PACKED) == 0
 
 
 def test_static_shared_memory_counts(pretend):
     some, enough = Node((1, 1, 1), Function(static=30_000)), Node((1, 1, 1), Function(static=30_000), HALF - 30_000)
-    assert spread_kernels(pretend(Driver([some, enough])), DEVICE) == 1
+    assert spread_kernels(pretend(Driver([some, enough])), DEVICE, Spread.APART) == 1
     assert some.shared_bytes == enough.shared_bytes == HALF - 30_000
 
 
 def test_the_limit_of_a_function_is_never_lowered(pretend):
     """Another launch of it takes more, and would fail."""
     node = Node((1, 1, 1), Function(limit=150_000))
-    assert spread_kernels(pretend(Driver([node])), DEVICE) == 1
+    assert spread_kernels(pretend(Driver([node])), DEVICE, Spread.APART) == 1
     assert (node.shared_bytes, node.function.limit) == (HALF, 150_000)
 
 
 @pytest.mark.parametrize("refusing", [{"refuses": ("limit",)}, {"refuses": ("params",)}, {"most": HALF - 1}])
 def test_what_the_driver_refuses_stays_as_it_was(pretend, refusing):
     node = Node((1, 1, 1), shared_bytes=5)
-    assert spread_kernels(pretend(Driver([node], **refusing)), DEVICE) == 0
+    assert spread_kernels(pretend(Driver([node], **refusing)), DEVICE, Spread.APART) == 0
     assert node.shared_bytes == 5
 
 
 def test_without_a_driver_nothing_happens(pretend):
-    assert spread_kernels(pretend(None), DEVICE) == 0
+    assert spread_kernels(pretend(None), DEVICE, Spread.APART) == 0
     assert filled_share(pretend(None), DEVICE) is None
 
 

@@ -29,7 +29,7 @@ from millstream.engine.choice import (
 )
 from millstream.engine.store import Store
 from millstream.errors import ArgumentError
-from millstream.graph import CHOSEN, Wait
+from millstream.graph import CHOSEN, Spread, Wait
 from millstream.schedule import POLICIES, peak_bytes, plan_serial, policies
 from millstream.testing import blocks_graph, chain_graph, random_graph, towers_graph
 
@@ -212,19 +212,31 @@ def test_the_fastest_on_the_device_wins_whatever_was_predicted():
     assert chosen.waits == sum(isinstance(step, Wait) for step in target.plan.steps)
     assert candidates[0].measured_ns == 1_000_000
     assert candidates[0].verdict == "slower"
-    assert len(candidates) == len(proposals) + 1
-    assert candidates[-1] == replace(chosen, spread=False, verdict="slower", measured_ns=500_000)
+    assert candidates[len(proposals) :] == tuple(
+        replace(chosen, spread=spread, verdict="slower", measured_ns=500_000) for spread in (Spread.EVEN, Spread.PACKED)
+    )
 
 
-@pytest.mark.parametrize(("plain", "wins"), [(0.39, True), (0.4, False), (0.9, False), (None, False)])
-def test_the_fastest_is_also_tried_without_spreading(plain, wins):
+@pytest.mark.parametrize(
+    ("even", "packed", "wins"),
+    [
+        (0.39, 0.39, Spread.EVEN),
+        (0.39, 0.38, Spread.PACKED),
+        (0.5, 0.39, Spread.PACKED),
+        (None, 0.39, Spread.PACKED),
+        (0.4, 0.4, Spread.APART),
+        (None, None, Spread.APART),
+    ],
+)
+def test_the_fastest_is_tried_in_all_ways_to_spread_kernels(even, packed, wins):
     proposals = promising()
-    assert [proposal.plan.spread for proposal in proposals] == [False] + [True] * (len(proposals) - 1)
-    trial = Trial(lambda proposal: 0.4 if proposal.plan.spread else plain)
+    assert [proposal.plan.spread for proposal in proposals] == [Spread.PACKED] + [Spread.APART] * (len(proposals) - 1)
+    times = {Spread.APART: 0.4, Spread.EVEN: even, Spread.PACKED: packed}
+    trial = Trial(lambda proposal: times[proposal.plan.spread])
     best, candidates = choose(proposals, trial, 60)
-    assert trial.tried[-1].plan == replace(proposals[1].plan, spread=False)
-    assert best.plan == replace(proposals[1].plan, spread=not wins)
-    assert chosen_of(candidates) is candidates[-1 if wins else 1]
+    assert [tried.plan.spread for tried in trial.tried[-2:]] == [Spread.EVEN, Spread.PACKED]
+    assert best.plan == replace(proposals[1].plan, spread=wins)
+    assert chosen_of(candidates).spread is wins
     assert recall(json.loads(json.dumps(note(candidates))), proposals) == (best, candidates)
 
 
@@ -253,7 +265,7 @@ def test_hopeless_plans_are_not_tried():
     behind = replace(others[0], predicted_ns=2 * others[0].predicted_ns)
     trial = Trial()
     _, candidates = choose([serial, others[0], behind, slow], trial, 60)
-    assert [proposal.plan.steps for proposal in trial.tried] == [others[0].plan.steps] * 2  # spread, and not
+    assert [proposal.plan.steps for proposal in trial.tried] == [others[0].plan.steps] * 3  # spread in each way
     assert [candidate.verdict for candidate in candidates[2:4]] == ["predicted to be slower"] * 2
     trial = Trial()
     best, candidates = choose([serial, slow], trial, 60)
@@ -266,8 +278,8 @@ def test_trials_are_bounded_in_number_and_time():
     many = [proposals[0], *[proposals[1]] * (MOST_TRIALS + 3)]
     trial = Trial()
     _, candidates = choose(many, trial, 60)
-    assert len(trial.tried) == MOST_TRIALS + 1  # the last without spreading
-    assert [candidate.verdict for candidate in candidates[-4:-1]] == ["no time left to try it"] * 3
+    assert len(trial.tried) == MOST_TRIALS + 2  # the last in the other ways to spread it
+    assert [candidate.verdict for candidate in candidates[-5:-2]] == ["no time left to try it"] * 3
     trial = Trial()
     best, candidates = choose(many, trial, -1)
     assert (trial.tried, best) == ([], proposals[0])
@@ -320,7 +332,7 @@ def test_notes_of_something_else_are_not_recalled():
         {"candidates": [None]},
         {"candidates": []},
         {"candidates": [{**entries[0], "colour": "red"}, *entries[1:]]},
-        {"candidates": entries[:-2]},
+        {"candidates": entries[:-3]},
         {"candidates": [*entries, entries[-1]]},
         {"candidates": entries[::-1]},
         {"candidates": [{**entry, "verdict": "slower"} for entry in entries]},

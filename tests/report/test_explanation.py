@@ -105,7 +105,7 @@ def test_data():
         "predicted_ns": 15_300,
         "measured_ns": 16_000,
         "verdict": "chosen",
-        "spread": False,
+        "spread": "packed",
     }
     assert data["timelines"]["measured"]["spans"][1] == {
         "name": "memset",

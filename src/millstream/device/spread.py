@@ -1,9 +1,9 @@
-"""Small kernels apart from each other on a GPU: a multiprocessor for each of their blocks.
+"""Kernels that run beside each other on a GPU, spread over its multiprocessors.
 
-Kernels of few blocks that run beside each other would all find free multiprocessors, and yet their blocks are often put
-on the same ones, where they slow each other down. Two blocks that ask for more than half of a multiprocessor's shared
-memory never share it; so each block of a small kernel asks for as much, and does not use it. ``docs/decisions/0017``
-has the figures.
+They would often all find free multiprocessors, and yet their blocks are put on the same ones, where they slow each
+other down. How many fit there is a question of what each asks for; so each asks for more shared memory than it needs,
+and does not use it. Two blocks that ask for more than half of a multiprocessor's never share it. Figures are in
+``docs/decisions/0017`` and ``0027``.
 
 The driver's calls are made through ctypes, as in ``occupancy``.
 """
@@ -17,20 +17,25 @@ from typing import Any
 import torch
 
 from millstream.device.occupancy import KernelNodeParams, fitting_blocks, load_driver, read_kernels
+from millstream.graph import Spread
 
 SMALL = 0.5  # of the multiprocessors: a kernel of more blocks finds neighbours whatever it asks for
+BESIDE = 2  # so many blocks shall find room on a multiprocessor beside those of one kernel
+_SYSTEM_BYTES, _UNIT_BYTES = 1024, 128  # of shared memory: what the system takes for each block, and in what units
 
 _STATIC_SHARED_BYTES, _MOST_DYNAMIC_SHARED_BYTES = 1, 8  # CU_FUNC_ATTRIBUTE_* of cuda.h
 
 
-def spread_kernels(graph: torch.cuda.CUDAGraph, device: torch.device) -> int:
-    """Let the blocks of small kernels in a captured graph be alone, as far as other small kernels are concerned.
+def spread_kernels(graph: torch.cuda.CUDAGraph, device: torch.device, spread: Spread) -> int:
+    """Let blocks of kernels in a captured graph ask for so much shared memory that they are spread as they shall be.
 
-    What the kernels compute stays the same.
+    ``APART``: the blocks of small kernels never share a multiprocessor. ``EVEN``: on each fit as many blocks of a
+    kernel as it has, divided among all, and ``BESIDE`` more. What the kernels compute stays the same.
 
     Args:
         graph: Captured with ``keep_graph=True``, and not instantiated yet.
         device: On which.
+        spread: In which way.
 
     Returns:
         How many kernels ask for more than they did.
@@ -39,12 +44,18 @@ def spread_kernels(graph: torch.cuda.CUDAGraph, device: torch.device) -> int:
     if driver is None:
         return 0
     properties = torch.cuda.get_device_properties(device)
-    most_blocks = int(SMALL * properties.multi_processor_count)
-    shared_bytes = properties.shared_memory_per_multiprocessor // 2  # of which the system takes a part for each block
+    count, memory = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
+
+    def wanted_bytes(num_blocks: int) -> int:
+        if spread is Spread.EVEN:
+            share = memory // (math.ceil(num_blocks / count) + BESIDE) - _SYSTEM_BYTES
+            return share // _UNIT_BYTES * _UNIT_BYTES
+        return memory // 2 if spread is Spread.APART and num_blocks <= int(SMALL * count) else 0
+
     return sum(
-        _widen(driver, node, params, function, shared_bytes)
+        _widen(driver, node, params, function, wanted)
         for node, params, function in read_kernels(driver, graph)
-        if math.prod(params.grid) <= most_blocks
+        if (wanted := wanted_bytes(math.prod(params.grid))) > 0
     )
 
 

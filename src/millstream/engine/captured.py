@@ -17,7 +17,7 @@ from millstream.engine.arena import bind_arena
 from millstream.engine.carrier import make_carrier
 from millstream.engine.passage import Passage, make_passage
 from millstream.engine.source import compile_plan
-from millstream.graph import Plan, Role
+from millstream.graph import Plan, Role, Spread
 from millstream.lower import Lowered, Phase
 from millstream.lower.program import Value
 from millstream.lower.tensors import allocator, copy_elements, reinterpret, same_addresses, storage_view
@@ -122,7 +122,7 @@ class Captured:
     def _capture(self, memory: list[Any], pool: GraphPool | None, passage: Passage | None) -> list[Any]:
         """Capture the plan on these inputs; the list is emptied, and the outputs returned as the graph has them."""
         program, plan, context = self._program, self._plan, self._context
-        is_kept = passage is not None or plan.spread  # until it is instantiated here
+        is_kept = passage is not None or plan.spread is not Spread.PACKED  # until it is instantiated here
         self.graph = torch.cuda.CUDAGraph(keep_graph=is_kept)
         with capture(context, self.graph, pool):
             if passage is not None:
@@ -142,8 +142,8 @@ class Captured:
             self._handed_out = [i for i in range(len(outputs)) if i in self._copied and self._owns(i)]
             self._results = [outputs[i] for i in self._handed_out]
             leads_out = passage is not None and passage.lead_out(self._results)
-        if plan.spread:
-            spread_kernels(self.graph, context.torch_device)
+        if plan.spread is not Spread.PACKED:
+            spread_kernels(self.graph, context.torch_device, plan.spread)
         if is_kept:
             with context.capture_lock:
                 self.graph.instantiate()

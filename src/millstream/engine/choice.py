@@ -19,9 +19,9 @@ from typing import Protocol
 
 from millstream.check import check_plan
 from millstream.cost import Costs
-from millstream.device.spread import SMALL
+from millstream.device.spread import BESIDE, SMALL
 from millstream.errors import ArgumentError
-from millstream.graph import CHOSEN, PLANNED_ROLES, Candidate, KernelGraph, Plan, Wait, format_graph
+from millstream.graph import CHOSEN, PLANNED_ROLES, Candidate, KernelGraph, Plan, Spread, Wait, format_graph
 from millstream.lower.program import Program
 from millstream.schedule import POLICIES, critical_path_ns, peak_bytes, plan_graph, plan_serial
 from millstream.simulate import simulate
@@ -164,7 +164,7 @@ def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Pr
         plan = plan_graph(graph, priced, num_streams, policy, memory_bytes=budget, packed=packed, fewer=fewer)
         if plan.num_streams > 1 and plan.steps not in seen:
             seen.add(plan.steps)
-            proposals.append(_assess(replace(plan, spread=True), costs))
+            proposals.append(_assess(replace(plan, spread=Spread.APART), costs))
     return [proposals[0], *sorted(proposals[1:], key=lambda proposal: proposal.predicted_ns)]
 
 
@@ -193,7 +193,7 @@ class Trial(Protocol):
 def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple[Proposal, tuple[Candidate, ...]]:
     """Time the promising proposals and return the fastest, with what became of all of them.
 
-    Small kernels are kept apart in all of them; the fastest is tried without that, too.
+    Small kernels are kept apart in all of them; the fastest is tried in the other ways to spread kernels, too.
 
     Args:
         proposals: As ``propose`` makes them.
@@ -220,18 +220,25 @@ def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple
                 best, best_ratio = proposal, own_ns / base_ns
     candidates = [serial.describe("slower", serial_ns), *(told[index] for index in range(len(others)))]
     chosen = next(index for index, proposal in enumerate(proposals) if proposal is best)
-    plain = _without_spreading(best)
-    if best.plan.spread and time.monotonic() <= deadline and (times := _try(plain, trial)) is not None:
-        own_ns, base_ns = times
-        candidates.append(plain.describe("slower", round(own_ns / base_ns * (serial_ns or base_ns))))
-        if own_ns / base_ns < best_ratio:
-            best, chosen = plain, len(proposals)
+    for other in _spread_otherwise(best):
+        if time.monotonic() <= deadline and (times := _try(other, trial)) is not None:
+            own_ns, base_ns = times
+            candidates.append(other.describe("slower", round(own_ns / base_ns * (serial_ns or base_ns))))
+            if own_ns / base_ns < best_ratio:
+                best, best_ratio, chosen = other, own_ns / base_ns, len(candidates) - 1
     candidates[chosen] = replace(candidates[chosen], verdict=CHOSEN)
     return best, tuple(candidates)
 
 
-def _without_spreading(proposal: Proposal) -> Proposal:
-    return replace(proposal, plan=replace(proposal.plan, spread=False))
+def _spread_otherwise(proposal: Proposal) -> list[Proposal]:
+    """The same plan in the other ways to spread kernels; none of the serial one, whose kernels have no neighbours."""
+    if proposal.plan.spread is Spread.PACKED:
+        return []
+    return [
+        replace(proposal, plan=replace(proposal.plan, spread=spread))
+        for spread in reversed(Spread)
+        if spread is not proposal.plan.spread
+    ]
 
 
 def _try(proposal: Proposal, trial: Trial) -> tuple[int, int] | None:
@@ -242,7 +249,7 @@ def _try(proposal: Proposal, trial: Trial) -> tuple[int, int] | None:
 def choice_key(program: Program, scheduling: Scheduling) -> str:
     """What a choice on disk is found by: everything that it depends on beside device and versions."""
     codes = [program.code(kernel.id) for kernel in program.graph.kernels]
-    text = f"{format_graph(program.graph)}{codes}{scheduling}{STREAM_COUNTS}{TRIED_POLICIES}{VARIANTS}{SMALL}"
+    text = f"{format_graph(program.graph)}{codes}{scheduling}{STREAM_COUNTS}{TRIED_POLICIES}{VARIANTS}{SMALL}{BESIDE}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -254,13 +261,14 @@ def note(candidates: Sequence[Candidate]) -> dict[str, object]:
 def recall(noted: dict[str, object], proposals: Sequence[Proposal]) -> tuple[Proposal, tuple[Candidate, ...]] | None:
     """Find the proposal that was chosen before; ``None`` if the note does not fit the proposals."""
     try:
-        candidates = tuple(Candidate(**entry) for entry in noted["candidates"])  # type: ignore[attr-defined]
-    except (KeyError, TypeError):
+        read = [Candidate(**entry) for entry in noted["candidates"]]  # type: ignore[attr-defined]
+        candidates = tuple(replace(candidate, spread=Spread(candidate.spread)) for candidate in read)
+    except (KeyError, TypeError, ValueError):
         return None
     looks = [replace(candidate, measured_ns=None, verdict="") for candidate in candidates]
     further = looks[len(proposals) :]
-    plain = (_without_spreading(proposal) for proposal in proposals if proposal.plan.spread)
-    known = [*proposals, *[proposal for proposal in plain if proposal.describe() in further][:1]]
+    others = {other.describe(): other for proposal in reversed(proposals) for other in _spread_otherwise(proposal)}
+    known = [*proposals, *[others.pop(look) for look in further if look in others]]
     if [proposal.describe() for proposal in known] != looks:
         return None
     chosen = [index for index, candidate in enumerate(candidates) if candidate.is_chosen]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millstream.graph.plan import Spread
+
 CHOSEN = "chosen"
 """The verdict on the plan that runs."""
 
@@ -20,7 +22,7 @@ class Candidate:
         predicted_ns: Its time by the simulator; ``None`` when it was not simulated.
         measured_ns: Its time on the device; ``None`` when it was not run.
         verdict: ``CHOSEN``, or why not, in a few words.
-        spread: Whether small kernels are kept apart on the device.
+        spread: How its kernels' blocks are spread over the device.
     """
 
     policy: str
@@ -30,7 +32,7 @@ class Candidate:
     predicted_ns: int | None = None
     measured_ns: int | None = None
     verdict: str = ""
-    spread: bool = False
+    spread: Spread = Spread.PACKED
 
     @property
     def is_chosen(self) -> bool:

@@ -8,6 +8,7 @@ where that stream comes behind every use of it; ``millstream.check`` proves that
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from millstream.graph.kernel_graph import KernelGraph
 from millstream.graph.layout import MemoryLayout
@@ -65,6 +66,14 @@ class Copy:
 Step = Launch | Record | Wait | Allocate | Free | Copy
 
 
+class Spread(StrEnum):
+    """How blocks of kernels that run beside each other are spread over a device, where an engine can tell it."""
+
+    PACKED = "packed"  # as the device likes
+    APART = "apart"  # those of small kernels have a multiprocessor each, as far as other small ones are concerned
+    EVEN = "even"  # on no multiprocessor are many more of a kernel's blocks than on another
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one run of a graph is issued.
@@ -75,7 +84,7 @@ class Plan:
         num_streams: Streams are numbered from 0; stream 0 is where the caller's work comes from and goes on.
         policy: Name of the policy that made it.
         layout: Where its temporaries lie in one arena; ``None`` leaves that to the allocator of whoever runs it.
-        spread: Whether small kernels that run beside each other are kept apart on the device, where an engine can.
+        spread: How its kernels' blocks are spread over the device.
     """
 
     graph: KernelGraph
@@ -83,4 +92,4 @@ class Plan:
     num_streams: int = 1
     policy: str = "serial"
     layout: MemoryLayout | None = None
-    spread: bool = False
+    spread: Spread = Spread.PACKED

@@ -30,8 +30,8 @@ A plan is its steps, each behind its stream, and then its graph::
     graph "two layers"
     ...
 
-The arena, with the offset of each buffer in it, is there only where a plan says where its temporaries lie. ``spread``
-stands behind the streams where small kernels are kept apart.
+The arena, with the offset of each buffer in it, is there only where a plan says where its temporaries lie. How
+kernels are spread, ``apart`` or ``even``, stands behind the streams.
 
 A name stands bare where it consists of letters, digits and ``_ . : /`` (with single ``-`` inside), and otherwise in
 double quotes with Python's escapes. Fields at their defaults are left out. Indented lines belong to the heading above
@@ -47,7 +47,7 @@ from typing import NoReturn
 from millstream.errors import GraphError
 from millstream.graph.kernel_graph import Buffer, Kernel, KernelGraph, KernelKind, Role
 from millstream.graph.layout import MemoryLayout
-from millstream.graph.plan import Allocate, Copy, Free, Launch, Plan, Record, Step, Wait
+from millstream.graph.plan import Allocate, Copy, Free, Launch, Plan, Record, Spread, Step, Wait
 
 _BARE = r"[\w.:/]+(?:-[\w.:/]+)*"
 _TOKEN = re.compile(rf'[ \t]*(?P<token>"(?:[^"\\]|\\.)*"|->|[(),]|-?{_BARE})')
@@ -85,7 +85,7 @@ def format_plan(plan: Plan) -> str:
     """Write a plan and its graph as text; ``parse_plan`` reads it back as an equal plan, also when it is not valid."""
     streams = f"{plan.num_streams} stream{'' if plan.num_streams == 1 else 's'}"
     steps = [_step_columns(plan.graph, step) for step in plan.steps]
-    spread = " spread" if plan.spread else ""
+    spread = "" if plan.spread is Spread.PACKED else f" {plan.spread}"
     lines = [f"plan {_quote(plan.policy)} on {streams}{spread}", "steps", *_align(steps)]
     if plan.layout is not None:
         offsets = [(_quote(buffer), str(offset)) for buffer, offset in plan.layout.offset_of.items()]
@@ -122,7 +122,7 @@ def parse_plan(text: str) -> Plan:
     head.keyword("on")
     num_streams = head.integer("the number of streams")
     head.keyword("stream", "streams")
-    spread = head.more and head.keyword("spread") == "spread"
+    spread = Spread(head.keyword(*(spread.value for spread in Spread))) if head.more else Spread.PACKED
     head.end()
     reader.heading("steps").end()
     # A launch names its kernel, which can be checked only once the graph below is known.

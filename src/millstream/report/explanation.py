@@ -12,7 +12,7 @@ from typing import Any
 
 from millstream.cost import Costs
 from millstream.errors import ArgumentError
-from millstream.graph import Candidate, Kernel, KernelGraph, KernelKind, Plan, Role, Timeline, Wait
+from millstream.graph import Candidate, Kernel, KernelGraph, KernelKind, Plan, Role, Spread, Timeline, Wait
 from millstream.report.account import Account
 from millstream.report.html import to_html
 from millstream.report.perfetto import to_perfetto
@@ -326,7 +326,7 @@ def _candidate_lines(candidates: Sequence[Candidate]) -> list[str]:
         return []
     rows = [
         (
-            f"{each.policy}, spread" if each.spread else each.policy,
+            each.policy if each.spread is Spread.PACKED else f"{each.policy}, {each.spread}",
             str(each.streams),
             str(each.waits),
             size(each.peak_bytes),
