@@ -136,6 +136,8 @@ def dense(
         y = line % out_height * stride_y - pad_y
         x = ((pixel - line * out_width) * stride_x - pad_x) * inputs
         values = image + ((line // out_height * height + y) * width * inputs + x)[:, None] + depth[None, :]
+        y = tl.where(is_pixel, y, -(1 << 30))  # outside of any image
+    line_length = width * inputs
     taps = weight + channel[None, :] * (rows * row) + depth[:, None]
     if STARTS_EARLY:
         gdc_wait()
@@ -155,16 +157,15 @@ def dense(
     for _ in range(steps):
         is_row = is_pixel
         if not IS_POINTWISE:
-            is_row &= (y + i >= 0) & (y + i < height)
-        in_row = i * width * inputs
+            is_row = (y + i).to(tl.uint32, bitcast=True) < height
         total = _add_products(
-            total, values + in_row, taps + i * row, first, depth, x, is_row, is_channel, row, width * inputs,
+            total, values, taps, i * line_length, i * row, first, depth, x, is_row, is_channel, row, line_length,
             IS_POINTWISE, IS_WHOLE,
         )  # fmt: skip
         if IS_HALVED:
             half = _add_products(
-                half, values + in_row, taps + i * row, first + half_depth, depth, x, is_row, is_channel, row,
-                width * inputs, IS_POINTWISE, IS_WHOLE,
+                half, values, taps, i * line_length, i * row, first + half_depth, depth, x, is_row, is_channel, row,
+                line_length, IS_POINTWISE, IS_WHOLE,
             )  # fmt: skip
         first += TILE_DEPTH
         if not IS_POINTWISE:
@@ -246,7 +247,7 @@ def choose(pointers, which):
 
 @triton.jit
 def _add_products(
-    total, values, taps, first, depth, x, is_row, is_channel, row, width,
+    total, values, taps, in_image, in_weight, first, depth, x, is_row, is_channel, row, width,
     IS_POINTWISE: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add the products of a part of the window's row, from ``first`` on, if the image has it."""
@@ -254,12 +255,14 @@ def _add_products(
     is_tap = is_channel[None, :]
     if not IS_POINTWISE:
         column = x[:, None] + (first + depth)[None, :]
-        is_value &= (column >= 0) & (column < width)
+        is_value &= column.to(tl.uint32, bitcast=True) < width
     if not IS_WHOLE:
         inside = depth < row - first
         is_value &= inside[None, :]
         is_tap &= inside[:, None]
-    return tl.dot(tl.load(values + first, is_value, 0.0), tl.load(taps + first, is_tap, 0.0), total)
+    return tl.dot(
+        tl.load(values + (in_image + first), is_value, 0.0), tl.load(taps + (in_weight + first), is_tap, 0.0), total
+    )
 
 
 @triton.jit
