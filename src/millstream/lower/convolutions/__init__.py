@@ -2,6 +2,6 @@
 
 Before: ``channels``, ``epilogues``, ``prologues``, ``conversions`` change the graph of operators, ``products`` makes
 convolutions of linear layers, and ``strides`` keeps the graph's results as they were. Behind: ``writers`` says what
-computes each, ``siblings`` and ``split_k`` make fewer or more launches of them, and ``early_reads`` notes what they may
-read early. Kernels: ``dense``, ``depthwise``, ``weights``; they start by ``early`` and are compiled by ``ahead``.
+computes each, ``siblings`` and ``split_k`` make fewer or more launches of them. Kernels: ``dense``, ``depthwise``,
+``weights``; they start by ``early`` and are compiled by ``ahead``.
 """

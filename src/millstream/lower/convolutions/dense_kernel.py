@@ -136,7 +136,7 @@ def dense(
         y = line % out_height * stride_y - pad_y
         x = ((pixel - line * out_width) * stride_x - pad_x) * inputs
         values = image + ((line // out_height * height + y) * width * inputs + x)[:, None] + depth[None, :]
-        y = tl.where(is_pixel, y, -(1 << 30))  # outside of any image
+        y = tl.where(is_pixel, y, -(1 << 30))  # outside of any image: one comparison less in each step
     line_length = width * inputs
     taps = weight + channel[None, :] * (rows * row) + depth[:, None]
     if STARTS_EARLY:
@@ -157,7 +157,7 @@ def dense(
     for _ in range(steps):
         is_row = is_pixel
         if not IS_POINTWISE:
-            is_row = (y + i).to(tl.uint32, bitcast=True) < height
+            is_row = (y + i).to(tl.uint32, bitcast=True) < height  # what is negative is beyond it, too
         total = _add_products(
             total, values, taps, i * line_length, i * row, first, depth, x, is_row, is_channel, row, line_length,
             IS_POINTWISE, IS_WHOLE,

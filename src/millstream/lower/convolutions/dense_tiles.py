@@ -1,6 +1,6 @@
 """How our kernel for convolutions divides its work among blocks: from the sizes alone, the same in any process.
 
-Figures are in ``docs/decisions/0020``, ``0022`` and ``0024``.
+Figures are in ``docs/decisions/0020``, ``0022``, ``0024`` and ``0027``.
 """
 
 from __future__ import annotations
