@@ -122,7 +122,8 @@ class Captured:
     def _capture(self, memory: list[Any], pool: GraphPool | None, passage: Passage | None) -> list[Any]:
         """Capture the plan on these inputs; the list is emptied, and the outputs returned as the graph has them."""
         program, plan, context = self._program, self._plan, self._context
-        is_kept = passage is not None or plan.spread is not Spread.PACKED  # until it is instantiated here
+        is_spread = plan.spread is not Spread.PACKED
+        is_kept = passage is not None or is_spread  # until it is instantiated here
         self.graph = torch.cuda.CUDAGraph(keep_graph=is_kept)
         with capture(context, self.graph, pool):
             if passage is not None:
@@ -142,7 +143,7 @@ class Captured:
             self._handed_out = [i for i in range(len(outputs)) if i in self._copied and self._owns(i)]
             self._results = [outputs[i] for i in self._handed_out]
             leads_out = passage is not None and passage.lead_out(self._results)
-        if plan.spread is not Spread.PACKED:
+        if is_spread:
             spread_kernels(self.graph, context.torch_device, plan.spread)
         if is_kept:
             with context.capture_lock:

@@ -88,11 +88,10 @@ def choose_splits(weight: torch.Tensor, output: torch.Tensor) -> int:
     """
     steps = weight.shape[2] * ceil_div(weight.shape[1] * weight.shape[3], SPLIT_TILE.depth)
     num_blocks = ceil_div(num_pixels(output), SPLIT_TILE.pixels) * ceil_div(output.shape[1], SPLIT_TILE.channels)
-    has_window = weight.shape[2] * weight.shape[3] > 1
-    fewest_a_split = 3 if has_window and num_blocks <= 15 else 4
-    if steps < (21 if fewest_a_split == 3 and num_blocks >= 10 else 24):  # takes no less time so
+    is_small = weight.shape[2] * weight.shape[3] > 1 and num_blocks <= 15
+    if steps < (21 if is_small and num_blocks >= 10 else 24):  # takes no less time so
         return 1
-    splits = max(min(round(_SPLIT_BLOCKS / num_blocks), steps // fewest_a_split, _MOST_SPLITS), 1)
+    splits = max(min(round(_SPLIT_BLOCKS / num_blocks), steps // (3 if is_small else 4), _MOST_SPLITS), 1)
     return ceil_div(steps, ceil_div(steps, splits))
 
 
