@@ -89,4 +89,4 @@ def test_in_a_network_on_streams(names_on_streams):
     names = names_on_streams(Convolutions, layout=torch.contiguous_format)
     assert any("× convert_weight" in name for name in names)
     kept = names_on_streams(Convolutions)
-    assert not any("convert_weight" in name for name in kept)
+    assert [name for name in kept if "convert_weight" in name] == ["convert_weight"]  # which adds zeros to the odd one
