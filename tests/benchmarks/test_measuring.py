@@ -1,16 +1,23 @@
 """Measuring: samples, turns, clocks and the ordering that a device time relies on."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._inductor import config as inductor_config
 
-from benchmarks import baselines
+from benchmarks import baselines, plans
 from benchmarks.equality import Verdict
 from benchmarks.harness import Sample, alternate, by_rounds, loop_clock
 from benchmarks.overhead import host_rows
+from benchmarks.results import Row
 from benchmarks.sides import Failure, Side, compare
 from benchmarks.suite import Settings, parse, settings_of
+from millstream.device import graphs
+from millstream.engine import source
 from millstream.graph import KernelGraph, Plan
+from tests.networks import lowered
 
 CPU = torch.device("cpu")
 SETTINGS = Settings(CPU, rounds=3, tiny=True)
@@ -94,3 +101,48 @@ def test_host_rows_tell_what_a_call_adds_to_its_replay():
     assert [row.baseline for row in rows] == ["own replay", "eager", "broken", None]
     assert rows[-1].variant == "call minus replay"
     assert rows[-1].ours_ms == pytest.approx(rows[0].ours_ms - rows[0].baseline_ms)
+
+
+def test_graphs_of_plans_are_compared_with_one_stream():
+    samples = {
+        plans.FIRST: Sample.of([1.9]), plans.BASE: Sample.of([2.0]), plans.CHAIN: Sample.of([0.5]),
+        "apart": Sample.of([1.0]), "even": Sample.of([0.8]),
+    }  # fmt: skip
+    rows = plans.rows_of(Row("model", bound_ms=0.5), samples, SETTINGS, chosen="even", num_in_chain=3)
+    assert [(row.variant, row.ours_ms, row.ratio, row.note) for row in rows] == [
+        (plans.FIRST, 1.9, 2.0 / 1.9, None),
+        (plans.CHAIN, 0.5, 4.0, "3 kernels"),
+        ("apart", 1.0, 2.0, None),
+        ("even", 0.8, 2.5, "chosen"),
+    ]
+    assert all(
+        (row.case, row.baseline, row.baseline_ms, row.bound_ms) == ("model", plans.BASE, 2.0, 0.5) for row in rows
+    )
+
+
+def test_only_the_kernels_of_a_chain_are_captured(monkeypatch):
+    """In place of a capture, they run."""
+    x = torch.randn(4, 4)
+    known, given, result = lowered(lambda x: torch.softmax(x @ x, 0) @ x, x)
+    launched, compile_plan = [], source.compile_plan
+
+    def noting(program, plan, *, observe):
+        def noted(kernel, launch, written):
+            return observe(kernel, lambda: launched.append(kernel) or launch(), written)
+
+        return compile_plan(program, plan, observe=noted)
+
+    monkeypatch.setattr(source, "compile_plan", noting)
+    monkeypatch.setattr(graphs, "capture", lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+
+    class Base:
+        inputs = property(lambda _: [*given])  # a run empties its list
+
+    kernels = [kernel.id for kernel in known.program.graph.kernels]
+    for chain in (kernels, kernels[1:2]):
+        launched.clear()
+        captured = plans.capture_chain(SimpleNamespace(lowered=known), Base(), chain)
+        assert launched == kernels + chain
+        *_, (_, _, (first,), _) = captured._keep
+        assert torch.equal(first, result)

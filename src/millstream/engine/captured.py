@@ -104,6 +104,11 @@ class Captured:
             self.addresses = {tensor.data_ptr() for tensor in saved} | {a for a in self._addresses if a is not None}
         self._saved = next((i for i in range(len(outputs)) if i not in copied and self._owns(i)), None)
 
+    @property
+    def inputs(self) -> list[Any]:
+        """What the graph reads: slots, and inputs that stay where they are."""
+        return list(self._memory)
+
     def read_in_place(self, inputs: Sequence[Any], positions: frozenset[int]) -> Captured:
         """Capture the plan once more so that it reads some inputs, of those with slots, where they are in this call.
 

@@ -135,6 +135,13 @@ class CudaGraphEngine:
                 raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")
             self._captured.replay()
 
+    def capture_beside(self, plan: Plan) -> Captured:
+        """Capture another plan on the inputs of the latest call, in memory of its own: for measurements."""
+        with self._lock, guard(self._context.place):
+            if self._captured is None:
+                raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")
+            return self._try(plan, self._captured.inputs, None)
+
     def release(self) -> None:
         """Give the graph's memory back; a later call captures anew."""
         with self._lock:

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 from millstream.cost import Costs
 from millstream.errors import ArgumentError
-from millstream.graph import KernelGraph, KernelKind, Role, Timeline, derive_dependencies
+from millstream.graph import KernelGraph, KernelKind, Role, Timeline
 from millstream.report.words import count, duration, percent
-from millstream.schedule import rank_kernels
+from millstream.schedule import critical_path
 
 _BOUND = 0.85  # of the run: a lower bound that explains so much of it is what bounds it
 _WORTH_SAYING = 0.05  # of the run
@@ -65,19 +65,7 @@ class Account:
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
         """The longest chain of dependent kernels, by id; the first in the program where several are equally long."""
-        predecessors = [[found.kernel for found in each] for each in derive_dependencies(self.graph)]
-        ranks = rank_kernels(predecessors, self.durations_ns)
-        successors: list[list[int]] = [[] for _ in ranks]
-        for kernel, each in enumerate(predecessors):
-            for predecessor in each:
-                successors[predecessor].append(kernel)
-        path: list[int] = []
-        rest, choice = max(ranks, default=0), list(range(len(ranks)))
-        while rest:
-            path.append(next(kernel for kernel in choice if ranks[kernel] == rest))
-            rest -= self.durations_ns[path[-1]]
-            choice = successors[path[-1]]
-        return tuple(path)
+        return critical_path(self.graph, self.durations_ns)
 
     @property
     def critical_path_ns(self) -> int:

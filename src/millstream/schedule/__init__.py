@@ -6,7 +6,7 @@ from millstream.schedule.exact import assign_exact
 from millstream.schedule.lifetimes import Lifetime, derive_lifetimes, peak_bytes
 from millstream.schedule.memory import assign_offsets
 from millstream.schedule.policies import POLICIES, Policy, plan_graph
-from millstream.schedule.ranking import critical_path_ns, rank_kernels
+from millstream.schedule.ranking import critical_path, critical_path_ns, rank_kernels
 from millstream.schedule.serial import plan_serial
 from millstream.schedule.waits import place_waits
 
@@ -20,6 +20,7 @@ __all__ = [
     "assign_list",
     "assign_offsets",
     "assign_slack",
+    "critical_path",
     "critical_path_ns",
     "derive_lifetimes",
     "peak_bytes",

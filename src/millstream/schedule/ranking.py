@@ -22,6 +22,23 @@ def rank_kernels(predecessors: Sequence[Sequence[int]], durations_ns: Sequence[i
     return tuple(ranks)
 
 
+def critical_path(graph: KernelGraph, durations_ns: Sequence[int]) -> tuple[int, ...]:
+    """Return the longest chain of dependent kernels, by id; the first in the program where several are equally long."""
+    predecessors = [[found.kernel for found in each] for each in derive_dependencies(graph)]
+    ranks = rank_kernels(predecessors, durations_ns)
+    successors: list[list[int]] = [[] for _ in ranks]
+    for kernel, each in enumerate(predecessors):
+        for predecessor in each:
+            successors[predecessor].append(kernel)
+    path: list[int] = []
+    rest, choice = max(ranks, default=0), list(range(len(ranks)))
+    while rest:
+        path.append(next(kernel for kernel in choice if ranks[kernel] == rest))
+        rest -= durations_ns[path[-1]]
+        choice = successors[path[-1]]
+    return tuple(path)
+
+
 def critical_path_ns(graph: KernelGraph, costs: Costs) -> int:
     """Return the time of the longest chain of dependent kernels: no number of streams makes a run shorter."""
     predecessors = [[found.kernel for found in each] for each in derive_dependencies(graph)]
