@@ -1,12 +1,11 @@
 """Suite ``plans``: one network's kernels, its chosen plan, and what bounds it, as graphs that take their turns.
 
-- ``one stream, first``: before anything else of the network has been captured in the process; by itself.
+- ``one stream, first``: before anything else of the network is captured, and by itself. One case a run: networks have
+  kernels in common, and what is captured of one may change another's time (``docs/decisions/0028``).
 - ``one stream``: the same later, among the others. It should take as long.
 - ``longest chain``: the kernels of the critical path, with nothing beside them: no plan is quicker. Of what other
   kernels write they read whatever is in memory, so that results mean nothing.
 - ``packed``, ``apart``, ``even``: the chosen plan in each way to spread its kernels over the multiprocessors.
-
-A GPU is needed.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from benchmarks.harness import Run, Sample, alternate, device_clock
+from benchmarks.harness import Sample, alternate, device_clock
 from benchmarks.models import INFERENCE, Inference, InferenceCase
 from benchmarks.ours import only_executable
 from benchmarks.results import Row, ratio
@@ -33,16 +32,12 @@ FIRST, BASE, CHAIN = "one stream, first", "one stream", "longest chain"
 
 @torch.no_grad()
 def run_case(case: InferenceCase, settings: Settings) -> list[Row]:
-    """Capture and time all graphs of a network.
-
-    Raises:
-        RuntimeError: There is no GPU.
-    """
+    """Capture and time all graphs of a network."""
     from millstream.graph import Spread
     from millstream.schedule import critical_path, plan_serial
 
     if settings.device.type != "cuda":
-        raise RuntimeError("plans are captured on a GPU only")
+        return [Row(case.name, note="not run: only a GPU's plans are captured")]
     problem = case.make(settings.device, channels_last=settings.channels_last)
     samples = alternate(
         {FIRST: device_clock(build(problem, settings, streams=1).replay, settings.device)}, settings.rounds
@@ -77,12 +72,22 @@ def build(problem: Inference, settings: Settings, **options: Any) -> Any:
     return only_executable(compiled)
 
 
-class Chain:
-    """A graph of some kernels of a program, with all that it uses."""
+class Chain(NamedTuple):
+    """A graph of some kernels of a program, with all that it uses.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, keep: object) -> None:
-        self.replay: Run = graph.replay
-        self._keep = graph, keep
+    Attributes:
+        graph: It.
+        outputs: Of the program, when all of its kernels ran.
+        keep: What else must live.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    outputs: list[Any]
+    keep: object
+
+    def replay(self) -> None:
+        """Run these kernels."""
+        self.graph.replay()
 
 
 def capture_chain(executable: Any, base: Captured, chain: Iterable[int]) -> Chain:
@@ -108,7 +113,7 @@ def capture_chain(executable: Any, base: Captured, chain: Iterable[int]) -> Chai
         outputs = compile_plan(program, plan, observe=run_all)(base.inputs)
         with capture(device, graph):
             captured = compile_plan(program, plan, observe=run_wanted)(base.inputs)
-    return Chain(graph, (base, results, outputs, captured))
+    return Chain(graph, outputs, (base, results, captured))
 
 
 def rows_of(

@@ -136,7 +136,7 @@ class CudaGraphEngine:
             self._captured.replay()
 
     def capture_beside(self, plan: Plan) -> Captured:
-        """Capture another plan on the inputs of the latest call, in memory of its own: for measurements."""
+        """Capture another plan, on copies of the inputs that the present graph holds: for measurements."""
         with self._lock, guard(self._context.place):
             if self._captured is None:
                 raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")

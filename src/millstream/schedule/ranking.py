@@ -41,5 +41,5 @@ def critical_path(graph: KernelGraph, durations_ns: Sequence[int]) -> tuple[int,
 
 def critical_path_ns(graph: KernelGraph, costs: Costs) -> int:
     """Return the time of the longest chain of dependent kernels: no number of streams makes a run shorter."""
-    predecessors = [[found.kernel for found in each] for each in derive_dependencies(graph)]
-    return max(rank_kernels(predecessors, [cost.duration_ns for cost in costs.kernels]), default=0)
+    durations_ns = [cost.duration_ns for cost in costs.kernels]
+    return sum(durations_ns[kernel] for kernel in critical_path(graph, durations_ns))
