@@ -22,10 +22,11 @@ STATIC, LIMIT = 1, 8
 
 @dataclass
 class Function:
-    """A kernel's code: its static shared memory, and the most that launches of it may take beside that."""
+    """A kernel's code: its static shared memory, the most that launches of it may take beside that, and its name."""
 
     static: int = 0
     limit: int = 48_000
+    name: bytes = b"known"
 
 
 @dataclass
@@ -63,6 +64,10 @@ class Driver:
 
     def cuKernelGetFunction(self, function, kernel):
         function._obj.value = kernel.value
+        return 0
+
+    def cuFuncGetName(self, name, function):
+        name._obj.value = self.nodes[function.value - 1].function.name
         return 0
 
     def cuFuncGetAttribute(self, value, number, function):
@@ -106,20 +111,25 @@ def pretend(monkeypatch):
     return put
 
 
+def spread_known(graph, way):
+    """Spread the kernels of a graph whose code is called ``known``."""
+    return spread_kernels(graph, DEVICE, way, "known".__eq__)
+
+
 def test_small_kernels_ask_for_more_than_half_and_others_stay(pretend):
     small, through_library = Node((50, 1, 1)), Node((2, 5, 5), through_library=True)
     large, copy = Node((51, 1, 1), shared_bytes=10), Node((1, 1, 1), function=None)
     graph = pretend(Driver([small, large, copy, through_library]))
-    assert spread_kernels(graph, DEVICE, Spread.APART) == 2
+    assert spread_known(graph, Spread.APART) == 2
     assert [node.shared_bytes for node in (small, through_library, large, copy)] == [HALF, HALF, 10, 0]
     assert small.function.limit == HALF
-    assert spread_kernels(graph, DEVICE, Spread.APART) == 0, "they have what they want"
+    assert spread_known(graph, Spread.APART) == 0, "they have what they want"
 
 
 @pytest.mark.parametrize(("blocks", "beside_each_other"), [(1, 3), (100, 3), (101, 4), (400, 6), (1900, 21)])
 def test_as_many_blocks_fit_as_a_kernel_has_and_two_more(pretend, blocks, beside_each_other):
     node = Node((blocks, 1, 1))
-    assert spread_kernels(pretend(Driver([node])), DEVICE, Spread.EVEN) == 1
+    assert spread_known(pretend(Driver([node])), Spread.EVEN) == 1
     taken = node.shared_bytes + 1024
     assert node.shared_bytes % 128 == 0
     assert SHARED_BYTES // taken == beside_each_other
@@ -127,36 +137,50 @@ def test_as_many_blocks_fit_as_a_kernel_has_and_two_more(pretend, blocks, beside
 
 def test_what_needs_more_keeps_it_and_nothing_is_asked_for_where_hundreds_fit(pretend):
     nodes = [Node((100, 1, 1), shared_bytes=90_000), Node((30_000, 1, 1), shared_bytes=5)]
-    assert spread_kernels(pretend(Driver(nodes)), DEVICE, Spread.EVEN) == 0
+    assert spread_known(pretend(Driver(nodes)), Spread.EVEN) == 0
     assert [node.shared_bytes for node in nodes] == [90_000, 5]
 
 
 def test_packed_kernels_stay(pretend):
-    assert spread_kernels(pretend(Driver([Node((1, 1, 1))])), DEVICE, Spread.PACKED) == 0
+    assert spread_known(pretend(Driver([Node((1, 1, 1))])), Spread.PACKED) == 0
 
 
 def test_static_shared_memory_counts(pretend):
     some, enough = Node((1, 1, 1), Function(static=30_000)), Node((1, 1, 1), Function(static=30_000), HALF - 30_000)
-    assert spread_kernels(pretend(Driver([some, enough])), DEVICE, Spread.APART) == 1
+    assert spread_known(pretend(Driver([some, enough])), Spread.APART) == 1
     assert some.shared_bytes == enough.shared_bytes == HALF - 30_000
 
 
 def test_the_limit_of_a_function_is_never_lowered(pretend):
     """Another launch of it takes more, and would fail."""
     node = Node((1, 1, 1), Function(limit=150_000))
-    assert spread_kernels(pretend(Driver([node])), DEVICE, Spread.APART) == 1
+    assert spread_known(pretend(Driver([node])), Spread.APART) == 1
     assert (node.shared_bytes, node.function.limit) == (HALF, 150_000)
 
 
 @pytest.mark.parametrize("refusing", [{"refuses": ("limit",)}, {"refuses": ("params",)}, {"most": HALF - 1}])
 def test_what_the_driver_refuses_stays_as_it_was(pretend, refusing):
     node = Node((1, 1, 1), shared_bytes=5)
-    assert spread_kernels(pretend(Driver([node], **refusing)), DEVICE, Spread.APART) == 0
+    assert spread_known(pretend(Driver([node], **refusing)), Spread.APART) == 0
     assert node.shared_bytes == 5
 
 
+@pytest.mark.parametrize("way", [Spread.APART, Spread.EVEN])
+def test_unknown_code_gets_what_it_asked_for(pretend, way):
+    """A library's may use what it is given."""
+    known, cudnn, nameless = (Node((1, 1, 1), Function(name=name)) for name in (b"known", b"sm90", b""))
+    assert spread_known(pretend(Driver([cudnn, known, nameless])), way) == 1
+    assert known.shared_bytes > 0 == cudnn.shared_bytes == nameless.shared_bytes
+
+
+def test_where_names_are_not_told_nothing_happens(pretend, monkeypatch):
+    node = Node((1, 1, 1))
+    monkeypatch.delattr(Driver, "cuFuncGetName")
+    assert spread_known(pretend(Driver([node])), Spread.APART) == node.shared_bytes == 0
+
+
 def test_without_a_driver_nothing_happens(pretend):
-    assert spread_kernels(pretend(None), DEVICE, Spread.APART) == 0
+    assert spread_known(pretend(None), Spread.APART) == 0
     assert filled_share(pretend(None), DEVICE) is None
 
 

@@ -5,6 +5,9 @@ other down. How many fit there is a question of what each asks for; so each asks
 and does not use it. Two blocks that ask for more than half of a multiprocessor's never share it. Figures are in
 ``docs/decisions/0017`` and ``0027``.
 
+That is safe for code that does not ask the device how much it was given. A library's may: one of cuDNN's fails on the
+device (``docs/decisions/0029``). So only code that is known is changed.
+
 The driver's calls are made through ctypes, as in ``occupancy``.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +30,9 @@ _SYSTEM_BYTES, _UNIT_BYTES = 1024, 128  # of shared memory: what the system take
 _STATIC_SHARED_BYTES, _MOST_DYNAMIC_SHARED_BYTES = 1, 8  # CU_FUNC_ATTRIBUTE_* of cuda.h
 
 
-def spread_kernels(graph: torch.cuda.CUDAGraph, device: torch.device, spread: Spread) -> int:
+def spread_kernels(
+    graph: torch.cuda.CUDAGraph, device: torch.device, spread: Spread, is_known: Callable[[str], bool]
+) -> int:
     """Let blocks of kernels in a captured graph ask for so much shared memory that they are spread as they shall be.
 
     ``APART``: the blocks of small kernels never share a multiprocessor. ``EVEN``: on each fit as many blocks of a
@@ -36,12 +42,13 @@ def spread_kernels(graph: torch.cuda.CUDAGraph, device: torch.device, spread: Sp
         graph: Captured with ``keep_graph=True``, and not instantiated yet.
         device: On which.
         spread: In which way.
+        is_known: Tells by the name of a kernel's code whether it does not depend on how much shared memory it gets.
 
     Returns:
-        How many kernels ask for more than they did.
+        How many kernels ask for more than they did. None do where the driver does not tell names (before CUDA 12.3).
     """
     driver = load_driver()
-    if driver is None:
+    if driver is None or not hasattr(driver, "cuFuncGetName"):
         return 0
     properties = torch.cuda.get_device_properties(device)
     count, memory = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
@@ -55,8 +62,15 @@ def spread_kernels(graph: torch.cuda.CUDAGraph, device: torch.device, spread: Sp
     return sum(
         _widen(driver, node, params, function, wanted)
         for node, params, function in read_kernels(driver, graph)
-        if (wanted := wanted_bytes(math.prod(params.grid))) > 0
+        if (wanted := wanted_bytes(math.prod(params.grid))) > 0 and is_known(code_name(driver, function))
     )
+
+
+def code_name(driver: Any, function: ctypes.c_void_p) -> str:
+    """Return what the code of a kernel is called on the device; empty where the driver does not tell."""
+    name = ctypes.c_char_p()
+    status = driver.cuFuncGetName(ctypes.byref(name), function)
+    return name.value.decode() if status == 0 and name.value else ""
 
 
 def _widen(driver: Any, node: int, params: KernelNodeParams, function: ctypes.c_void_p, shared_bytes: int) -> bool:

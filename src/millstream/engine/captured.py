@@ -19,7 +19,7 @@ from millstream.engine.passage import Passage, make_passage
 from millstream.engine.source import compile_plan
 from millstream.graph import Plan, Role, Spread
 from millstream.lower import Lowered, Phase
-from millstream.lower.program import Value
+from millstream.lower.program import Value, is_generated
 from millstream.lower.tensors import allocator, copy_elements, reinterpret, same_addresses, storage_view
 
 
@@ -149,7 +149,7 @@ class Captured:
             self._results = [outputs[i] for i in self._handed_out]
             leads_out = passage is not None and passage.lead_out(self._results)
         if is_spread:
-            spread_kernels(self.graph, context.torch_device, plan.spread)
+            spread_kernels(self.graph, context.torch_device, plan.spread, is_generated)
         if is_kept:
             with context.capture_lock:
                 self.graph.instantiate()

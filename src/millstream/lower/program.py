@@ -17,8 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from millstream.graph import KernelGraph
 from millstream.lower.operators import float32_precision
 
+OWN_KERNELS = frozenset({"dense", "depthwise", "reduce_partials", "convert"})
+"""Names of the kernels of ``lower/convolutions``, as a device knows them."""
+
 EMPTY: Callable[..., Any] = torch.ops.aten.empty_strided.default
 """What takes memory and writes nothing into it."""
+
+
+def is_generated(name: str) -> bool:
+    """Whether the code of this name on a GPU is Triton's, by TorchInductor or of our own, and no library's."""
+    return name.startswith("triton_") or name in OWN_KERNELS
 
 
 @dataclass(frozen=True, slots=True)
