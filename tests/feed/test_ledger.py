@@ -30,14 +30,15 @@ class Clock:
         self.context._lent_events[id(mark.event)] = True
         return mark
 
-    def step(self, index, *, wait_ms, run_ms, host_ms, pull_ms=0, stage_ms=0, copy_ms=0):
-        """A batch is asked for, comes when the device has waited, and is computed with."""
+    def step(self, index, *, wait_ms, run_ms, host_ms, pull_ms=0, stage_ms=0, copy_ms=0, late_ms=0):
+        """A batch is asked for, comes when the device has waited, ``late_ms`` behind its copy, and is computed with."""
         times = Times(index, self.ledger.is_due(index, self.host_ns), (0, pull_ms * MS), (0, stage_ms * MS), 1000)
         self.ledger.ask(self.mark, None if wait_ms else times)
         asked = self.device_ns
         end = asked + wait_ms * MS
         first, last = self.mark(), self.mark()
-        first.event.at_ns, last.event.at_ns = end - copy_ms * MS, end
+        over = end - late_ms * MS
+        first.event.at_ns, last.event.at_ns = over - copy_ms * MS, over
         times.copy = (first, last) if copy_ms else None
         self.device_ns = end
         self.ledger.get(times, self.mark)
@@ -59,8 +60,9 @@ class Moment:
         return (other.at_ns - self.at_ns) / MS
 
 
-def run(monkeypatch, steps=12, **times):
+def run(monkeypatch, steps=12, *, is_alone=False, **times):
     clock = Clock(monkeypatch)
+    clock.ledger.is_alone = is_alone
     for i in range(steps):
         clock.step(i, **times)
     clock.ledger.ask(clock.mark, None)
@@ -88,6 +90,26 @@ def test_a_copy_beside_the_computation_is_hidden(monkeypatch):
     assert "50% of each step waits for the copy" in half.verdict
 
 
+def test_a_batch_that_is_there_and_not_handed_out_is_the_hosts(monkeypatch):
+    """No copy is exposed behind its end, and with smaller batches the loop would take as long."""
+    stats = run(monkeypatch, wait_ms=3, late_ms=2, run_ms=7, host_ms=1, stage_ms=1, copy_ms=4)
+    assert stats.hidden == pytest.approx(0.75)
+    assert stats.shares == pytest.approx({"source": 0, "stage": 0, "copy": 0.1, "compute": 0.7, "host": 0.2})
+    long_ago = run(monkeypatch, wait_ms=1, late_ms=50, run_ms=9, host_ms=1, copy_ms=4)
+    assert long_ago.hidden == 1
+    assert long_ago.shares["host"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("late", "stage", "source", "host"), [(2, 2, 0, 0), (5, 3, 2, 0), (9, 3, 4, 2)])
+def test_without_a_worker_the_loop_makes_the_next_batch_meanwhile(monkeypatch, late, stage, source, host):
+    stats = run(
+        monkeypatch, is_alone=True, wait_ms=10, late_ms=late, run_ms=10, host_ms=1, pull_ms=4, stage_ms=3, copy_ms=10
+    )
+    shares = {"source": source, "stage": stage, "copy": 10 - late, "compute": 10, "host": host}
+    assert stats.shares == pytest.approx({cause: share / 20 for cause, share in shares.items()})
+    assert stats.hidden == pytest.approx(late / 10)
+
+
 def test_a_device_that_has_run_dry_is_told_from_one_that_has_work(monkeypatch):
     dry = run(monkeypatch, wait_ms=0, run_ms=5, host_ms=5)
     assert dry.shares["host"] == 1
@@ -100,12 +122,14 @@ def test_a_device_that_has_run_dry_is_told_from_one_that_has_work(monkeypatch):
     assert clock.ledger.stats().shares["compute"] == 1
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 20)] * 6), min_size=2, max_size=12))
-def test_shares_always_sum_to_one(steps):
+@given(st.booleans(), st.lists(st.tuples(*[st.integers(0, 20)] * 7), min_size=2, max_size=12))
+def test_shares_always_sum_to_one(is_alone, steps):
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock(patch)
-        for i, (wait, work, host, pull, stage, copy) in enumerate(steps):
-            clock.step(i, wait_ms=wait, run_ms=work + 1, host_ms=host, pull_ms=pull, stage_ms=stage, copy_ms=copy)
+        clock.ledger.is_alone = is_alone
+        for i, (wait, work, host, pull, stage, copy, late) in enumerate(steps):
+            times = {"pull_ms": pull, "stage_ms": stage, "copy_ms": copy, "late_ms": late}
+            clock.step(i, wait_ms=wait, run_ms=work + 1, host_ms=host, **times)
         clock.ledger.ask(clock.mark, None)
         stats = clock.ledger.stats()
     assert sum(stats.shares.values()) == pytest.approx(1)
@@ -158,6 +182,23 @@ def test_on_a_device(virtual_feed):
     picture = draw_lanes(timeline, 60).splitlines()
     assert [line.split("|")[0].strip() for line in picture[:4]] == list(LANES)
     assert all(len(line) == 69 for line in picture[:4])
+
+
+@pytest.mark.parametrize("num_kernels", [0, 30])
+def test_what_a_transform_does_belongs_to_the_copy(virtual_feed, num_kernels):
+    """The device takes 1 ms for whatever it does."""
+
+    def transform(batch):
+        for _ in range(num_kernels):
+            device.scribble(10)
+        return batch
+
+    fed, device = virtual_feed([torch.ones(100)] * 20, 2, "eager", transform=transform)
+    for batch in fed:
+        device.read(batch, [])
+    stats = fed.stats()
+    assert stats.num_measured >= 10
+    assert (stats.copy_s >= 0.030) == (num_kernels == 30)
 
 
 def test_on_the_cpu_a_slow_source_is_named():

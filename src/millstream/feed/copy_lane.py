@@ -270,6 +270,8 @@ class CopyLane:
         if measured:
             load.copy = Mark(context, copy_stream, record=False), Mark(context, copy_stream, record=False)
             begin, end = ((mark.event,) for mark in load.copy)
+            if self._transform is not None:
+                end = ()  # it comes behind that
         while True:
             pinned, is_last = load.pinned, not load.sections
             assert pinned is not None
@@ -379,6 +381,8 @@ class CopyLane:
                 outputs = [as_tensor(leaf) for leaf in outputs]
                 outputs = [leaf.resolve_conj().resolve_neg() if _is_plain(leaf) else leaf for leaf in outputs]
             finally:
+                if load.copy is not None:
+                    load.copy[1].event.record(copy_stream)
                 slot.copied.record(copy_stream)
                 if load.made is not None:  # WAR: what the source made is dropped here, and its memory goes home
                     load.made[1].wait_event(slot.copied)

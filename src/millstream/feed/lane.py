@@ -34,7 +34,7 @@ class Load(Protocol):
     Attributes:
         num_bytes: What it takes in staging memory.
         staged_ns: When the source's memory was no longer needed.
-        copy: Marks around its copy, for the ledger, if the batch is measured.
+        copy: Marks around its copy and transform, for the ledger, if the batch is measured.
     """
 
     num_bytes: int

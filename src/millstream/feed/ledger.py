@@ -6,11 +6,13 @@ clock::
 
     ask ──── waits for the batch ────▶ get ──── the user's step ────▶ the next ask
 
-The wait is the time in which the batch was not there though everything before was done. It is charged backwards along
-the way of that batch: first to its copy (that part was *exposed*; the rest of the copy was *hidden*), then to staging,
-then to the source. The user's step is charged to *compute* when the device still had work queued as the host came back
-for the next batch, and to *host* when the device had run dry by then: the host was what the step waited for, launching
-kernels or computing in Python. So the five shares sum to one.
+The wait is the time in which the batch was not there though everything before was done. Until the copy, and what a
+transform does behind it, is over, it is charged backwards along the way of that batch: first to its copy (that part was
+*exposed*; the rest of the copy was *hidden*), then to staging, then to the source. What is left is the host's, which
+had not handed the batch out yet; a loop without a worker pulls and stages the next one meanwhile. The user's step is
+charged to *compute* when the device still had work queued as the host came back for the next batch, and to *host* when
+the device had run dry by then: the host was what the step waited for, launching kernels or computing in Python. So the
+five shares sum to one.
 
 Whether the device had run dry is told from how far it lagged behind the host: no event can be reached before it is
 recorded, so when the difference of the two clocks comes out negative, it is known to have been underestimated before.
@@ -87,7 +89,7 @@ class Times:
         pull_ns: When the worker began to ask the source, and when it had the batch.
         stage_ns: When staging began and ended.
         num_bytes: Staged bytes.
-        copy: Marks around the copy.
+        copy: Marks around the copy and what a transform does behind it.
         timed: Whether anybody needs the other times: those of batches whose steps are not measured tell nothing.
     """
 
@@ -119,7 +121,7 @@ class StepTimes:
         begin_ns: When the batch was asked for.
         wait_ns: How long the device waited for it.
         run_ns: How long the user's step took after that.
-        copy_ns: When the copy began and ended; ``None`` without one.
+        copy_ns: When the copy began, and when it and a transform ended; ``None`` without one.
         pull_ns: When the source was asked and when it had answered.
         stage_ns: When staging began and ended.
     """
@@ -333,12 +335,14 @@ class Ledger:
         wait_ns, run_ns = step.ask.until(step.get), step.get.until(end)
         begin_ns = step.ask.at_ns + self._lag_at(step.ask)
         dry = self._lag_at(end) < max(DRY_NS, DRY_SHARE * run_ns)
-        copy = None
+        copy, late_ns = None, 0
         if step.times.copy is not None:
             first, last = step.times.copy
-            over_ns = begin_ns + wait_ns - last.until(step.get)
+            behind_ns = last.until(step.get)
+            over_ns = begin_ns + wait_ns - behind_ns
             copy = over_ns - first.until(last), over_ns
-        self._book(step.times, begin_ns, wait_ns, run_ns, copy, "host" if dry else "compute")
+            late_ns = min(max(behind_ns, 0), wait_ns)
+        self._book(step.times, begin_ns, wait_ns, run_ns, copy, "host" if dry else "compute", late_ns)
 
     def _lag_at(self, mark: Mark) -> int:
         """How far the device was behind the host at a mark; marks come in order."""
@@ -353,13 +357,29 @@ class Ledger:
         return lag_ns
 
     def _book(
-        self, times: Times, begin_ns: int, wait_ns: int, run_ns: int, copy_ns: tuple[int, int] | None, runner: str
+        self,
+        times: Times,
+        begin_ns: int,
+        wait_ns: int,
+        run_ns: int,
+        copy_ns: tuple[int, int] | None,
+        runner: str,
+        late_ns: int = 0,
     ) -> None:
-        """Add a step to the sums, charged to its causes, and to the timeline if it is due."""
+        """Add a step to the sums, charged to its causes, and to the timeline if it is due.
+
+        ``late_ns`` of the wait are those behind the end of the copy.
+        """
         copied_ns = 0 if copy_ns is None else copy_ns[1] - copy_ns[0]
-        staged_ns = times.stage_ns[1] - times.stage_ns[0]
-        copy_share = min(wait_ns, copied_ns)
-        stage_share = min(wait_ns - copy_share, staged_ns)
+        pulled_ns, staged_ns = (end - begin for begin, end in (times.pull_ns, times.stage_ns))
+        copy_share = min(wait_ns - late_ns, copied_ns)
+        stage_share = min(wait_ns - late_ns - copy_share, staged_ns)
+        source_share = wait_ns - late_ns - copy_share - stage_share
+        if self.is_alone:  # this batch stands for the next, which is like it
+            making_next_ns = min(late_ns, staged_ns + pulled_ns)
+            stage_share += min(making_next_ns, staged_ns)
+            source_share += making_next_ns - min(making_next_ns, staged_ns)
+            late_ns -= making_next_ns
         if times.measured:
             self._recent.append(
                 StepTimes(times.index, begin_ns, wait_ns, run_ns, copy_ns, times.pull_ns, times.stage_ns)
@@ -370,13 +390,14 @@ class Ledger:
         sums.num_steps += 1
         sums.causes["copy"] += copy_share
         sums.causes["stage"] += stage_share
-        sums.causes["source"] += wait_ns - copy_share - stage_share
+        sums.causes["source"] += source_share
+        sums.causes["host"] += late_ns
         sums.causes[runner] += run_ns
         if copy_ns is not None:
             sums.num_copies += 1
             sums.copy_ns += copied_ns
             sums.hidden_ns += copied_ns - copy_share
-        sums.source_ns += times.pull_ns[1] - times.pull_ns[0]
+        sums.source_ns += pulled_ns
         sums.stage_ns += staged_ns
         sums.num_bytes += times.num_bytes
 
