@@ -73,7 +73,7 @@ class LoweringError(MillstreamError):
 
 
 class DeviceError(MillstreamError):
-    """A place is unknown, absent or already closed."""
+    """A place is unknown, absent, already closed, or has failed."""
 
 
 class FeedError(MillstreamError):

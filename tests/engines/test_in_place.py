@@ -31,6 +31,7 @@ from millstream.engine.in_place import (
     Landings,
 )
 from millstream.engine.replayer import Replayer, are_apart, bytes_in_place
+from millstream.errors import DeviceError
 from millstream.lower import Phase
 from millstream.lower.tensors import storage_view
 from millstream.schedule import plan_serial
@@ -512,6 +513,25 @@ def test_a_capture_that_fails_leaves_the_copies(device):
     assert (engine.captured, engine.num_in_place) == (True, 0)
     assert len(device.pools) == 2  # not tried again
     assert ms.explain(compiled).to_dict()["programs"][0]["notes"][:1] == ["no memory"]
+
+
+def test_a_device_that_a_capture_leaves_unusable_is_named_with_the_reason(device, monkeypatch):
+    """The context of such a device is lost: there is nothing to fall back to."""
+    model, x = networks.Mlp().eval(), networks.example(networks.Mlp)[0]
+
+    def refuse(context):
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure\nmore of it")
+
+    monkeypatch.setattr(cuda_graph, "restore_generator", refuse)
+    compiled = ms.compile(model, strict=True)
+    with torch.no_grad():
+        compiled(x)
+        on_graphs(compiled)
+        compiled(x)
+        device.error = torch.AcceleratorError("CUDA error: a trap\nmore of it")
+        with pytest.raises(DeviceError, match=r"failed while .*: CUDA error: a trap\. .*streams=1") as caught:
+            compiled(x)
+    assert caught.value.__cause__ is device.error
 
 
 class Clock:

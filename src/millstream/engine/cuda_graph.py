@@ -40,7 +40,7 @@ from millstream.engine.replayer import Replayer, bytes_in_place
 from millstream.engine.serial import SerialEngine
 from millstream.engine.trial import Trials
 from millstream.engine.workspaces import take_workspaces
-from millstream.errors import InternalError, PlanError
+from millstream.errors import DeviceError, InternalError, PlanError
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase
 from millstream.lower.streams import current_stream_handle
@@ -160,7 +160,7 @@ class CudaGraphEngine:
         outputs = self._planner.measuring_run(inputs)
         if self._planner.error is not None:
             self._settled = True  # on one stream
-            self._repair()
+            self._repair(self._planner.error)
         return self._serial(inputs) if outputs is None else outputs
 
     def _must_not_overwrite(self) -> bool:
@@ -180,7 +180,7 @@ class CudaGraphEngine:
             try:
                 self._captured = self._try(self.plan, inputs, self._pool)
             except (RuntimeError, torch.AcceleratorError) as error:
-                self._repair()
+                self._repair(error)
                 if with_passage and not passage.can_be_made():  # the driver has refused a copy: then around the graph
                     return self._capture(inputs)
                 if self.plan is not self._serial.plan:  # one stream may still do
@@ -200,7 +200,7 @@ class CudaGraphEngine:
 
     def _stop_reading_in_place(self, error: Exception) -> None:
         self._may_read_in_place = False
-        self._repair()
+        self._repair(error)
         self._on_copying(error)
 
     @property
@@ -231,15 +231,28 @@ class CudaGraphEngine:
             self.plan = planner.settle(trials).plan
         except PlanError as error:  # a bug, found before anything ran
             self._on_failure(error)
-        if trials.failed:
-            self._repair()
+        if trials.error is not None:
+            self._repair(trials.error)
         if trials.ran:
             del trials
             torch.cuda.empty_cache()
 
-    def _repair(self) -> None:
+    def _repair(self, cause: Exception) -> None:
+        """Let the device work again behind a capture, or a trial, that failed.
+
+        Raises:
+            DeviceError: It does not, so that there is nothing to fall back to.
+        """
         self._context.abandon_graph_pools()
-        restore_generator(self._context)
+        try:
+            restore_generator(self._context)
+        except torch.AcceleratorError:
+            reason = str(cause).partition("\n")[0]
+            raise DeviceError(
+                f"{self._context.place} failed while {self.lowered.program.graph.name} was captured or tried: "
+                f"{reason}. Nothing runs there any more in this process. In a new one, streams=1 leaves out all "
+                'trials, and engine="serial" captures nothing: which of them works tells what is at fault.'
+            ) from cause
 
     def _replay(self, captured: Captured, inputs: list[Any]) -> list[Any]:
         if current_stream_handle(self._index) != self._context.graph_stream_handle:

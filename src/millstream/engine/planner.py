@@ -95,7 +95,7 @@ class Planner:
             check_plan(found[0].plan)
         else:
             found = choose(proposals, trial, max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S))
-            if not trial.failed:
+            if trial.error is None:
                 self._store.save_choice(key, {"serial_ns": serial_ns, **note(found[1])})
         return found
 

@@ -30,7 +30,7 @@ class Trials:
 
     Attributes:
         ran: Whether anything was captured.
-        failed: Whether a capture failed, so that the context needs repair.
+        error: With which a capture or a trial failed, so that the context needs repair; ``None`` while none did.
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class Trials:
         context: DeviceContext,
         program: Program,
     ) -> None:
-        self.ran = self.failed = False
+        self.ran = False
+        self.error: Exception | None = None
         self._capture, self._serial, self._context, self._program = capture, serial, context, program
         self._base: Captured | None = None
 
@@ -54,7 +55,7 @@ class Trials:
         return self._time(proposal.plan)
 
     def _time(self, plan: Plan) -> tuple[int, int] | None:
-        if self.failed:
+        if self.error is not None:
             return None
         self.ran = True
         try:
@@ -63,8 +64,8 @@ class Trials:
             generator = torch.cuda.default_generators[self._context.place.index]
             with unchanged(self._program, other.written, generator):
                 return compare(other.graph, self._base.graph)
-        except (RuntimeError, torch.AcceleratorError):
-            self.failed = True
+        except (RuntimeError, torch.AcceleratorError) as error:
+            self.error = error.with_traceback(None)  # which would keep what was captured
             return None
 
 
