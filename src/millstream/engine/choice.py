@@ -176,10 +176,10 @@ class Trial(Protocol):
     """Runs plans on the device, to time them.
 
     Attributes:
-        failed: Whether one could not run, for want of memory perhaps: another time it may.
+        error: Why one could not run, if one could not. For want of memory, perhaps: another time it may.
     """
 
-    failed: bool
+    error: Exception | None
 
     def serial_ns(self) -> int | None:
         """Time the plan on one stream; ``None`` when it cannot run."""
