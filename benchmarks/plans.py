@@ -1,8 +1,8 @@
 """Suite ``plans``: one network's kernels, its chosen plan, and what bounds it, as graphs that take their turns.
 
-- ``one stream, first``: before anything else of the network is captured, and by itself. One case a run: networks have
-  kernels in common, and what is captured of one may change another's time (``docs/decisions/0028``).
-- ``one stream``: the same later, among the others. It should take as long.
+- ``one stream, first``: before anything else of the network is captured, and by itself. One case a run: what is
+  captured before may change its time (``docs/decisions/0029``).
+- ``one stream``: the same later, among the others.
 - ``longest chain``: the kernels of the critical path, with nothing beside them: no plan is quicker. Of what other
   kernels write they read whatever is in memory, so that results mean nothing.
 - ``packed``, ``apart``, ``even``: the chosen plan in each way to spread its kernels over the multiprocessors.
