@@ -185,14 +185,16 @@ class Trial(Protocol):
         """Time the plan on one stream; ``None`` when it cannot run."""
         ...
 
-    def compare(self, proposal: Proposal) -> tuple[int, int] | None:
-        """Time a plan and the one on one stream in turn; ``None`` when it cannot run."""
+    def compare(self, proposal: Proposal, best: Proposal) -> tuple[int, int] | None:
+        """Time a plan and the best so far in turn; ``None`` when one of them cannot run."""
         ...
 
 
 def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple[Proposal, tuple[Candidate, ...]]:
     """Time the promising proposals and return the fastest, with what became of all of them.
 
+    Each is timed in turn with the best so far, the first with one stream. (Not all with one stream: its graph may
+    become a tenth slower in the middle of trials, docs/decisions/0029, and whoever is tried later would look better.)
     Small kernels are kept apart in all of them; the fastest is tried in the other ways to spread kernels, too.
 
     Args:
@@ -201,31 +203,40 @@ def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple
         seconds: After so long no further trial begins.
     """
     serial, others = proposals[0], proposals[1:]
-    best, best_ratio = serial, 1 - MARGIN
+    best, best_share = serial, 1.0  # of the time on one stream
     serial_ns: int | None = None
     deadline = time.monotonic() + seconds
+
+    def measure(proposal: Proposal) -> int | None:
+        nonlocal best, best_share, serial_ns
+        check_plan(proposal.plan)
+        times = trial.compare(proposal, best)
+        if times is None:
+            return None
+        own_ns, best_ns = times
+        serial_ns = serial_ns or best_ns
+        share = best_share * own_ns / best_ns
+        if share < (best_share if best is not serial else 1 - MARGIN):
+            best, best_share = proposal, share
+        return round(share * serial_ns)
+
     told: dict[int, Candidate] = {}
     for index, proposal in enumerate(others):
         if proposal.predicted_ns > HOPEFUL * others[0].predicted_ns or proposal.predicted_ns > serial.predicted_ns:
             told[index] = proposal.describe("predicted to be slower")
         elif index >= MOST_TRIALS or time.monotonic() > deadline:
             told[index] = proposal.describe("no time left to try it")
-        elif (times := _try(proposal, trial)) is None:
+        elif (measured_ns := measure(proposal)) is None:
             told[index] = proposal.describe("could not be captured, for want of memory")
         else:
-            own_ns, base_ns = times
-            serial_ns = serial_ns or base_ns
-            told[index] = proposal.describe("slower", round(own_ns / base_ns * serial_ns))
-            if own_ns / base_ns < best_ratio:
-                best, best_ratio = proposal, own_ns / base_ns
+            told[index] = proposal.describe("slower", measured_ns)
+    tried = [*proposals]
     candidates = [serial.describe("slower", serial_ns), *(told[index] for index in range(len(others)))]
-    chosen = next(index for index, proposal in enumerate(proposals) if proposal is best)
     for other in _spread_otherwise(best):
-        if time.monotonic() <= deadline and (times := _try(other, trial)) is not None:
-            own_ns, base_ns = times
-            candidates.append(other.describe("slower", round(own_ns / base_ns * (serial_ns or base_ns))))
-            if own_ns / base_ns < best_ratio:
-                best, best_ratio, chosen = other, own_ns / base_ns, len(candidates) - 1
+        if time.monotonic() <= deadline and (measured_ns := measure(other)) is not None:
+            tried.append(other)
+            candidates.append(other.describe("slower", measured_ns))
+    chosen = next(index for index, proposal in enumerate(tried) if proposal is best)
     candidates[chosen] = replace(candidates[chosen], verdict=CHOSEN)
     return best, tuple(candidates)
 
@@ -239,11 +250,6 @@ def _spread_otherwise(proposal: Proposal) -> list[Proposal]:
         for spread in reversed(Spread)
         if spread is not proposal.plan.spread
     ]
-
-
-def _try(proposal: Proposal, trial: Trial) -> tuple[int, int] | None:
-    check_plan(proposal.plan)
-    return trial.compare(proposal)
 
 
 def choice_key(program: Program, scheduling: Scheduling) -> str:

@@ -20,7 +20,7 @@ SAMPLES_MS = 60.0  # that long a comparison may take, unless so few samples take
 
 
 class Trials:
-    """Times plans against the one on one stream, each captured in memory of its own that is given back.
+    """Times plans in turn with the best so far, each captured in memory of its own that is given back.
 
     Args:
         capture: Captures a plan on the caller's inputs.
@@ -43,30 +43,38 @@ class Trials:
         self.ran = False
         self.error: Exception | None = None
         self._capture, self._serial, self._context, self._program = capture, serial, context, program
-        self._base: Captured | None = None
+        self._kept: list[tuple[Plan, Captured]] = []  # what was timed last
 
     def serial_ns(self) -> int | None:
         """Time the plan on one stream."""
-        times = self._time(self._serial)
+        times = self._time(self._serial, self._serial)
         return times[1] if times else None
 
-    def compare(self, proposal: Proposal) -> tuple[int, int] | None:
-        """Time a plan and the one on one stream in turn; ``None`` when it cannot be captured."""
-        return self._time(proposal.plan)
+    def compare(self, proposal: Proposal, best: Proposal) -> tuple[int, int] | None:
+        """Time a plan and the best so far in turn; ``None`` when one of them cannot be captured."""
+        return self._time(proposal.plan, best.plan)
 
-    def _time(self, plan: Plan) -> tuple[int, int] | None:
+    def _time(self, plan: Plan, best: Plan) -> tuple[int, int] | None:
         if self.error is not None:
             return None
         self.ran = True
         try:
-            self._base = self._base or self._capture(self._serial)
-            other = self._base if plan is self._serial else self._capture(plan)
+            self._kept = [pair for pair in self._kept if pair[0] is best]  # before more memory is taken
+            base, own = self._capture_once(best), self._capture_once(plan)
             generator = torch.cuda.default_generators[self._context.place.index]
-            with unchanged(self._program, other.written, generator):
-                return compare(other.graph, self._base.graph)
+            with unchanged(self._program, own.written, generator):
+                return compare(own.graph, base.graph)
         except (RuntimeError, torch.AcceleratorError) as error:
             self.error = error.with_traceback(None)  # which would keep what was captured
             return None
+
+    def _capture_once(self, plan: Plan) -> Captured:
+        for known, captured in self._kept:
+            if known is plan:
+                return captured
+        captured = self._capture(plan)
+        self._kept.append((plan, captured))
+        return captured
 
 
 def compare(graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph) -> tuple[int, int]:

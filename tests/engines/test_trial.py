@@ -1,0 +1,74 @@
+"""What trials capture, and for how long they keep it, with captures that are pretended."""
+
+import types
+import weakref
+
+import pytest
+import torch
+
+from millstream.engine import trial
+from millstream.engine.trial import Trials
+
+SERIAL, FIRST, SLOWER, BEST, LAST = (types.SimpleNamespace(plan=name) for name in ("s", "f", "l", "b", "z"))
+"""Proposals."""
+
+NO_RANDOMS = types.SimpleNamespace(graph=types.SimpleNamespace(buffers=()))
+CONTEXT = types.SimpleNamespace(place=types.SimpleNamespace(index=0))
+
+
+class Graph:
+    """A capture of a plan, which is a letter here."""
+
+    written = ()
+
+    def __init__(self, plan):
+        self.graph = self.plan = plan
+
+
+class Device:
+    """Captures plans, and times their graphs as they are called."""
+
+    def __init__(self, fails_at=None):
+        self.captured, self.alive, self.fails_at = [], weakref.WeakSet(), fails_at
+        self.most_alive = 0
+
+    def capture(self, plan):
+        self.captured.append(plan)
+        self.most_alive = max(self.most_alive, len(self.alive) + 1)
+        if plan == self.fails_at:
+            raise torch.OutOfMemoryError("pretended")
+        graph = Graph(plan)
+        self.alive.add(graph)
+        return graph
+
+
+@pytest.fixture
+def make_trials(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "default_generators", (None,))
+    monkeypatch.setattr(trial, "compare", lambda graph, base: (graph, base))
+    return lambda device: Trials(device.capture, SERIAL.plan, CONTEXT, NO_RANDOMS)
+
+
+def test_the_best_is_captured_once_and_no_more_than_two_are_alive(make_trials):
+    device = Device()
+    trials = make_trials(device)
+    assert not trials.ran
+    assert trials.serial_ns() == "s"
+    times = [trials.compare(*pair) for pair in ((FIRST, SERIAL), (SLOWER, FIRST), (BEST, FIRST), (LAST, BEST))]
+    assert times == [("f", "s"), ("l", "f"), ("b", "f"), ("z", "b")]
+    assert "".join(device.captured) == "sflbz"
+    assert device.most_alive == 2
+    assert (trials.ran, trials.error) == (True, None)
+    del trials
+    assert not device.alive
+
+
+def test_nothing_is_tried_behind_a_failure_and_nothing_of_it_kept(make_trials):
+    device = Device(fails_at=FIRST.plan)
+    trials = make_trials(device)
+    assert trials.compare(FIRST, SERIAL) is None
+    assert isinstance(trials.error, torch.OutOfMemoryError)
+    assert trials.error.__traceback__ is None
+    assert trials.compare(LAST, SERIAL) is None
+    assert trials.serial_ns() is None
+    assert "".join(device.captured) == "sf"
