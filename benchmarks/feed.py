@@ -324,8 +324,11 @@ def told_by_rounds(name: str, baseline: Sample, own: Sample) -> str:
 
 
 def told(stats: Stats, hidden: float | None) -> list[str]:
-    """The same in a few words."""
-    shares = [] if hidden is None else [f"{hidden:.1%} of copies hidden, {stats.hidden:.1%} with the first passes"]
+    """The same in a few words, with the copies' mean time as the feed sees it."""
+    shares = []
+    if hidden is not None:
+        seen = f"copies of {stats.copy_s * 1e3:.3g} ms in {stats.num_measured} steps"
+        shares = [f"{hidden:.1%} of copies hidden, {stats.hidden:.1%} with the first passes ({seen})"]
     return [*shares, *(["no worker"] if stats.is_alone else [])]
 
 
