@@ -132,15 +132,16 @@ def dense(
         x = pixel
         values = image + (pixel * inputs)[:, None] + depth[None, :]
     else:
-        line = pixel // out_width
-        y = line % out_height * stride_y - pad_y
+        line = divide(pixel, out_width)
+        nth = divide(line, out_height)
+        y = (line - nth * out_height) * stride_y - pad_y
         x = ((pixel - line * out_width) * stride_x - pad_x) * inputs
-        values = image + ((line // out_height * height + y) * width * inputs + x)[:, None] + depth[None, :]
+        values = image + ((nth * height + y) * width * inputs + x)[:, None] + depth[None, :]
         y = tl.where(is_pixel, y, -(1 << 30))  # outside of any image: one comparison less in each step
     line_length = width * inputs
     taps = weight + channel[None, :] * (rows * row) + depth[:, None]
     if STARTS_EARLY:
-        gdc_wait()
+        wait_for_those_in_front(num_pixels)
     # What is added in the end is on its way from here on.
     shift, other = _load_added(
         biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
@@ -223,7 +224,7 @@ def reduce_partials(
     partial = choose(partials, which) + (pixel * outputs)[:, None] + channel[None, :]
     out = choose(outs, which) + (pixel * out_channels)[:, None] + channel[None, :]
     if STARTS_EARLY:
-        gdc_wait()
+        wait_for_those_in_front(num_pixels)
     shift, other = _load_added(
         biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
     )
@@ -243,6 +244,23 @@ def choose(pointers, which):
     for k in tl.static_range(1, len(pointers)):
         pointer = tl.where(which == k, pointers[k], pointer)
     return pointer
+
+
+@triton.jit
+def divide(number, divisor):
+    """Divide what is not negative, which takes a third less than to divide what may be."""
+    return (number.to(tl.uint32) // divisor.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def wait_for_those_in_front(number):
+    """Wait until all that this kernel comes behind has ended, where a number is positive, which it always is.
+
+    The compiler does not know that, so this is a branch. What a kernel computes before, addresses above all, it
+    computes while others end. (A wait without a branch is put in front of all that does not need it.)
+    """
+    if number > 0:
+        gdc_wait()
 
 
 @triton.jit
