@@ -29,6 +29,8 @@ writer = partial(convolutions.writer, outputs=64, weight_layout=torch.channels_l
         {"size": (2, 24, 7, 9), "outputs": 8},
         {"size": (1, 512, 14, 14)},
         {"size": (1, 4608, 14, 14), "window": (1, 1)},
+        {"size": (1, 512, 1, 63), "window": (1, 3)},
+        {"size": (1, 4608, 1, 70), "window": (1, 1)},
     ],
 )
 def test_a_small_convolution_is_ours(kwargs):
@@ -53,6 +55,7 @@ def test_a_small_convolution_is_ours(kwargs):
         {"size": (64, 128, 28, 28)},
         {"size": (16, 64, 56, 56)},
         {"size": (32, 64, 56, 56), "window": (1, 1)},
+        {"size": (1, 512, 1, 64), "window": (1, 3)},  # a line of more than 2 ** 15 numbers
     ],
 )
 def test_another_one_is_not(kwargs):
