@@ -116,8 +116,9 @@ def dense(
     which = tl.program_id(2)
     split = 0
     if IS_SPLIT:
-        split = which % num_splits
-        which = which // num_splits
+        both = which
+        which = divide(both, num_splits)
+        split = both - which * num_splits
     image, weight, out = choose(images, which), choose(weights, which), choose(outs, which)
     inputs *= AT_ONCE
     outputs *= AT_ONCE
@@ -146,21 +147,22 @@ def dense(
     # A row or column that is so many further has its highest bit set if it is beyond the last.
     to_last = (_HALF - height) * _ROW + _HALF - line_length
     taps = weight + (tl.minimum(channel, outputs - 1) * (rows * row))[None, :] + depth[:, None]
-    if STARTS_EARLY:
-        wait_for_those_in_front(num_pixels)
-    # What is added in the end is on its way from here on.
-    shift, other = _load_added(
-        biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
-    )
-    total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
-    half = total
     i = 0
     first = 0
     if IS_SPLIT:
         step = split * steps_a_split
-        i = step // steps_a_row
-        first = step % steps_a_row * TILE_DEPTH
+        i = divide(step, steps_a_row)
+        first = (step - i * steps_a_row) * TILE_DEPTH
         steps = min(steps_a_split, steps - step)
+    if STARTS_EARLY:
+        wait_for_those_in_front(num_pixels)
+    total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
+    half, shift, other = total, total, total
+    if not IS_SPLIT:
+        # What is added in the end is on its way from here on.
+        shift, other = _load_added(
+            biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
+        )
     for _ in range(steps):
         total = _add_products(
             total, values, taps, i * line_length, i * row, i, first, depth, spot, to_last, row, 0,
@@ -179,7 +181,8 @@ def dense(
         gdc_launch_dependents()
     if IS_HALVED:
         total += half
-    total = _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
+    if not IS_SPLIT:
+        total = _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
     place = ((split * num_pixels + pixel) * out_channels)[:, None] + channel[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])
 
@@ -308,9 +311,9 @@ def _load_added(
 
 @triton.jit
 def _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND: tl.constexpr):
-    """Add what was loaded, apply relu, and set to zero what is not kept."""
+    """Add what was loaded, set to zero what is not kept, and apply relu."""
     total += shift.to(tl.float32)[None, :]
     if HAS_ADDEND:
         total += other.to(tl.float32)
-    total = tl.maximum(total, lowest, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where((channel < kept)[None, :], total, 0.0)
+    total = tl.where((channel < kept)[None, :], total, 0.0)  # before: behind, it would be done to halves of registers
+    return tl.maximum(total, lowest, propagate_nan=tl.PropagateNan.ALL)
