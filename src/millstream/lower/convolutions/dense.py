@@ -32,7 +32,6 @@ KEPT_AT_ONCE = 2  # of the channels that are wanted of a result there are a mult
 _DTYPES = (torch.float16, torch.bfloat16)
 _NUM_WARPS = 4
 _DEPTH_OF_SUM = 64  # deeper tiles have two sums
-HALF = 1 << 15  # of what 16 bits can tell: the rest is for what is beyond a side
 _REDUCED_PIXELS, _REDUCED_CHANNELS = 8, 64
 
 
@@ -56,20 +55,7 @@ def is_small_dense(arguments: list[Any], output: Any) -> bool:
         and output.numel() > 0
         and all(tensor.numel() < 1 << 31 for tensor in (image, weight, output))
         and choose_tile(weight, output, stride, padding) is not None
-        and _is_within_halves(image, weight, output, stride, padding)
     )
-
-
-def _is_within_halves(
-    image: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, stride: list[int], padding: list[int]
-) -> bool:
-    """Whether rows, and numbers in a row, are few enough for our kernel, which has both in one number of 32 bits.
-
-    Only in lines of thousands of pixels and channels they are not.
-    """
-    sizes = zip(image.shape[2:], output.shape[2:], weight.shape[2:], stride, padding, strict=True)
-    rows, columns = (max(size, pad, (out - 1) * step - pad + window) for size, out, window, step, pad in sizes)
-    return is_pointwise(weight, stride, padding) or max(rows, columns * image.shape[1]) <= HALF
 
 
 def has_channels_last(*tensors: torch.Tensor) -> bool:

@@ -7,10 +7,6 @@ from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
     gdc_wait,
 )
 
-# Rows and columns lie in the halves of one number, which tells by their highest bits what is beyond a side.
-_ROW, _HIGHEST_BITS, _NEVER = tl.constexpr(1 << 16), tl.constexpr(0x80008000 - (1 << 32)), tl.constexpr(-(1 << 30))
-_HALF = tl.constexpr(1 << 15)  # neither is larger, nor less than minus that: ``dense.py`` sees to it
-
 # Compiled for each tile, not for each size of image or window, nor for what follows.
 _ANY = [
     "num_pixels",
@@ -116,9 +112,8 @@ def dense(
     which = tl.program_id(2)
     split = 0
     if IS_SPLIT:
-        both = which
-        which = divide(both, num_splits)
-        split = both - which * num_splits
+        split = which % num_splits
+        which = which // num_splits
     image, weight, out = choose(images, which), choose(weights, which), choose(outs, which)
     inputs *= AT_ONCE
     outputs *= AT_ONCE
@@ -132,46 +127,45 @@ def dense(
     half_depth: tl.constexpr = TILE_DEPTH // 2 if IS_HALVED else TILE_DEPTH
     depth = tl.arange(0, half_depth)
     is_pixel, is_channel = pixel < num_pixels, channel < outputs
-    line_length = width * inputs
-    spot = pixel
-    # What is beyond the last pixel or channel computes with the last, for nothing, which spares masks.
     if IS_POINTWISE:
-        values = image + (tl.minimum(pixel, num_pixels - 1) * inputs)[:, None] + depth[None, :]
+        y = pixel
+        x = pixel
+        values = image + (pixel * inputs)[:, None] + depth[None, :]
     else:
-        line = divide(pixel, out_width)
-        nth = divide(line, out_height)
-        y = (line - nth * out_height) * stride_y - pad_y
+        line = pixel // out_width
+        y = line % out_height * stride_y - pad_y
         x = ((pixel - line * out_width) * stride_x - pad_x) * inputs
-        values = image + ((nth * height + y) * line_length + x)[:, None] + depth[None, :]
-        spot = tl.where(is_pixel, y * _ROW + x, _NEVER)
-    # A row or column that is so many further has its highest bit set if it is beyond the last.
-    to_last = (_HALF - height) * _ROW + _HALF - line_length
-    taps = weight + (tl.minimum(channel, outputs - 1) * (rows * row))[None, :] + depth[:, None]
+        values = image + ((line // out_height * height + y) * width * inputs + x)[:, None] + depth[None, :]
+        y = tl.where(is_pixel, y, -(1 << 30))  # outside of any image: one comparison less in each step
+    line_length = width * inputs
+    taps = weight + channel[None, :] * (rows * row) + depth[:, None]
+    if STARTS_EARLY:
+        gdc_wait()
+    # What is added in the end is on its way from here on.
+    shift, other = _load_added(
+        biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
+    )
+    total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
+    half = total
     i = 0
     first = 0
     if IS_SPLIT:
         step = split * steps_a_split
-        i = divide(step, steps_a_row)
-        first = (step - i * steps_a_row) * TILE_DEPTH
+        i = step // steps_a_row
+        first = step % steps_a_row * TILE_DEPTH
         steps = min(steps_a_split, steps - step)
-    if STARTS_EARLY:
-        wait_for_those_in_front(num_pixels)
-    total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
-    half, shift, other = total, total, total
-    if not IS_SPLIT:
-        # What is added in the end is on its way from here on.
-        shift, other = _load_added(
-            biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
-        )
     for _ in range(steps):
+        is_row = is_pixel
+        if not IS_POINTWISE:
+            is_row = (y + i).to(tl.uint32, bitcast=True) < height  # what is negative is beyond it, too
         total = _add_products(
-            total, values, taps, i * line_length, i * row, i, first, depth, spot, to_last, row, 0,
+            total, values, taps, i * line_length, i * row, first, depth, x, is_row, is_channel, row, line_length,
             IS_POINTWISE, IS_WHOLE,
         )  # fmt: skip
         if IS_HALVED:
             half = _add_products(
-                half, values, taps, i * line_length, i * row, i, first, depth, spot, to_last, row,
-                half_depth, IS_POINTWISE, IS_WHOLE,
+                half, values, taps, i * line_length, i * row, first + half_depth, depth, x, is_row, is_channel, row,
+                line_length, IS_POINTWISE, IS_WHOLE,
             )  # fmt: skip
         first += TILE_DEPTH
         if not IS_POINTWISE:
@@ -181,8 +175,7 @@ def dense(
         gdc_launch_dependents()
     if IS_HALVED:
         total += half
-    if not IS_SPLIT:
-        total = _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
+    total = _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND)
     place = ((split * num_pixels + pixel) * out_channels)[:, None] + channel[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), is_pixel[:, None] & is_channel[None, :])
 
@@ -230,7 +223,7 @@ def reduce_partials(
     partial = choose(partials, which) + (pixel * outputs)[:, None] + channel[None, :]
     out = choose(outs, which) + (pixel * out_channels)[:, None] + channel[None, :]
     if STARTS_EARLY:
-        wait_for_those_in_front(num_pixels)
+        gdc_wait()
     shift, other = _load_added(
         biases, addends, which, pixel, channel, is_pixel, bias_width, addend_width, num_added, HAS_ADDEND
     )
@@ -253,46 +246,23 @@ def choose(pointers, which):
 
 
 @triton.jit
-def divide(number, divisor):
-    """Divide what is not negative, which takes a third less than to divide what may be."""
-    return (number.to(tl.uint32) // divisor.to(tl.uint32)).to(tl.int32)
-
-
-@triton.jit
-def wait_for_those_in_front(number):
-    """Wait until all that this kernel comes behind has ended, where a number is positive, which it always is.
-
-    The compiler does not know that, so this is a branch. What a kernel computes before, addresses above all, it
-    computes while others end. (A wait without a branch is put in front of all that does not need it.)
-    """
-    if number > 0:
-        gdc_wait()
-
-
-@triton.jit
 def _add_products(
-    total, values, taps, in_image, in_weight, i, first, depth, spot, to_last, row,
-    BEHIND: tl.constexpr, IS_POINTWISE: tl.constexpr, IS_WHOLE: tl.constexpr,
+    total, values, taps, in_image, in_weight, first, depth, x, is_row, is_channel, row, width,
+    IS_POINTWISE: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of a part of the window's ``i``-th row, from ``first + BEHIND`` on, where the image has it.
-
-    Every instruction counts here, and those that load numbers need most. So a row and a column are looked at together,
-    and what is known when this is compiled is added last, as a part of the instruction that loads.
-    """
-    is_value = None
-    is_tap = None
+    """Add the products of a part of the window's row, from ``first`` on, if the image has it."""
+    is_value = is_row[:, None]
+    is_tap = is_channel[None, :]
     if not IS_POINTWISE:
-        at = (spot[:, None] + depth[None, :]) + (i * _ROW + first + BEHIND)
-        # What is before the first is negative. So is its column in the lower half, where the row does not count then.
-        is_value = ((at | (at + to_last)) & _HIGHEST_BITS) == 0
-        is_value = tl.max_constancy(is_value, [1, 8])  # channels come in eights
+        column = x[:, None] + (first + depth)[None, :]
+        is_value &= column.to(tl.uint32, bitcast=True) < width
     if not IS_WHOLE:
-        inside = depth < row - first - BEHIND
-        is_tap = inside[:, None]
-        is_value = inside[None, :] if IS_POINTWISE else is_value & inside[None, :]
-    value = tl.load(values + (in_image + first) + BEHIND, is_value, other=None if is_value is None else 0.0)
-    tap = tl.load(taps + (in_weight + first) + BEHIND, is_tap, other=None if is_tap is None else 0.0)
-    return tl.dot(value, tap, total)
+        inside = depth < row - first
+        is_value &= inside[None, :]
+        is_tap &= inside[:, None]
+    return tl.dot(
+        tl.load(values + (in_image + first), is_value, 0.0), tl.load(taps + (in_weight + first), is_tap, 0.0), total
+    )
 
 
 @triton.jit
@@ -311,9 +281,9 @@ def _load_added(
 
 @triton.jit
 def _finish(total, shift, other, channel, lowest, kept, HAS_ADDEND: tl.constexpr):
-    """Add what was loaded, set to zero what is not kept, and apply relu."""
+    """Add what was loaded, apply relu, and set to zero what is not kept."""
     total += shift.to(tl.float32)[None, :]
     if HAS_ADDEND:
         total += other.to(tl.float32)
-    total = tl.where((channel < kept)[None, :], total, 0.0)  # before: behind, it would be done to halves of registers
-    return tl.maximum(total, lowest, propagate_nan=tl.PropagateNan.ALL)
+    total = tl.maximum(total, lowest, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where((channel < kept)[None, :], total, 0.0)

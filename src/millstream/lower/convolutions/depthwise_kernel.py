@@ -4,9 +4,10 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
     gdc_launch_dependents,
+    gdc_wait,
 )
 
-from millstream.lower.convolutions.dense_kernel import choose, divide, wait_for_those_in_front
+from millstream.lower.convolutions.dense_kernel import choose
 
 # Compiled for each window and for what the number of channels is a multiple of, not for each size of image.
 _ANY = ["num_runs", "runs_a_line", "height", "width", "out_height", "out_width", "channels", "image_channels",
@@ -72,13 +73,15 @@ def depthwise(
     out_channels *= OUT_AT_ONCE
     run = tl.program_id(0) * TILE_RUNS + tl.arange(0, TILE_RUNS)
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
+    if STARTS_EARLY:
+        gdc_wait()
     for k in tl.static_range(len(WINDOWS)):
         if (which < num_first) == (k == 0):
             _convolve(
                 image, weight, out, run, channel, num_runs, runs_a_line, height, width, out_height, out_width, channels,
                 image_channels, out_channels, pad_y if k == 0 else second_pad_y, pad_x if k == 0 else second_pad_x,
                 STRIDE_Y, STRIDE_X, DILATION_Y, DILATION_X, IS_RELU, WINDOWS[k][0], WINDOWS[k][1], RUN, TILE_RUNS,
-                TILE_CHANNELS, STARTS_EARLY,
+                TILE_CHANNELS,
             )  # fmt: skip
     if STARTS_EARLY:
         gdc_launch_dependents()
@@ -90,7 +93,6 @@ def _convolve(
     image_channels, out_channels, pad_y, pad_x, STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr,
     DILATION_Y: tl.constexpr, DILATION_X: tl.constexpr, IS_RELU: tl.constexpr, KERNEL_HEIGHT: tl.constexpr,
     KERNEL_WIDTH: tl.constexpr, RUN: tl.constexpr, TILE_RUNS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute some runs of some channels of a result.
 
@@ -98,19 +100,16 @@ def _convolve(
     tap once for all four.
     """
     is_run, is_channel = run < num_runs, channel < channels
-    line = divide(run, runs_a_line)
-    nth = divide(line, out_height)
+    line = run // runs_a_line
     out_x = (run - line * runs_a_line) * RUN
-    y = (line - nth * out_height) * STRIDE_Y - pad_y
+    y = line % out_height * STRIDE_Y - pad_y
     x = out_x * STRIDE_X - pad_x
-    first = ((nth * height + y) * width + x) * image_channels
+    first = ((line // out_height * height + y) * width + x) * image_channels
     values = image + first[:, None] + channel[None, :]
     taps = weight + channel * (KERNEL_HEIGHT * KERNEL_WIDTH)
     is_here = is_run[:, None] & (channel < image_channels)[None, :]  # also where the weight has none
     zeros = tl.zeros((TILE_RUNS, TILE_CHANNELS), tl.float32)
     totals = (zeros, zeros, zeros, zeros)
-    if STARTS_EARLY:
-        wait_for_those_in_front(num_runs)
     for i in tl.static_range(KERNEL_HEIGHT):
         row = y + i * DILATION_Y
         in_rows = is_here & _is_within(row, height)[:, None]

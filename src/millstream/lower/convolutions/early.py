@@ -5,9 +5,8 @@ then each block waits (``gdc_wait``) until all that it comes behind has ended, a
 products are summed, the kernel lets the one behind it start likewise (``gdc_launch_dependents``).
 
 So every kernel launched in this way must wait before its first access, whatever it reads: what it comes behind is
-decided by the plan. It does so in a branch (``wait_for_those_in_front``). A wait without one is among the first ten
-instructions that come out of the compiler, and addresses are computed behind it (docs/decisions/0030). Inductor's own
-way of it leaves waits out where program order needs none, and stays off (``lower/compile.py``).
+decided by the plan. Inductor's own way of it leaves waits out where program order needs none, and stays off
+(``lower/compile.py``).
 
 Tried on torch 2.11, Triton 3.6.
 """

@@ -4,9 +4,10 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
     gdc_launch_dependents,
+    gdc_wait,
 )
 
-from millstream.lower.convolutions.dense_kernel import choose, wait_for_those_in_front
+from millstream.lower.convolutions.dense_kernel import choose
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def convert(
         width = _number(choose(inputs, which))
         is_given = (result < _number(choose(outputs, which))) & (channel < width)
     if STARTS_EARLY:
-        wait_for_those_in_front(out_outputs)
+        gdc_wait()
     for first in tl.static_range(0, NUM_TAPS, TILE_TAPS):
         tap = first + tl.arange(0, TILE_TAPS)
         is_tap = tap < NUM_TAPS
