@@ -13,7 +13,7 @@ from millstream.engine.trial import Trials
 from millstream.graph import Role
 from millstream.schedule import plan_serial
 from tests import networks
-from tests.engines.test_step import OPTIMIZERS, train
+from tests.engines.test_step import OPTIMIZERS, assert_trained_alike, train
 
 pytestmark = pytest.mark.gpu
 
@@ -172,6 +172,31 @@ def test_a_thousand_replays_are_identical(kind, streams):
     with torch.no_grad():
         different = sum(compiled(x).ne(first).sum() for _ in range(1000))
     assert different.item() == 0
+
+
+# --- another device than the current one -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize(("engine", "streams"), [("serial", 1), ("streams", 4), ("graph", 1), ("graph", "auto")])
+def test_a_model_on_another_device_than_the_current_one(engine, streams):
+    model = networks.Inception().to("cuda:1").eval()
+    x = networks.example(networks.Inception, "cuda:1")[0]
+    with torch.no_grad():
+        expected = model(x)
+    y, executable = called(ms.compile(model, engine=engine, streams=streams, strict=True), x)
+    networks.assert_close(y, expected, 1e-4)
+    assert y.device == x.device
+    assert executable.engine.name == engine
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("engine", ["serial", "graph"])
+def test_training_on_another_device(engine):
+    _, sides, losses = train(networks.Inception, OPTIMIZERS["momentum"], 4, "cuda:1", engine)
+    assert_trained_alike(sides, losses, 1e-4)
+    assert torch.cuda.current_device() == 0
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

@@ -145,6 +145,16 @@ class Converter(wrapper_fxir.FxConverter):
             node.meta["val"] = value
             self.buffer_to_node[name] = node
 
+    def _generate_allocate(self, line: Any) -> None:
+        """Name the device by its number, which upstream leaves out: memory would lie wherever is current.
+
+        Tried on 2.11 and 2.13.
+        """
+        super()._generate_allocate(line)
+        node = self.buffer_to_node[line.node.get_name()]
+        node.kwargs = {**node.kwargs, "device": line.node.get_device()}
+        note_value(node, V.fake_mode)
+
     def _generate_kernel_definition(self, line: Any) -> None:
         pass  # all kernels were imported together, so that they compile in parallel
 
