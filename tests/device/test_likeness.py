@@ -102,7 +102,7 @@ def test_other_numbers_of_leaves_are_not_alike():
 
 
 def test_without_a_compiler_there_is_none(monkeypatch):
-    monkeypatch.setattr(likeness, "_load", lambda: None)
+    monkeypatch.setattr(likeness, "compiled", lambda: None)
     with pytest.raises(ValueError, match="compiled"):
         likeness_of([EXAMPLE])
 

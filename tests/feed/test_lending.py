@@ -10,7 +10,8 @@ import weakref
 import pytest
 import torch
 
-from millstream.feed import lending, ring
+from millstream.device import likeness, native
+from millstream.feed import copy_lane, lending, ring
 from millstream.feed.layout import describe_leaves, plan_layout, view_leaves
 from millstream.feed.lending import prepare_lending
 from tests.feed.test_copy_lane import MOODS, make_batch, settle, train
@@ -132,8 +133,25 @@ def test_what_has_no_place_is_an_error_and_keeps_nothing():
     assert gone() is None
 
 
+def test_all_is_compiled_before_the_first_batch(virtual_feed, monkeypatch):
+    """Compiling takes seconds, once on a machine; for the third batch the device would wait, and the ledger tell so."""
+    build, built = native.build, []
+    monkeypatch.setattr(native, "build", lambda source, *options: built.append(source.stem) or build(source, *options))
+    for each in (copy_lane._compile, native.filler, likeness.compiled, lending.compiled):
+        each.cache_clear()
+    fed, device = virtual_feed([make_batch(i, 3, 300) for i in range(10)], 2, "eager")
+    with device.on(device.default):
+        passing = iter(fed)
+        next(passing)
+        assert set(built) == {"native", "likeness", "lending"}
+        built.clear()
+        assert len(list(passing)) == 9
+    assert set(built) <= {"native"}  # which is found then
+    settle(device)
+
+
 def test_batches_arrive_without_compiled_code(virtual_feed, monkeypatch):
-    monkeypatch.setattr(lending, "_load", lambda: None)
+    monkeypatch.setattr(lending, "compiled", lambda: None)
     assert prepare_lending(plan_layout(()), []) == ()
     for mood in MOODS:
         batches = [make_batch(i, 3, 300) for i in range(10)]

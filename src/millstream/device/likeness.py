@@ -31,7 +31,7 @@ class Likeness:
     """
 
     def __init__(self, leaves: Sequence[Tensor], place: int | None) -> None:
-        library = _load()
+        library = compiled()
         if library is None or place is None:
             raise ValueError("There is no compiled code.")
         self._drop = library.millstream_drop
@@ -52,7 +52,8 @@ class Likeness:
 
 
 @functools.cache
-def _load() -> ctypes.PyDLL | None:
+def compiled() -> ctypes.PyDLL | None:
+    """The compiled code; ``None`` where it cannot be had."""
     library, pointer = load(_SOURCE, *torch_options()), ctypes.c_void_p
     if library is None:
         return None

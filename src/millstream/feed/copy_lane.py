@@ -14,21 +14,25 @@ lent to the user in the same way, so that it goes back to C's memory only behind
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from millstream.device import DeviceContext, Event, Stream
+from millstream.device import DeviceContext, Event, Stream, likeness
 from millstream.device.driver import see_alike, whole_storage
 from millstream.device.likeness import Likeness
+from millstream.device.native import filler
 from millstream.errors import FeedError
+from millstream.feed import lending
 from millstream.feed.checking import Checker
 from millstream.feed.lane import Transform, misplaced
 from millstream.feed.layout import Layout, Section, cut, describe_leaves, plan_layout, view_leaves
@@ -109,6 +113,7 @@ class CopyLane:
         checker: Checker | None = None,
         keep: Callable[[CopyLane], bool] = lambda lane: False,
     ) -> None:
+        _compile()
         self._context = context
         self.device = context.torch_device
         self._transform = transform
@@ -528,6 +533,14 @@ class CopyLane:
             self._checker.close()
         self.ring.close()
         self._pinned.close()
+
+
+@functools.cache
+def _compile() -> None:
+    """Compile all that feeding takes, each beside the others: in the midst of a loop the device would wait for it."""
+    with ThreadPoolExecutor() as compilers:
+        for found in [compilers.submit(each) for each in (filler, likeness.compiled, lending.compiled)]:
+            found.result()
 
 
 def _pair(pinned: PinnedSlot, memories: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -30,10 +30,10 @@ def prepare_lending(layout: Layout, memories: Sequence[Tensor]) -> Sequence[Lend
         layout: Of the batches.
         memories: Of the parcels.
     """
-    compiled, place = _load(), place_of_implementation()
-    if compiled is None or place is None:
+    functions, place = compiled(), place_of_implementation()
+    if functions is None or place is None:
         return ()
-    prepare, lend = compiled
+    prepare, lend = functions
     leaves: list[list[tuple[Any, ...]]] = [[] for _ in memories]
     ends = [0] * len(memories)
     for i, (typed, size, stride, first) in enumerate(layout.views):
@@ -47,7 +47,8 @@ def prepare_lending(layout: Layout, memories: Sequence[Tensor]) -> Sequence[Lend
 
 
 @functools.cache
-def _load() -> tuple[Callable[..., Any], Callable[..., None]] | None:
+def compiled() -> tuple[Callable[..., Any], Callable[..., None]] | None:
+    """The compiled code; ``None`` where it cannot be had."""
     library = load(_SOURCE, *torch_options(), "-ltorch_python")
     if library is None:
         return None
