@@ -3,7 +3,8 @@
 A time on a GPU is easily the time of something else. So here:
 
 - **Device time** is read from events around a replay that is queued behind a short spin: the host is ahead, and the
-  launch itself does not count. ``check_ordered`` proves that the replay really runs between those events.
+  launch itself does not count. ``check_ordered`` proves that the replay really runs between those events. Before, a
+  second stream is used, so that no side is timed in front of what that slows (``docs/decisions/0031``).
 - **Loop time** is wall clock over some calls and one final synchronisation, as a user's loop goes.
 - **Host time** is wall clock of one call that finds the device idle, without waiting for the device.
 - Every side is warm before the first sample, sides take turns, and the one that begins rotates.
@@ -11,6 +12,7 @@ A time on a GPU is easily the time of something else. So here:
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import time
@@ -27,6 +29,7 @@ Run = Callable[[], Any]
 
 SPIN_CYCLES = 500_000  # about 0.25 ms at 2 GHz: longer than launching any captured graph takes the host
 WARM_RUNS = 5
+KERNELS_ELSEWHERE = 8  # so many on another stream slow all others down
 LOOP_MS = 20.0  # a loop's sample lasts at least about this long, so that the final synchronisation does not weigh
 
 
@@ -122,6 +125,7 @@ def device_clock(run: Run, device: torch.device) -> Callable[[], float]:
     """
     if device.type != "cuda":
         return loop_clock(run, device)
+    use_second_stream(device)
     for _ in range(WARM_RUNS):
         run()
     check_ordered(run, device)
@@ -133,6 +137,16 @@ def device_clock(run: Run, device: torch.device) -> Callable[[], float]:
         return start.elapsed_time(end)
 
     return clock
+
+
+@functools.cache
+def use_second_stream(device: torch.device) -> None:
+    """Run kernels on another stream: from the eighth on, all kernels of a process are further apart."""
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        small = torch.zeros(1, device=device)
+        for _ in range(2 * KERNELS_ELSEWHERE):
+            small.add_(1)
+    torch.cuda.synchronize(device)
 
 
 def queue_behind_spin(run: Run, calls: int = 1) -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -1,8 +1,6 @@
 """Suite ``plans``: one network's kernels, its chosen plan, and what bounds it, as graphs that take their turns.
 
-- ``one stream, first``: before anything else of the network is captured, and by itself. One case a run: what is
-  captured before may change its time (``docs/decisions/0029``).
-- ``one stream``: the same later, among the others.
+- ``one stream``: all kernels, one behind the other.
 - ``longest chain``: the kernels of the critical path, with nothing beside them: no plan is quicker. Of what other
   kernels write they read whatever is in memory, so that results mean nothing.
 - ``packed``, ``apart``, ``even``: the chosen plan in each way to spread its kernels over the multiprocessors.
@@ -27,7 +25,7 @@ from benchmarks.suite import Settings, run_suite
 if TYPE_CHECKING:
     from millstream.engine.captured import Captured
 
-FIRST, BASE, CHAIN = "one stream, first", "one stream", "longest chain"
+BASE, CHAIN = "one stream", "longest chain"
 
 
 @torch.no_grad()
@@ -39,9 +37,6 @@ def run_case(case: InferenceCase, settings: Settings) -> list[Row]:
     if settings.device.type != "cuda":
         return [Row(case.name, note="not run: only a GPU's plans are captured")]
     problem = case.make(settings.device, channels_last=settings.channels_last)
-    samples = alternate(
-        {FIRST: device_clock(build(problem, settings, streams=1).replay, settings.device)}, settings.rounds
-    )
     executable = build(problem, settings)
     graph, plan, costs = executable.plan.graph, executable.plan, executable.costs
     base = executable.engine.capture_beside(plan_serial(graph))
@@ -50,7 +45,7 @@ def run_case(case: InferenceCase, settings: Settings) -> list[Row]:
     if plan.num_streams > 1:
         graphs |= {each.value: executable.engine.capture_beside(replace(plan, spread=each)) for each in Spread}
     clocks = {name: device_clock(captured.replay, settings.device) for name, captured in graphs.items()}
-    samples |= alternate(clocks, settings.rounds)
+    samples = alternate(clocks, settings.rounds)
     facts = Row(
         case.name,
         kernels=executable.num_kernels,
@@ -62,11 +57,11 @@ def run_case(case: InferenceCase, settings: Settings) -> list[Row]:
     return rows_of(facts, samples, settings, chosen=plan.spread.value, num_in_chain=len(chain))
 
 
-def build(problem: Inference, settings: Settings, **options: Any) -> Any:
+def build(problem: Inference, settings: Settings) -> Any:
     """Compile and capture a network; return its executable."""
     import millstream as ms
 
-    compiled = ms.compile(problem.model, copy_outputs=False, strict=True, freeze=settings.freeze, **options)
+    compiled = ms.compile(problem.model, copy_outputs=False, strict=True, freeze=settings.freeze)
     for _ in range(2):
         compiled(*problem.second)
     return only_executable(compiled)

@@ -41,6 +41,7 @@ def stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: stream.queue(SPIN_MS))
     monkeypatch.setattr(harness, "wall_ms", lambda run, device, calls=1: RUN_MS)
+    monkeypatch.setattr(harness, "use_second_stream", lambda device: stream.queue(SPIN_MS))
     return stream
 
 
