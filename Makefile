@@ -12,7 +12,10 @@ endif
 # One thread for `run`: its kernels are too small to share. On two busy cores two threads were 15 times slower, eager too.
 export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help run test check gpu bench format clean
+# What a library asks of the driver, and is refused, is no error of ours.
+SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 1
+
+.PHONY: help run test check gpu sanitize bench format clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -32,6 +35,10 @@ check: $(SETUP) ## lint, format, types and layers
 
 gpu: $(SETUP) ## the tests that need a GPU (PYTHON=python3 where torch is already installed)
 	$(PYTHON) -m pytest tests/gpu -m gpu
+
+sanitize: $(SETUP) ## small networks on every engine, and our kernels, under CUDA's compute-sanitizer (three minutes on 16 cores)
+	$(SANITIZE) --tool memcheck $(PYTHON) -m pytest tests/gpu/test_streams.py tests/gpu/test_spread.py -m gpu -n 8 -k "inference_is or training_is or spread"
+	$(SANITIZE) --tool synccheck $(PYTHON) -m pytest tests/gpu/test_dense.py tests/gpu/test_weights.py -m gpu -n 4 -k "1-"
 
 bench: $(SETUP) ## every benchmark suite, on a machine with a GPU; writes benchmarks/results/
 	$(PYTHON) -m benchmarks
