@@ -7,6 +7,9 @@ what to do about it. It carries those as fields, so that a program can read them
 
 from __future__ import annotations
 
+from collections.abc import Set
+from types import CodeType, TracebackType
+
 
 class MillstreamError(Exception):
     """Base of all errors raised by Millstream."""
@@ -86,3 +89,10 @@ class InternalError(MillstreamError):
 
 class FallbackWarning(UserWarning):
     """Something could not be captured, lowered or scheduled, so it runs as plain torch.compile or eager instead."""
+
+
+def skip_frames(traceback: TracebackType | None, own: Set[CodeType]) -> TracebackType | None:
+    """Drop the library's own frames from the front: they tell the user nothing, and keep alive what they refer to."""
+    while traceback is not None and traceback.tb_frame.f_code in own:
+        traceback = traceback.tb_next
+    return traceback

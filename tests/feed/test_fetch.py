@@ -1,6 +1,7 @@
 """Results on their way to the host, on the CPU and on a virtual device that runs everything at once."""
 
 import asyncio
+import importlib
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ from millstream.feed.layout import view_leaf
 from millstream.feed.ledger import Mark
 from tests.device.virtual_device import make_virtual_context
 from tests.feed.interrupts import interrupt_everywhere
+
+fetch_module = importlib.import_module("millstream.feed.fetch")  # not the function of that name
 
 DEADLINE_S = 20
 
@@ -491,3 +494,45 @@ def test_one_fetcher_per_device():
     assert _find_fetcher(Place("cpu")) is first
     first.context.close()
     assert _find_fetcher(Place("cpu")) is not first
+
+
+class Failing:
+    def __init__(self, value):
+        self.value = value
+
+
+def make_badly(parts):
+    try:
+        raise KeyError("inner")
+    except KeyError as inner:
+        error = ValueError("outer")
+        error.add_note("the user's own note")
+        raise error from inner
+
+
+def test_an_error_keeps_where_it_came_from_and_has_the_note_of_its_step_only():
+    register(Failing, lambda node: ([node.value], make_badly))
+    for step in (1, 2):
+        with pytest.raises(ValueError, match="outer") as caught:
+            fetch(Failing(torch.ones(3)), step=step).result()
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert caught.traceback[-1].name == "make_badly"
+        assert not any(entry.name in ("put", "_bring_all") for entry in caught.traceback)
+        assert caught.value.__notes__ == [
+            "the user's own note", f"Raised while the result of step {step} was fetched."
+        ]  # fmt: skip
+
+
+def test_one_error_of_several_results_has_a_note_for_each():
+    error, results = make_error(), [types.SimpleNamespace(future=fetch_module.Fetched(step)) for step in (1, 2)]
+    for result in results:
+        fetch_module._fail(result, error)
+    notes = [result.future.exception().__notes__ for result in results]
+    assert [len(each) for each in notes] == [2, 2]
+    assert error.__notes__ == ["first"]
+
+
+def make_error():
+    error = RuntimeError("of the device")
+    error.add_note("first")
+    return error

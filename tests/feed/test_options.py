@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -14,10 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from millstream.device import Place
 from millstream.errors import ArgumentError, FeedError
-from millstream.feed import Feed, feed
+from millstream.feed import Feed, feed, feeder
 from millstream.feed.feeder import Options
 from millstream.feed.shaping import make_transform
-from tests.feed.conftest import WAYS, WITH_WORKER
+from tests.device.virtual_device import make_virtual_context
+from tests.feed.conftest import WAYS, WITH_WORKER, feed_threads
 from tests.feed.test_feed import Failing, numbers, values
 
 # --- resuming
@@ -693,3 +695,46 @@ def test_bytes_that_change_on_the_way_are_found(virtual_feed):
     device.copy = bad_copy
     with pytest.raises(FeedError, match=r"did not arrive as it was staged|was written after"):
         list(fed)
+
+
+def test_a_feed_that_casts_can_be_pickled():
+    fed = feed([torch.ones(2, 3, 4, 4)], "cpu", cast=torch.float16, channels_last=True)
+    (batch,) = pickle.loads(pickle.dumps(fed))
+    assert batch.dtype == torch.float16
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_sparse_tensors_are_cast_and_cannot_be_padded():
+    sparse = torch.eye(4).to_sparse()
+    (batch,) = feed([sparse], "cpu", cast=torch.float16)
+    assert batch.dtype == torch.float16
+    assert torch.equal(batch.to_dense().float(), torch.eye(4))
+    with pytest.raises(FeedError, match=r"torch\.sparse_coo cannot be padded"):
+        list(feed([[torch.ones(4), sparse], [torch.ones(2), torch.eye(2).to_sparse()]], "cpu", pad_last=True))
+
+
+def test_on_the_cpu_a_slow_transform_is_not_called_staging():
+    fed = feed([torch.ones(3)] * 12, "cpu", transform=lambda batch: time.sleep(0.004) or batch)
+    assert len(list(fed)) == 12
+    stats = fed.stats()
+    assert stats.shares["stage"] > 0.3
+    assert "transform= or cast=" in stats.verdict
+    assert "pinned" not in str(stats)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_context_of_any_of_several_devices_ends_the_pass(monkeypatch, which):
+    contexts = {}
+    for index in range(2):
+        made, device = make_virtual_context("eager", index)
+        made.place, device.context = Place("cuda", index), made
+        contexts[made.place] = made
+    monkeypatch.setattr(feeder, "context", contexts.get)
+    fed = Feed([torch.arange(6)] * 1000, tuple(contexts), Options(2))
+    passing = iter(fed)
+    next(passing)
+    contexts[Place("cuda", which)].close()
+    assert not feed_threads()
+    with pytest.raises(FeedError, match="device context was closed"):
+        next(passing)
+    fed.close()

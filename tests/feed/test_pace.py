@@ -647,3 +647,45 @@ def test_a_forked_child_does_not_go_on_with_the_parents_pass():
         print(next(passing).item())
     """)
     assert (done.stdout, done.stderr) == ("0.0\nTrue\n1.0\n", "")
+
+
+# --- what others do to a pass ----------------------------------------------------------------------------------------
+
+
+def test_the_ledger_knows_of_each_pass_whether_it_has_a_worker(virtual_feed, monkeypatch):
+    """Also of one that nobody asks about before it has ended, and of the next one."""
+    booked, book = set(), Ledger._book
+    monkeypatch.setattr(Ledger, "_book", lambda self, *a, **k: booked.add(self.is_alone) or book(self, *a, **k))
+    monkeypatch.setattr(Ledger, "is_due", lambda self, index, now_ns: True)
+    fed, device = virtual_feed([torch.zeros(3)] * 30, mood="eager")
+    paces = iter([True, False, True])
+    monkeypatch.setattr(fed._pace_maker, "begin_pass", lambda may_be_alone: Pace(alone=next(paces)))
+    for alone in (True, False, True):
+        booked.clear()
+        with device.on(device.default):
+            assert len(list(fed)) == 30
+        device.synchronize()
+        assert fed.stats().is_alone == alone
+        assert booked == {alone}
+
+
+def test_who_is_closed_while_a_batch_is_handed_out_keeps_the_way_until_it_was(make_feed, monkeypatch):
+    monkeypatch.setattr(session, "JOIN_S", 0.05)
+    fed, events = make_feed([torch.tensor(float(i)) for i in range(9)], 1), []
+    passing = iter(fed)
+    next(passing)
+    lane, deliver = fed._lane, fed._lane.deliver
+
+    def close_and_deliver(load):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(fed.close).result()
+        events.append("deliver")
+        return deliver(load)
+
+    monkeypatch.setattr(lane, "deliver", close_and_deliver)
+    note_calls(monkeypatch, lane, "close", events)
+    assert values([next(passing)]) == [1.0]
+    assert events == ["deliver", "close"]
+    with pytest.raises(StopIteration):
+        next(passing)
+    assert not feed_threads()

@@ -3,6 +3,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import threading
 import weakref
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 from millstream.errors import ArgumentError, FeedError
 from millstream.feed import register, structure
 from millstream.feed.structure import as_tensor, name_leaf, split
+from millstream.lower.tensors import noted_lengths
 
 
 class Pair(NamedTuple):
@@ -470,3 +472,54 @@ def test_jagged_tensors_that_fit_each_other_still_do():
 def test_a_list_of_another_type_that_is_made_twice():
     leaves, rebuild = split(collections.deque([torch.ones(1)], maxlen=3))
     assert [len(rebuild(leaves)) for _ in range(2)] == [1, 1]
+
+
+class WithPrivateSlot:
+    __slots__ = ("__secret",)
+
+    def keep(self, secret):
+        self.__secret = secret
+        return self
+
+    def tell(self):
+        return self.__secret
+
+
+@dataclasses.dataclass(slots=True)
+class WithFieldsToo(WithPrivateSlot):
+    image: torch.Tensor
+
+
+def test_slots_with_private_names_come_along():
+    leaves, rebuild = split(WithFieldsToo(torch.ones(2)).keep("told"))
+    assert rebuild([leaves[0] + 1]).tell() == "told"
+
+
+def test_what_a_pydantic_model_has_beside_its_fields_moves_too():
+    pydantic = pytest.importorskip("pydantic")
+
+    class Model(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="allow", arbitrary_types_allowed=True)
+        image: torch.Tensor
+        _hidden: torch.Tensor | None = pydantic.PrivateAttr(default=None)
+        _other: object = pydantic.PrivateAttr(default_factory=threading.Lock)
+
+    model = Model(image=torch.ones(2), more=torch.ones(3))
+    model._hidden = torch.ones(4)
+    leaves, rebuild = split(model)
+    assert sorted(leaf.numel() for leaf in leaves) == [2, 3, 4]
+    made = rebuild([leaf + 1 for leaf in leaves])
+    assert [each.sum().item() for each in (made.image, made.more, made._hidden)] == [4, 6, 8]
+    assert made._other is model._other
+    made.more, made._hidden = None, None
+    assert model.more.numel() == 3
+    assert model._hidden.numel() == 4
+
+
+def test_jagged_tensors_keep_what_they_know_of_their_lengths():
+    """Behind a transform their offsets are on the device: to ask there would make the host wait."""
+    values, offsets = torch.ones(6, 2, device="meta"), torch.tensor([0, 2, 6], device="meta")
+    jagged = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=4)
+    leaves, rebuild = split(jagged)
+    assert noted_lengths(rebuild(leaves)) == (2, 4)
+    assert noted_lengths(torch.nested.nested_tensor_from_jagged(values, offsets)) == (None, None)

@@ -531,8 +531,10 @@ class CopyLane:
         """Give slots and events back, without waiting for copies that are under way."""
         if self._checker is not None:
             self._checker.close()
-        self.ring.close()
-        self._pinned.close()
+        try:
+            self.ring.close()
+        finally:
+            self._pinned.close()
 
 
 @functools.cache

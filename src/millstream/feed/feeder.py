@@ -202,7 +202,8 @@ class Feed:
         if self.places is not None and self._options.deal:
             iterator = deal(islice(iterator, skip, None) if skip else iterator, len(self.places), take)
         lane, ledger = self._shed.find() or self._make_lane(), self._find_ledger()
-        ledger.begin_pass()
+        pace = self._pace_maker.begin_pass(may_be_alone=self.places is None and not self._options.check)
+        ledger.begin_pass(is_alone=pace.alone)
         session = Session(
             iterator,
             lane,
@@ -210,14 +211,15 @@ class Feed:
             max_bytes=self._options.max_bytes,
             prepare=self._make_prepare(skip, take),
             ledger=ledger,
-            pace=self._pace_maker.begin_pass(may_be_alone=self.places is None and not self._options.check),
+            pace=pace,
             may_look_ahead=self.place.kind != "cpu" and _is_stored(self.loader),  # on the CPU nothing is staged
         )
         self._last = weakref.ref(session)
         begun = _Pass(session, self._progress, self.loader)
         self._shed.remove(lane)  # not before: until here an interrupt would have left the lane to nobody
-        for user in (session, self._shed):
-            context(self.place).attach(user)
+        for place in self.places or (self.place,):
+            for user in (session, self._shed):
+                context(place).attach(user)
         self._lane = lane
         del iterator, stateful, take  # the worker's alone
         session.begin()
@@ -285,7 +287,6 @@ class Feed:
         """Say where the time of the loop's steps went, over all passes so far; printing it shows a verdict."""
         ledger = self._find_ledger()
         ledger.num_kept = self._lane.num_kept if self._lane is not None else 0
-        ledger.is_alone = self._pace_maker.is_alone
         return ledger.stats()
 
     def timeline(self) -> Timeline:

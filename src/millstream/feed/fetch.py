@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from millstream.device import DeviceContext, Place, Stream, context
-from millstream.errors import ArgumentError, DeviceError, FeedError
+from millstream.errors import ArgumentError, DeviceError, FeedError, skip_frames
 from millstream.feed.channel import Channel, ChannelClosed
 from millstream.feed.layout import LeafSpec, describe_apart, narrow_repeats, plan_layout, view_leaf
 from millstream.feed.ledger import Mark
@@ -75,7 +75,7 @@ def fetch(value: Any, *, step: int | None = None, callback: Callable[[Any], obje
         value: A tensor, or any batch-like tree of tensors, as it will be when all that is queued on the current stream
             is done. It may be overwritten afterwards.
         step: The step it belongs to, for messages.
-        callback: Called with the result, in the fetcher's thread.
+        callback: Called with the result, in the fetcher's thread; in the caller's, if nothing of it is on a device.
 
     Returns:
         A future. Its result is ``value`` with tensors on the host, and tensors without dimensions as Python numbers (as
@@ -247,7 +247,8 @@ class Fetcher:
             future.add_done_callback(lambda done: None if done.exception() else callback(done.result()))
         leaves, rebuild = split(value)
         on_device = [i for i, leaf in enumerate(leaves) if self._can_be_staged(leaf)]
-        others = {i: _bring(leaf) for i, leaf in enumerate(leaves) if i not in set(on_device)}
+        staged = frozenset(on_device)
+        others = {i: _bring(leaf) for i, leaf in enumerate(leaves) if i not in staged}
         result = _Result(future, rebuild, others)
         if not on_device:
             try:
@@ -546,7 +547,15 @@ def _read(result: _Result) -> list[Any]:
 
 def _fail(result: _Result, error: BaseException) -> None:
     with suppress(Exception):  # which not every error lets be done
-        error = copy.copy(error)  # each result gets its own note
+        made = copy.copy(error)  # each result gets its own note
+        made.__cause__, made.__context__ = error.__cause__, error.__context__
+        made.__suppress_context__ = error.__suppress_context__
+        if hasattr(error, "__notes__"):
+            made.__notes__ = [*error.__notes__]
+        error = made.with_traceback(skip_frames(error.__traceback__, _OWN))
     if result.future.step is not None:
         error.add_note(f"Raised while the result of step {result.future.step} was fetched.")
     result.future.set_exception(error)
+
+
+_OWN = {each.__code__ for each in (Fetcher.put, Fetcher._bring_all, Fetcher._copy)}

@@ -151,8 +151,10 @@ class Stats:
         source_s: Mean time that the source took for a batch, hidden or not.
         stage_s: Mean time that staging took, hidden or not.
         batch_bytes: Mean size of a staged batch.
-        num_kept: Pieces of memory that the user has kept beyond the next batch, so that new ones had to be taken.
+        num_kept: Pieces of memory that the user has kept beyond the next batch in the last pass, so that new ones had
+            to be taken.
         is_alone: Whether the last pass has no worker: the loop's own thread makes each batch when it asks for it.
+        is_staged: Whether batches go to a device. On the CPU ``stage`` is the time of ``transform=`` and ``cast=``.
     """
 
     num_batches: int
@@ -166,6 +168,7 @@ class Stats:
     batch_bytes: float
     num_kept: int
     is_alone: bool
+    is_staged: bool
 
     @property
     def verdict(self) -> str:
@@ -176,6 +179,8 @@ class Stats:
         share = self.shares[cause]
         if share < 0.05:
             return f"The device computes {_percent(self.shares['compute'])} of the time: the feed keeps up with it."
+        if cause == "stage" and not self.is_staged:
+            cause = "transform"
         return _VERDICTS[cause].format(
             share=_percent(share), source=_ms(self.source_s), stage=_ms(self.stage_s), copy=_ms(self.copy_s)
         )
@@ -186,7 +191,8 @@ class Stats:
 
     def __str__(self) -> str:
         lines = [f"{self.num_batches} batches, {self.num_measured} steps measured, {_ms(self.step_s)} each"]
-        lines += [f"  {name:8} {self.shares[name]:7.1%}  {_MEANINGS[name]}" for name in CAUSES if self.shares]
+        meanings = _MEANINGS if self.is_staged else _MEANINGS | {"stage": "waiting for transform= or cast="}
+        lines += [f"  {name:8} {self.shares[name]:7.1%}  {meanings[name]}" for name in CAUSES if self.shares]
         if self.hidden is not None:
             rate = self.batch_bytes / self.copy_s / 1e9 if self.copy_s else 0.0
             lines.append(f"  copies: {_ms(self.copy_s)} each, {rate:.1f} GB/s, {self.hidden:.0%} of their time hidden")
@@ -210,6 +216,8 @@ _VERDICTS = {
     "more workers, or let it do less.",
     "stage": "{share} of each step waits for staging, which takes {stage} per batch: let the source yield contiguous "
     "tensors, or smaller dtypes and cast them on the device (cast=).",
+    "transform": "{share} of each step waits for transform= or cast=, which take {stage} per batch on the CPU: let "
+    "them do less, or let the workers of a DataLoader do it.",
     "copy": "{share} of each step waits for the copy, which takes {copy} per batch: send smaller dtypes and cast them "
     "on the device (cast=), or do more with each batch.",
     "host": "{share} of the time belongs to steps at whose end the device had run dry: the host launches kernels, or "
@@ -256,8 +264,13 @@ class Ledger:
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """A new pass: what was open has no end."""
+    def begin_pass(self, *, is_alone: bool = False) -> None:
+        """A new pass: what was open has no end.
+
+        Args:
+            is_alone: Whether it has no worker.
+        """
+        self.is_alone = is_alone
         self._got = -1
         self._open = self._on_host = self._asked = None
         if self.num_batches:
@@ -419,6 +432,7 @@ class Ledger:
             batch_bytes=sums.num_bytes / steps,
             num_kept=self.num_kept,
             is_alone=self.is_alone,
+            is_staged=self.context is not None,
         )
 
     def timeline(self) -> Timeline:

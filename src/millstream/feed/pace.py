@@ -131,11 +131,6 @@ class PaceMaker:
         self.pace = Pace(alone=alone)
         return self.pace
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether the present pass, or the last, is one without a worker."""
-        return self.pace is not None and self.pace.alone
-
     def _learn(self, pace: Pace) -> None:
         step_ns = pace.step_ns
         if step_ns is None:

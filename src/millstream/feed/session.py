@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from millstream.errors import FeedError
+from millstream.errors import FeedError, skip_frames
 from millstream.feed.budget import Budget
 from millstream.feed.lane import Lane
 from millstream.feed.ledger import Ledger, Times
@@ -59,6 +59,9 @@ if hasattr(os, "register_at_fork"):
 JOIN_S = 5.0
 """How long ``close`` waits for the worker. It nearly always leaves at once; only a source that is in the middle of
 making a batch keeps it, and then it leaves by itself when the source returns."""
+
+POLL_S = 1e-4
+"""How often ``close`` looks whether a consumer in another thread has left."""
 
 Prepare = Callable[[Any], tuple[Any, Any] | None]
 """Given a batch as the source made it: the batch to deliver and a note to travel with it; ``None`` to leave it out."""
@@ -134,6 +137,7 @@ class Session:
         self._consumer_has_left = threading.Lock()  # acquiring it without blocking is atomic, and safe in a finalizer
         self._inside = threading.Lock()  # held by who asks the source
         self._insider = 0  # who held it last
+        self._asker = 0  # the thread that asks for a batch, as long as it does
         self._is_over = False  # whether the lane was given back
         self._guest = Guest(lane.device)
         self._spare_captures = lane.spare_captures()
@@ -180,7 +184,9 @@ class Session:
                 self._sent.put(None)
                 if self.closed:
                     self._give_back()
-                del self  # the frames of an error's traceback lead back to this one, see ``next_batch``
+        if self.closed:
+            self._give_back_now()
+        del self  # the frames of an error's traceback lead back to this one, see ``next_batch``
 
     def _make_alone(self, times: Times) -> None:
         """Make a batch in the consumer's thread, as if it were the worker's."""
@@ -306,7 +312,7 @@ class Session:
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
-            self._traceback = _skip_own_frames(error.__traceback__)
+            self._traceback = skip_frames(error.__traceback__, _OWN)
             self._error = _never_the_end(error)
 
     def _stop_worker(self) -> None:
@@ -331,43 +337,44 @@ class Session:
         """
         if self._generation != _generation:
             raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
-        # Here and below, what is asked for every batch is asked without a call where that is possible.
-        if not self._consumer_has_left.locked():
-            lane, ledger, pace = self._lane, self._ledger, self._pace
-            pace.ask()
-            lane.reclaim()
-            if self._next and self._next[0] is not None and self._next[0].load is None:
-                self._next.clear()
-            if not self._next and pace.alone:
-                times = self._ahead[0].times if self._ahead else self._begin_times(pace.asked_ns)
-                ledger.ask(lane.mark, times)
-                self._make_alone(times)
-            elif not self._next:
-                self._receive(wait=False)
-                ledger.ask(lane.mark, self._next[0].times if self._next and self._next[0] is not None else None)
-                if not self._next:
-                    self._receive(wait=True)
-            item = self._next[0] if self._next else None
-            if item is not None:
-                item.batch = self._deliver(item.load)
-                ledger.get(item.times, lane.mark)
-                pace.deliver()
-                if not pace.alone:
-                    self._budget.deliver(item.times.index)
-                del self  # an error met in looking ahead leads back to this frame, too
-                return item
-            if not self.closed:  # or it was closed while this waited
-                self._failure, self.finished = self._error, self._error is None
-                self.close("")
+        self._asker = threading.get_ident()
         try:
+            # Here and below, what is asked for every batch is asked without a call where that is possible.
+            if not self._consumer_has_left.locked():
+                lane, ledger, pace = self._lane, self._ledger, self._pace
+                pace.ask()
+                lane.reclaim()
+                if self._next and self._next[0] is not None and self._next[0].load is None:
+                    self._next.clear()
+                if not self._next and pace.alone:
+                    times = self._ahead[0].times if self._ahead else self._begin_times(pace.asked_ns)
+                    ledger.ask(lane.mark, times)
+                    self._make_alone(times)
+                elif not self._next:
+                    self._ask_worker()
+                item = self._next[0] if self._next else None
+                if item is not None and not self._consumer_has_left.locked():  # by now
+                    item.batch = self._deliver(item.load)
+                    ledger.get(item.times, lane.mark)
+                    pace.deliver()
+                    if not pace.alone:
+                        self._budget.deliver(item.times.index)
+                    return item
+                if not self.closed:  # or it was closed while this waited
+                    self._failure, self.finished = self._error, self._error is None
+                    self._asker = 0  # what follows takes the lane from him
+                    self.close("")
             if self._failure is not None:
                 raise self._failure.with_traceback(self._traceback)
             if self._why_closed:
                 raise FeedError(f"This pass over the feed has ended: {self._why_closed}.")
             raise StopIteration
         finally:
-            # The error's traceback will hold this frame and those of its callers. Without ``self`` in it, the frame
-            # does not hold the error in turn, and the callers' variables die with the error and not with some later
+            self._asker = 0
+            if self._consumer_has_left.locked():
+                self._give_back_now()
+            # An error's traceback will hold this frame and those of its callers. Without ``self`` in it, the frame does
+            # not hold the error in turn, and the callers' variables die with the error and not with some later
             # collection.
             del self
 
@@ -376,6 +383,13 @@ class Session:
             return self._lane.deliver(load)
         except StopIteration as error:
             raise _never_the_end(error) from error
+
+    def _ask_worker(self) -> None:
+        self._receive(wait=False)
+        times = self._next[0].times if self._next and self._next[0] is not None else None
+        self._ledger.ask(self._lane.mark, times)
+        if not self._next:
+            self._receive(wait=True)
 
     def _receive(self, *, wait: bool) -> None:
         try:  # noqa: SIM105 - for every batch: what suppresses costs more than what it is about
@@ -415,24 +429,46 @@ class Session:
 
     def _leave(self, timeout_s: float | None) -> None:
         """Wait until nobody is inside the source, and give everything back. Who is still inside will do so himself."""
-        if self._inside.locked() and self._insider == threading.get_ident():
+        me = threading.get_ident()
+        if self._inside.locked() and self._insider == me:
             return  # called by the source, or by a garbage collection meanwhile
+        if not self._try_to_give_back(timeout_s):
+            return
+        end_s = time.monotonic() + JOIN_S
+        while not self._is_over and self._asker not in (0, me) and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+        self._give_back_now()
+        if self._thread is not None and self._thread.ident is not None:
+            with suppress(RuntimeError):  # another thread is still about to start it
+                self._thread.join(timeout_s)  # he has nothing left to do
+
+    def _give_back_now(self) -> None:
+        """Give everything back, unless somebody is inside the source or asks for a batch: he will do so then.
+
+        Whoever finds somebody there asks once more when he leaves himself, so that not each leaves it to the other.
+        """
+        while not self._is_over and not self._asker and self._try_to_give_back(0):
+            pass
+
+    def _try_to_give_back(self, timeout_s: float | None) -> bool:
+        """Give everything back, unless somebody asks for a batch; false if somebody was inside the source so long."""
         mine: list[bool] = []
         try:
             # In one call: an interrupt behind it does not leave the lock taken for ever.
             mine.extend(map(self._inside.acquire, (True,), (-1 if timeout_s is None else timeout_s,)))
-            if not mine[0]:
-                return
-            self._give_back()
+            if mine[0]:
+                self._give_back()
+            return mine[0]
         finally:
             if True in mine:
                 self._inside.release()
-        if self._thread is not None and self._thread.ident is not None:
-            self._thread.join(timeout_s)  # he has nothing left to do
 
     def _give_back(self) -> None:
-        """Give everything back, once. The caller holds ``_inside``, and the consumer has left."""
-        if self._is_over:
+        """Give everything back, once. The caller holds ``_inside``, and the consumer has left.
+
+        One that is just asking for a batch, and was closed by another thread, still works with the lane.
+        """
+        if self._is_over or self._asker:
             return
         self._is_over = True
         is_kept = False
@@ -460,12 +496,10 @@ def _never_the_end(error: BaseException) -> BaseException:
     return raised
 
 
-def _skip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Drop the session's own frames from the front: they tell the user nothing, and they keep the session alive."""
-    alone = Session._make_alone, Guest.run, Session._make_and_look_ahead
-    own = {
-        each.__code__ for each in (Session._work, Session._make, *alone, Session._pull, Session._stage, Session._send)
-    }
-    while traceback is not None and traceback.tb_frame.f_code in own:
-        traceback = traceback.tb_next
-    return traceback
+_OWN = {
+    each.__code__
+    for each in (
+        Session._work, Session._make, Session._make_alone, Guest.run, Session._make_and_look_ahead, Session._pull,
+        Session._stage, Session._send,
+    )
+}  # fmt: skip

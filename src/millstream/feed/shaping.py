@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +76,9 @@ def _is_of_sequences(leaf: Any) -> bool:
 
 def _see_rows(leaf: Any, what: str, instead: str) -> Tensor | None:
     """A leaf as a tensor that has rows; ``None`` if it has none."""
-    if _is_of_sequences(leaf):
-        raise FeedError(f"A {type(leaf).__name__} cannot be {what}; {instead}.")
+    if _is_of_sequences(leaf) or (isinstance(leaf, Tensor) and leaf.layout is not torch.strided):
+        kind = type(leaf).__name__ if _is_of_sequences(leaf) else f"tensor of the layout {leaf.layout}"
+        raise FeedError(f"A {kind} cannot be {what}; {instead}.")
     tensor = as_tensor(leaf)
     return tensor if isinstance(tensor, Tensor) and tensor.dim() else None
 
@@ -121,17 +123,20 @@ def make_transform(cast: torch.dtype | None, channels_last: bool, transform: Tra
         raise ArgumentError(f"transform is {transform!r}; it must be a function of a batch.")
     if cast is None and not channels_last:
         return transform
+    return partial(_apply, cast, channels_last, transform)  # of functions of this module: a feed can be pickled
 
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-            return leaf
-        dtype = cast if cast is not None and leaf.is_floating_point() else leaf.dtype
-        layout = torch.channels_last if channels_last and leaf.dim() == 4 else torch.preserve_format
-        return leaf.to(dtype=dtype, memory_format=layout)
 
-    def apply(batch: Any) -> Any:
-        leaves, rebuild = split(batch)
-        batch = rebuild([convert(leaf) for leaf in leaves])
-        return batch if transform is None else transform(batch)
+def _apply(cast: torch.dtype | None, channels_last: bool, transform: Transform | None, batch: Any) -> Any:
+    leaves, rebuild = split(batch)
+    batch = rebuild([_convert(leaf, cast, channels_last) for leaf in leaves])
+    return batch if transform is None else transform(batch)
 
-    return apply
+
+def _convert(leaf: Any, cast: torch.dtype | None, channels_last: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    dtype = cast if cast is not None and leaf.is_floating_point() else leaf.dtype
+    if leaf.layout is not torch.strided:
+        return leaf.to(dtype=dtype)
+    layout = torch.channels_last if channels_last and leaf.dim() == 4 else torch.preserve_format
+    return leaf.to(dtype=dtype, memory_format=layout)

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from millstream.errors import ArgumentError, FeedError
+from millstream.lower.tensors import noted_lengths
 
 T = TypeVar("T")
 
@@ -305,15 +306,15 @@ def _open(node: Any, opener: Opener) -> _Branch:
     A dataclass may have computed them of its fields; those of transformers' outputs are the items themselves.
     """
     branch = opener(node)
-    attributes = getattr(node, "__dict__", None) if opener in _HAVE_ATTRIBUTES else None
-    if not attributes or attributes is node or not (beside := _find_movable(attributes)):
+    found = [_find_movable(each) for each in _attributes_of(node)] if opener in _HAVE_ATTRIBUTES else []
+    if not any(found):
         return branch
     children = [*branch.children]
     place = {id(child): i for i, child in enumerate(children)}
-    for value in beside.values():
+    for value in (value for beside in found for value in beside.values()):
         if place.setdefault(id(value), len(children)) == len(children):
             children.append(value)
-    places = {name: place[id(value)] for name, value in beside.items()}
+    places = [{name: place[id(value)] for name, value in beside.items()} for beside in found]
     count = len(branch.children)
 
     def prepare() -> Close:
@@ -321,15 +322,22 @@ def _open(node: Any, opener: Opener) -> _Branch:
 
         def close_all(values: list[Any]) -> Any:
             made = close(values[:count])
-            made.__dict__.update({name: values[i] for name, i in places.items()})
+            for attributes, those in zip(_attributes_of(made), places, strict=True):
+                attributes.update({name: values[i] for name, i in those.items()})
             return made
 
         return close_all
 
-    labels = {i: f".{name}" for name, i in reversed(places.items())}
+    labels = {i: f".{name}" for those in reversed(places) for name, i in reversed(those.items())}
     return _Branch(
         children, lambda: [*branch.label_children(), *(labels[i] for i in range(count, len(children)))], prepare
     )
+
+
+def _attributes_of(node: Any) -> list[dict[str, Any]]:
+    """Where an object's attributes are, and the private ones of a pydantic model; but not in the object itself."""
+    stores = (getattr(node, name, None) for name in ("__dict__", "__pydantic_private__"))
+    return [store for store in stores if type(store) is dict and store is not node]
 
 
 def _find_movable(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -342,7 +350,7 @@ def _find_movable(attributes: dict[str, Any]) -> dict[str, Any]:
 
 def _forget_movable(shell: Any) -> None:
     """Keep no tensor of the source alive; what moves comes back in its place."""
-    if attributes := getattr(shell, "__dict__", None):
+    for attributes in _attributes_of(shell):
         attributes.update(dict.fromkeys(_find_movable(attributes)))
 
 
@@ -387,7 +395,9 @@ def _open_nested(node: Any) -> _Branch:
     dim = next(i for i, size in enumerate(node.shape) if not isinstance(size, int))
     rows = offsets.diff() if lengths is None else lengths
     # Known here; asked for later, on the device, they would make the host wait.
-    shortest, longest = (int(rows.min()), int(rows.max())) if len(rows) and rows.device.type == "cpu" else (None, None)
+    shortest, longest = noted_lengths(node)
+    if len(rows) and rows.device.type == "cpu":
+        shortest, longest = int(rows.min()), int(rows.max())
 
     def close(parts: list[Any]) -> Tensor:
         values, offsets, *rest = parts
@@ -474,7 +484,8 @@ def _prepare_dataclass(node: Any, names: list[str]) -> Close:
     shell = object.__new__(type(node))  # not through __init__, which may compute, check or count
     slots = {name for kind in type(node).__mro__ for name in _slots_of(kind) if hasattr(node, name)}
     for name in {*getattr(node, "__dict__", ()), *slots} - {*names}:
-        object.__setattr__(shell, name, getattr(node, name))  # also into a frozen one
+        value = getattr(node, name)  # of pydantic's, a dict or a set of what else it has
+        object.__setattr__(shell, name, copy.copy(value) if name.startswith("__pydantic_") else value)  # also if frozen
     _forget_movable(shell)
 
     def close(values: list[Any]) -> Any:
@@ -488,15 +499,21 @@ def _prepare_dataclass(node: Any, names: list[str]) -> Close:
 def _fields_of(kind: Any) -> Iterable[str]:
     if dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
-    return (
-        [field.name for field in kind.__attrs_attrs__] if hasattr(kind, "__attrs_attrs__") else kind.__pydantic_fields__
-    )
+    if hasattr(kind, "__attrs_attrs__"):
+        return [field.name for field in kind.__attrs_attrs__]
+    return [*kind.__pydantic_fields__, "__pydantic_extra__"]
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
     names = kind.__dict__.get("__slots__", ())
     names = (names,) if isinstance(names, str) else tuple(names)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    return tuple(_mangle(name, kind) for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _mangle(name: str, kind: type) -> str:
+    """A name as Python knows it outside of the body of its class."""
+    is_private = name.startswith("__") and not name.endswith("__") and kind.__name__.strip("_")
+    return f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def _open_packed(node: PackedSequence) -> _Branch:

@@ -39,6 +39,13 @@ def place_of_implementation() -> int | None:
     return found[0] * ctypes.sizeof(ctypes.c_size_t) if found else None
 
 
+def noted_lengths(jagged: torch.Tensor) -> tuple[int | None, int | None]:
+    """The least and the greatest length of a jagged tensor, as far as it knows them without asking the device."""
+    noted = getattr(jagged, "_metadata_cache", None) or {}  # as tensors of that size, without elements
+    shortest, longest = (noted[name].size(0) if name in noted else None for name in ("min_seqlen", "max_seqlen"))
+    return shortest, longest
+
+
 def allocator(device: torch.device) -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
     """Return the quickest ``empty_strided(size, stride, dtype)`` for a device; on CUDA it serves the current device."""
     if device.type == "cpu":
