@@ -35,7 +35,7 @@ from torch._inductor import config as inductor_config
 from torch.optim import Optimizer
 
 from benchmarks.equality import Judge, Results, Verdict, check_dependence
-from benchmarks.harness import MemoryMeter, Run, SoundPools, full_precision, queue_behind_spin
+from benchmarks.harness import MemoryMeter, Run, full_precision, queue_behind_spin, sound_pools
 from benchmarks.models import Batch, Inference, Training
 from benchmarks.sides import WARM_CALLS, Side, capture, timed
 
@@ -233,10 +233,10 @@ class TrainingJudge:
         wide = torch.float64 if problem.dtype == torch.float32 else torch.float32
         start = trainee(problem).state()
         twin = trainee(problem, wide)
-        with full_precision(), SoundPools():
+        with full_precision(), sound_pools():
             precise = self.results(twin, problem.make_step(twin.model, twin.optimizer, precise=True))
         plain = trainee(problem)
-        with SoundPools():
+        with sound_pools():
             eager = self.results(plain, problem.make_step(plain.model, plain.optimizer))
         self._judge = Judge(precise, eager, problem.dtype, start)
         self._losses = Judge({"losses": precise["losses"]}, {"losses": eager["losses"]}, problem.dtype)
@@ -317,7 +317,7 @@ def capture_step(problem: Training, options: dict[str, Any]) -> tuple[Trainee, T
         The side, the loss of its eager step, and the captured step.
     """
     side = trainee(problem, fused=True, capturable=True)
-    with SoundPools():
+    with sound_pools():
         first_loss = problem.make_step(side.model, side.optimizer)(*problem.batches[0]).detach()
     compiled = torch.compile(side.model, fullgraph=True, dynamic=False, options=options)
     with side.unchanged():

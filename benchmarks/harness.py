@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 Run = Callable[[], Any]
 
@@ -266,18 +266,20 @@ def full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-class SoundPools(TorchFunctionMode):
+@contextmanager
+def sound_pools() -> Iterator[None]:
     """Average pooling on contiguous images in the body: for eager's steps that others are judged by, or begin with.
 
     On a GPU, PyTorch's gradient of padded average pooling is wrong where images are channels_last (pytorch#188344, in
     torch 2.11). Compiled steps get it right, and would be refused by a judge that does not.
     """
+    pool = F.avg_pool2d
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.avg_pool2d:
-            image, *rest = args
-            args = (image.contiguous(), *rest)
-        return func(*args, **(kwargs or {}))
+    def pool_soundly(image: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        return pool(image.contiguous(), *arguments, **options)
+
+    with mock.patch.object(F, "avg_pool2d", pool_soundly):
+        yield
 
 
 def forget_case(device: torch.device) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.baselines import InferenceJudge, TrainingJudge, trainee
 from benchmarks.equality import Verdict
-from benchmarks.harness import MemoryMeter, Run, SoundPools
+from benchmarks.harness import MemoryMeter, Run, sound_pools
 from benchmarks.models import Inference, Training
 from benchmarks.sides import WARM_CALLS, Side, timed
 
@@ -37,7 +37,7 @@ def build_training(problem: Training, judge: TrainingJudge | None = None) -> Sid
 
     side = trainee(problem)
     step = ms.step(problem.make_step(side.model, side.optimizer), strict=True)
-    with SoundPools():
+    with sound_pools():
         losses = [step(*problem.batches[0]).detach()]
     more, build_s = timed(lambda: [step(*problem.batches[i]).detach() for i in (1, 2)], problem.device)
     losses += more

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks import ours
 from benchmarks.baselines import Call, Trainee, TrainingJudge, build_training, trainee
 from benchmarks.equality import Move, Results, hear_neighbours
-from benchmarks.harness import Run, SoundPools
+from benchmarks.harness import Run, sound_pools
 from benchmarks.models import TRAINING, Training, TrainingCase
 from benchmarks.results import Row
 from benchmarks.sides import build_each, compare
@@ -38,7 +38,7 @@ class SampledTrainingJudge(TrainingJudge):
         problem = self._problem
         side = trainee(problem)
         step = problem.make_step(side.model, side.optimizer)
-        with SoundPools():
+        with sound_pools():
             results = self.results(side, lambda *batch: step(*map(move, batch)))
         self._judge.hear(results)
         self._losses.hear(results)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import millstream as ms
 from benchmarks.baselines import InferenceJudge, TrainingJudge, trainee
-from benchmarks.harness import SoundPools
+from benchmarks.harness import sound_pools
 from benchmarks.inference import SampledInferenceJudge
 from benchmarks.models import TRAINING, Inference, TrainingCase, labelled, language, shape
 from benchmarks.networks import small_cnn
@@ -140,9 +141,35 @@ def test_eager_runs_on_neighbours_with_the_same_random_numbers(has_tokens):
 @pytest.mark.parametrize("pool", [nn.AvgPool2d(3, 1, 1), lambda x: nn.functional.avg_pool2d(x, 3, padding=1)])
 def test_average_pools_of_who_is_judged_by_never_see_channels_last(pool):
     x = torch.randn(2, 4, 6, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
-    with SoundPools():
+    with sound_pools():
         y = pool(x)
     assert y.is_contiguous()
     assert not pool(x).is_contiguous()
     assert torch.equal(y, pool(x))
     assert all(map(torch.equal, *([torch.autograd.grad(out.square().sum(), x)[0]] for out in (y, pool(x)))))
+
+
+def test_a_step_that_begins_with_sound_pools_is_captured():
+    """As ours does in the training suite; what pools by then is not what it goes on with."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AvgPool2d(3, 1, 1), nn.Flatten(), nn.Linear(8 * 4 * 4, 2))
+    twin = copy.deepcopy(model)
+
+    def make(network):
+        optimizer = torch.optim.SGD(network.parameters(), 0.1)
+
+        def step(x):
+            loss = network(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    captured, eager = ms.step(make(model), strict=True), make(twin)
+    batches = [torch.randn(2, 3, 6, 6) for _ in range(4)]
+    with sound_pools():
+        losses = [captured(batches[0]).detach()]
+    losses += [captured(x).detach() for x in batches[1:]]
+    torch.testing.assert_close(losses, [eager(x).detach() for x in batches])
+    assert ms.explain(captured).to_dict()["programs"]

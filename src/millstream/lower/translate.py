@@ -182,14 +182,20 @@ class _Translator:
         self._add_storage(node.name, value)
 
     def _extend(self, position: int, node: torch.fx.Node) -> None:
-        """Let a kernel write (and, unless it is an alias, allocate) the buffer bound to its result."""
-        kernel = self.kernels[position]
-        own = () if node.name in self.alias else (node.name,)
+        """Let a kernel write and allocate the buffer bound to its result.
+
+        An operator that returns a view of what it was given writes no memory. It makes something all the same, which is
+        a buffer without bytes here: who uses the view must come behind.
+        """
+        kernel, made, num_bytes = self.kernels[position], node.name, self.bytes[node.name]
+        if node.name in self.alias:
+            made, num_bytes = _view_of(node.name), 0
+            self.bytes[made], self.device[made] = 0, self.device[node.name]
         self.kernels[position] = replace(
             kernel,
-            writes=(*kernel.writes, *own),
-            allocates=(*kernel.allocates, *own),
-            num_bytes=kernel.num_bytes + (self.bytes[node.name] if own else 0),
+            writes=(*kernel.writes, made),
+            allocates=(*kernel.allocates, made),
+            num_bytes=kernel.num_bytes + num_bytes,
         )
 
     def _add_kernel(self, node: torch.fx.Node) -> None:
@@ -324,6 +330,10 @@ class _Translator:
                 self.bytes.setdefault(generator, 16)
                 self.device.setdefault(generator, generator.removeprefix("rng:"))
                 reads[generator] = writes[generator] = None
+        for arg in node.all_input_nodes:
+            made = self.views[arg.name].base if arg.name in self.views else arg.name
+            if made in self.alias:
+                reads[_view_of(made)] = None
         # A kernel that is the first to touch an allocation reads there only what it has written itself: parts, then the
         # whole.
         kept = tuple(name for name in reads if name not in writes or name in self.filled or name not in self.layouts)
@@ -438,6 +448,11 @@ class _Translator:
         if name in self.inputs:
             return Role.INPUT
         return Role.OUTPUT if name in returned else Role.TEMPORARY
+
+
+def _view_of(name: str) -> str:
+    """What an operator makes that returns a view of memory that is there, as a buffer."""
+    return f"view:{name}"
 
 
 def numbered(device: torch.device) -> torch.device:
