@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -35,6 +35,7 @@ from millstream.lower.convolutions.split_k import find_split_launches, split_lon
 from millstream.lower.convolutions.strides import keep_strides
 from millstream.lower.convolutions.writers import find_launches
 from millstream.lower.fx_wrapper import SOUND, collect_wrappers
+from millstream.lower.kept_reads import KeepReads
 from millstream.lower.ordering import writes_stay_in_front
 from millstream.lower.patterns import shuffles_match_nothing
 from millstream.lower.pooling import decompositions
@@ -161,12 +162,17 @@ def compile_graph(
         compile_lock,  # in torch 2.11 options are those of all threads
         torch.no_grad() if step_state is not None else contextlib.nullcontext(),
         inductor_config.patch({"freezing": step_state is None and (freeze or inductor_config.freezing), **options}),
+        inductor_config.patch(joint_custom_post_pass=KeepReads(_user_pass(options))),
         shuffles_match_nothing(),
         # A cached AOT artefact would skip the lowering, which is all we are here for.
         functorch_config.patch(enable_autograd_cache=False),
     ):
         table = {**decompositions(), **random_decompositions()}
         return compile_fx(gm, list(inputs), inner, decompositions=table)  # type: ignore[no-any-return, arg-type]
+
+
+def _user_pass(options: Mapping[str, Any]) -> Any:
+    return options.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
 
 
 def _lower(
