@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -156,6 +157,11 @@ class _Hooks:
         return tuple(number for hooks in own for number in hooks)
 
 
+_limit = threading.local()
+_GIVES_UP = ("Hard failure due to fullgraph", "found no compiled frames")
+"""Of Dynamo's errors with ``fullgraph=True``: nothing of the user's went wrong, but nothing is compiled either."""
+
+
 class Compiled:
     """A function compiled by ``ms.compile``.
 
@@ -172,7 +178,6 @@ class Compiled:
         self.compiler = compiler
         self._reported = 0
         self._has_nothing = False
-        dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
         self._function = function
         self._hooks = _Hooks(function) if isinstance(function, torch.nn.Module) else None
         self._calls: dict[tuple[int, ...], Callable[..., Any]] = {}
@@ -185,6 +190,9 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # part of another capture
             return self._function(*args, **kwargs)
+        if not hasattr(_limit, "is_raised"):  # from PyTorch 2.13 on, each thread has its own
+            dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
+            _limit.is_raised = True
         breaks = len(dynamo_utils.graph_break_reasons)
         obstacles = None if self.compiler.graphs else known_obstacles()
         if self._hooks is not None and (numbers := self._hooks.changed()) is not None:
@@ -194,6 +202,13 @@ class Compiled:
         except BackendCompilerFailed as failure:  # Dynamo's wrapping of what our backend raised
             if isinstance(failure.inner_exception, MillstreamError):
                 raise failure.inner_exception from None
+            raise
+        except RuntimeError as error:
+            if self.compiler.strict and any(told in str(error) for told in _GIVES_UP):
+                raise CaptureError(
+                    f"Dynamo captures no more of it ({str(error).strip().splitlines()[0]}). "
+                    f"It takes {dynamo_config.recompile_limit} forms of inputs and state of one function."
+                ) from error
             raise
         if obstacles is not None and not self.compiler.graphs:
             self._report_nothing([*(known_obstacles() - obstacles)])

@@ -147,6 +147,7 @@ class _Search:
         self._of_module: str | None = None  # the attribute of a module from which the search has come
         self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
         self._answered: set[types.CodeType] = set()  # code behind caches, which need not run to have been asked
+        self._told: set[str] = set()  # names that code may ask for without knowing that they are there
         self._followed = -1  # how many names and holders there were when last looked at
         self._unread: list[tuple[str, dict[str, Any], str]] = []  # other attributes of modules
         self._aside: list[tuple[str, dict[str, Any], str]] = []  # attributes of modules, looked at last
@@ -182,7 +183,7 @@ class _Search:
                 for name in sorted(self.names.intersection(holder)):
                     if name in self._read or not isinstance(holder[name], SCALARS):  # x.step() calls no number
                         self.follow(f"{prefix}.{name}", holder, name)
-                for name in sorted(self.names & defaults.difference(holder)):  # may be set later
+                for name in sorted((self.names & defaults | self._told).difference(holder)):  # may be set later
                     self.follow(f"{prefix}.{name}", holder, name)
 
     def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per kind of thing
@@ -280,6 +281,7 @@ class _Search:
         parent = name.rpartition(".")[0]
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.follow(variable, cell, None)
+        self._told |= _names_told(code)
         self._read |= _names_read(code) | _names_told(code)
         self.names |= _names_told(code)
         for module, variable in _imports_in(code):
@@ -310,11 +312,12 @@ class _Search:
     def _visit_container(self, name: str, value: Any) -> None:
         if isinstance(value, dict) and is_users(_file_of(type(value))):
             value = Items.of(value)
-        if (value.size if isinstance(value, np.ndarray) else len(value)) > MAX_ITEMS:
-            return
-        if isinstance(value, Items | list | dict | deque | set | np.ndarray):
-            self.found.containers.append((name, value))
+        is_long = (value.size if isinstance(value, np.ndarray) else len(value)) > MAX_ITEMS
+        if isinstance(value, Items | list | dict | deque | set) or (isinstance(value, np.ndarray) and not is_long):
+            self.found.containers.append((name, value))  # if long, for what the traced code itself does to it
             self._attribute_of[id(value)] = self._of_module
+        if is_long:
+            return
         if isinstance(value, dict | Items):
             for key in list(value):
                 told = repr(key) if type(key) in SCALARS else f"<{type(key).__name__}>"  # whose repr is the user's
@@ -330,8 +333,8 @@ class _Search:
         for base in kind.__mro__:
             if id(base) not in self._seen or base is kind:
                 self._seen[id(base)] = base
-                if is_users(_file_of(base)):
-                    self._visit_attributes(name, ClassAttributes.of(base), frozenset())
+                if is_users(_file_of(base)):  # which may hide later what it inherits
+                    self._visit_attributes(name, ClassAttributes.of(base), defaults_of(base))
 
     def _visit_object(self, name: str, value: Any) -> None:
         kind: Any = type(value)

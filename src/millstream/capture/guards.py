@@ -92,7 +92,7 @@ class Guards:
         copies: Dicts of submodules or hooks, lists of groups or parameters, and copies of them.
         sized: Lists and dicts of the user's, whose entries are among the others.
         sizes: Their lengths.
-        loose: Sets and deques of the user's, and copies of them.
+        loose: Sets and deques of the user's, dicts of submodules whose order counts, and copies of them.
         watched: Tensors whose gradients count.
         gradients: The gradient that each of them must have.
         placed: Those, and all other state of the graph.
@@ -374,6 +374,11 @@ def _add_tree(guards: Guards, root: nn.Module) -> None:
         for container in (module._modules, module._forward_hooks, module._forward_pre_hooks):
             if container:
                 guards.copies.append((container, dict(container)))
+        if not module._modules and _may_have_children(module):
+            guards.measure("A module's submodules", module._modules)
+        if isinstance(module, nn.ModuleDict) and len(module._modules) > 1:
+            guards.names[id(module._modules), None] = "A ModuleDict"
+            guards.loose.append((module._modules, dict(module._modules)))  # for their order
         for holder in (module._parameters, module._buffers):
             for key, value in holder.items():
                 if value is None:  # an absent bias may be given one
@@ -411,6 +416,13 @@ def _add_optimizer(
                 (guards.objects if any(isinstance(item, Tensor) for item in value) else guards.plain).add(
                     group, key, value
                 )
+
+
+def _may_have_children(module: nn.Module) -> bool:
+    """Whether it, or code of the user's, goes through its submodules: PyTorch's own layers have none to go through."""
+    return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) or not type(module).__module__.startswith(
+        "torch.nn.modules"
+    )
 
 
 def _is_unchanged(container: Any, copy: Any) -> bool:

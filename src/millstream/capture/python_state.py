@@ -17,16 +17,15 @@ from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from millstream.capture.attributes import Attributes
 from millstream.capture.discover import MISSING, Found, defaults_of
 from millstream.capture.lines import is_ours
 from millstream.capture.running import WHOLE, Ran
-from millstream.capture.signature import is_same
+from millstream.capture.signature import SCALARS, is_same
 
-_SCALARS = (bool, int, float, complex, str, type(None), tuple, torch.dtype)
+_SCALARS = (*SCALARS, tuple)
 
 
 class Kind(Enum):
@@ -106,7 +105,7 @@ class Snapshot:
             self._keep(Kind.PLAIN, name, container)
 
     def _keep(self, kind: Kind, name: str, holder: Any) -> None:
-        if isinstance(holder, dict | list | set | deque | Attributes):
+        if isinstance(holder, dict | list | set | deque | Attributes | np.ndarray):
             self._copies.setdefault(id(holder), (kind, name, holder, holder.copy()))
 
     def changes(self) -> list[Change]:
@@ -143,6 +142,9 @@ class Snapshot:
                 for key in [*copy, *(key for key in holder if key not in copy)]:
                     if holder.get(key, MISSING) is not copy.get(key, MISSING):
                         store(holder, key, copy.get(key, MISSING))
+            elif isinstance(holder, np.ndarray):
+                if holder.flags.writeable and differs(holder, copy):
+                    holder[...] = copy
             elif differs(holder, copy):
                 holder.clear()
                 holder.update(copy) if isinstance(holder, set) else holder.extend(copy)
@@ -198,7 +200,12 @@ def record_module_reads(
     thread = threading.get_ident()
 
     def read(module: nn.Module, name: str) -> Any:
-        value = object.__getattribute__(module, name)
+        try:
+            value = object.__getattribute__(module, name)
+        except AttributeError:
+            if threading.get_ident() == thread and not name.startswith("__") and _is_nowhere(module, name):
+                reads[id(module), name] = (module, name)  # it may be given one later
+            raise
         if threading.get_ident() != thread:
             return value
         ran.note_read(module, name, sys._getframe(1))
@@ -218,11 +225,19 @@ def record_module_reads(
         del nn.Module.__getattribute__
 
 
+def _is_nowhere(module: nn.Module, name: str) -> bool:
+    """Whether what Python did not find is no parameter, buffer or submodule either."""
+    attributes = object.__getattribute__(module, "__dict__")
+    return not any(name in attributes.get(part, ()) for part in ("_parameters", "_buffers", "_modules"))
+
+
 def selects_behaviour(module: nn.Module, name: str) -> bool:
     """Whether to check on each call that the attribute ``name`` of this very object is unchanged, or still absent."""
     if name == "forward":
         return True
     if name in vars(module):
+        return True
+    if not hasattr(type(module), name):
         return True
     is_torch = type(module).__module__.startswith("torch.nn.modules")
     return not is_torch and name in defaults_of(type(module)) and name not in vars(nn.Module)

@@ -1,0 +1,151 @@
+"""What a step reads changes in a way that leaves no trace where it was read: results are never stale."""
+
+import enum
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from millstream.capture import Step, quick
+from tests.capture.worlds import World, batches, check, interpret, plain
+
+
+@pytest.fixture(autouse=True, params=["compiled", "python"])
+def _way(request, monkeypatch):
+    if request.param == "compiled":
+        monkeypatch.setattr(quick, "DEVICES", frozenset({"cpu"}))
+
+
+class Mode(enum.Enum):
+    PLAIN = 1
+    TRIPLE = 3
+
+
+class WithMode(nn.Linear):
+    mode = Mode.PLAIN
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.mode, self.key = Mode.PLAIN, b"a"
+
+    def forward(self, x):
+        return super().forward(x) * self.mode.value * len(self.key)
+
+
+class WithGain(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * self.gain if hasattr(self, "gain") else y
+
+
+class WithMore(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.more = nn.Linear(4, 3), nn.ModuleList()
+        self.named = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Tanh()})
+
+    def forward(self, x):
+        x = self.first(x)
+        for part in (*self.named.values(), *self.more):
+            x = part(x)
+        return x
+
+
+class Settings:
+    """One whose ``gain`` nobody has set, and one that inherits its ``scale``."""
+
+    scale = 1.0
+
+
+class Derived(Settings):
+    pass
+
+
+class WithSettings(nn.Linear):
+    def __init__(self, settings):
+        super().__init__(4, 3)
+        self.settings = settings
+
+    def forward(self, x):
+        return super().forward(x) * getattr(self.settings, "gain", 1.0) * self.settings.scale
+
+
+def set_scale(world):
+    type(world.modules[0].settings).scale = 3.0
+
+
+CHANGES = {
+    "an enum": (WithMode, lambda world: setattr(world.modules[0], "mode", Mode.TRIPLE)),
+    "bytes": (WithMode, lambda world: setattr(world.modules[0], "key", b"abc")),
+    "an attribute that a module did not have": (WithGain, lambda world: setattr(world.modules[0], "gain", 3.0)),
+    "a parameter that it did not have": (
+        WithGain, lambda world: setattr(world.modules[0], "gain", nn.Parameter(torch.ones(3)))
+    ),
+    "a module in an empty container": (WithMore, lambda world: world.modules[0].more.append(nn.Tanh())),
+    "the order of modules": (
+        WithMore, lambda world: world.modules[0].named.update({"a": world.modules[0].named.pop("a")})
+    ),
+    "an attribute that an object did not have": (
+        lambda: WithSettings(Settings()), lambda world: setattr(world.modules[0].settings, "gain", 3.0)
+    ),
+    "an attribute that a class inherited": (lambda: WithSettings(type("Own", (Derived,), {})()), set_scale),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_is_noticed(change):
+    make, alter = CHANGES[change]
+
+    def world():
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        return World(plain(model, optimizer), [model], [optimizer])
+
+    def between(world, number):
+        if number == 4:
+            alter(world)
+
+    check(world, batches(8, 6, 4), between=between, graphs=None, rtol=1e-4, atol=1e-5)
+
+
+def make_step(model, note):
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        note(loss)
+        return loss
+
+    return Step(step, build=interpret)
+
+
+def test_an_array_that_is_counted_in_goes_on_counting():
+    counts = np.zeros(3)
+
+    def note(loss):
+        counts[0] += 1
+
+    step = make_step(nn.Linear(4, 3), note)
+    with pytest.warns(UserWarning, match="changes"):
+        for _ in range(5):
+            step(torch.randn(6, 4))
+    assert counts.tolist() == [5, 0, 0]
+
+
+def test_a_long_history_stays_one_of_tensors():
+    """It is longer than what is followed by the time that another form of the batch is met."""
+    history = []
+    step = make_step(nn.Linear(4, 3), lambda loss: history.append(loss.detach()))
+    with pytest.warns(UserWarning, match="changes"):
+        for size in [6] * 1010 + [2] * 4:
+            step(torch.randn(size, 4))
+    assert len(history) == 1014
+    assert {type(each) for each in history} == {torch.Tensor}
+    assert torch.stack(history).isfinite().all()
