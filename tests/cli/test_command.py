@@ -15,6 +15,8 @@ def test_version(capsys):
     ("arguments", "message"),
     [
         ("train char-rnn --steps 0", "0 is not 1 or more"),
+        ("train char-rnn --steps 99999999999999999999999", "is not from 1 to"),
+        ("train char-rnn --compare 99999999999999999999999", "is not from 0 to"),
         ("train char-rnn --steps many", "invalid int value: 'many'"),
         ("train char-rnn --seconds nan", "nan is not 0 or more"),
         ("train char-rnn --temperature 0", "0 is not 0.01 or more"),
@@ -36,6 +38,7 @@ def test_wrong_usage(arguments, message, capsys):
         ("train digits --device tpu", "--device 'tpu' is no device"),
         ("train digits --device meta", "--device 'meta' is not supported"),
         ("train digits --device cuda:99", "--device 'cuda:99' is not there"),
+        ("train digits --device cpu:3", "--device 'cpu:3' is not there; there is one CPU"),
         ("train digits --batch 5000", "--batch 5000 is more than the 1,437 images"),
         ("train char-rnn --text absent.txt", "cannot read --text absent.txt: No such file"),
         ("train char-rnn --text .", "cannot read --text .: Is a directory"),

@@ -157,6 +157,27 @@ def test_resume_of_a_damaged_file(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("eager")
+def test_resume_of_a_file_in_which_one_bit_has_changed(tmp_path, capsys):
+    assert run("train", "digits", "--steps 1") == 0
+    content = bytearray((tmp_path / "runs/digits.pt").read_bytes())
+    content[len(content) // 2] ^= 4  # among the weights or the optimizer's numbers
+    (tmp_path / "runs/digits.pt").write_bytes(content)
+    assert run("train", "digits", "--steps 1 --resume runs/digits.pt") == 2
+    assert "or is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("missing", ["carry", "identity", "cpu_rng"])
+def test_resume_of_a_file_without_all_of_it(tmp_path, capsys, missing):
+    assert run("train", "digits", "--steps 1") == 0
+    state = torch.load(tmp_path / "runs/digits.pt")
+    del state[missing]
+    torch.save(state, tmp_path / "runs/digits.pt")
+    assert run("train", "digits", "--steps 1 --resume runs/digits.pt") == 2
+    assert "is no checkpoint of this program" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("eager")
 def test_failed_save_leaves_the_old_checkpoint(monkeypatch):
     assert run("train", "digits", "--steps 2") == 0
 

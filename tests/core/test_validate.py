@@ -101,6 +101,7 @@ def test_the_good_graph_passes():
             "v",
         ),
         (with_kernel(2, allocates=("s",)), "allocates 's', which has role state", "third", "s"),
+        (with_kernel(1, allocates=("u", "u")), "allocates a buffer twice", "second", None),
         (with_kernel(2, writes=("y", "t"), allocates=("t",)), "'t', which an earlier kernel writes", "third", "t"),
     ],
 )

@@ -6,12 +6,14 @@ from copy import deepcopy
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 
 from millstream.cli.job import Carry, Job
 from millstream.errors import ArgumentError
 
+_ENTRIES = {"job", "identity", "done", "model", "optimizer", "carry", "cpu_rng", "device_rng"}
 FORMAT = 1  # raise it when the entries change; older files are then refused by name instead of by a missing key
 
 
@@ -59,10 +61,13 @@ def load_checkpoint(path: Path, job: Job) -> dict[str, Any]:
     except OSError as error:
         raise ArgumentError(f"cannot read --resume {path}: {error.strerror}") from error
     try:
+        # PyTorch compares no checksums: a bit that has changed on a disk would be trained on.
+        if (bad := ZipFile(BytesIO(content)).testzip()) is not None:
+            raise ValueError(f"{bad} has another checksum")
         state = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file fails in as many ways as it has bytes
         raise ArgumentError(f"--resume {path} is no checkpoint of this program, or is damaged") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if not isinstance(state, dict) or state.get("format") != FORMAT or not state.keys() >= _ENTRIES:
         raise ArgumentError(f"--resume {path} is no checkpoint of this program, or of another version")
     if state["job"] != job.name:
         raise ArgumentError(f"--resume {path} is a checkpoint of {state['job']}, not of {job.name}")

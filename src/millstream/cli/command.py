@@ -69,11 +69,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_train_options(parser: argparse.ArgumentParser) -> None:
-    count, seconds = _number(int, 1), _number(float, 0)
+    count, seconds = _number(int, 1, sys.maxsize), _number(float, 0)
     parser.add_argument("--steps", type=count, help="steps of this run (the job's own number, if time allows)")
     parser.add_argument("--seconds", type=seconds, help="end this run after so much time (no limit)")
     parser.add_argument(
-        "--compare", type=_number(int, 0), default=20, help="steps to run eagerly too, and to compare (%(default)s)"
+        "--compare",
+        type=_number(int, 0, sys.maxsize),
+        default=20,
+        help="steps to run eagerly too, and to compare (%(default)s)",
     )
     parser.add_argument("--checkpoint", type=Path, help="where to save (runs/JOB.pt)")
     parser.add_argument("--resume", type=Path, help="go on exactly where this checkpoint stopped")
@@ -109,7 +112,7 @@ def _number(kind: Callable[[str], float], low: float, high: float = math.inf) ->
     def parse(text: str) -> float:
         value = kind(text)
         if not low <= value <= high:
-            wanted = f"{low} or more" if high == math.inf else f"from {low} to {high}"
+            wanted = f"from {low} to {high}" if high < sys.maxsize or value > high else f"{low} or more"
             raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
         return value
 

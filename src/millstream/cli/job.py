@@ -64,6 +64,8 @@ def find_device(name: str | None) -> torch.device:
         raise ArgumentError(f"--device {name!r} is no device; say cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"--device {name!r} is not supported; say cpu, cuda or cuda:N")
+    if device.type == "cpu" and device.index:
+        raise ArgumentError(f"--device {name!r} is not there; there is one CPU")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ArgumentError(f"--device {name!r} is not there; PyTorch sees {torch.cuda.device_count()} CUDA devices")
     return device

@@ -79,5 +79,5 @@ class Roofline:
         is_matrix = kernel.kind in (KernelKind.GEMM, KernelKind.CONV)
         compute_ns = kernel.flops * 1e9 / (limits.matrix_flops_per_s if is_matrix else limits.vector_flops_per_s)
         memory_ns = kernel.num_bytes * 1e9 / limits.bytes_per_s
-        duration_ns = max(limits.launch_ns, round(compute_ns), round(memory_ns))
+        duration_ns = max(limits.launch_ns, round(compute_ns), round(memory_ns), 1)
         return KernelCost(duration_ns, min(1.0, compute_ns / duration_ns), min(1.0, memory_ns / duration_ns))

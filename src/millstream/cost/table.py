@@ -25,7 +25,7 @@ from millstream.errors import ArgumentError
 from millstream.graph import Kernel, KernelGraph
 
 _FORMAT = 1
-_MOST_NS = 1 << 53  # 104 days: more is a spoiled file, and inexact where times are divided
+_MOST_NS = 1 << 42  # 73 minutes: more is a spoiled file, and a million of these is less than what schedules end by
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Scheduling:
             raise ArgumentError(f"streams={self.streams!r} leaves nowhere to run; give 1 or more, or 'auto'.")
         if self.streams is not None and self.streams > MOST_STREAMS:
             raise ArgumentError(f"streams={self.streams} is more than can be planned; give at most {MOST_STREAMS}.")
-        if self.policy is not None and self.policy not in POLICIES:
+        if self.policy is not None and (not isinstance(self.policy, str) or self.policy not in POLICIES):
             raise ArgumentError(f"Unknown policy {self.policy!r}; choose one of {', '.join(map(repr, POLICIES))}.")
         if isinstance(self.memory, bool) or not isinstance(self.memory, (int, float)):
             raise ArgumentError(f"memory={self.memory!r} is no amount; give bytes as an int, or a factor as a float.")

@@ -162,6 +162,8 @@ def _check_kernel(graph: KernelGraph, kernel: Kernel, written: set[str]) -> None
             raise _kernel_error(kernel, storage, f"writes constant {storage!r}: give it role state if it must change")
     for buffer in kernel.parts:
         _check_part(graph, kernel, buffer, written)
+    if len({*kernel.allocates}) < len(kernel.allocates):
+        raise _kernel_error(kernel, None, "allocates a buffer twice: list each once")
     for buffer in kernel.allocates:
         _check_allocated(graph, kernel, graph.buffer_of[buffer], written)
 
