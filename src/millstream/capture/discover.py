@@ -147,6 +147,7 @@ class _Search:
         self._of_module: str | None = None  # the attribute of a module from which the search has come
         self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
         self._answered: set[types.CodeType] = set()  # code behind caches, which need not run to have been asked
+        self._long: set[int] = set()  # containers of more than MAX_ITEMS items
         self._told: set[str] = set()  # names that code may ask for without knowing that they are there
         self._followed = -1  # how many names and holders there were when last looked at
         self._unread: list[tuple[str, dict[str, Any], str]] = []  # other attributes of modules
@@ -169,7 +170,9 @@ class _Search:
             self._follow_names()
         self.found.sources = [name for name, attribute in self._sources if self._may_look_into(attribute)]
         self.found.watched = [
-            item for item in self.found.containers if self._may_look_into(self._attribute_of[id(item[1])])
+            (name, value)
+            for name, value in self.found.containers
+            if id(value) not in self._long and self._may_look_into(self._attribute_of[id(value)])
         ]
 
     def _may_look_into(self, attribute: str | None) -> bool:
@@ -314,9 +317,10 @@ class _Search:
             value = Items.of(value)
         is_long = (value.size if isinstance(value, np.ndarray) else len(value)) > MAX_ITEMS
         if isinstance(value, Items | list | dict | deque | set) or (isinstance(value, np.ndarray) and not is_long):
-            self.found.containers.append((name, value))  # if long, for what the traced code itself does to it
+            self.found.containers.append((name, value))
             self._attribute_of[id(value)] = self._of_module
-        if is_long:
+        if is_long:  # nobody looks at it in every call, but it is known what the traced code itself does to it
+            self._long.add(id(value))
             return
         if isinstance(value, dict | Items):
             for key in list(value):
