@@ -148,6 +148,7 @@ class _Search:
         self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
         self._answered: set[types.CodeType] = set()  # code behind caches, which need not run to have been asked
         self._long: set[int] = set()  # containers of more than MAX_ITEMS items
+        self._of_objects: set[int] = set()  # dicts of attributes
         self._told: set[str] = set()  # names that code may ask for without knowing that they are there
         self._followed = -1  # how many names and holders there were when last looked at
         self._unread: list[tuple[str, dict[str, Any], str]] = []  # other attributes of modules
@@ -186,7 +187,8 @@ class _Search:
                 for name in sorted(self.names.intersection(holder)):
                     if name in self._read or not isinstance(holder[name], SCALARS):  # x.step() calls no number
                         self.follow(f"{prefix}.{name}", holder, name)
-                for name in sorted((self.names & defaults | self._told).difference(holder)):  # may be set later
+                absent = self.names & defaults | (self._told if id(holder) in self._of_objects else frozenset())
+                for name in sorted(absent.difference(holder)):  # may be set later
                     self.follow(f"{prefix}.{name}", holder, name)
 
     def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per kind of thing
@@ -346,6 +348,7 @@ class _Search:
         if not is_users(_file_of(kind)) and kind not in _NAMESPACES:
             return
         if hasattr(value, "__dict__"):
+            self._of_objects.add(id(vars(value)))
             self._visit_attributes(name, vars(value), defaults_of(kind))
         slots = SlotAttributes.of(value)
         if slots.has_slots():

@@ -57,9 +57,11 @@ def _keep_what_is_read(source: torch.fx.Node) -> None:
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _share_memory(*nodes: torch.fx.Node) -> bool:
-    values = [node.meta.get("val") for node in nodes]
-    if not all(isinstance(value, torch.Tensor) and value.layout is torch.strided for value in values):
-        return False
-    one, other = (value.untyped_storage()._cdata for value in values)
-    return one == other
+def _share_memory(one: torch.fx.Node, other: torch.fx.Node) -> bool:
+    storages = [_storage(node.meta.get("val")) for node in (one, other)]
+    return storages[0] is not None and storages[0] == storages[1]
+
+
+def _storage(value: Any) -> int | None:
+    is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return value.untyped_storage()._cdata if is_plain else None
