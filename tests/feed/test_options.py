@@ -709,6 +709,8 @@ def test_sparse_tensors_are_cast_and_cannot_be_padded():
     (batch,) = feed([sparse], "cpu", cast=torch.float16)
     assert batch.dtype == torch.float16
     assert torch.equal(batch.to_dense().float(), torch.eye(4))
+    (own,) = feed([torch.eye(4).to_mkldnn()], "cpu", cast=torch.float16)  # which has its own numbers, and stays so
+    assert own.is_mkldnn
     with pytest.raises(FeedError, match=r"torch\.sparse_coo cannot be padded"):
         list(feed([[torch.ones(4), sparse], [torch.ones(2), torch.eye(2).to_sparse()]], "cpu", pad_last=True))
 

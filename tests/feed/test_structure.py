@@ -523,3 +523,32 @@ def test_jagged_tensors_keep_what_they_know_of_their_lengths():
     leaves, rebuild = split(jagged)
     assert noted_lengths(rebuild(leaves)) == (2, 4)
     assert noted_lengths(torch.nested.nested_tensor_from_jagged(values, offsets)) == (None, None)
+
+
+class ByAttribute(dict):
+    __getattr__ = dict.__getitem__
+
+
+class MakesEntries(collections.defaultdict):
+    def __getattr__(self, name):
+        return self[name]
+
+
+@dataclasses.dataclass
+class Proxy:
+    image: torch.Tensor
+
+    def __getattr__(self, name):
+        return getattr(self.image, name)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: ByAttribute(image=x), lambda x: MakesEntries(dict, image=x), lambda x: Proxy(x)]
+)
+def test_ways_of_the_users_to_find_attributes_are_not_asked(make):
+    node = make(torch.ones(2))
+    leaves, rebuild = split(node)
+    made = rebuild([leaf + 1 for leaf in leaves])
+    assert made.image.tolist() == [2, 2]
+    if isinstance(node, dict):
+        assert [*node] == [*made] == ["image"]

@@ -79,7 +79,8 @@ class Found:
         scalers: Gradient scalers.
         tensors: Tensors.
         objects: Attributes of plain objects, classes and functions.
-        containers: Lists, dicts, sets and deques.
+        containers: Lists, dicts, sets, deques and arrays.
+        long: Those that have more than ``MAX_ITEMS`` items, of which none was looked at.
         watched: Those of ``containers`` that the code may look into.
         cached: Functions behind ``functools.lru_cache``.
         codes: Code that was looked into.
@@ -96,6 +97,7 @@ class Found:
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     objects: list[tuple[str, MutableMapping[str, Any]]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
+    long: list[tuple[str, Any]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
     references: Counter[int] = field(default_factory=Counter)
@@ -147,9 +149,6 @@ class _Search:
         self._of_module: str | None = None  # the attribute of a module from which the search has come
         self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
         self._answered: set[types.CodeType] = set()  # code behind caches, which need not run to have been asked
-        self._long: set[int] = set()  # containers of more than MAX_ITEMS items
-        self._of_objects: set[int] = set()  # dicts of attributes
-        self._told: set[str] = set()  # names that code may ask for without knowing that they are there
         self._followed = -1  # how many names and holders there were when last looked at
         self._unread: list[tuple[str, dict[str, Any], str]] = []  # other attributes of modules
         self._aside: list[tuple[str, dict[str, Any], str]] = []  # attributes of modules, looked at last
@@ -171,9 +170,7 @@ class _Search:
             self._follow_names()
         self.found.sources = [name for name, attribute in self._sources if self._may_look_into(attribute)]
         self.found.watched = [
-            (name, value)
-            for name, value in self.found.containers
-            if id(value) not in self._long and self._may_look_into(self._attribute_of[id(value)])
+            item for item in self.found.containers if self._may_look_into(self._attribute_of[id(item[1])])
         ]
 
     def _may_look_into(self, attribute: str | None) -> bool:
@@ -187,8 +184,7 @@ class _Search:
                 for name in sorted(self.names.intersection(holder)):
                     if name in self._read or not isinstance(holder[name], SCALARS):  # x.step() calls no number
                         self.follow(f"{prefix}.{name}", holder, name)
-                absent = self.names & defaults | (self._told if id(holder) in self._of_objects else frozenset())
-                for name in sorted(absent.difference(holder)):  # may be set later
+                for name in sorted(self.names & defaults.difference(holder)):  # may be set later
                     self.follow(f"{prefix}.{name}", holder, name)
 
     def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per kind of thing
@@ -286,7 +282,6 @@ class _Search:
         parent = name.rpartition(".")[0]
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.follow(variable, cell, None)
-        self._told |= _names_told(code)
         self._read |= _names_read(code) | _names_told(code)
         self.names |= _names_told(code)
         for module, variable in _imports_in(code):
@@ -318,12 +313,13 @@ class _Search:
         if isinstance(value, dict) and is_users(_file_of(type(value))):
             value = Items.of(value)
         is_long = (value.size if isinstance(value, np.ndarray) else len(value)) > MAX_ITEMS
-        if isinstance(value, Items | list | dict | deque | set) or (isinstance(value, np.ndarray) and not is_long):
+        if is_long:
+            if isinstance(value, list | dict | deque | set):
+                self.found.long.append((name, value))
+            return
+        if isinstance(value, Items | list | dict | deque | set | np.ndarray):
             self.found.containers.append((name, value))
             self._attribute_of[id(value)] = self._of_module
-        if is_long:  # nobody looks at it in every call, but it is known what the traced code itself does to it
-            self._long.add(id(value))
-            return
         if isinstance(value, dict | Items):
             for key in list(value):
                 told = repr(key) if type(key) in SCALARS else f"<{type(key).__name__}>"  # whose repr is the user's
@@ -348,7 +344,6 @@ class _Search:
         if not is_users(_file_of(kind)) and kind not in _NAMESPACES:
             return
         if hasattr(value, "__dict__"):
-            self._of_objects.add(id(vars(value)))
             self._visit_attributes(name, vars(value), defaults_of(kind))
         slots = SlotAttributes.of(value)
         if slots.has_slots():

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
 from types import CellType, FunctionType
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from millstream.capture import torch_private
 from millstream.capture.attributes import Attributes
 from millstream.capture.discover import MISSING, Found, defaults_of
 from millstream.capture.lines import is_ours
@@ -75,6 +76,7 @@ class Snapshot:
     def __init__(self, found: Found) -> None:
         self._copies: dict[int, tuple[Kind, str, Any, Any]] = {}
         self._links: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
+        self._long: dict[int, tuple[str, Any, list[Any]]] = {}
         self.add(found)
 
     def add(self, found: Found) -> None:
@@ -103,10 +105,12 @@ class Snapshot:
                 self._keep(Kind.SCALER, name, part)
         for name, container in (*found.objects, *found.containers):
             self._keep(Kind.PLAIN, name, container)
+        self._long = {id(each): (name, each, _first_of(each)) for name, each in found.long} | self._long
 
     def _keep(self, kind: Kind, name: str, holder: Any) -> None:
         if isinstance(holder, dict | list | set | deque | Attributes | np.ndarray):
-            self._copies.setdefault(id(holder), (kind, name, holder, holder.copy()))
+            copy = np.ndarray.copy(holder) if isinstance(holder, np.ndarray) else holder.copy()
+            self._copies.setdefault(id(holder), (kind, name, holder, copy))
 
     def changes(self) -> list[Change]:
         """Everything that differs now."""
@@ -124,6 +128,9 @@ class Snapshot:
                         found.setdefault((id(holder), key), Change(kind, label, holder, key, before, after))
             elif differs(holder, copy):
                 found[id(holder), None] = Change(kind, name, holder, None, copy, holder)
+        for name, holder, first in self._long.values():
+            if _made_by_tracing(holder):
+                found[id(holder), None] = Change(Kind.PLAIN, name, holder, None, first, holder)
         return list(found.values())
 
     def restore(self) -> None:
@@ -148,6 +155,43 @@ class Snapshot:
             elif differs(holder, copy):
                 holder.clear()
                 holder.update(copy) if isinstance(holder, set) else holder.extend(copy)
+        _take_out(self._long.values())
+
+
+def _first_of(container: Any) -> list[Any]:
+    """What a deque with a greatest length loses when something is put behind."""
+    return [*container] if isinstance(container, deque) and container.maxlen is not None else []
+
+
+def _made_by_tracing(container: Any) -> list[Any]:
+    """Keys, indices or elements at which a long container holds tensors that only tracing can have put there.
+
+    Whatever else is new in a replay buffer or a history, another thread may have put there meanwhile.
+    """
+    if isinstance(container, dict):
+        return [key for key, value in [*container.items()] if _is_traced(value)]
+    if isinstance(container, set):
+        return [value for value in [*container] if _is_traced(value)]
+    return [index for index, value in enumerate([*container]) if _is_traced(value)]
+
+
+def _is_traced(value: Any) -> bool:
+    if type(value) in (tuple, list, dict):
+        return any(map(_is_traced, value.values() if type(value) is dict else value))
+    return isinstance(value, torch_private.FakeTensor)
+
+
+def _take_out(containers: Iterable[tuple[str, Any, list[Any]]]) -> None:
+    """Remove what tracing has put into long containers, and put back what it has pushed out of a deque."""
+    for _, container, first in containers:
+        number = len(made := _made_by_tracing(container))
+        for place in reversed(made):
+            if isinstance(container, set):
+                container.discard(place)
+            else:
+                del container[place]
+        if number and number < len(first) and container and container[0] is first[number]:
+            container.extendleft(reversed(first[:number]))
 
 
 def differs(container: Any, copy: Any) -> bool:
@@ -156,7 +200,7 @@ def differs(container: Any, copy: Any) -> bool:
         return bool(container != copy)
     if isinstance(container, np.ndarray):
         alike = container.dtype == copy.dtype and container.shape == copy.shape
-        return not alike or container.tobytes() != copy.tobytes()
+        return not alike or np.ndarray.tobytes(container) != np.ndarray.tobytes(copy)  # and not a subclass's own
     return len(container) != len(copy) or any(a is not b for a, b in zip(container, copy, strict=True))
 
 

@@ -60,8 +60,9 @@ JOIN_S = 5.0
 """How long ``close`` waits for the worker. It nearly always leaves at once; only a source that is in the middle of
 making a batch keeps it, and then it leaves by itself when the source returns."""
 
-POLL_S = 1e-4
-"""How often ``close`` looks whether a consumer in another thread has left."""
+ASK_S, POLL_S = 0.1, 1e-4
+"""How long ``close`` waits for a consumer in another thread that is just asking for a batch, and how often it looks. He
+gives everything back himself when he has got it; but it may be that he waits for who closes."""
 
 Prepare = Callable[[Any], tuple[Any, Any] | None]
 """Given a batch as the source made it: the batch to deliver and a note to travel with it; ``None`` to leave it out."""
@@ -434,7 +435,7 @@ class Session:
             return  # called by the source, or by a garbage collection meanwhile
         if not self._try_to_give_back(timeout_s):
             return
-        end_s = time.monotonic() + JOIN_S
+        end_s = time.monotonic() + ASK_S
         while not self._is_over and self._asker not in (0, me) and time.monotonic() < end_s:
             time.sleep(POLL_S)
         self._give_back_now()

@@ -133,7 +133,7 @@ def _apply(cast: torch.dtype | None, channels_last: bool, transform: Transform |
 
 
 def _convert(leaf: Any, cast: torch.dtype | None, channels_last: bool) -> Any:
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, Tensor) or leaf.is_mkldnn:
         return leaf
     dtype = cast if cast is not None and leaf.is_floating_point() else leaf.dtype
     if leaf.layout is not torch.strided:

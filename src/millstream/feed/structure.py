@@ -336,8 +336,16 @@ def _open(node: Any, opener: Opener) -> _Branch:
 
 def _attributes_of(node: Any) -> list[dict[str, Any]]:
     """Where an object's attributes are, and the private ones of a pydantic model; but not in the object itself."""
-    stores = (getattr(node, name, None) for name in ("__dict__", "__pydantic_private__"))
+    stores = (_stored(node, name) for name in ("__dict__", "__pydantic_private__"))
     return [store for store in stores if type(store) is dict and store is not node]
+
+
+def _stored(node: Any, name: str) -> Any:
+    """An attribute as Python finds it: ``__getattr__`` of the user's may raise anything, or make what is not there."""
+    try:
+        return object.__getattribute__(node, name)
+    except AttributeError:
+        return None
 
 
 def _find_movable(attributes: dict[str, Any]) -> dict[str, Any]:
