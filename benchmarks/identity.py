@@ -8,7 +8,7 @@ the end the chosen plan runs a thousand times on one input, and every result is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,8 +59,12 @@ def lower(case: InferenceCase | TrainingCase, settings: Settings) -> tuple[Any, 
 
     for _ in range(warm_up):
         call()
-    executable, seen = only_executable(compiled), []
-    engine = executable.engine
+    return record(only_executable(compiled), call)
+
+
+def record(executable: Any, call: Callable[[], object]) -> tuple[Any, list[Any]]:
+    """The program of what runs on the serial engine, and copies of the flat inputs that it gets in a call."""
+    engine, seen = executable.engine, []
     own_run = engine._run
 
     def note(values: list[Any]) -> Any:
@@ -69,10 +73,13 @@ def lower(case: InferenceCase | TrainingCase, settings: Settings) -> tuple[Any, 
 
     engine._run = note
     call()
+    engine._run = own_run
     return executable.lowered, seen[0]
 
 
-def run(lowered: Any, inputs: Sequence[Any], engine: str, streams: int | None) -> tuple[list[Any], Any]:
+def run(
+    lowered: Any, inputs: Sequence[Any], engine: str, streams: int | None, calls: int = CALLS
+) -> tuple[list[Any], Any]:
     """Results and state of some calls, whose floating inputs differ a little; and what ran them."""
     from millstream.engine import Scheduling, build
     from millstream.graph import Role
@@ -81,7 +88,7 @@ def run(lowered: Any, inputs: Sequence[Any], engine: str, streams: int | None) -
     executable = build(lowered, engine=engine, scheduling=Scheduling(streams, memory=100.0))
     state, results = copied(inputs), []
     torch.manual_seed(SEED)
-    for number in range(CALLS):
+    for number in range(calls):
         values = list(state)
         for position, name in enumerate(program.inputs):
             value = values[position]

@@ -159,17 +159,7 @@ def test_what_another_thread_puts_into_a_long_buffer_stays_there():
             buffer.append(len(buffer))
             time.sleep(1e-4)
 
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-
-    def train(x):
-        loss = model(x).square().mean() * (len(buffer) > 0)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    step = Step(train, build=interpret)
+    step = make_step(nn.Linear(4, 3), lambda loss: len(buffer))
     thread = threading.Thread(target=fill)
     thread.start()
     for _ in range(6):

@@ -14,7 +14,7 @@ from millstream.cost import (
     parse_table,
 )
 from millstream.errors import ArgumentError
-from millstream.graph import parse_graph
+from millstream.graph import Kernel, KernelGraph, KernelKind, parse_graph
 
 GRAPH = parse_graph("""
 graph g
@@ -134,3 +134,9 @@ def test_measured_costs_take_the_place_of_calculated_ones():
     assert [kernel.id for kernel in model.missing(GRAPH)] == [0, 2, 3]
     by_code = MeasuredCosts(CostTable("H200"), Roofline(), code_of=lambda kernel: "code")
     assert by_code.key(GRAPH, GRAPH.kernels[0]) == kernel_key(GRAPH, GRAPH.kernels[0], "code")
+
+
+def test_a_kernel_that_does_nothing_takes_no_time_to_speak_of():
+    graph = KernelGraph("idle", (Kernel(0, "nothing", KernelKind.HOST, "cpu", (), ()),), (), ())
+    (cost,) = Roofline(DeviceLimits(1e9, 1e9, 1e9, launch_ns=0, wait_ns=0)).estimate(graph).kernels
+    assert cost == KernelCost(1, 0.0, 0.0)

@@ -87,6 +87,7 @@ def chosen_of(candidates):
         ({"streams": -2}, "streams=-2"),
         ({"streams": True}, "streams=True"),
         ({"policy": "best"}, "'best'; choose one of 'serial', 'chains', 'slack', 'list'"),
+        ({"policy": ["list"]}, r"\['list'\]; choose one of 'serial', 'chains', 'slack', 'list'"),
         ({"memory": 0.99}, "memory=0.99 is no factor"),
     ],
 )

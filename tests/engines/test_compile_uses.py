@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterable
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 
 import millstream as ms
+from millstream.capture import compile as compile_module
 
 # Dynamo does not look into a compiled model within another, and says so.
 CUT = "ignore:.*the graph is cut:millstream.FallbackWarning"
@@ -131,3 +134,30 @@ def test_hooks_registered_and_removed_later(register, inner):
                 torch.testing.assert_close(compiled(x), model(x))
             handle.remove()
         torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_where_dynamo_takes_no_more_forms_strict_is_an_error_of_ours(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(compile_module, "RECOMPILE_LIMIT", 2)
+    monkeypatch.setattr(compile_module, "_limit", threading.local())
+    compiled = ms.compile(lambda x: x.sin() * 2, strict=True)
+    with dynamo_config.patch(recompile_limit=2):
+        for size in (2, 3):
+            compiled(torch.ones(size))
+        with pytest.raises(ms.CaptureError, match="captures no more"):
+            compiled(torch.ones(4))
+
+
+def test_other_threads_take_as_many_forms():
+    """In PyTorch 2.13 each thread has a configuration of its own."""
+    torch._dynamo.reset()
+    compiled, limits = ms.compile(lambda x: x.cos() * 2), []
+
+    def call():
+        compiled(torch.ones(3))
+        limits.append(dynamo_config.recompile_limit)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert limits == [compile_module.RECOMPILE_LIMIT]

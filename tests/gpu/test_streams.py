@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import millstream as ms
+from benchmarks.identity import copied, record, run
 from millstream.api import executables
-from millstream.engine import CudaGraphEngine, Scheduling, build, captured, choice, cuda_graph, planner
+from millstream.engine import CudaGraphEngine, Scheduling, captured, choice, cuda_graph, planner
 from millstream.engine.trial import Trials
-from millstream.graph import Role
 from millstream.schedule import plan_serial
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, assert_trained_alike, train
@@ -67,49 +67,12 @@ def called(compiled, x, times=3):
 # --- the same numbers ------------------------------------------------------------------------------------------------
 
 
-def copied(values):
-    return [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in values]
-
-
-def spied(compiled, call):
-    """The one program behind a function compiled for the serial engine, and copies of the flat inputs it gets."""
-    (executable,) = executables(compiled)
-    engine, seen = executable.engine, []
-    run = engine._run
-
-    def spy(values):
-        seen.append(copied(values))
-        return run(values)
-
-    engine._run = spy
-    call()
-    engine._run = run
-    return executable.lowered, seen[0]
-
-
-def rerun(lowered, inputs, steps, engine, streams):
-    """Run a program a few times, its inputs a little different each time; return results, last state and executable."""
-    program = lowered.program
-    executable = build(lowered, engine=engine, scheduling=Scheduling(streams, memory=100.0))
-    state, results = copied(inputs), []
-    for step in range(steps):
-        values = list(state)
-        for position, name in enumerate(program.inputs):
-            value = values[position]
-            if name is None or program.graph.buffer_of[name].role is not Role.INPUT or name in program.mutated:
-                continue
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                values[position] = value * (1 + step / 64)
-        results.append(copied(executable(values)))
-    return results, state, executable
-
-
 def assert_engines_agree(lowered, inputs, steps):
-    results, state, _ = rerun(lowered, inputs, steps, "serial", 1)
+    (results, state), _ = run(lowered, inputs, "serial", 1, steps)
     assert all(tensor.isfinite().all() for tensor in results[-1] if isinstance(tensor, torch.Tensor))
     most = 1
     for engine, streams in [("streams", n) for n in COUNTS] + [("graph", n) for n in COUNTS]:
-        others, other_state, executable = rerun(lowered, inputs, steps, engine, streams)
+        (others, other_state), executable = run(lowered, inputs, engine, streams, steps)
         assert (executable.engine.name, executable.notes) == (engine, [])
         assert executable.num_streams <= streams
         most = max(most, executable.num_streams)
@@ -128,7 +91,7 @@ def test_inference_is_bit_identical_on_all_engines_and_streams(kind):
     x, _ = networks.example(kind, "cuda")
     with torch.no_grad():
         compiled(x)
-        lowered, inputs = spied(compiled, lambda: compiled(x))
+        lowered, inputs = record(*executables(compiled), lambda: compiled(x))
         most = assert_engines_agree(lowered, inputs, 4)
     assert most > 1 or kind is not networks.Inception
 
@@ -136,7 +99,7 @@ def test_inference_is_bit_identical_on_all_engines_and_streams(kind):
 @pytest.mark.parametrize("kind", networks.ALL)
 def test_training_is_bit_identical_on_all_engines_and_streams(kind):
     stepped, _, _ = train(kind, OPTIMIZERS["momentum"], 3, "cuda", "serial")
-    lowered, inputs = spied(stepped, lambda: stepped(*networks.example(kind, "cuda")))
+    lowered, inputs = record(*executables(stepped), lambda: stepped(*networks.example(kind, "cuda")))
     with torch.no_grad():
         most = assert_engines_agree(lowered, inputs, 20)
     assert most > 1 or kind is not networks.Inception

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 
 from millstream.capture.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.capture.torch_private import count_hooks, freeze_for_backends, known_obstacles
@@ -203,7 +203,7 @@ class Compiled:
             if isinstance(failure.inner_exception, MillstreamError):
                 raise failure.inner_exception from None
             raise
-        except RuntimeError as error:
+        except (FailOnRecompileLimitHit, RuntimeError) as error:
             if self.compiler.strict and any(told in str(error) for told in _GIVES_UP):
                 raise CaptureError(
                     f"Dynamo captures no more of it ({str(error).strip().splitlines()[0]}). "

@@ -312,8 +312,7 @@ class _Search:
     def _visit_container(self, name: str, value: Any) -> None:
         if isinstance(value, dict) and is_users(_file_of(type(value))):
             value = Items.of(value)
-        is_long = (value.size if isinstance(value, np.ndarray) else len(value)) > MAX_ITEMS
-        if is_long:
+        if (value.size if isinstance(value, np.ndarray) else len(value)) > MAX_ITEMS:
             if isinstance(value, list | dict | deque | set):
                 self.found.long.append((name, value))
             return

@@ -331,9 +331,8 @@ class _Translator:
                 self.device.setdefault(generator, generator.removeprefix("rng:"))
                 reads[generator] = writes[generator] = None
         for arg in node.all_input_nodes:
-            made = self.views[arg.name].base if arg.name in self.views else arg.name
-            if made in self.alias:
-                reads[_view_of(made)] = None
+            if self._base(arg) in self.alias:
+                reads[_view_of(self._base(arg))] = None
         # A kernel that is the first to touch an allocation reads there only what it has written itself: parts, then the
         # whole.
         kept = tuple(name for name in reads if name not in writes or name in self.filled or name not in self.layouts)
