@@ -6,8 +6,10 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
+from millstream.device.driver import capture_nothing
 from millstream.device.graphs import capture
 from millstream.errors import DeviceError
 
@@ -146,6 +148,35 @@ def test_a_capture_leaves_a_replay_that_is_under_way_its_random_numbers(gpu):
 
     for alone, beside in zip(draw(lambda: None), draw(capture_numbers), strict=True):
         assert torch.equal(alone, beside)
+
+
+class Launched(TorchDispatchMode):
+    """Notes on which stream operators run that are not captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.streams = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not torch.cuda.is_current_stream_capturing():
+            self.streams.append(torch.cuda.current_stream())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stream", [torch.cuda.default_stream, torch.cuda.Stream])
+def test_a_capture_launches_nothing_on_a_stream_of_its_own(gpu, stream):
+    x, caller = torch.zeros(4, device="cuda:0"), stream("cuda:0")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(caller), Launched() as launched, gpu.graph_lock:
+        graph = torch.cuda.CUDAGraph()
+        with capture(gpu, graph):
+            x += torch.rand(4, device="cuda:0") + 1
+        graph.replay()
+        capture_nothing()
+        assert gpu.graph_pool
+    assert set(launched.streams) <= {caller}
+    torch.cuda.synchronize()
+    assert bool((x >= 1).all())
 
 
 def test_is_capturing(gpu):

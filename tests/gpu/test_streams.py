@@ -14,6 +14,8 @@ from millstream.engine.trial import Trials
 from millstream.schedule import plan_serial
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, assert_trained_alike, train
+from tests.engines.test_views import rotate, transform
+from tests.lower import test_kept_reads as kept_reads
 
 pytestmark = pytest.mark.gpu
 
@@ -94,6 +96,22 @@ def test_inference_is_bit_identical_on_all_engines_and_streams(kind):
         lowered, inputs = record(*executables(compiled), lambda: compiled(x))
         most = assert_engines_agree(lowered, inputs, 4)
     assert most > 1 or kind is not networks.Inception
+
+
+@pytest.mark.parametrize(("function", "columns"), [(transform, None), (rotate, 32)])
+def test_complex_numbers_are_bit_identical(function, columns):
+    inputs = [torch.randn(64, n, device="cuda") for n in (64, columns) if n]
+    compiled = ms.compile(function, engine="serial", strict=True)
+    with torch.no_grad():
+        compiled(*inputs)
+        lowered, flat = record(*executables(compiled), lambda: compiled(*inputs))
+        assert assert_engines_agree(lowered, flat, 4) > 1
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+@pytest.mark.parametrize("make", [kept_reads.RunningScale, kept_reads.spectral])
+def test_gradients_are_of_what_was_read_before_it_was_written(make, streams):
+    kept_reads.assert_gradients_are_right(make().cuda(), streams=streams)
 
 
 @pytest.mark.parametrize("kind", networks.ALL)

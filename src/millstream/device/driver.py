@@ -25,7 +25,7 @@ from millstream.device.guard import guard
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
 from millstream.device.native import enqueuer, lender, with_pointer
 from millstream.device.place import Place
-from millstream.lower.streams import current_stream_handle, event_type, is_capturing
+from millstream.lower.streams import RunOn, current_stream_handle, event_type, is_capturing
 
 GraphPool = tuple[int, int]
 """PyTorch's name for a memory pool that CUDA graphs share; ``(0, 0)`` means none."""
@@ -328,12 +328,12 @@ def capture_nothing(pool: GraphPool | None = None) -> torch.cuda.CUDAGraph:
     Args:
         pool: For its memory; ``None`` for one of its own.
     """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch doubts that an empty graph is meant
-        with torch.cuda.graph(graph, pool, stream, "thread_local"):  # type: ignore[arg-type]
+        with RunOn(caller), torch.cuda.graph(graph, pool, torch.cuda.Stream(), "thread_local"):  # type: ignore[arg-type]
             pass
-    stream.synchronize()  # where the random offset was reset, see ``graphs.capture``
+    caller.synchronize()  # where the random offset was reset, see ``graphs.capture``
     return graph
 
 

@@ -10,6 +10,7 @@ import torch
 
 from millstream.device.context import DeviceContext
 from millstream.device.driver import GraphPool
+from millstream.lower.streams import RunOn
 
 
 @contextmanager
@@ -20,8 +21,9 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     caches are not emptied first, which takes longer than capturing a few kernels.
 
     All graphs of a device read their random seed and offset in one place, which PyTorch (before pytorch#176752) resets
-    on the capturing stream when a capture begins. So that happens behind the replays before it and in front of those to
-    come: a capture is a use of what graphs share, as a replay is.
+    when a capture begins. So that happens behind the replays before it and in front of those to come: a capture is a
+    use of what graphs share, as a replay is. And it happens on the caller's stream: kernels on a second one slow all
+    kernels of a process (docs/decisions/0031).
 
     Args:
         context: Of the device, which must be current; its ``graph_lock`` is held.
@@ -34,7 +36,8 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     try:
         with context.capture_lock, context.on(stream), _no_collection():
             handles = () if pool is None else (pool,)
-            graph.capture_begin(*handles, capture_error_mode="thread_local")  # type: ignore[arg-type]
+            with RunOn(caller):
+                graph.capture_begin(*handles, capture_error_mode="thread_local")  # type: ignore[arg-type]
             try:
                 yield
             finally:
