@@ -56,6 +56,18 @@ def test_a_missing_wait_is_seen(monkeypatch):
     assert not all(run(seed, "random") for seed in range(20))
 
 
+def test_what_went_wrong_first_is_told(monkeypatch):
+    def end(self):
+        raise RuntimeError("there was an error before")
+
+    monkeypatch.setattr(Graph, "capture_end", end)
+    ctx, device = make_virtual_context("eager", 0)
+    with pytest.raises(RuntimeError, match="no handle"), capture(ctx, Graph(device, {})):
+        raise RuntimeError("no handle")
+    with pytest.raises(RuntimeError, match="before"), capture(ctx, Graph(device, {})):
+        pass
+
+
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_no_garbage_is_collected_meanwhile(was_enabled):
     class Cyclic:

@@ -5,6 +5,7 @@ import math
 import threading
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ from millstream.engine.in_place import (
     Landings,
 )
 from millstream.engine.replayer import Replayer, are_apart, bytes_in_place
-from millstream.errors import DeviceError
+from millstream.errors import CaptureError, DeviceError
 from millstream.lower import Phase
 from millstream.lower.tensors import storage_view
 from millstream.schedule import plan_serial
@@ -304,7 +305,7 @@ def on_graphs(compiled):
         family=Family(),
         scheduling=Scheduling(1),
         on_failure=pytest.fail,
-        on_copying=lambda error: executable.notes.append(str(error)),
+        on_drawback=executable.notes.append,
     )
     return executable.engine
 
@@ -385,6 +386,30 @@ def test_within_a_capture_of_the_callers_no_graph_is_launched(device, monkeypatc
             after = engine._captured.graph.num_replays if engine.captured else 0
             assert (after > before) == (not is_within and engine.captured)
         assert engine.captured
+
+
+def test_a_thread_captures_only_what_it_has_run(device):
+    """Libraries make a handle for each thread when it first runs something, and cannot while a graph is captured."""
+    compiled = ms.compile(lambda x: x * 2, strict=True)
+    elsewhere, x = ThreadPoolExecutor(1), aligned((1000,)).fill_(1)
+
+    def call():
+        with torch.no_grad():
+            assert torch.equal(compiled(x), 2 * x)
+        return engine.captured, engine.num_in_place
+
+    with torch.no_grad():
+        compiled(torch.ones(1000))
+    engine = on_graphs(compiled)
+    assert call() == (False, 0)
+    assert elsewhere.submit(call).result() == (False, 0)
+    assert call() == (True, 0)
+    engine._warm.discard(elsewhere.submit(threading.get_ident).result())
+    for _ in range(10):
+        assert elsewhere.submit(call).result() == (True, 0)
+    for _ in range(10):
+        call()
+    assert engine.num_in_place == 1
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -512,7 +537,42 @@ def test_a_capture_that_fails_leaves_the_copies(device):
                 device.error = torch.OutOfMemoryError("no memory")
     assert (engine.captured, engine.num_in_place) == (True, 0)
     assert len(device.pools) == 2  # not tried again
-    assert ms.explain(compiled).to_dict()["programs"][0]["notes"][:1] == ["no memory"]
+    (program,) = ms.explain(compiled).to_dict()["programs"]
+    assert program["notes"][:1] == ["inputs are copied; reading them in place failed: no memory"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no handle\nadvice"), torch.OutOfMemoryError("all 80 GB are taken")])
+def test_kernels_that_cannot_be_measured_are_told_of_before_the_next_call(device, error):
+    """A warning, but where memory is short; strict users get an error when nothing of their call has run yet."""
+    told = []
+
+    class Planner:
+        def measuring_run(self, inputs):
+            self.error = error
+            return engine._serial(inputs)
+
+    def refuse(reason):
+        told.append(reason)
+        raise CaptureError(reason)
+
+    compiled = ms.compile(lambda x: x * 2, strict=True)
+    with torch.no_grad():
+        compiled(torch.ones(3))
+        engine = on_graphs(compiled)
+        engine._planner, engine._settled, engine._on_failure = Planner(), False, refuse
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+        assert not told
+        reason = f"runs on one stream, since its kernels could not be measured: {str(error).splitlines()[0]}"
+        if isinstance(error, torch.OutOfMemoryError):
+            assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+            assert reason in executables(compiled)[0].notes[0]
+        else:
+            with pytest.raises(CaptureError, match=reason):
+                compiled(torch.ones(3))
+            assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+    assert len(told) == (not isinstance(error, torch.OutOfMemoryError))
+    assert engine.captured
+    assert engine.plan.num_streams == 1
 
 
 def test_a_device_that_a_capture_leaves_unusable_is_named_with_the_reason(device, monkeypatch):

@@ -1,7 +1,3 @@
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
@@ -12,6 +8,7 @@ from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
 from millstream.device.driver import capture_nothing
 from millstream.device.graphs import capture
 from millstream.errors import DeviceError
+from tests.gpu.processes import run_python
 
 pytestmark = pytest.mark.gpu
 
@@ -26,19 +23,6 @@ def gpu():
 def two_gpus():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-
-
-def run_python(program):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_places():
@@ -289,6 +273,7 @@ def test_a_forked_child_sees_no_context():
         warnings.simplefilter("ignore", DeprecationWarning)
         from millstream.device import context
         from millstream.errors import DeviceError
+from tests.gpu.processes import run_python
         c = context("cuda:0")
         block, event = c.pinned(1 << 20), c.acquire_event()
         event.record(c.stream(0))

@@ -15,6 +15,7 @@ from millstream.schedule import plan_serial
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, assert_trained_alike, train
 from tests.engines.test_views import rotate, transform
+from tests.gpu.processes import run_python
 from tests.lower import test_kept_reads as kept_reads
 
 pytestmark = pytest.mark.gpu
@@ -178,6 +179,46 @@ def test_training_on_another_device(engine):
     _, sides, losses = train(networks.Inception, OPTIMIZERS["momentum"], 4, "cuda:1", engine)
     assert_trained_alike(sides, losses, 1e-4)
     assert torch.cuda.current_device() == 0
+
+
+# --- processes and threads that have run nothing yet -----------------------------------------------------------------
+
+FRESH = """
+    from concurrent.futures import ThreadPoolExecutor
+    import torch
+    from torch import nn
+    import millstream as ms
+    from millstream.api import executables
+
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            part = lambda: nn.Sequential(nn.Conv1d(8, 8, 1), nn.ReLU(), nn.Flatten(), *[nn.Linear(256, 256)] * 4)
+            self.parts = nn.ModuleList(part() for _ in range(6))
+
+        def forward(self, x):
+            return torch.stack([part(x) for part in self.parts]).sum(0)
+
+    def call():
+        with torch.no_grad():
+            return compiled(x).cpu()
+
+    compiled = ms.compile(Towers().cuda().eval(), memory=100.0, strict=True)
+    x = torch.randn(4, 8, 32, device="cuda")
+    threads = [ThreadPoolExecutor(1) for _ in range(NUM_THREADS)]
+    results = [threads[number % NUM_THREADS].submit(call).result() for number in range(NUM_THREADS + 2)]
+    (executable,) = executables(compiled)
+    assert executable.notes == [], executable.notes
+    assert executable.engine.captured
+    assert executable.candidates
+    assert all(torch.equal(each, results[0]) for each in results)
+"""
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_the_first_product_of_a_process_and_of_a_thread_is_ours(num_threads):
+    """Neither has a handle of cuBLAS's yet, which cannot be made while a graph is captured."""
+    run_python(FRESH.replace("NUM_THREADS", str(num_threads)))
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

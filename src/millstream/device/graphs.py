@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -29,6 +29,9 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
         context: Of the device, which must be current; its ``graph_lock`` is held.
         graph: An empty one.
         pool: Memory shared with other graphs; ``None`` gives the graph its own.
+
+    Raises:
+        RuntimeError: Something cannot be captured: the first error, not those that follow from it.
     """
     context.enter_graphs()
     caller, stream = context.current_stream(), context.stream(0)
@@ -40,8 +43,11 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
                 graph.capture_begin(*handles, capture_error_mode="thread_local")  # type: ignore[arg-type]
             try:
                 yield
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # which only says that there was an error
+                    graph.capture_end()
+                raise
+            graph.capture_end()
     finally:
         context.order(stream, caller)
 

@@ -173,8 +173,8 @@ def build(
                     copy_outputs=copy_outputs,
                     family=family,
                     scheduling=scheduling,
-                    on_failure=lambda error: refuse(f"CUDA refused to capture {lowered.program.graph.name}: {error}"),
-                    on_copying=lambda error: notes.append(f"inputs are copied; reading them in place failed: {error}"),
+                    on_failure=refuse,
+                    on_drawback=notes.append,
                 ),
                 notes,
             )

@@ -227,7 +227,7 @@ def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple
         elif index >= MOST_TRIALS or time.monotonic() > deadline:
             told[index] = proposal.describe("no time left to try it")
         elif (measured_ns := measure(proposal)) is None:
-            told[index] = proposal.describe("could not be captured, for want of memory")
+            told[index] = proposal.describe("could not be captured")
         else:
             told[index] = proposal.describe("slower", measured_ns)
     tried = [*proposals]

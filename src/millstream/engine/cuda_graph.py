@@ -8,7 +8,8 @@ caller's is copied. Outputs lie in the graph's memory and are cloned for the cal
 **First call, then capture.** The first call runs on the serial engine: it is the warm-up that capture needs
 (autotuning, library handles), and because it *is* the user's call, nothing runs twice. Meanwhile the kernels are
 measured. The next call chooses the plan: the candidates are captured and timed on the caller's data, what they wrote is
-put back, and the fastest is captured for good. Capturing launches nothing, so a failed one changes nothing.
+put back, and the fastest is captured for good. Capturing launches nothing, so a failed one changes nothing. Libraries'
+handles are each thread's own, and cannot be made while a graph is captured: so a thread captures only what it has run.
 
 **In place.** Inputs that lie at a few addresses in turn, as batches from a feeder do, are not copied for long: for each
 of these addresses the plan is captured once more, to read them there (``replayer.py``).
@@ -25,6 +26,7 @@ kernels become a part of the caller's graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -58,8 +60,9 @@ class CudaGraphEngine:
         copy_outputs: Whether callers get their own copies of the outputs.
         family: Shared by the forward and backward program of one model.
         scheduling: Which other plans to consider.
-        on_failure: Called once with the reason when capture fails; the serial engine goes on.
-        on_copying: Called once with the reason when a capture that reads inputs in place fails; copies go on.
+        on_failure: Told why it is not what was asked for: nothing can be captured, and the serial engine goes on, or
+            one stream does. It may raise; nothing of a call has run then.
+        on_drawback: Told of what is not as good as it might be.
 
     Attributes:
         plan: What runs: the one-stream plan until another one has been chosen.
@@ -75,19 +78,21 @@ class CudaGraphEngine:
         copy_outputs: bool,
         family: Family,
         scheduling: Scheduling,
-        on_failure: Callable[[Exception], None],
-        on_copying: Callable[[Exception], None] = lambda error: None,
+        on_failure: Callable[[str], None],
+        on_drawback: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.lowered, self.plan = lowered, plan
         self._serial = SerialEngine(lowered, plan)
         self._context: DeviceContext = context(next(iter(lowered.program.devices)))
         self._index = self._context.place.index
         self._copied = lowered.visible if copy_outputs else frozenset[int]()
-        self._family, self._on_failure, self._on_copying = family, on_failure, on_copying
+        self._family, self._on_failure, self._on_drawback = family, on_failure, on_drawback
         self._planner = None if scheduling.serial else Planner(lowered, plan, self._context, scheduling)
         self._settled = scheduling.serial
         self._lock = self._context.graph_lock  # slots and the memory that graphs share serve one call at a time
-        self._calls = self._captures = 0
+        self._warm: set[int] = set()  # threads that have run the program
+        self._captures = 0
+        self._unmeasured: Exception | None = None
         self._captured: Captured | None = None
         self._replayer: Replayer | None = None  # of the present capture, where inputs may be read in place
         self._may_read_in_place = True
@@ -116,7 +121,6 @@ class CudaGraphEngine:
         with self._lock:
             if self._context.is_capturing():  # a graph of the caller's own, of which the kernels become a part
                 return self._run_serially(inputs, may_measure=False)
-            self._calls += 1
             captured = self._captured
             if captured is not None and captured.fits(inputs) and not self._must_not_overwrite():
                 return self._replay(captured, inputs)
@@ -155,19 +159,23 @@ class CudaGraphEngine:
     def _run_serially(self, inputs: list[Any], *, may_measure: bool = True) -> list[Any]:
         if self.lowered.phase is Phase.FORWARD:
             self._family.replayed = False
-        if self._planner is None or self._settled or not may_measure:
-            return self._serial(inputs)
-        outputs = self._planner.measuring_run(inputs)
-        if self._planner.error is not None:
-            self._settled = True  # on one stream
-            self._repair(self._planner.error)
-        return self._serial(inputs) if outputs is None else outputs
+        outputs = None
+        if self._planner is not None and not self._settled and may_measure:
+            outputs = self._planner.measuring_run(inputs)
+            if self._planner.error is not None:
+                self._settled, self._unmeasured = True, self._planner.error  # told before the next call has begun
+                self._repair(self._planner.error)
+        if outputs is None:
+            outputs = self._serial(inputs)
+        if may_measure:
+            self._warm.add(get_ident())
+        return outputs
 
     def _must_not_overwrite(self) -> bool:
         return self.lowered.phase is Phase.FORWARD and self._family.occupied
 
     def _may_capture(self) -> bool:
-        if self._calls == 1 or self._captures >= 2 * MAX_CAPTURES or self._must_not_overwrite():
+        if get_ident() not in self._warm or self._captures >= 2 * MAX_CAPTURES or self._must_not_overwrite():
             return False
         return self.lowered.phase is not Phase.BACKWARD or self._family.replayed
 
@@ -175,6 +183,9 @@ class CudaGraphEngine:
         with guard(self._context.place):
             if self._planner is not None and not self._settled:
                 self._settle(self._planner, inputs)
+            if self._unmeasured is not None:
+                error, self._unmeasured = self._unmeasured, None
+                self._tell("runs on one stream, since its kernels could not be measured", error)
             self._captures += 1
             with_passage = passage.can_be_made()
             try:
@@ -187,7 +198,7 @@ class CudaGraphEngine:
                     self.plan = self._serial.plan
                     return self._capture(inputs)
                 self._captures = 2 * MAX_CAPTURES  # never again
-                self._on_failure(error)
+                self._on_failure(f"CUDA refused to capture {self.lowered.program.graph.name}: {error}")
             if self._captured is not None and self.lowered.phase is Phase.FORWARD:
                 self._family.addresses = self._captured.addresses
             if self._captured is not None and self._may_read_in_place:
@@ -201,7 +212,12 @@ class CudaGraphEngine:
     def _stop_reading_in_place(self, error: Exception) -> None:
         self._may_read_in_place = False
         self._repair(error)
-        self._on_copying(error)
+        self._on_drawback(f"inputs are copied; reading them in place failed: {error}")
+
+    def _tell(self, what: str, error: Exception) -> None:
+        """Tell of an error that left it less quick; want of memory is no reason to warn."""
+        tell = self._on_drawback if isinstance(error, torch.OutOfMemoryError) else self._on_failure
+        tell(f"{self.lowered.program.graph.name} {what}: {first_line(error)}")
 
     @property
     def _pool(self) -> GraphPool | None:
@@ -230,9 +246,10 @@ class CudaGraphEngine:
         try:
             self.plan = planner.settle(trials).plan
         except PlanError as error:  # a bug, found before anything ran
-            self._on_failure(error)
+            self._tell("runs on one stream", error)
         if trials.error is not None:
             self._repair(trials.error)
+            self._on_drawback(f"not every plan could be tried: {first_line(trials.error)}")
         if trials.ran:
             del trials
             torch.cuda.empty_cache()
@@ -247,17 +264,16 @@ class CudaGraphEngine:
         try:
             restore_generator(self._context)
         except torch.AcceleratorError:
-            reason = str(cause).partition("\n")[0]
             raise DeviceError(
                 f"{self._context.place} failed while {self.lowered.program.graph.name} was captured or tried: "
-                f"{reason}. Nothing runs there any more in this process. In a new one, streams=1 leaves out all "
-                'trials, and engine="serial" captures nothing: which of them works tells what is at fault.'
+                f"{first_line(cause)}. Nothing runs there any more in this process. In a new one, streams=1 leaves out "
+                'all trials, and engine="serial" captures nothing: which of them works tells what is at fault.'
             ) from cause
 
     def _replay(self, captured: Captured, inputs: list[Any]) -> list[Any]:
         if current_stream_handle(self._index) != self._context.graph_stream_handle:
             self._context.enter_graphs()
-        run = captured.run if self._replayer is None else self._replayer.run
+        run = captured.run if self._replayer is None or get_ident() not in self._warm else self._replayer.run
         if torch.cuda.current_device() == self._index:  # 0.1 µs, a guard 10
             outputs = run(inputs)
         else:
@@ -273,3 +289,8 @@ def restore_generator(context: DeviceContext) -> None:
     """Let the device's random generator work again: a failed capture leaves it waiting for the capture's end."""
     with guard(context.place), context.capture_lock:
         capture_nothing()
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without PyTorch's advice for debugging."""
+    return str(error).partition("\n")[0]

@@ -63,7 +63,7 @@ class CostMeter:
                 saved = [tensor.clone() for tensor in written]
                 self.costs[key] = self._measure(self._program.graph.kernels[kernel], launch)
             except (RuntimeError, torch.AcceleratorError) as error:  # no memory, or a call that cannot be captured
-                self.error = error
+                self.error = error.with_traceback(None)  # which would keep what the program has in memory
             for tensor, value in zip(written, saved, strict=False):  # none where memory was short: nothing was changed
                 tensor.copy_(value)
         return result

@@ -27,6 +27,8 @@ def take_workspaces(context: DeviceContext, program: Program, num_streams: int) 
     streams = [context.stream(index) for index in range(num_streams)]
     before = context.acquire_event()
     try:
+        with guard(context.place):
+            torch.cuda.current_blas_handle()  # each thread has its own, and making it ends a capture
         with guard(context.place), capture(context, torch.cuda.CUDAGraph(), context.workspace_pool):
             for stream in streams:  # one behind the other: what is captured on several must come together again
                 with context.on(stream):
