@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import torch
 
@@ -31,6 +27,7 @@ from benchmarks.models import (
 )
 from benchmarks.results import Row, ratio
 from benchmarks.suite import Settings
+from benchmarks.worker import answer_of
 
 CASES: dict[str, InferenceCase | TrainingCase] = {
     case.name: case
@@ -58,25 +55,14 @@ def cold_seconds(case: str, side: str, settings: Settings) -> float:
     Raises:
         RuntimeError: The process failed; the message ends with its last line.
     """
-    command = [sys.executable, "-m", "benchmarks.cold", case, side, "--device", str(settings.device)]
-    command += ["--tiny"] if settings.tiny else []
+    arguments = [case, side, "--device", str(settings.device), *(["--tiny"] if settings.tiny else [])]
     with tempfile.TemporaryDirectory() as cache:
         names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MILLSTREAM_CACHE_DIR")
         folders = {name: f"{cache}/{name.lower()}" for name in names}
-        path = os.pathsep.join(part or os.curdir for part in sys.path)
-        child = subprocess.run(
-            command,
-            env={**os.environ, **folders, "PYTHONPATH": path},
-            cwd=Path(__file__).parent.parent,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    if child.returncode:
-        last = child.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise RuntimeError(f"compiling {case} for {side} failed: {last[0][:200]}")
-    return float(json.loads(child.stdout.strip().splitlines()[-1])["seconds"])
+        try:
+            return float(answer_of("benchmarks.cold", arguments, LIMIT_S, folders)["seconds"])
+        except RuntimeError as error:
+            raise RuntimeError(f"compiling {case} for {side} failed: {error}") from error
 
 
 def compare_cold(case: str, settings: Settings) -> list[Row]:

@@ -7,11 +7,13 @@ case; only when it dies, or its device fails, does a new one go on with the next
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +91,31 @@ def how_it_ended(code: int) -> str:
 def not_run(case: str, reason: str) -> Event:
     """Return the event for a case that came to nothing."""
     return {"case": case, "rows": [{"case": case, "note": f"not run: {reason}"}], "failed": True}
+
+
+def answer_of(module: str, arguments: Sequence[str], limit_s: float, variables: Mapping[str, str]) -> Any:
+    """Run a module in a new process, and return what its last line says in JSON.
+
+    Args:
+        module: As ``python -m`` takes it.
+        arguments: Of its command line.
+        limit_s: Seconds after which it has failed.
+        variables: Of its environment, beside those of this process.
+
+    Raises:
+        RuntimeError: It failed; the message is the last line of its errors.
+        subprocess.TimeoutExpired: It took too long.
+    """
+    child = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(part or os.curdir for part in sys.path)},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    if child.returncode:
+        last = child.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise RuntimeError(last[0][:200])
+    return json.loads(child.stdout.strip().splitlines()[-1])
