@@ -166,7 +166,7 @@ def row_of(name: str, variant: str, executable: Any, equal: bool, note: str) -> 
     if executable.notes:
         note, equal = f"{note}; {executable.notes[0]}", False
     return Row(
-        name, variant, "serial", kernels=executable.num_kernels, streams=executable.num_streams,
+        name, variant, kernels=executable.num_kernels, streams=executable.num_streams,
         waits=executable.num_waits, equal=equal, note=note,
     )  # fmt: skip
 

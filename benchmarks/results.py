@@ -143,8 +143,10 @@ def table(rows: list[Row]) -> list[str]:
         [case, variant, *(cell(column, group, baselines) for column in columns[2:])]
         for (case, variant), group in lines.items()
     ]
-    align = ["---" if column in ("case", "variant", "note") else "--:" for column in columns]
-    return ["| " + " | ".join(cells) + " |" for cells in (columns, align, *body)]
+    words = ("case", "variant", "note")
+    align = ["---" if column in words else "--:" for column in columns]
+    told = [i for i, name in enumerate(columns) if name in words or any(cells[i] for cells in body)]
+    return ["| " + " | ".join(cells[i] for i in told) + " |" for cells in (columns, align, *body)]
 
 
 def cell(column: str, group: list[Row], baselines: list[str]) -> str:
@@ -155,7 +157,7 @@ def cell(column: str, group: list[Row], baselines: list[str]) -> str:
     match column:
         case "ours":
             if first.ours_ms is None:
-                return "not run" if first.compile_s is None else ""
+                return "not run" if first.compile_s is None and first.equal is None else ""
             spread = "" if first.p20 is None or first.p80 is None else f" ({first.p20:.4g} to {first.p80:.4g})"
             return f"{first.ours_ms:.4g}{spread}"
         case "kernels" | "streams" | "waits":

@@ -575,6 +575,26 @@ def test_kernels_that_cannot_be_measured_are_told_of_before_the_next_call(device
     assert engine.plan.num_streams == 1
 
 
+def test_what_can_be_neither_measured_nor_captured_is_told_of_once(device):
+    class Planner:
+        error = RuntimeError("an answer is awaited")
+
+        def measuring_run(self, inputs):
+            return engine._serial(inputs)
+
+    compiled, told = ms.compile(lambda x: x * 2, strict=True), []
+    with torch.no_grad():
+        compiled(torch.ones(3))
+        engine = on_graphs(compiled)
+        engine._planner, engine._settled, engine._on_failure = Planner(), False, told.append
+        device.error = RuntimeError("an answer is awaited")
+        for _ in range(3):
+            assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+    (reason,) = told
+    assert "refused to capture" in reason
+    assert not engine.captured
+
+
 def test_a_device_that_a_capture_leaves_unusable_is_named_with_the_reason(device, monkeypatch):
     """The context of such a device is lost: there is nothing to fall back to."""
     model, x = networks.Mlp().eval(), networks.example(networks.Mlp)[0]

@@ -273,7 +273,6 @@ def test_a_forked_child_sees_no_context():
         warnings.simplefilter("ignore", DeprecationWarning)
         from millstream.device import context
         from millstream.errors import DeviceError
-from tests.gpu.processes import run_python
         c = context("cuda:0")
         block, event = c.pinned(1 << 20), c.acquire_event()
         event.record(c.stream(0))

@@ -163,7 +163,7 @@ class CudaGraphEngine:
         if self._planner is not None and not self._settled and may_measure:
             outputs = self._planner.measuring_run(inputs)
             if self._planner.error is not None:
-                self._settled, self._unmeasured = True, self._planner.error  # told before the next call has begun
+                self._settled, self._unmeasured = True, self._planner.error  # told once it is captured all the same
                 self._repair(self._planner.error)
         if outputs is None:
             outputs = self._serial(inputs)
@@ -183,9 +183,6 @@ class CudaGraphEngine:
         with guard(self._context.place):
             if self._planner is not None and not self._settled:
                 self._settle(self._planner, inputs)
-            if self._unmeasured is not None:
-                error, self._unmeasured = self._unmeasured, None
-                self._tell("runs on one stream, since its kernels could not be measured", error)
             self._captures += 1
             with_passage = passage.can_be_made()
             try:
@@ -203,6 +200,9 @@ class CudaGraphEngine:
                 self._family.addresses = self._captured.addresses
             if self._captured is not None and self._may_read_in_place:
                 self._replayer = self._make_replayer(self._captured, inputs)
+            if self._captured is not None and self._unmeasured is not None:
+                error, self._unmeasured = self._unmeasured, None
+                self._tell("runs on one stream, since its kernels could not be measured", error)
         return self._captured
 
     def _make_replayer(self, captured: Captured, inputs: Sequence[Any]) -> Replayer | None:
@@ -249,7 +249,8 @@ class CudaGraphEngine:
             self._tell("runs on one stream", error)
         if trials.error is not None:
             self._repair(trials.error)
-            self._on_drawback(f"not every plan could be tried: {first_line(trials.error)}")
+            if not isinstance(trials.error, torch.OutOfMemoryError):  # else the candidates say enough
+                self._on_drawback(f"not every plan could be tried: {first_line(trials.error)}")
         if trials.ran:
             del trials
             torch.cuda.empty_cache()
