@@ -2,7 +2,7 @@
 
 In the other suites all sides share a process. That is fair to all, but for the device: what any of them has done there
 stays (``docs/decisions/0031``). Here each process loads a model, compiles it with one line, calls it and is timed. Each
-side gets some processes, in turn. The output is judged in the end.
+side gets some processes, in turn. The first of each also judges its output, in the end.
 
 - ``call``: wall clock of a loop of calls, outputs copied for the user.
 - ``device``: what a call keeps the device, queued behind a short spin.
@@ -39,10 +39,10 @@ def run_case(case: InferenceCase, settings: Settings) -> list[Row]:
     """Run all sides of a case, each in processes of its own."""
     answers: Answers = {side: [] for side in ("ours", *filter(settings.wants, PEERS))}
     failures: dict[str, str] = {}
-    for _ in range(PROCESSES):
+    for turn in range(PROCESSES):
         for side in [side for side in answers if side not in failures]:
             try:
-                answers[side].append(ask(case.name, side, settings))
+                answers[side].append(ask(case.name, side, settings, judged=not turn))
             except RuntimeError as error:
                 if side == "ours":
                     raise
@@ -50,10 +50,10 @@ def run_case(case: InferenceCase, settings: Settings) -> list[Row]:
     return compare(case.name, answers, failures)
 
 
-def ask(case: str, side: str, settings: Settings) -> dict[str, Any]:
+def ask(case: str, side: str, settings: Settings, *, judged: bool) -> dict[str, Any]:
     """Time a side in a new process; see ``measure``."""
     arguments = ["measure", case, side, "--device", str(settings.device), "--rounds", str(settings.rounds)]
-    arguments += ["--tiny"] if settings.tiny else []
+    arguments += [*(["--tiny"] if settings.tiny else []), *(["--judged"] if judged else [])]
     answer: dict[str, Any] = answer_of("benchmarks.alone", arguments, LIMIT_S, {})
     return answer
 
@@ -61,16 +61,15 @@ def ask(case: str, side: str, settings: Settings) -> dict[str, Any]:
 def compare(case: str, answers: Answers, failures: dict[str, str]) -> list[Row]:
     """A row for each peer and way of timing; nothing that computes something else is timed."""
     mine = answers["ours"]
-    facts = Row(case, **mine[-1]["facts"], equal=all(answer["equal"] for answer in mine))
-    if not facts.equal:
-        return [Row(case, equal=False, note="not timed: " + next(a["reason"] for a in mine if not a["equal"]))]
+    if wrong := fault(mine):
+        return [Row(case, equal=False, note=f"not timed: {wrong}")]
+    facts = Row(case, **mine[-1]["facts"], equal=True)
     rows = []
     for variant in ("call", "device"):
         own = pooled(mine, variant)
         timed = replace(facts, variant=variant, ours_ms=own.median, p20=own.p20, p80=own.p80)
         for peer in [side for side in answers if side != "ours"]:
-            wrong = [answer["reason"] for answer in answers[peer] if not answer["equal"]]
-            if reason := failures.get(peer) or "".join(wrong[:1]):
+            if reason := failures.get(peer) or fault(answers[peer]):
                 rows.append(replace(timed, baseline=peer, note=f"{peer} not timed: {reason}"))
                 continue
             theirs = pooled(answers[peer], variant)
@@ -78,6 +77,11 @@ def compare(case: str, answers: Answers, failures: dict[str, str]) -> list[Row]:
             times = {"baseline_ms": theirs.median, "ratio": ratio(theirs.median, own.median)}
             rows.append(replace(timed, baseline=peer, note=note, **times))
     return rows
+
+
+def fault(answers: list[dict[str, Any]]) -> str:
+    """What is wrong with the output of a side; empty where it is right."""
+    return next((answer["wrong"] for answer in answers if answer["wrong"]), "")
 
 
 def pooled(answers: list[dict[str, Any]], variant: str) -> Sample:
@@ -91,8 +95,15 @@ def medians(answers: list[dict[str, Any]], variant: str) -> str:
 
 
 @torch.no_grad()
-def measure(case: InferenceCase, side: str, device: torch.device, rounds: int, *, tiny: bool) -> dict[str, Any]:
-    """Compile and time a side here; ``call`` and ``device`` are milliseconds, in the order they were taken."""
+def measure(
+    case: InferenceCase, side: str, device: torch.device, rounds: int, *, tiny: bool, judged: bool
+) -> dict[str, Any]:
+    """Compile and time a side here.
+
+    Returns:
+        ``call`` and ``device``, milliseconds in the order they were taken; ``wrong``, what is wrong with the output,
+        where that is judged; ``facts`` of the plan.
+    """
     import millstream as ms
 
     problem = case.make(device, tiny=tiny)
@@ -112,8 +123,8 @@ def measure(case: InferenceCase, side: str, device: torch.device, rounds: int, *
     wall = loop_clock(call, device)
     times = [wall() for _ in range(rounds)]
     device_times = [device_ms(call) for _ in range(rounds)] if device.type == "cuda" else times
-    verdict = SampledInferenceJudge(problem).judge(compiled, None)
-    return {"call": times, "device": device_times, "equal": verdict.equal, "reason": verdict.reason, "facts": facts}
+    wrong = SampledInferenceJudge(problem).judge(compiled, None).reason if judged else ""
+    return {"call": times, "device": device_times, "wrong": wrong, "facts": facts}
 
 
 def device_ms(call: Any) -> float:
@@ -133,10 +144,11 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--judged", action="store_true")
     options = parser.parse_args()
     prepare_torch()
-    answer = measure(cases[options.case], options.side, options.device, options.rounds, tiny=options.tiny)
-    print(json.dumps(answer))
+    how = {"tiny": options.tiny, "judged": options.judged}
+    print(json.dumps(measure(cases[options.case], options.side, options.device, options.rounds, **how)))
 
 
 if __name__ == "__main__":

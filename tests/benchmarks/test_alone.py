@@ -11,15 +11,16 @@ CASE = next(case for case in INFERENCE if case.name == "towers")
 SETTINGS = Settings(torch.device("cpu"), 2, True)
 
 
-def answer(*times, equal=True):
+def answer(*times, wrong=""):
     facts = {"kernels": 3, "streams": 2, "waits": 1}
-    return {"call": list(times), "device": [t / 2 for t in times], "equal": equal, "reason": "wrong", "facts": facts}
+    return {"call": list(times), "device": [t / 2 for t in times], "wrong": wrong, "facts": facts}
 
 
 def run(monkeypatch, **sides):
     asked = []
 
-    def ask(case, side, settings):
+    def ask(case, side, settings, *, judged):
+        assert judged == (side not in asked)
         asked.append(side)
         result = sides[side.partition(" ")[2] or side].pop(0)
         if isinstance(result, Exception):
@@ -45,34 +46,35 @@ def test_the_samples_of_all_processes_count_and_sides_take_turns(monkeypatch):
 
 
 def test_a_peer_that_fails_or_is_wrong_is_not_timed(monkeypatch):
-    wrong = [answer(1), answer(1, equal=False), answer(1)]
+    wrong = [answer(1), answer(1, wrong="differs"), answer(1)]
     rows, asked = run(
         monkeypatch, ours=[answer(1)] * 3, **{"reduce-overhead": [RuntimeError("no memory")], "compile": wrong}
     )
     assert asked.count("compile reduce-overhead") == 1
     assert [row.note for row in rows[:2]] == [
         "compile reduce-overhead not timed: no memory",
-        "compile not timed: wrong",
+        "compile not timed: differs",
     ]
     assert all(row.baseline_ms is None for row in rows)
 
 
 def test_ours_that_is_wrong_or_fails_has_no_times(monkeypatch):
     sides = {"reduce-overhead": [answer(1)] * 3, "compile": [answer(1)] * 3}
-    rows, _ = run(monkeypatch, ours=[answer(1), answer(1, equal=False), answer(1)], **sides)
-    assert [(row.equal, row.note, row.ours_ms) for row in rows] == [(False, "not timed: wrong", None)]
+    rows, _ = run(monkeypatch, ours=[answer(1), answer(1, wrong="differs"), answer(1)], **sides)
+    assert [(row.equal, row.note, row.ours_ms) for row in rows] == [(False, "not timed: differs", None)]
     with pytest.raises(RuntimeError, match="broken"):
         run(monkeypatch, ours=[RuntimeError("broken")], **sides)
 
 
 def test_a_process_measures_and_judges():
-    ours, theirs = (alone.measure(CASE, side, torch.device("cpu"), 2, tiny=True) for side in ("ours", "compile"))
-    assert ours["equal"]
-    assert theirs["equal"]
+    ours, theirs = (
+        alone.measure(CASE, side, torch.device("cpu"), 2, tiny=True, judged=True) for side in ("ours", "compile")
+    )
+    assert ours["wrong"] == theirs["wrong"] == ""
     assert len(ours["call"]) == len(ours["device"]) == 2
     assert ours["facts"]["kernels"] > 1
 
 
 def test_an_error_of_a_process_is_its_last_line():
     with pytest.raises(RuntimeError, match="invalid choice"):
-        alone.ask("towers", "nobody", SETTINGS)
+        alone.ask("towers", "nobody", SETTINGS, judged=False)
