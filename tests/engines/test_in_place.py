@@ -575,6 +575,26 @@ def test_kernels_that_cannot_be_measured_are_told_of_before_the_next_call(device
     assert engine.plan.num_streams == 1
 
 
+def test_a_plan_that_cannot_be_captured_is_told_of_where_one_stream_can(device, monkeypatch):
+    compiled, told = ms.compile(lambda x: x * 2, strict=True), []
+    with torch.no_grad():
+        compiled(torch.ones(3))
+        engine = on_graphs(compiled)
+        capture, engine.plan, engine._on_failure = engine._try, replace(engine.plan), told.append
+
+        def try_one_stream(plan, *arguments):
+            if plan is not engine._serial.plan:
+                raise RuntimeError("streams do not join")
+            return capture(plan, *arguments)
+
+        monkeypatch.setattr(engine, "_try", try_one_stream)
+        for _ in range(3):
+            assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+    (reason,) = told
+    assert "runs on one stream, since its plan could not be captured: streams do not join" in reason
+    assert engine.captured
+
+
 def test_what_can_be_neither_measured_nor_captured_is_told_of_once(device):
     class Planner:
         error = RuntimeError("an answer is awaited")

@@ -92,7 +92,7 @@ class CudaGraphEngine:
         self._lock = self._context.graph_lock  # slots and the memory that graphs share serve one call at a time
         self._warm: set[int] = set()  # threads that have run the program
         self._captures = 0
-        self._unmeasured: Exception | None = None
+        self._lesser: tuple[str, Exception] | None = None  # what it came to and why, to be told once it is captured
         self._captured: Captured | None = None
         self._replayer: Replayer | None = None  # of the present capture, where inputs may be read in place
         self._may_read_in_place = True
@@ -163,7 +163,8 @@ class CudaGraphEngine:
         if self._planner is not None and not self._settled and may_measure:
             outputs = self._planner.measuring_run(inputs)
             if self._planner.error is not None:
-                self._settled, self._unmeasured = True, self._planner.error  # told once it is captured all the same
+                self._settled = True
+                self._lesser = "runs on one stream, since its kernels could not be measured", self._planner.error
                 self._repair(self._planner.error)
         if outputs is None:
             outputs = self._serial(inputs)
@@ -193,6 +194,8 @@ class CudaGraphEngine:
                     return self._capture(inputs)
                 if self.plan is not self._serial.plan:  # one stream may still do
                     self.plan = self._serial.plan
+                    error = error.with_traceback(None)  # which would keep what was captured
+                    self._lesser = "runs on one stream, since its plan could not be captured", error
                     return self._capture(inputs)
                 self._captures = 2 * MAX_CAPTURES  # never again
                 self._on_failure(f"CUDA refused to capture {self.lowered.program.graph.name}: {error}")
@@ -200,9 +203,9 @@ class CudaGraphEngine:
                 self._family.addresses = self._captured.addresses
             if self._captured is not None and self._may_read_in_place:
                 self._replayer = self._make_replayer(self._captured, inputs)
-            if self._captured is not None and self._unmeasured is not None:
-                error, self._unmeasured = self._unmeasured, None
-                self._tell("runs on one stream, since its kernels could not be measured", error)
+            if self._captured is not None and self._lesser is not None:
+                lesser, self._lesser = self._lesser, None
+                self._tell(*lesser)
         return self._captured
 
     def _make_replayer(self, captured: Captured, inputs: Sequence[Any]) -> Replayer | None:
