@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from millstream.device import DeviceContext
+from millstream.device import DeviceContext, graphs
 from millstream.device.graphs import capture
 from tests.device.virtual_device import make_virtual_context
 
@@ -66,6 +66,38 @@ def test_what_went_wrong_first_is_told(monkeypatch):
         raise RuntimeError("no handle")
     with pytest.raises(RuntimeError, match="before"), capture(ctx, Graph(device, {})):
         pass
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, RuntimeError])
+@pytest.mark.parametrize("where", ["begin", "switch", "body"])
+def test_a_capture_that_fails_is_ended_and_what_nobody_expects_is_repaired(monkeypatch, error, where):
+    class Failing(Graph):
+        def capture_begin(self, *_, **__):
+            seen.append("begun")
+            if where == "begin":
+                raise error
+
+        def capture_end(self):
+            seen.append("ended")
+
+    class Switch:
+        def __init__(self, stream):
+            pass
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            if where == "switch":
+                raise error
+
+    seen = []
+    ctx, device = make_virtual_context("eager", 0)
+    monkeypatch.setattr(graphs, "repair", lambda context: seen.append("repaired"))
+    monkeypatch.setattr(graphs, "RunOn", Switch)
+    with pytest.raises(error), capture(ctx, Failing(device, {})):
+        raise error
+    assert seen == ["begun", "ended"] + ["repaired"] * (error is not RuntimeError)
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

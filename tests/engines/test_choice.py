@@ -361,6 +361,8 @@ def test_notes_of_something_else_are_not_recalled():
         {"candidates": [{**entry, "verdict": "slower"} for entry in entries]},
         {"candidates": [{**entry, "verdict": CHOSEN} for entry in entries]},
         {"candidates": [{**entries[0], "peak_bytes": 1}, *entries[1:]]},
+        {"candidates": [*entries, {**entries[-1], "policy": ["list"]}]},
+        {"candidates": [*entries, {**entries[-1], "streams": {}}]},
     ]
     assert all(recall(each, proposals) is None for each in strange)
     slower = propose(TOWERS, costs_of(TOWERS, 11_000), GENEROUS)
@@ -421,6 +423,7 @@ def test_costs_and_choices_add_up(kept, device):
         b'{"format": 1, "device": "Pretended GPU", "versions": {}, "kernels": {"k": [1]}}',
         b'{"format": 1, "device": "Pretended GPU", "versions": {}, "kernels": {"k": ["x", 1, 1]}}',
         b'{"a": 5}',
+        b"[" * 100_000,
     ],
 )
 def test_spoiled_files_count_as_empty_and_are_replaced(kept, text):

@@ -6,7 +6,7 @@ import threading
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -240,10 +240,13 @@ def at_address(value):
 def device(monkeypatch, host_driver):
     """A CPU on which programs can be captured.
 
-    Returns the pools that were captured into, what to fail with, and errors of the driver.
+    Returns the pools that were captured into, what to fail with, errors of the driver, the device's free memory and all
+    of it, how many captures there were when PyTorch's cache was emptied, and errors that were repaired.
     """
     compile_plan = captured.compile_plan
-    seen = types.SimpleNamespace(pools=[], error=None, driver=host_driver)
+    seen = types.SimpleNamespace(
+        pools=[], error=None, driver=host_driver, memory=(80 << 30, 80 << 30), emptied=[], repairs=[]
+    )
 
     @contextmanager
     def capture(context, graph, pool):
@@ -287,8 +290,10 @@ def device(monkeypatch, host_driver):
     monkeypatch.setattr(captured, "compile_plan", compile_recorded)
     monkeypatch.setattr(captured, "same_addresses", same_addresses)
     monkeypatch.setattr(cuda_graph, "current_stream_handle", lambda index: None)
-    monkeypatch.setattr(cuda_graph, "restore_generator", lambda context: None)
-    monkeypatch.setattr(cuda_graph, "take_workspaces", lambda context, program, num_streams: None)
+    monkeypatch.setattr(cuda_graph, "repair", lambda context: seen.repairs.append(seen.error))
+    monkeypatch.setattr(captured, "take_workspaces", lambda context, program, num_streams: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: seen.memory)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.emptied.append(len(seen.pools)))
     monkeypatch.setattr(in_place, "FORCED", True)
     torch._dynamo.reset()
     return seen
@@ -404,9 +409,8 @@ def test_a_thread_captures_only_what_it_has_run(device):
     assert call() == (False, 0)
     assert elsewhere.submit(call).result() == (False, 0)
     assert call() == (True, 0)
-    engine._warm.discard(elsewhere.submit(threading.get_ident).result())
     for _ in range(10):
-        assert elsewhere.submit(call).result() == (True, 0)
+        assert ThreadPoolExecutor(1).submit(call).result() == (True, 0)
     for _ in range(10):
         call()
     assert engine.num_in_place == 1
@@ -595,6 +599,163 @@ def test_a_plan_that_cannot_be_captured_is_told_of_where_one_stream_can(device, 
     assert engine.captured
 
 
+def on_graphs_both_ways(compiled, copy_outputs=True):
+    """Let a model's forward and backward program run as on a GPU; return their engines."""
+    family, engines = Family(), {}
+    for executable in executables(compiled):
+        lowered = executable.lowered
+        executable.engine = engines[lowered.phase] = cuda_graph.CudaGraphEngine(
+            lowered,
+            plan_serial(lowered.program.graph),
+            copy_outputs=copy_outputs,
+            family=family,
+            scheduling=Scheduling(1),
+            on_failure=pytest.fail,
+            on_drawback=executable.notes.append,
+        )
+    return engines
+
+
+def perceptron():
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+
+
+def gradients(model, network, inputs):
+    model.zero_grad()
+    sum(network(x).sum() for x in inputs).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("copy_outputs", [True, False])
+def test_what_waits_for_its_backward_pass_is_not_overwritten(device, monkeypatch, copy_outputs):
+    """Also where the caller has dropped what he got, which may be the graph's own memory."""
+    monkeypatch.setattr(in_place, "FORCED", False)
+    replay = PretendedGraph.replay
+
+    def replay_unnoticed(self):  # a graph on a device moves no version counter, so that autograd does not see it
+        cells = [cell.cell_contents for cell in self.launch.__closure__]
+        written = [t for cell in cells if isinstance(cell, list) for t in cell if isinstance(t, torch.Tensor)]
+        with torch.autograd._unsafe_preserve_version_counter(tuple(written)):
+            replay(self)
+
+    monkeypatch.setattr(PretendedGraph, "replay", replay_unnoticed)
+    model, inputs = perceptron(), [torch.randn(5, 8) for _ in range(2)]
+    compiled = ms.compile(model, strict=True)
+    gradients(model, compiled, inputs[:1])
+    engines = on_graphs_both_ways(compiled, copy_outputs)
+    for _ in range(3):
+        gradients(model, compiled, inputs[:1])
+    assert all(engine.captured for engine in engines.values())
+    for _ in range(2):
+        networks.assert_close(gradients(model, compiled, inputs), gradients(model, model, inputs))
+
+
+def test_a_backward_pass_is_captured_for_what_the_forward_graph_saves(device, monkeypatch):
+    """Not for what a pass beside it has saved elsewhere: that would have to be copied from then on."""
+    monkeypatch.setattr(in_place, "FORCED", False)
+    model, inputs = perceptron(), [torch.randn(5, 8) for _ in range(2)]
+    compiled = ms.compile(model, strict=True)
+    gradients(model, compiled, inputs[:1])
+    engines = on_graphs_both_ways(compiled)
+    for _ in range(4):
+        networks.assert_close(gradients(model, compiled, inputs), gradients(model, model, inputs))
+    backward = engines[Phase.BACKWARD]
+    names = backward.lowered.program.inputs
+    slots = [names[position] for position in backward._captured.slot_positions]
+    assert not [name for name in slots if "tanh" in name], slots
+
+
+def test_memory_that_is_given_back_is_no_parameter_that_moved(device, monkeypatch):
+    monkeypatch.setattr(in_place, "FORCED", False)
+    model, x = networks.Mlp().eval(), networks.example(networks.Mlp)[0]
+    compiled = ms.compile(model, strict=True)
+    with torch.no_grad():
+        compiled(x)
+        engine = on_graphs(compiled)
+        compiled(x)
+        for _ in range(3 * cuda_graph.MAX_CAPTURES):
+            networks.assert_close(compiled(x), model(x))
+            assert len(engine._captured.slot_positions) == 1
+            engine.release()
+        for number in range(2 * cuda_graph.MAX_CAPTURES):
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+            networks.assert_close(compiled(x), model(x))
+            assert (len(engine._captured.slot_positions) > 1) == (number >= cuda_graph.MAX_CAPTURES)
+    assert executables(compiled)[0].notes == ["parameters were elsewhere 4 times, so every call copies them"]
+
+
+@pytest.mark.parametrize("free", [0, 1 << 30])
+def test_where_memory_is_short_what_pytorch_keeps_is_given_back_before_a_capture(device, free):
+    compiled = ms.compile(lambda x: (x @ x).relu() @ x, strict=True)
+    with torch.no_grad():
+        compiled(torch.ones(3, 3))
+        on_graphs(compiled)
+        device.memory = (free, 80 << 30)
+        for _ in range(3):
+            compiled(torch.ones(3, 3))
+    assert device.emptied == ([] if free else [0])
+
+
+def test_a_step_without_memory_for_its_results_changes_nothing(device, monkeypatch):
+    model = torch.nn.Linear(400, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+    @ms.step(strict=True)
+    def step(x):
+        y = model(x)
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return y.detach()
+
+    x = torch.randn(1000, 400)
+    for _ in range(2):
+        step(x)
+    engine = on_graphs(step)
+    for _ in range(2):
+        step(x)
+    assert engine.captured
+    before = [parameter.clone() for parameter in model.parameters()]
+
+    def refuse(self, inputs):
+        raise torch.OutOfMemoryError("no memory for the results")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(captured.Captured, "make_outputs", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            step(x)
+    assert all(map(torch.equal, before, model.parameters()))
+    step(x)
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_plans_are_tried_again_behind_an_interrupt_but_not_behind_an_error(device):
+    class Planner:
+        error, candidates, num_asked = None, (), 0
+
+        def measuring_run(self, inputs):
+            return engine._serial(inputs)
+
+        def settle(self, trials):
+            self.num_asked += 1
+            raise KeyboardInterrupt if self.num_asked < 3 else ValueError("unexpected")
+
+    compiled = ms.compile(lambda x: x * 2, strict=True)
+    with torch.no_grad():
+        compiled(torch.ones(3))
+        engine = on_graphs(compiled)
+        engine._planner, engine._settled = planner, _ = Planner(), False
+        compiled(torch.ones(3))
+        for error in (KeyboardInterrupt, KeyboardInterrupt, ValueError):
+            with pytest.raises(error):
+                compiled(torch.ones(3))
+        for _ in range(3):
+            assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+    assert planner.num_asked == 3
+    assert engine.captured
+
+
 def test_what_can_be_neither_measured_nor_captured_is_told_of_once(device):
     class Planner:
         error = RuntimeError("an answer is awaited")
@@ -622,7 +783,7 @@ def test_a_device_that_a_capture_leaves_unusable_is_named_with_the_reason(device
     def refuse(context):
         raise torch.AcceleratorError("CUDA error: unspecified launch failure\nmore of it")
 
-    monkeypatch.setattr(cuda_graph, "restore_generator", refuse)
+    monkeypatch.setattr(cuda_graph, "repair", refuse)
     compiled = ms.compile(model, strict=True)
     with torch.no_grad():
         compiled(x)
@@ -639,7 +800,7 @@ class Clock:
 
     def __init__(self, lag=0):
         self.now_ms, self.num_recorded, self.lag, self.lent = 0.0, 0, lag, 0
-        self.capture_lock = threading.RLock()
+        self.capture_lock, self.spare_captures = threading.RLock(), nullcontext
 
     def acquire_event(self, *, timing):
         self.lent += 1
@@ -680,14 +841,17 @@ class PretendedReplay:
     def replay(self):
         self.clock.now_ms += self.replay_ms
 
-    def finish(self, inputs):
-        self.calls += 1
+    def make_outputs(self, inputs):
         return [self]
+
+    def finish(self, inputs, outputs):
+        self.calls += 1
+        return outputs
 
     def run(self, inputs):
         self.copy_in(inputs)
         self.replay()
-        return self.finish(inputs)
+        return self.finish(inputs, self.make_outputs(inputs))
 
     def read_in_place(self, inputs, positions):
         return self.make()

@@ -476,6 +476,7 @@ def _start_afresh_after_fork() -> None:
     gc.freeze()
     for each in _contexts.values():
         each._end = "belongs to the process that forked this one"
+        each._lock, each._graph_lock = threading.RLock(), threading.RLock()
         _inherited.append(each)
     _contexts = {}
     _capture_lock = threading.RLock()

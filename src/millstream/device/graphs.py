@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 import torch
 
 from millstream.device.context import DeviceContext
-from millstream.device.driver import GraphPool
+from millstream.device.driver import GraphPool, capture_nothing
+from millstream.device.guard import guard
 from millstream.lower.streams import RunOn
 
 
@@ -39,17 +40,35 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     try:
         with context.capture_lock, context.on(stream), _no_collection():
             handles = () if pool is None else (pool,)
-            with RunOn(caller):
-                graph.capture_begin(*handles, capture_error_mode="thread_local")  # type: ignore[arg-type]
             try:
+                with RunOn(caller):
+                    graph.capture_begin(*handles, capture_error_mode="thread_local")  # type: ignore[arg-type]
                 yield
-            except BaseException:
-                with suppress(RuntimeError):  # which only says that there was an error
+            except BaseException as error:
+                with suppress(RuntimeError):  # which only says that there was an error, or that it had not begun
                     graph.capture_end()
+                # Who captures expects that something cannot be captured, and repairs. Nobody expects Ctrl-C, or what a
+                # user's operator may raise.
+                if not isinstance(error, RuntimeError):
+                    with suppress(Exception):
+                        repair(context)
                 raise
             graph.capture_end()
     finally:
         context.order(stream, caller)
+
+
+def repair(context: DeviceContext) -> None:
+    """Let the device's random generator and graph pools work again behind a capture that failed.
+
+    The generator waits for the capture's end, until another one ends; pools go on recording.
+
+    Raises:
+        RuntimeError: The device works no more.
+    """
+    context.abandon_graph_pools()
+    with guard(context.place), context.capture_lock:
+        capture_nothing()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from millstream.engine.arena import bind_arena
 from millstream.engine.carrier import make_carrier
 from millstream.engine.passage import Passage, make_passage
 from millstream.engine.source import compile_plan
+from millstream.engine.workspaces import take_workspaces
 from millstream.graph import Plan, Role, Spread
 from millstream.lower import Lowered, Phase
 from millstream.lower.program import Value, is_generated
@@ -28,6 +29,7 @@ class Family:
 
     def __init__(self) -> None:
         self.addresses: set[int] = set()  # memory that stays in place between calls: saved activations, parameters
+        self.saved: frozenset[int] = frozenset()  # of these, what the forward graph saves in its own memory
         self.replayed = False  # whether the latest forward call was a replay
         self.waiting: weakref.ref[torch.Tensor] | None = None  # alive while a replayed forward waits for its backward
 
@@ -35,6 +37,12 @@ class Family:
     def occupied(self) -> bool:
         """Whether the forward graph's memory still holds what a backward pass may need."""
         return self.waiting is not None and self.waiting() is not None
+
+    def saved_by_graph(self, inputs: Sequence[Any]) -> bool:
+        """Whether a backward pass with these inputs belongs to a replay of the forward graph."""
+        if not self.saved:
+            return self.replayed
+        return self.saved.issubset([each.data_ptr() for each in inputs if isinstance(each, torch.Tensor)])
 
 
 class Captured:
@@ -53,6 +61,7 @@ class Captured:
     Attributes:
         graph: The CUDA graph.
         slot_positions: Inputs that are copied into slots.
+        saved: Addresses in the graph's memory of what a forward pass saves for its backward pass.
         written: Static inputs that the graph writes.
     """
 
@@ -102,7 +111,10 @@ class Captured:
         if self._phase is Phase.FORWARD:
             saved = [t for i, t in enumerate(outputs) if i not in lowered.visible and isinstance(t, torch.Tensor)]
             self.addresses = {tensor.data_ptr() for tensor in saved} | {a for a in self._addresses if a is not None}
-        self._saved = next((i for i in range(len(outputs)) if i not in copied and self._owns(i)), None)
+        # What the caller gets may be dropped long before, even where it is not his own copy.
+        own = [i for i in range(len(outputs)) if i not in lowered.visible and self._owns(i)]
+        self.saved = frozenset(outputs[i].data_ptr() for i in own)
+        self._saved = next(iter(own), None)
 
     @property
     def inputs(self) -> list[Any]:
@@ -129,6 +141,7 @@ class Captured:
         program, plan, context = self._program, self._plan, self._context
         is_spread = plan.spread is not Spread.PACKED
         is_kept = passage is not None or is_spread  # until it is instantiated here
+        take_workspaces(context, program, plan.num_streams)
         self.graph = torch.cuda.CUDAGraph(keep_graph=is_kept)
         with capture(context, self.graph, pool):
             if passage is not None:
@@ -173,16 +186,17 @@ class Captured:
         """Run a call: the list of inputs is emptied, the list of outputs returned."""
         passage = self._passage
         if passage is not None:
-            outputs = self._make_outputs(inputs)
+            outputs = self.make_outputs(inputs)
             if passage.open([inputs[p] for p in self.slot_positions], [outputs[i] for i in self._handed_out]):
                 self.graph.replay()
                 self._copy_back(inputs)
                 return outputs
             if passage.is_shut:
                 self._passage = None
+        outputs = self.make_outputs(inputs)  # memory may be short, and nothing has changed yet
         self.copy_in(inputs)
         self.replay()
-        return self.finish(inputs)
+        return self.finish(inputs, outputs)
 
     def replay(self) -> None:
         """Launch the graph on the current stream, on what lies in its slots."""
@@ -190,19 +204,17 @@ class Captured:
             self._passage.close()
         self.graph.replay()
 
-    def finish(self, inputs: list[Any]) -> list[Any]:
-        """Copy back what a replay wrote to inputs, empty their list, and return the outputs."""
-        outputs = self._make_outputs(inputs)
-        if self._outgoing is not None:
-            copies = [outputs[i] for i in self._handed_out]
-            if not self._outgoing.fetch(copies):
-                torch._foreach_copy_(copies, self._results)
+    def make_outputs(self, inputs: Sequence[Any]) -> list[Any]:
+        """What the caller gets; what is copied for him is filled when the call is finished."""
+        return [make(inputs) for make in self._outputs]
+
+    def finish(self, inputs: list[Any], outputs: list[Any]) -> list[Any]:
+        """Fill outputs, copy back what a replay wrote to inputs, and empty the inputs' list."""
+        copies = [outputs[i] for i in self._handed_out]
+        if copies and (self._outgoing is None or not self._outgoing.fetch(copies)):
+            torch._foreach_copy_(copies, self._results)
         self._copy_back(inputs)
         return outputs
-
-    def _make_outputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """What the caller gets; what is copied for him is filled later."""
-        return [make(inputs) for make in self._outputs]
 
     def _copy_back(self, inputs: list[Any]) -> None:
         for position in self._mutated:
@@ -239,8 +251,8 @@ class Captured:
         if base in self._program.inputs:
             return self._input_recipe(item.name, self._program.inputs.index(base))
         if position in self._copied and self._outgoing is None:
-            return lambda inputs: output.clone()
-        if position in self._copied:  # and filled behind this
+            return lambda inputs: torch.empty_like(output)
+        if position in self._copied:
             size, stride, allocate = tuple(output.shape), output.stride(), allocator(output.device)
             return lambda inputs: allocate(size, stride, output.dtype)
         # A new tensor over the same memory in each call, so that its life tells how long it is needed.

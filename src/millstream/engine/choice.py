@@ -269,6 +269,7 @@ def recall(noted: dict[str, object], proposals: Sequence[Proposal]) -> tuple[Pro
     try:
         read = [Candidate(**entry) for entry in noted["candidates"]]  # type: ignore[attr-defined]
         candidates = tuple(replace(candidate, spread=Spread(candidate.spread)) for candidate in read)
+        hash(candidates)  # who holds what is no number or word has none
     except (KeyError, TypeError, ValueError):
         return None
     looks = [replace(candidate, measured_ns=None, verdict="") for candidate in candidates]

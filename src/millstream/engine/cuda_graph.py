@@ -25,15 +25,16 @@ kernels become a part of the caller's graph.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from threading import get_ident
 from typing import Any
 
 import torch
 
 from millstream.cost import Costs
 from millstream.device import DeviceContext, context, guard
-from millstream.device.driver import GraphPool, capture_nothing
+from millstream.device.driver import GraphPool
+from millstream.device.graphs import repair
 from millstream.engine import passage
 from millstream.engine.captured import Captured, Family
 from millstream.engine.choice import Scheduling
@@ -41,14 +42,17 @@ from millstream.engine.planner import Planner
 from millstream.engine.replayer import Replayer, bytes_in_place
 from millstream.engine.serial import SerialEngine
 from millstream.engine.trial import Trials
-from millstream.engine.workspaces import take_workspaces
 from millstream.errors import DeviceError, InternalError, PlanError
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase
 from millstream.lower.streams import current_stream_handle
+from millstream.schedule import peak_bytes
 
 #: After so many captures because parameters moved, they are copied into slots like any other input.
 MAX_CAPTURES = 4
+
+#: Free memory of the device, in peaks of a plan, with which a capture surely finds room: trials keep two graphs, too.
+ROOM = 4
 
 
 class CudaGraphEngine:
@@ -90,8 +94,9 @@ class CudaGraphEngine:
         self._planner = None if scheduling.serial else Planner(lowered, plan, self._context, scheduling)
         self._settled = scheduling.serial
         self._lock = self._context.graph_lock  # slots and the memory that graphs share serve one call at a time
-        self._warm: set[int] = set()  # threads that have run the program
-        self._captures = 0
+        self._thread = threading.local()  # has ``warm`` once it has run the program
+        self._captures = 0  # since there was last nothing captured, or memory was given back
+        self._refused = False  # whether nothing can be captured
         self._lesser: tuple[str, Exception] | None = None  # what it came to and why, to be told once it is captured
         self._captured: Captured | None = None
         self._replayer: Replayer | None = None  # of the present capture, where inputs may be read in place
@@ -124,7 +129,7 @@ class CudaGraphEngine:
             captured = self._captured
             if captured is not None and captured.fits(inputs) and not self._must_not_overwrite():
                 return self._replay(captured, inputs)
-            if self._may_capture():
+            if self._may_capture(inputs):
                 captured = None
                 self._drop()  # gives its memory back before taking more
                 captured = self._capture(inputs)
@@ -150,6 +155,7 @@ class CudaGraphEngine:
         """Give the graph's memory back; a later call captures anew."""
         with self._lock:
             self._drop()
+            self._captures = 0
 
     def _drop(self) -> None:
         if self._replayer is not None:
@@ -161,6 +167,7 @@ class CudaGraphEngine:
             self._family.replayed = False
         outputs = None
         if self._planner is not None and not self._settled and may_measure:
+            self._make_room(self._serial.plan)
             outputs = self._planner.measuring_run(inputs)
             if self._planner.error is not None:
                 self._settled = True
@@ -169,16 +176,20 @@ class CudaGraphEngine:
         if outputs is None:
             outputs = self._serial(inputs)
         if may_measure:
-            self._warm.add(get_ident())
+            self._thread.warm = True
         return outputs
 
     def _must_not_overwrite(self) -> bool:
         return self.lowered.phase is Phase.FORWARD and self._family.occupied
 
-    def _may_capture(self) -> bool:
-        if get_ident() not in self._warm or self._captures >= 2 * MAX_CAPTURES or self._must_not_overwrite():
+    @property
+    def _is_warm(self) -> bool:
+        return getattr(self._thread, "warm", False)
+
+    def _may_capture(self, inputs: Sequence[Any]) -> bool:
+        if self._refused or not self._is_warm or self._captures >= 2 * MAX_CAPTURES or self._must_not_overwrite():
             return False
-        return self.lowered.phase is not Phase.BACKWARD or self._family.replayed
+        return self.lowered.phase is not Phase.BACKWARD or self._family.saved_by_graph(inputs)
 
     def _capture(self, inputs: Sequence[Any]) -> Captured | None:
         with guard(self._context.place):
@@ -197,15 +208,17 @@ class CudaGraphEngine:
                     error = error.with_traceback(None)  # which would keep what was captured
                     self._lesser = "runs on one stream, since its plan could not be captured", error
                     return self._capture(inputs)
-                self._captures = 2 * MAX_CAPTURES  # never again
+                self._refused = True
                 self._on_failure(f"CUDA refused to capture {self.lowered.program.graph.name}: {error}")
             if self._captured is not None and self.lowered.phase is Phase.FORWARD:
-                self._family.addresses = self._captured.addresses
+                self._family.addresses, self._family.saved = self._captured.addresses, self._captured.saved
             if self._captured is not None and self._may_read_in_place:
                 self._replayer = self._make_replayer(self._captured, inputs)
             if self._captured is not None and self._lesser is not None:
                 lesser, self._lesser = self._lesser, None
                 self._tell(*lesser)
+            if self._captured is not None and self._captures == MAX_CAPTURES + 1:
+                self._on_drawback(f"parameters were elsewhere {MAX_CAPTURES} times, so every call copies them")
         return self._captured
 
     def _make_replayer(self, captured: Captured, inputs: Sequence[Any]) -> Replayer | None:
@@ -228,7 +241,7 @@ class CudaGraphEngine:
         return self._context.graph_pool if len(self._copied) == len(self.lowered.program.outputs) else None
 
     def _try(self, plan: Plan, inputs: Sequence[Any], pool: GraphPool | None) -> Captured:
-        take_workspaces(self._context, self.lowered.program, plan.num_streams)
+        self._make_room(plan)
         return Captured(
             self.lowered,
             plan,
@@ -240,9 +253,14 @@ class CudaGraphEngine:
             pool=pool,
         )
 
+    def _make_room(self, plan: Plan) -> None:
+        """Give back what lies in PyTorch's cache where memory is short: while a graph is captured, it does not itself."""
+        if torch.cuda.mem_get_info(self._index)[0] < ROOM * peak_bytes(plan):
+            with self._context.capture_lock:
+                torch.cuda.empty_cache()
+
     def _settle(self, planner: Planner, inputs: Sequence[Any]) -> None:
         """Choose the plan, by trials on the caller's inputs; afterwards all memory holds what it held before."""
-        self._settled = True
         trials = Trials(
             lambda plan: self._try(plan, inputs, None), self._serial.plan, self._context, self.lowered.program
         )
@@ -250,9 +268,14 @@ class CudaGraphEngine:
             self.plan = planner.settle(trials).plan
         except PlanError as error:  # a bug, found before anything ran
             self._tell("runs on one stream", error)
+        except Exception:
+            self._settled = True
+            raise
+        self._settled = True  # but not behind Ctrl-C
         if trials.error is not None:
             self._repair(trials.error)
-            if not isinstance(trials.error, torch.OutOfMemoryError):  # else the candidates say enough
+            # Candidates, where there are any, say which of them were too large.
+            if not (self.candidates and isinstance(trials.error, torch.OutOfMemoryError)):
                 self._on_drawback(f"not every plan could be tried: {first_line(trials.error)}")
         if trials.ran:
             del trials
@@ -264,9 +287,8 @@ class CudaGraphEngine:
         Raises:
             DeviceError: It does not, so that there is nothing to fall back to.
         """
-        self._context.abandon_graph_pools()
         try:
-            restore_generator(self._context)
+            repair(self._context)
         except torch.AcceleratorError:
             raise DeviceError(
                 f"{self._context.place} failed while {self.lowered.program.graph.name} was captured or tried: "
@@ -277,7 +299,7 @@ class CudaGraphEngine:
     def _replay(self, captured: Captured, inputs: list[Any]) -> list[Any]:
         if current_stream_handle(self._index) != self._context.graph_stream_handle:
             self._context.enter_graphs()
-        run = captured.run if self._replayer is None or get_ident() not in self._warm else self._replayer.run
+        run = captured.run if self._replayer is None or not self._is_warm else self._replayer.run
         if torch.cuda.current_device() == self._index:  # 0.1 µs, a guard 10
             outputs = run(inputs)
         else:
@@ -287,12 +309,6 @@ class CudaGraphEngine:
             self._family.replayed = True
             self._family.waiting = captured.watch(outputs)
         return outputs
-
-
-def restore_generator(context: DeviceContext) -> None:
-    """Let the device's random generator work again: a failed capture leaves it waiting for the capture's end."""
-    with guard(context.place), context.capture_lock:
-        capture_nothing()
 
 
 def first_line(error: Exception) -> str:

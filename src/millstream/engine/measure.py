@@ -64,8 +64,9 @@ class CostMeter:
                 self.costs[key] = self._measure(self._program.graph.kernels[kernel], launch)
             except (RuntimeError, torch.AcceleratorError) as error:  # no memory, or a call that cannot be captured
                 self.error = error.with_traceback(None)  # which would keep what the program has in memory
-            for tensor, value in zip(written, saved, strict=False):  # none where memory was short: nothing was changed
-                tensor.copy_(value)
+            finally:  # also behind Ctrl-C
+                for tensor, value in zip(written, saved, strict=False):  # none where memory was short: nothing changed
+                    tensor.copy_(value)
         return result
 
     def _measure(self, kernel: Kernel, launch: Callable[[], Any]) -> KernelCost:

@@ -85,8 +85,10 @@ class Planner:
         graph = self._lowered.program.graph
         key = choice_key(self._lowered.program, self._scheduling)
         noted = dict(self._store.load_choice(key) or {})
-        serial_ns = noted.get("serial_ns") or trial.serial_ns()
-        if not isinstance(serial_ns, int):
+        serial_ns = noted.get("serial_ns")
+        if type(serial_ns) is not int or serial_ns <= 0:
+            serial_ns = trial.serial_ns()
+        if serial_ns is None:
             return propose(graph, costs, Scheduling(1))[0], ()
         self.costs = calibrate(costs, serial_ns)
         proposals = propose(graph, self.costs, self._scheduling)

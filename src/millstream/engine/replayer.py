@@ -39,12 +39,16 @@ class Replay(Protocol):
         """Launch the graph."""
         ...
 
-    def finish(self, inputs: list[Any]) -> list[Any]:
-        """Copy back what it wrote to inputs, and return the outputs."""
+    def make_outputs(self, inputs: Sequence[Any]) -> list[Any]:
+        """Take memory for what the caller gets."""
+        ...
+
+    def finish(self, inputs: list[Any], outputs: list[Any]) -> list[Any]:
+        """Fill the outputs, and copy back what it wrote to inputs."""
         ...
 
     def run(self, inputs: list[Any]) -> list[Any]:
-        """Do all three."""
+        """Do all of it."""
         ...
 
     def read_in_place(self, inputs: Sequence[Any], positions: frozenset[int]) -> Replay:
@@ -130,14 +134,14 @@ class Replayer:
         if len(self._timed) >= SAMPLES:  # the host is far ahead: first the device shall answer
             return replay.run(inputs)
         start, copied, end = (self._context.acquire_event(timing=True) for _ in range(3))
-        stream = self._context.current_stream()
+        stream, outputs = self._context.current_stream(), replay.make_outputs(inputs)
         start.record(stream)
         replay.copy_in(inputs)
         copied.record(stream)
         replay.replay()
         end.record(stream)
         self._timed.append(Timed(start, copied, end, replay is not self._base))
-        return replay.finish(inputs)
+        return replay.finish(inputs, outputs)
 
     def _read_times(self) -> None:
         """Take up the times of calls that the device is done with; settle what they decide."""
@@ -145,14 +149,15 @@ class Replayer:
         if comparison is None or not self._context.capture_lock.acquire(blocking=False):
             return  # another thread captures: to ask for an event would end that
         try:
-            while self._timed and self._timed[0].end.query():
-                timed = self._timed.popleft()
-                comparison.add(
-                    timed.start.elapsed_time(timed.copied),
-                    timed.copied.elapsed_time(timed.end),
-                    in_place=timed.in_place,
-                )
-                self._release(timed)
+            with self._context.spare_captures():  # of the user's own, which hold no lock
+                while self._timed and self._timed[0].end.query():
+                    timed = self._timed.popleft()
+                    comparison.add(
+                        timed.start.elapsed_time(timed.copied),
+                        timed.copied.elapsed_time(timed.end),
+                        in_place=timed.in_place,
+                    )
+                    self._release(timed)
         finally:
             self._context.capture_lock.release()
         if comparison.faster:

@@ -59,7 +59,7 @@ class Store:
         write(self._choices, json.dumps({**self._load_choices(), key: dict(choice)}, indent=1, sort_keys=True) + "\n")
 
     def _load_choices(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             choices = json.loads(self._choices.read_text())
             if isinstance(choices, dict):
                 return choices

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from millstream.device import DeviceContext, Stream
+from millstream.errors import DeviceError
 from millstream.graph import Span, Timeline
 
 NUM_FIRST = 16
@@ -335,7 +336,7 @@ class Ledger:
                 step = self.unread[0]
                 assert step.end is not None
                 # A device in an error state refuses to tell. A measurement is no place to raise that.
-                with context.capture_lock, suppress(RuntimeError):
+                with context.capture_lock, suppress(RuntimeError, DeviceError), context.spare_captures():
                     if not step.end.event.query():
                         return
                     # The copy of a batch that was handed out was waited for, so it is over, too.
