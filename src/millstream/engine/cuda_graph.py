@@ -254,9 +254,10 @@ class CudaGraphEngine:
         )
 
     def _make_room(self, plan: Plan) -> None:
-        """Give back what lies in PyTorch's cache where memory is short: while a graph is captured, it does not itself."""
-        if torch.cuda.mem_get_info(self._index)[0] < ROOM * peak_bytes(plan):
-            with self._context.capture_lock:
+        """Empty PyTorch's cache where memory is short: while a graph is captured, it does not do so itself."""
+        needed = ROOM * peak_bytes(plan)
+        with self._context.capture_lock:
+            if torch.cuda.mem_get_info(self._index)[0] < needed:
                 torch.cuda.empty_cache()
 
     def _settle(self, planner: Planner, inputs: Sequence[Any]) -> None:
