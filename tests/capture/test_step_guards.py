@@ -352,6 +352,47 @@ def test_autocast_and_grad_mode_select_graphs():
     assert len(captured.graphs) == 3
 
 
+def test_a_default_dtype_selects_a_graph_under_autocast_too():
+    captured = Step(lambda x: (x @ x, torch.full((2,), 1 / 3)), build=interpret, strict=True)
+    x = torch.randn(2, 2)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            for dtype in (torch.float32, torch.float64, torch.float32):
+                torch.set_default_dtype(dtype)
+                assert captured(x)[1].dtype == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(captured.graphs) == 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_anomaly_mode_sees_what_it_is_to_see(first):
+    """A graph has no checks: the step runs as it is, and is captured again when the mode is left."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).pow(1.5).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    captured, x = Step(step, build=interpret), torch.ones(2, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    if not first:
+        captured(x)
+    with torch.autograd.set_detect_anomaly(True), pytest.warns(FallbackWarning, match="anomaly mode"):
+        captured(x)
+    with torch.autograd.set_detect_anomaly(True, check_nan=True), pytest.raises(RuntimeError, match="nan values"):
+        captured(-x * 9)
+    for _ in range(2):
+        captured(x)
+    assert captured.graphs
+
+
 def test_two_steps_over_one_model():
     torch.manual_seed(0)
     shared = world()

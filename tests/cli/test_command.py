@@ -1,6 +1,7 @@
 """The command line answers bad input with one line and exit code 2."""
 
 import pytest
+import torch
 
 from millstream.cli import command, main
 
@@ -60,6 +61,24 @@ def test_bad_input(arguments, message, capsys, tmp_path, monkeypatch):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:125] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_too_little_memory_is_no_traceback_and_other_errors_are(error, monkeypatch, capsys):
+    raised = [error]
+    monkeypatch.setattr(command, "_train", lambda arguments: (_ for _ in ()).throw(raised[0]))
+    assert main(["train", "digits"]) == command.EXIT_BAD_INPUT
+    assert capsys.readouterr().err == "millstream: error: not enough memory for a model of this size\n"
+    raised[0] = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["train", "digits"])
 
 
 def test_interruption_is_no_traceback(monkeypatch, capsys):

@@ -3,13 +3,15 @@
 import json
 import math
 import re
+import signal
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
 import millstream as ms
-from millstream.cli import main, train
+from millstream.cli import command, main, train
 from millstream.cli.train import WARM_UP_STEPS, find_largest_difference, run_stretch
 
 JOBS = {
@@ -54,6 +56,60 @@ def test_train(job, capsys):
     assert "losses of 5 steps agree: largest relative difference" in output
     assert f"saved runs/{job}.pt after step 8" in output
     assert load(f"runs/{job}.pt")["done"] == 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_trained_before_an_interrupt_is_saved_and_resumes_exactly(eager, monkeypatch, capsys, number):
+    losses = train.Run.losses
+
+    def interrupted(run):
+        for loss in losses(run):
+            if run.done == 7:
+                signal.raise_signal(number)
+            yield loss
+
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "losses", interrupted)
+        assert run("train", "digits", "--steps 12 --compare 2 --checkpoint a.pt") == command.EXIT_INTERRUPTED
+    assert "interrupted; saved a.pt after step 7" in capsys.readouterr().out
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert run("train", "digits", "--steps 5 --compare 0 --resume a.pt") == 0
+    assert run("train", "digits", "--steps 12 --compare 0 --checkpoint b.pt") == 0
+    assert_same_bits(load("a.pt"), load("b.pt"))
+
+
+def test_a_second_interrupt_is_not_waited_for():
+    with train.stop_behind_step() as stops:
+        assert not stops()
+        signal.raise_signal(signal.SIGINT)
+        assert stops()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_resumed_run_saves_where_it_began(eager):
+    assert run("train", "digits", "--steps 3 --compare 0 --checkpoint mine.pt") == 0
+    assert run("train", "digits", "--steps 2 --compare 0 --resume mine.pt") == 0
+    assert load("mine.pt")["done"] == 5
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("[enforce fail] unexpected pos")]
+)
+def test_a_disk_that_is_full_costs_no_older_checkpoint(eager, monkeypatch, capsys, error):
+    assert run("train", "digits", "--steps 3 --compare 0 --checkpoint a.pt") == 0
+    before = Path("a.pt").read_bytes()
+
+    def fail(state, path):
+        path.write_bytes(b"some of it")
+        raise error
+
+    monkeypatch.setattr(torch, "save", fail)
+    assert run("train", "digits", "--steps 2 --compare 0 --resume a.pt") == command.EXIT_BAD_INPUT
+    assert "cannot write --checkpoint a.pt (a full disk?)" in capsys.readouterr().err
+    assert [(each.name, each.read_bytes()) for each in Path().iterdir()] == [("a.pt", before)]
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -175,20 +231,6 @@ def test_resume_of_a_file_without_all_of_it(tmp_path, capsys, missing):
     torch.save(state, tmp_path / "runs/digits.pt")
     assert run("train", "digits", "--steps 1 --resume runs/digits.pt") == 2
     assert "is no checkpoint of this program" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("eager")
-def test_failed_save_leaves_the_old_checkpoint(monkeypatch):
-    assert run("train", "digits", "--steps 2") == 0
-
-    def fail(state, path):
-        path.write_bytes(b"half")
-        raise RuntimeError("disk full")
-
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(RuntimeError, match="disk full"):
-        run("train", "digits", "--steps 3")
-    assert load("runs/digits.pt")["done"] == 2
 
 
 @pytest.mark.parametrize("count", [1, WARM_UP_STEPS, WARM_UP_STEPS + 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections.abc import Iterable
@@ -12,7 +13,9 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 
 import millstream as ms
+from millstream.api import executables
 from millstream.capture import compile as compile_module
+from tests import networks
 
 # Dynamo does not look into a compiled model within another, and says so.
 CUT = "ignore:.*the graph is cut:millstream.FallbackWarning"
@@ -161,3 +164,41 @@ def test_other_threads_take_as_many_forms():
     thread.start()
     thread.join()
     assert limits == [compile_module.RECOMPILE_LIMIT]
+
+
+@pytest.mark.parametrize("wrap", ["compiled twice", "part of a model", "by torch.compile"])
+def test_a_compiled_model_within_another_keeps_no_other_from_being_captured(wrap):
+    """Models of PyTorch's own classes are one to Dynamo: where it gives one up, it takes none any more."""
+    torch._dynamo.reset()
+    inner = ms.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    x = torch.randn(6, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ms.FallbackWarning)
+        outer = {
+            "compiled twice": lambda: ms.compile(inner),
+            "part of a model": lambda: ms.compile(nn.Sequential(inner, nn.ReLU())),
+            "by torch.compile": lambda: torch.compile(inner),
+        }[wrap]()
+        outer(x)
+    for model in (nn.Sequential(nn.Linear(8, 2)), nn.Linear(8, 3)):
+        compiled = ms.compile(model, strict=True)
+        networks.assert_close(compiled(x), model(x))
+        assert executables(compiled)
+
+
+def test_a_model_that_holds_a_compiled_function_can_be_copied():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.act = nn.Linear(4, 4), ms.compile(lambda x: torch.tanh(x) * 2, strict=True)
+
+        def forward(self, x):
+            return self.act(self.layer(x))
+
+    torch._dynamo.reset()
+    net, x = Net(), torch.randn(2, 4)
+    expected = net(x)
+    other = copy.deepcopy(net)
+    assert torch.equal(other(x), expected)
+    assert other.act is not net.act
+    assert executables(other.act)

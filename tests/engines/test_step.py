@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import millstream as ms
 from millstream.api import executables
@@ -174,3 +175,60 @@ def test_a_view_of_what_the_compiler_lays_out_otherwise():
 def test_a_step_that_computes_nothing():
     with pytest.raises(CaptureError, match="computes nothing with tensors"):
         ms.step(lambda x: x, strict=True)(torch.ones(1))
+
+
+@pytest.mark.parametrize("nested", [{"enabled": False}, {"dtype": torch.float16}])
+def test_autocast_within_that_of_the_caller_holds(nested):
+    """The graph has its casts: nothing is cast once more when it is lowered, nor when it runs."""
+    torch._dynamo.reset()
+    convolution, linear, other = nn.Conv2d(3, 4, 3), nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*convolution.parameters(), *linear.parameters(), *other.parameters()], 0.0)
+
+    def step(x):
+        outer = linear(x.mean((2, 3)) @ torch.ones(3, 4))
+        with torch.autocast("cpu", **nested):
+            inner = convolution(x), other(torch.ones(2, 4)), x[0, 0] @ x[0, 1]
+        (outer.float().square().mean() + sum(each.float().square().mean() for each in inner)).backward()
+        optimizer.step()
+        gradients = [parameter.grad.clone() for parameter in (*linear.parameters(), *other.parameters())]
+        optimizer.zero_grad()
+        return outer, *inner, *gradients
+
+    captured, x = ms.step(step, strict=True), torch.randn(2, 3, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = [each.detach() for each in step(x)]
+        for _ in range(4):
+            for ours, theirs in zip(captured(x), expected, strict=True):
+                assert ours.dtype == theirs.dtype
+                torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+            exact = captured(x)[3].float() - (x[0, 0].double() @ x[0, 1].double()).float()
+            assert exact.abs().max() < (1e-4 if "enabled" in nested else 1e-2)
+    assert captured.graphs
+
+
+def test_a_copy_of_a_step_trains_the_copied_object():
+    class Trainer:
+        def __init__(self):
+            self.model = nn.Linear(3, 1)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+            self.step = ms.step(self.train, strict=True)
+
+        def train(self, x):
+            loss = self.model(x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss
+
+    torch._dynamo.reset()
+    trainer, x = Trainer(), torch.randn(4, 3)
+    for _ in range(3):
+        trainer.step(x)
+    other = copy.deepcopy(trainer)
+    weight, other_weight = trainer.model.weight.clone(), other.model.weight.clone()
+    assert torch.equal(weight, other_weight)
+    for _ in range(3):
+        other.step(x)
+    assert torch.equal(trainer.model.weight, weight)
+    assert not torch.equal(other.model.weight, other_weight)
+    assert len(other.step.graphs) == 1

@@ -11,10 +11,12 @@ import torch
 
 from millstream.api.compiling import check_arguments, scheduling_of
 from millstream.capture.step import Step
+from millstream.capture.torch_private import is_any_autocast_enabled
 from millstream.engine import Executable
 from millstream.engine import build as build_executable
 from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
 from millstream.lower import Lowered, compile_graph
+from millstream.lower.tensors import without_autocast
 from millstream.passes import split_gradients
 
 
@@ -123,6 +125,9 @@ class StepProgram:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._direct is not None:
+            if is_any_autocast_enabled():
+                with without_autocast():
+                    return self._direct(inputs)
             return self._direct(inputs)
         outputs = list(self._run(*inputs))
         if self._seen is not None:

@@ -7,6 +7,7 @@ results are right in any case, and one warning names the reason and the line. Wi
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import threading
@@ -107,6 +108,17 @@ class Compiler:
 
         return call
 
+    def anew(self) -> Compiler:
+        """One with the same settings, which has compiled nothing."""
+        return Compiler(
+            self._new_builder,
+            name=self._name,
+            strict=self.strict,
+            max_graphs=self._max_graphs,
+            options=self._options,
+            freeze=self.freezes,
+        )
+
     def warn(self, reason: str) -> None:
         """Note why something runs otherwise than asked for, and say so once a reason; raise if strict."""
         if self.strict:
@@ -183,6 +195,10 @@ class Compiled:
         self._calls: dict[tuple[int, ...], Callable[..., Any]] = {}
         self._call = self._call_for(())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        """The same of a copy of what is compiled; nothing is compiled for it yet."""
+        return Compiled(copy.deepcopy(self._function, memo), self.compiler.anew())
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A function compiled in a class is a method."""
         return self if instance is None else types.MethodType(self, instance)
@@ -206,8 +222,9 @@ class Compiled:
         except (FailOnRecompileLimitHit, RuntimeError) as error:
             if self.compiler.strict and any(told in str(error) for told in _GIVES_UP):
                 raise CaptureError(
-                    f"Dynamo captures no more of it ({str(error).strip().splitlines()[0]}). "
-                    f"It takes {dynamo_config.recompile_limit} forms of inputs and state of one function."
+                    f"Dynamo captures no more of it ({str(error).strip().splitlines()[0]}). It takes "
+                    f"{dynamo_config.recompile_limit} forms of inputs and state of one function; all models of one of "
+                    "PyTorch's own classes are one to it, and where it refuses a part of one it takes none any more."
                 ) from error
             raise
         if obstacles is not None and not self.compiler.graphs:
@@ -297,6 +314,10 @@ class CompiledModule(torch.nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._millstream(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original. Dynamo asks the class for it, where a compiled model is a part of another one."""
+        return self._original(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"compiled {self._original!r}"

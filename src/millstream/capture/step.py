@@ -8,6 +8,7 @@ captured, or the optimizer must first create its state; then the user's function
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import threading
@@ -117,6 +118,11 @@ class Step:
     def fallbacks(self) -> list[str]:
         """Why anything runs eagerly, for people."""
         return [str(refusal.error) for refusal in self.refusals]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        """The same of a copy of the function, with the copied object where it is a method; nothing is captured yet."""
+        function = copy.deepcopy(self.function, memo)
+        return Step(function, build=self._build, strict=self.strict, max_graphs=self.max_graphs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A step defined in a class is a method."""
@@ -376,5 +382,5 @@ def _ambient() -> tuple[Any, ...]:
     if torch_private.is_any_autocast_enabled():
         dtypes = (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
         on = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        return (torch.is_grad_enabled(), *on, *dtypes, *modes)
+        return (torch.is_grad_enabled(), torch.get_default_dtype(), *on, *dtypes, *modes)
     return (torch.is_grad_enabled(), torch.get_default_dtype(), *modes)

@@ -201,12 +201,13 @@ def modes_of_caller() -> tuple[Any, ...]:
     """
     functions, dispatches = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if not (functions or dispatches or saving):
+    looking = torch.is_anomaly_enabled()
+    if not (functions or dispatches or saving or looking):
         return ()
     modes: list[Any] = [torch._C._get_function_stack_at(i) for i in range(functions)]
     modes += [torch._C._get_dispatch_stack_at(i) for i in range(dispatches)]
     names = [mode.device if isinstance(mode, DeviceContext) else type(mode).__name__ for mode in modes]
-    return (*names, *(["saved_tensors_hooks"] if saving else []))
+    return (*names, *(["saved_tensors_hooks"] if saving else []), *(["anomaly mode"] if looking else []))
 
 
 def count_hooks() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from copy import deepcopy
 from io import BytesIO
 from pathlib import Path
@@ -34,7 +35,11 @@ def check_writable(path: Path) -> None:
 
 
 def save_checkpoint(path: Path, job: Job, done: int, carry: Carry) -> None:
-    """Save ``job`` after ``done`` steps; the file is replaced as a whole, so that a failure leaves the old one."""
+    """Save ``job`` after ``done`` steps; the file is replaced as a whole, so that a failure leaves the old one.
+
+    Raises:
+        ArgumentError: It cannot be written, as on a full disk.
+    """
     state = {
         "format": FORMAT,
         "job": job.name,
@@ -46,8 +51,13 @@ def save_checkpoint(path: Path, job: Job, done: int, carry: Carry) -> None:
         "cpu_rng": torch.get_rng_state(),
         "device_rng": torch.cuda.get_rng_state(job.device) if job.device.type == "cuda" else None,
     }
-    torch.save(state, _partial(path))
-    _partial(path).replace(path)
+    try:
+        torch.save(state, _partial(path))
+        _partial(path).replace(path)
+    except (OSError, RuntimeError) as error:  # PyTorch's writer raises its own
+        with suppress(OSError):
+            _partial(path).unlink(missing_ok=True)
+        raise ArgumentError(f"cannot write --checkpoint {path} (a full disk?): {error}") from error
 
 
 def load_checkpoint(path: Path, job: Job) -> dict[str, Any]:

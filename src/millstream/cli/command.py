@@ -30,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: Arguments without the program's name; ``None`` takes those of the process.
 
     Returns:
-        The exit code: 0, 1 when compiled and eager losses disagree, 2 for bad input, 130 when interrupted.
+        The exit code: 0, 1 when compiled and eager losses disagree, 2 for bad input and sizes for which memory is too
+        short, 130 when interrupted.
     """
     arguments = make_parser().parse_args(argv)
     try:
@@ -38,9 +39,20 @@ def main(argv: list[str] | None = None) -> int:
     except ArgumentError as error:
         print(f"millstream: error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print("millstream: error: not enough memory for a model of this size", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("millstream: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was short: PyTorch has an error of its own for devices only."""
+    words = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
+    return isinstance(error, MemoryError) or any(each in str(error) for each in words)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -71,14 +83,16 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_train_options(parser: argparse.ArgumentParser) -> None:
     count, seconds = _number(int, 1, sys.maxsize), _number(float, 0)
     parser.add_argument("--steps", type=count, help="steps of this run (the job's own number, if time allows)")
-    parser.add_argument("--seconds", type=seconds, help="end this run after so much time (no limit)")
+    parser.add_argument(
+        "--seconds", type=seconds, help="end this run after so much time (150, or without limit where --steps is given)"
+    )
     parser.add_argument(
         "--compare",
         type=_number(int, 0, sys.maxsize),
         default=20,
         help="steps to run eagerly too, and to compare (%(default)s)",
     )
-    parser.add_argument("--checkpoint", type=Path, help="where to save (runs/JOB.pt)")
+    parser.add_argument("--checkpoint", type=Path, help="where to save (the file of --resume, or runs/JOB.pt)")
     parser.add_argument("--resume", type=Path, help="go on exactly where this checkpoint stopped")
 
 
@@ -129,7 +143,7 @@ def _train(arguments: argparse.Namespace) -> int:
         seconds=arguments.seconds,
         compare=arguments.compare,
         resume=arguments.resume,
-        checkpoint=arguments.checkpoint or Path("runs", f"{arguments.job}.pt"),
+        checkpoint=arguments.checkpoint or arguments.resume or Path("runs", f"{arguments.job}.pt"),
     )
 
 

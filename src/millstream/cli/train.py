@@ -3,18 +3,22 @@
 **Contract**
 - Both runs start from the same weights, optimizer state, carried state and random numbers, and see the same batches.
 - Both speeds are of the same steps, after the same warm-up, which for the graph holds capture and compilation.
+- Ctrl-C, once both runs have been compared, ends training behind the present step, which is saved like the last one.
 - The checkpoint holds all that the next run needs to give the bits that this one would have given.
 """
 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 
 import torch
 from rich.console import Console
@@ -24,6 +28,7 @@ from torch import Tensor
 
 import millstream as ms
 from millstream.cli.checkpoint import check_writable, load_checkpoint, restore, save_checkpoint
+from millstream.cli.command import EXIT_INTERRUPTED
 from millstream.cli.job import Carry, Job
 
 WARM_UP_STEPS = 3  # eager, which makes the optimizer's state; captured and compiled; recorded as a CUDA graph
@@ -123,14 +128,18 @@ def train(
     eager = _run_eager(console, begin(captured=False), compare) if compare else None
     run = begin(captured=True)
     with closing(run.losses()) as losses:
-        agree = _run_compared(console, run, losses, compare, eager) if eager else True
+        if eager and not _run_compared(console, run, losses, compare, eager):
+            return EXIT_DISAGREE
         if not has_length:
             seconds = max(DEFAULT_SECONDS - (time.perf_counter() - began), LEAST_SECONDS)
-        if agree:
-            _run_on(console, run, losses, None if steps is None else steps - compare, seconds)
-    if not agree:
-        return EXIT_DISAGREE
+        with stop_behind_step() as stops:
+            _run_on(console, run, losses, None if steps is None else steps - compare, seconds, stops)
     save_checkpoint(checkpoint, run.job, run.done, run.carry)
+    if stops():
+        console.print(
+            f"interrupted; saved {escape(str(checkpoint))} after step {run.done}: --resume goes on from there"
+        )
+        return EXIT_INTERRUPTED
     console.print(f"saved {escape(str(checkpoint))} after step {run.done}: --resume goes on from there")
     console.print(run.job.show(), markup=False)
     return EXIT_OK
@@ -176,7 +185,39 @@ def _run_compared(console: Console, run: Run, losses: Iterator[Tensor], count: i
     return agree
 
 
-def _run_on(console: Console, run: Run, losses: Iterator[Tensor], count: int | None, seconds: float | None) -> None:
+@contextmanager
+def stop_behind_step() -> Iterator[Callable[[], bool]]:
+    """Have the first Ctrl-C, or SIGTERM, only be noted, and the next one interrupt as ever.
+
+    Yields:
+        Whether there was one.
+    """
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # who alone may handle signals
+        yield lambda: False
+        return
+
+    def note(number: int, _: FrameType | None) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(noted)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_on(
+    console: Console,
+    run: Run,
+    losses: Iterator[Tensor],
+    count: int | None,
+    seconds: float | None,
+    stops: Callable[[], bool],
+) -> None:
     if count == 0:
         return
     columns = (
@@ -191,7 +232,7 @@ def _run_on(console: Console, run: Run, losses: Iterator[Tensor], count: int | N
         begin = shown = time.perf_counter()
         for taken, loss in enumerate(islice(losses, count), start=1):
             now = time.perf_counter()
-            over = taken == count or (seconds is not None and now - begin >= seconds)
+            over = taken == count or stops() or (seconds is not None and now - begin >= seconds)
             if over or now - shown >= REFRESH_SECONDS:
                 shown = now
                 value = loss.item()

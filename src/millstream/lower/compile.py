@@ -43,6 +43,7 @@ from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
 from millstream.lower.randoms import random_decompositions
 from millstream.lower.shortcuts import shortcuts
+from millstream.lower.tensors import without_autocast
 from millstream.lower.tiles import tiles_stay_within
 from millstream.lower.translate import translate
 
@@ -161,6 +162,8 @@ def compile_graph(
     with (
         compile_lock,  # in torch 2.11 options are those of all threads
         torch.no_grad() if step_state is not None else contextlib.nullcontext(),
+        # A step's graph has its casts: its operators are not to be cast by what the caller is in.
+        without_autocast() if step_state is not None else contextlib.nullcontext(),
         inductor_config.patch({"freezing": step_state is None and (freeze or inductor_config.freezing), **options}),
         inductor_config.patch(joint_custom_post_pass=KeepReads(_user_pass(options))),
         shuffles_match_nothing(),

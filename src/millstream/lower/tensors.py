@@ -1,4 +1,4 @@
-"""Cheap allocation and views, as Inductor's own wrapper makes them.
+"""Cheap allocation and views, as Inductor's own wrapper makes them, and what operators do with tensors.
 
 Private APIs, one function each; tried on torch 2.11 and 2.13.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -84,3 +85,9 @@ def storage_view(tensor: torch.Tensor) -> torch.Tensor:
     """A view of ``tensor`` without the dimensions in which it repeats its memory, so that it can be copied into."""
     size = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(size, tensor.stride(), tensor.storage_offset())
+
+
+def without_autocast() -> AbstractContextManager[Any]:
+    """No operator is cast in the body, whatever autocast the caller is in. Tried on torch 2.11 and 2.13."""
+    context: AbstractContextManager[Any] = torch._C._DisableAutocast()  # type: ignore[attr-defined]
+    return context
