@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 import millstream as ms
 from millstream.api import executables
 from millstream.engine.build import why_not_capture
-from millstream.graph import Timeline
+from millstream.graph import KernelKind, Timeline
 from millstream.lower import compile as lowering
 from millstream.lower.fx_wrapper import collect_wrappers
 from millstream.report import Account
@@ -248,6 +248,27 @@ def test_frozen_parameters_become_constants():
     assert len(executable.lowered.program.inputs) == 1
 
 
+def test_freezing_where_gradients_may_be_asked_for_is_told_to_do_nothing():
+    model, x = networks.Mlp().eval(), networks.example(networks.Mlp)[0]
+    compiled = ms.compile(model, freeze=True)
+    with pytest.warns(ms.FallbackWarning, match=r"torch\.no_grad\(\) only"):
+        networks.assert_close(compiled(x), model(x))
+    assert "torch.no_grad() only" in str(ms.explain(compiled))
+    torch._dynamo.reset()
+    with pytest.raises(ms.CaptureError, match="freeze=True"):
+        ms.compile(model, freeze=True, strict=True)(x)
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_products_are_known_as_such_whatever_library_computes_them(freeze):
+    compiled = ms.compile(nn.Linear(32, 16).eval(), freeze=freeze)
+    with torch.no_grad():
+        compiled(torch.randn(8, 32))
+    (executable,) = executables(compiled)
+    kinds = [(kernel.kind, kernel.flops) for kernel in executable.plan.graph.kernels if kernel.flops]
+    assert (KernelKind.GEMM, 2 * 8 * 32 * 16) in kinds
+
+
 class Casting(nn.Module):
     """Multiplies by a parameter in another type."""
 
@@ -404,7 +425,7 @@ def test_no_option_lets_kernels_start_early():
 def test_explain_shows_kernels_sources_and_memory():
     model = networks.ResNet().eval()
     compiled = ms.compile(model)
-    assert "nothing is compiled yet" in str(ms.explain(compiled))
+    assert "nothing is compiled; call it once" in str(ms.explain(compiled))
     with torch.no_grad():
         compiled(networks.example(networks.ResNet)[0])
     explanation = ms.explain(compiled)

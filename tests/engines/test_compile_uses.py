@@ -80,7 +80,7 @@ def test_items_of_a_model_that_has_them():
     assert model[1] in compiled
     compiled[1] = nn.Tanh()
     assert isinstance(model[1], nn.Tanh)
-    assert "nothing is compiled yet" in str(ms.explain(compiled))
+    assert "nothing is compiled; call it once" in str(ms.explain(compiled))
     assert not isinstance(ms.compile(nn.Linear(2, 2)), Iterable)
 
 

@@ -87,6 +87,8 @@ class Compiler:
         if any(isinstance(value, torch.Tensor) and is_lazy_view(value) for value in inputs):
             self.warn(f"a graph runs as plain Python, as an input is a conjugated or negated view. {RESOLVE_REMEDY}")
             return gm.forward
+        if self.freezes and torch.is_grad_enabled() and any(isinstance(each, torch.nn.Parameter) for each in inputs):
+            self.warn("freeze=True folds parameters in under torch.no_grad() only, and it was called without.")
         builder, graph = self._new_builder(self.warn), Graph()
 
         def finish(lowered: Lowered) -> Runnable:

@@ -100,6 +100,7 @@ class CpuPlanner:
         if critical_path_ns(self._serial.graph, costs) > (1 - PROMISE) * self._serial_ns:
             return self._serial
         base, proposal = self._propose(self.meter)
+        serial_costs = self.costs
         verdict, own_ns, base_ns = "predicted to be slower", None, None
         share = max(self.num_threads // self._num_streams, 1)
         if self._is_promising(proposal):
@@ -116,6 +117,7 @@ class CpuPlanner:
         told = base.describe("slower" if is_chosen else CHOSEN, base_ns), proposal.describe(verdict, own_ns)
         self.candidates = told if proposal.plan.num_streams > 1 else told[:1]
         if not is_chosen:
+            self.costs = serial_costs  # not those of kernels with a part of the threads, which run no more
             return self._serial
         self.num_threads = share
         return proposal.plan

@@ -325,7 +325,7 @@ class Feed:
     # --- the rest ----------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Number of batches of a whole pass, if the loader knows it."""
+        """Number of batches of a whole pass, if the loader knows it; with ``drop_last`` there may be one less."""
         length = len(cast("Sized", self.loader))
         return -(-length // len(self.places)) if self.places is not None and self._options.deal else length
 

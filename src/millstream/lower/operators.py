@@ -14,7 +14,8 @@ from torch.utils.flop_counter import flop_registry
 
 from millstream.graph import KernelKind
 
-_GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "linear", "_linear_pointwise", "_addmm_activation"}
+_LINEAR = {"linear", "_linear_pointwise", "_mkl_linear"}
+_GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_addmm_activation", *_LINEAR}
 _CONVOLUTIONS = {
     "convolution",
     "convolution_backward",
@@ -39,7 +40,9 @@ def kind_of(target: Any) -> KernelKind:
 
 
 def count_flops(target: Any, args: Any, kwargs: Any, value: Any) -> int:
-    """Floating-point operations of a library kernel by PyTorch's own formulas; 0 where it has none."""
+    """Floating-point operations of a library kernel, mostly by PyTorch's own formulas; 0 where they are not known."""
+    if _packet_name(target) in _LINEAR and isinstance(value, torch.Tensor) and isinstance(args[0], torch.fx.Node):
+        return 2 * value.numel() * int(args[0].meta["val"].shape[-1])
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     if formula is None:
         return 0

@@ -253,7 +253,8 @@ class Explanation:
     def text(self, limit: int | None = 12) -> str:
         """The explanation for a terminal; ``limit`` bounds the kernels listed for each program, ``None`` lists all."""
         if not self.programs and not self.fallbacks:
-            return f"{self.name}: nothing is compiled yet; call it once (a training step twice) and ask again."
+            how = "call it once (a training step twice) and ask again, unless there is nothing in it to compute"
+            return f"{self.name}: nothing is compiled; {how}."
         lines: list[str] = []
         for program in self.programs:
             lines += [*program.text(limit if limit is not None else len(program.graph.kernels)), ""]
@@ -284,6 +285,8 @@ class Explanation:
         pictures = [picture for program in self.programs for picture in program.pictures()]
         if not pictures:
             why = "its kernels' times are not known" if self.programs else "nothing of it is compiled: call it first"
+            if self.fallbacks and not self.programs:
+                why = f"nothing of it is compiled: {self.fallbacks[0]}"
             raise ArgumentError(f"there is no timeline of {self.name} to draw: {why}")
         path.write_text(write(pictures), encoding="utf-8")
 
