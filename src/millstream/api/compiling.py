@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -12,6 +12,41 @@ from millstream.capture.compile import Builder, Compiled, Compiler, compile_modu
 from millstream.engine import ENGINES, Family, Scheduling, build
 from millstream.errors import ArgumentError
 from millstream.lower import check_options
+
+#: A module or a function; what it is compiled to is used like it.
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+
+@overload
+def compile(
+    model: Model,
+    *,
+    engine: str | None = ...,
+    streams: int | Literal["auto"] = ...,
+    policy: str | None = ...,
+    memory: float | int = ...,
+    freeze: bool = ...,
+    copy_outputs: bool = ...,
+    strict: bool = ...,
+    max_graphs: int = ...,
+    options: dict[str, Any] | None = ...,
+) -> Model: ...
+
+
+@overload
+def compile(
+    model: None = None,
+    *,
+    engine: str | None = ...,
+    streams: int | Literal["auto"] = ...,
+    policy: str | None = ...,
+    memory: float | int = ...,
+    freeze: bool = ...,
+    copy_outputs: bool = ...,
+    strict: bool = ...,
+    max_graphs: int = ...,
+    options: dict[str, Any] | None = ...,
+) -> Callable[[Model], Model]: ...
 
 
 def compile(  # noqa: PLR0913  all but the first by name, each with a default
@@ -26,7 +61,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     strict: bool = False,
     max_graphs: int = 8,
     options: dict[str, Any] | None = None,
-) -> Any:  # of the kind of ``model``, or a decorator
+) -> Any:
     """Compile a module or a function of tensors into graphs of fused kernels, for inference and for training.
 
     The first call with new input shapes, dtypes or modes compiles; on a GPU the second captures the kernels in a CUDA

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -19,6 +19,39 @@ from millstream.lower import Lowered, compile_graph
 from millstream.lower.tensors import without_autocast
 from millstream.passes import split_gradients
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def step(
+    fn: Callable[P, R],
+    *,
+    engine: str | None = ...,
+    streams: int | Literal["auto"] = ...,
+    policy: str | None = ...,
+    memory: float | int = ...,
+    copy_outputs: bool = ...,
+    strict: bool = ...,
+    max_graphs: int = ...,
+    options: dict[str, Any] | None = ...,
+) -> Step[P, R]: ...
+
+
+@overload
+def step(
+    fn: None = None,
+    *,
+    engine: str | None = ...,
+    streams: int | Literal["auto"] = ...,
+    policy: str | None = ...,
+    memory: float | int = ...,
+    copy_outputs: bool = ...,
+    strict: bool = ...,
+    max_graphs: int = ...,
+    options: dict[str, Any] | None = ...,
+) -> Callable[[Callable[P, R]], Step[P, R]]: ...
+
 
 def step(  # noqa: PLR0913  all but the first by name, each with a default
     fn: Callable[..., Any] | None = None,
@@ -31,7 +64,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     strict: bool = False,
     max_graphs: int = 8,
     options: dict[str, Any] | None = None,
-) -> Any:  # a Step, or a decorator that makes one
+) -> Any:
     """Capture a whole training step, forward, backward and optimizer, as one graph of fused kernels.
 
     The modules, optimizers and other tensors that the function uses are found by themselves. After each call they hold

@@ -18,7 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,7 +64,11 @@ class Fallback:
     error: CaptureError
 
 
-class Step:
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Step(Generic[P, R]):
     """A training step that is captured whole, with its optimizers, and replayed.
 
     A graph repeats what the function does to tensors. Changes of Python objects, random numbers of other libraries,
@@ -84,9 +88,7 @@ class Step:
         refusals: What runs eagerly, and why.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], *, build: Build, strict: bool = False, max_graphs: int = 8
-    ) -> None:
+    def __init__(self, function: Callable[P, R], *, build: Build, strict: bool = False, max_graphs: int = 8) -> None:
         functools.update_wrapper(self, function, updated=())
         self.function = function
         self.strict = strict
@@ -119,7 +121,7 @@ class Step:
         """Why anything runs eagerly, for people."""
         return [str(refusal.error) for refusal in self.refusals]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step[P, R]:
         """The same of a copy of the function, with the copied object where it is a method; nothing is captured yet."""
         function = copy.deepcopy(self.function, memo)
         return Step(function, build=self._build, strict=self.strict, max_graphs=self.max_graphs)
@@ -128,11 +130,12 @@ class Step:
         """A step defined in a class is a method."""
         return self if instance is None else types.MethodType(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # part of another capture; no training
             return self.function(*args, **kwargs)
-        usual, arguments = self._usual, [*args]
+        usual = self._usual
+        arguments: list[Any] = [*args]
         if usual is not None and usual.looks is not None and not kwargs and usual.looks.find(arguments) is not None:
             _, ambient, *_ = usual.key
             if ambient == _ambient() and usual.fits(arguments):
