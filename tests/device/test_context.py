@@ -1,8 +1,5 @@
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import weakref
 
@@ -13,6 +10,7 @@ from millstream.device import MAX_STREAMS, Event, Place, Stream, context, driver
 from millstream.device.context import DeviceContext
 from millstream.device.driver import CpuDriver
 from millstream.errors import ArgumentError, DeviceError
+from tests import processes
 from tests.device.virtual_device import make_virtual_context
 
 
@@ -300,14 +298,7 @@ def test_a_context_does_not_keep_its_users_alive(cpu):
 
 
 def run_python(program):
-    done = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    done = processes.run_python(program, ("-W", "error::ResourceWarning"))
     assert done.stderr == ""
     assert done.returncode == 0
     return done.stdout

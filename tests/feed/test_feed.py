@@ -3,9 +3,6 @@
 import contextlib
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import traceback
 import weakref
@@ -21,6 +18,7 @@ from millstream.errors import ArgumentError, DeviceError, FeedError
 from millstream.feed import Channel, ChannelClosed, feed, session
 from tests.feed.conftest import WITH_WORKER, feed_threads
 from tests.feed.test_structure import Frozen, Opaque, same, trees
+from tests.processes import run_python
 
 DEPTHS = [1, 2, 5]
 
@@ -478,18 +476,6 @@ def test_repr():
 
 
 # --- the end of the process
-
-
-def run_python(program, **options):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        **options,
-    )
 
 
 BEGIN = """

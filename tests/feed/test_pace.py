@@ -21,7 +21,8 @@ from millstream.feed.copy_lane import CopyLane
 from millstream.feed.ledger import Ledger
 from millstream.feed.pace import MOST_TIMED, NUM_TIMED, NUM_WARM, Pace, PaceMaker
 from tests.feed.conftest import WAYS, feed_threads
-from tests.feed.test_feed import Endless, numbers, run_python, values
+from tests.feed.test_feed import Endless, numbers, values
+from tests.processes import run_python
 
 
 def note_calls(monkeypatch, owner, name, calls):

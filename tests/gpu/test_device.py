@@ -8,7 +8,7 @@ from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
 from millstream.device.driver import capture_nothing
 from millstream.device.graphs import capture
 from millstream.errors import DeviceError
-from tests.gpu.processes import run_python
+from tests.processes import output_of
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ def test_places():
 
 
 def test_importing_and_naming_places_does_not_initialise_cuda():
-    out = run_python("""
+    out = output_of("""
         import torch
         import millstream.device, millstream.feed
         millstream.device.Place.of("cuda:0"), millstream.device.available_places()
@@ -255,7 +255,7 @@ def test_close_and_a_new_context():
 
 
 def test_the_interpreter_ends_cleanly_with_everything_in_use():
-    run_python("""
+    output_of("""
         import torch
         from millstream.device import context
         c = context("cuda:0")
@@ -268,7 +268,7 @@ def test_the_interpreter_ends_cleanly_with_everything_in_use():
 
 
 def test_a_forked_child_sees_no_context():
-    out = run_python("""
+    out = output_of("""
         import os, sys, warnings
         warnings.simplefilter("ignore", DeprecationWarning)
         from millstream.device import context

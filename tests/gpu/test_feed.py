@@ -1,8 +1,5 @@
 import gc
-import os
 import random
-import subprocess
-import sys
 import textwrap
 import threading
 import warnings
@@ -15,6 +12,7 @@ from millstream.device import context
 from millstream.errors import FallbackWarning, FeedError
 from millstream.feed import feed
 from millstream.feed.pace import Pace, PaceMaker
+from tests.processes import run_python
 
 pytestmark = pytest.mark.gpu
 
@@ -543,13 +541,6 @@ def test_the_process_ends(ending, code):
         next(passing)
         print("under way", flush=True)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program) + ending],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    done = run_python(textwrap.dedent(program) + ending)
     assert done.stdout == "under way\n", done.stderr
     assert code is None or done.returncode == code, done.stderr

@@ -15,8 +15,8 @@ from millstream.schedule import plan_serial
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, assert_trained_alike, train
 from tests.engines.test_views import rotate, transform
-from tests.gpu.processes import run_python
 from tests.lower import test_kept_reads as kept_reads
+from tests.processes import output_of
 
 pytestmark = pytest.mark.gpu
 
@@ -218,7 +218,7 @@ FRESH = """
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_first_product_of_a_process_and_of_a_thread_is_ours(num_threads):
     """Neither has a handle of cuBLAS's yet, which cannot be made while a graph is captured."""
-    run_python(FRESH.replace("NUM_THREADS", str(num_threads)))
+    output_of(FRESH.replace("NUM_THREADS", str(num_threads)))
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import torch
 
@@ -16,37 +16,36 @@ from millstream.lower import check_options
 #: A module or a function; what it is compiled to is used like it.
 Model = TypeVar("Model", bound=Callable[..., Any])
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict  # whose dicts may be closed
+
+    class CommonSettings(TypedDict, total=False):
+        """What both may be told."""
+
+        engine: str | None
+        streams: int | Literal["auto"]
+        policy: str | None
+        memory: float | int
+        copy_outputs: bool
+        strict: bool
+        max_graphs: int
+        options: dict[str, Any] | None
+
+    class StepSettings(CommonSettings, closed=True):
+        """What ``ms.step`` may be told."""
+
+    class Settings(CommonSettings, total=False, closed=True):
+        """What ``ms.compile`` may be told."""
+
+        freeze: bool
+
 
 @overload
-def compile(
-    model: Model,
-    *,
-    engine: str | None = ...,
-    streams: int | Literal["auto"] = ...,
-    policy: str | None = ...,
-    memory: float | int = ...,
-    freeze: bool = ...,
-    copy_outputs: bool = ...,
-    strict: bool = ...,
-    max_graphs: int = ...,
-    options: dict[str, Any] | None = ...,
-) -> Model: ...
+def compile(model: Model, **settings: Unpack[Settings]) -> Model: ...
 
 
 @overload
-def compile(
-    model: None = None,
-    *,
-    engine: str | None = ...,
-    streams: int | Literal["auto"] = ...,
-    policy: str | None = ...,
-    memory: float | int = ...,
-    freeze: bool = ...,
-    copy_outputs: bool = ...,
-    strict: bool = ...,
-    max_graphs: int = ...,
-    options: dict[str, Any] | None = ...,
-) -> Callable[[Model], Model]: ...
+def compile(model: None = None, **settings: Unpack[Settings]) -> Callable[[Model], Model]: ...
 
 
 def compile(  # noqa: PLR0913  all but the first by name, each with a default

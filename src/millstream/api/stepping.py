@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 
 from millstream.api.compiling import check_arguments, scheduling_of
-from millstream.capture.step import Step
+from millstream.capture.step import P, R, Step
 from millstream.capture.torch_private import is_any_autocast_enabled
 from millstream.engine import Executable
 from millstream.engine import build as build_executable
@@ -19,38 +19,16 @@ from millstream.lower import Lowered, compile_graph
 from millstream.lower.tensors import without_autocast
 from millstream.passes import split_gradients
 
-P = ParamSpec("P")
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from millstream.api.compiling import StepSettings
 
 
 @overload
-def step(
-    fn: Callable[P, R],
-    *,
-    engine: str | None = ...,
-    streams: int | Literal["auto"] = ...,
-    policy: str | None = ...,
-    memory: float | int = ...,
-    copy_outputs: bool = ...,
-    strict: bool = ...,
-    max_graphs: int = ...,
-    options: dict[str, Any] | None = ...,
-) -> Step[P, R]: ...
+def step(fn: Callable[P, R], **settings: Unpack[StepSettings]) -> Step[P, R]: ...
 
 
 @overload
-def step(
-    fn: None = None,
-    *,
-    engine: str | None = ...,
-    streams: int | Literal["auto"] = ...,
-    policy: str | None = ...,
-    memory: float | int = ...,
-    copy_outputs: bool = ...,
-    strict: bool = ...,
-    max_graphs: int = ...,
-    options: dict[str, Any] | None = ...,
-) -> Callable[[Callable[P, R]], Step[P, R]]: ...
+def step(fn: None = None, **settings: Unpack[StepSettings]) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 
 
 def step(  # noqa: PLR0913  all but the first by name, each with a default

@@ -184,16 +184,15 @@ class Captured:
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run a call: the list of inputs is emptied, the list of outputs returned."""
+        outputs = self.make_outputs(inputs)  # first of all: memory may be short, and nothing has changed yet
         passage = self._passage
         if passage is not None:
-            outputs = self.make_outputs(inputs)
             if passage.open([inputs[p] for p in self.slot_positions], [outputs[i] for i in self._handed_out]):
                 self.graph.replay()
                 self._copy_back(inputs)
                 return outputs
             if passage.is_shut:
                 self._passage = None
-        outputs = self.make_outputs(inputs)  # memory may be short, and nothing has changed yet
         self.copy_in(inputs)
         self.replay()
         return self.finish(inputs, outputs)
