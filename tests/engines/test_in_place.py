@@ -32,7 +32,7 @@ from millstream.engine.in_place import (
     Landings,
 )
 from millstream.engine.replayer import Replayer, are_apart, bytes_in_place
-from millstream.errors import CaptureError, DeviceError
+from millstream.errors import CaptureError, DeviceError, PlanError
 from millstream.lower import Phase
 from millstream.lower.tensors import storage_view
 from millstream.schedule import plan_serial
@@ -753,6 +753,34 @@ def test_plans_are_tried_again_behind_an_interrupt_but_not_behind_an_error(devic
         for _ in range(3):
             assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
     assert planner.num_asked == 3
+    assert engine.captured
+
+
+def test_a_plan_that_would_race_is_told_of_once(device):
+    class Planner:
+        error, candidates = None, ()
+
+        def measuring_run(self, inputs):
+            return engine._serial(inputs)
+
+        def settle(self, trials):
+            raise PlanError("a race")
+
+    def refuse(reason):
+        told.append(reason)
+        raise CaptureError(reason)
+
+    compiled, told = ms.compile(lambda x: x * 2, strict=True), []
+    with torch.no_grad():
+        compiled(torch.ones(3))
+        engine = on_graphs(compiled)
+        engine._planner, engine._settled, engine._on_failure = Planner(), False, refuse
+        compiled(torch.ones(3))
+        with pytest.raises(CaptureError, match="runs on one stream: a race"):
+            compiled(torch.ones(3))
+        for _ in range(3):
+            assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+    assert len(told) == 1
     assert engine.captured
 
 

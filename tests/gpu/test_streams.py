@@ -380,7 +380,8 @@ def test_out_of_memory_during_trials_never_reaches_the_user(monkeypatch, number)
     networks.assert_close(y, expected, 1e-4)
     assert failing.calls > number
     assert executable.engine.captured
-    assert not executable.notes
+    # Without a single candidate nothing else would say why there is one stream.
+    assert executable.notes == (["not every plan could be tried: pretended"] if number == 1 else [])
     if number < 3:
         assert executable.num_streams == 1
     torch.randn(3, device="cuda")  # the generator works on

@@ -267,11 +267,11 @@ class CudaGraphEngine:
         )
         try:
             self.plan = planner.settle(trials).plan
-        except PlanError as error:  # a bug, found before anything ran
+        except Exception as error:
+            self._settled = True  # in front of what telling may raise
+            if not isinstance(error, PlanError):  # a bug, found before anything ran
+                raise
             self._tell("runs on one stream", error)
-        except Exception:
-            self._settled = True
-            raise
         self._settled = True  # but not behind Ctrl-C
         if trials.error is not None:
             self._repair(trials.error)
