@@ -410,6 +410,18 @@ def forbid_streams(monkeypatch):
     monkeypatch.setattr(captured, "compile_plan", forbidding)
 
 
+def assert_allocator_gives_back():
+    """An allocator that takes it that a capture is under way keeps what ``record_stream`` was called for."""
+    torch.cuda.synchronize()
+    active = torch.cuda.memory_stats()["active_bytes.all.current"]
+    block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    block.record_stream(torch.cuda.Stream())
+    del block
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_stats()["active_bytes.all.current"] == active
+
+
 def test_a_capture_on_streams_that_fails_falls_back(monkeypatch):
     model, x, expected = towers()
     with monkeypatch.context() as patch, warnings.catch_warnings():
@@ -417,7 +429,8 @@ def test_a_capture_on_streams_that_fails_falls_back(monkeypatch):
         warnings.simplefilter("ignore", ms.FallbackWarning)
         y, _ = called(ms.compile(model, streams=4, memory=100.0), x, times=5)
         networks.assert_close(y, expected, 1e-4)
-    # The streams of the failed capture and the random generator serve others as before.
+    # The streams of the failed capture, the allocator and the random generator serve others as before.
+    assert_allocator_gives_back()
     for engine in ("streams", "graph"):
         torch._dynamo.reset()
         again, executable = called(ms.compile(model, engine=engine, streams=4, memory=100.0, strict=True), x)

@@ -11,7 +11,7 @@ import torch
 from millstream.device.context import DeviceContext
 from millstream.device.driver import GraphPool, capture_nothing
 from millstream.device.guard import guard
-from millstream.lower.streams import RunOn
+from millstream.lower.streams import RunOn, stop_recording
 
 
 @contextmanager
@@ -39,14 +39,16 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     context.order(caller, stream)
     try:
         with context.capture_lock, context.on(stream), _no_collection():
-            handles = () if pool is None else (pool,)
+            pool = pool or torch.cuda.graph_pool_handle()
             try:
                 with RunOn(caller):
-                    graph.capture_begin(*handles, capture_error_mode="thread_local")  # type: ignore[arg-type]
+                    graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
                 yield
             except BaseException as error:
-                with suppress(RuntimeError):  # which only says that there was an error, or that it had not begun
+                try:
                     graph.capture_end()
+                except RuntimeError:  # which only says that there was an error, or that it had not begun
+                    stop_recording(context.place.index, pool)
                 # Who captures expects that something cannot be captured, and repairs. Nobody expects Ctrl-C, or what a
                 # user's operator may raise.
                 if not isinstance(error, RuntimeError):

@@ -8,7 +8,7 @@ Private APIs, one function or class each; tried on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -55,3 +55,14 @@ class RunOn(TorchDispatchMode):
         captured = torch.cuda.is_current_stream_capturing()
         with nullcontext() if captured else torch.cuda.stream(self._stream):
             return func(*args, **(kwargs or {}))
+
+
+def stop_recording(index: int, pool: tuple[int, int]) -> None:
+    """Let PyTorch's allocator leave a pool that a capture, which could not be ended, still records into.
+
+    Otherwise it takes it for the device's life that a capture is under way: it empties no cache where memory is short,
+    and gives back nothing that ``record_stream`` was called for. Where it does not record, nothing happens.
+    """
+    with suppress(AttributeError, RuntimeError):
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
