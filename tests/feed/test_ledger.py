@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.feed import draw_lanes, feed
-from millstream.feed.ledger import CAUSES, LANES, NUM_FIRST, Ledger, Mark, Times
+from millstream.feed.ledger import CAUSES, INTERVAL_NS, LANES, NUM_FIRST, Ledger, Mark, Times
 from tests.device.virtual_device import make_virtual_context
 
 MS = 1_000_000
@@ -146,13 +146,40 @@ def test_later_only_as_much_is_measured_as_costs_little(monkeypatch):
     assert clock.ledger.num_batches == 200
 
 
+def run_pass(clock, num_steps, step_ms):
+    """Which steps of a pass are measured."""
+    clock.ledger.begin_pass()
+    measured = []
+    for i in range(num_steps):
+        if clock.ledger.is_due(i, clock.host_ns):
+            measured.append(i)
+        clock.ledger.num_batches += 1
+        clock.host_ns += round(step_ms * MS)
+    return measured
+
+
 def test_all_first_steps_are_measured_in_the_first_pass_only(monkeypatch):
     clock = Clock(monkeypatch)
-    for first in (NUM_FIRST, 1):
-        clock.ledger.begin_pass()
-        clock.host_ns += 1_000_000_000
-        assert sum(clock.ledger.is_due(i, clock.host_ns) for i in range(50)) == first
-        clock.step(0, wait_ms=0, run_ms=0, host_ms=0)
+    assert run_pass(clock, 50, 0.1) == list(range(NUM_FIRST))
+    assert len(run_pass(clock, 50, 0.1)) < 2
+
+
+@pytest.mark.parametrize("rest_ms", [0, 5, 10_000])
+@pytest.mark.parametrize(("num_steps", "step_ms"), [(50, 1), (17, 1.3), (3, 0.5), (10, 19), (3, 30), (1, 30)])
+def test_what_passes_between_passes_does_not_count(monkeypatch, num_steps, step_ms, rest_ms):
+    """A pass's first batch is measured as often as any other one: nothing hides its copy."""
+    clock = Clock(monkeypatch)
+    run_pass(clock, num_steps, step_ms)
+    firsts = in_all = 0
+    num_passes = 2000
+    for _ in range(num_passes):
+        clock.host_ns += rest_ms * MS
+        measured = run_pass(clock, num_steps, step_ms)
+        firsts += 0 in measured
+        in_all += len(measured)
+    share = in_all / (num_passes * num_steps)
+    assert share == pytest.approx(min(step_ms * MS / INTERVAL_NS, 1), rel=0.4)
+    assert firsts / num_passes == pytest.approx(share, rel=0.1, abs=0.01)
 
 
 def test_events_come_back(monkeypatch):

@@ -1,6 +1,8 @@
 """On a GPU: runs from one seed are the same to the bit, however often the kernels are compiled and tuned."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,20 +48,52 @@ print(digest.hexdigest())
 """
 
 
+def run_script(script, upstream, ours):
+    """Run a program with these caches, and return the last line that it printed."""
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(upstream), "MILLSTREAM_CACHE_DIR": str(ours)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **folders, "PYTHONPATH": os.pathsep.join(["src", "."])},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return done.stdout.splitlines()[-1]
+
+
 def test_another_process_gives_the_same_bits(tmp_path):
     """Also where upstream has forgotten what it found."""
-    found = set()
-    for name in ("first", "second", "third"):
-        folders = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / name), "MILLSTREAM_CACHE_DIR": str(tmp_path / "ours")}
-        environment = {**os.environ, **folders, "PYTHONPATH": os.pathsep.join(["src", "."])}
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            env=environment,
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        )
-        found.add(done.stdout.split()[-1])
-    assert len(found) == 1
+    assert len({run_script(SCRIPT, tmp_path / name, tmp_path / "ours") for name in ("first", "second", "third")}) == 1
+
+
+TAKEN = """
+import json
+from millstream.lower import fx_wrapper, tuning
+from tests.gpu.test_tuning import train
+tuners, keep = [], fx_wrapper.keep_choice
+fx_wrapper.keep_choice = lambda tuner, source: (keep(tuner, source), tuners.append(tuner))
+train(3)
+print(json.dumps([tuning._describe(launcher.config) for tuner in tuners for launcher in tuner.launchers]))
+"""
+
+
+def test_what_was_found_here_goes_before_what_upstream_remembers(tmp_path):
+    """It may have been told by others since."""
+    upstream, ours = tmp_path / "upstream", tmp_path / "ours"
+    run_script(TAKEN, upstream, ours)
+    files = list((ours / "tuning").iterdir())
+    assert files
+    changed = []
+    for file in files:
+        choice = json.loads(file.read_text())
+        choice["num_warps"] = 2 if choice["num_warps"] > 2 else 4
+        changed.append(choice)
+        file.write_text(json.dumps(choice))
+    taken = json.loads(run_script(TAKEN, upstream, ours))
+    assert all(choice in taken for choice in changed)
+    # And where nothing was found here, what upstream remembers is noted.
+    shutil.rmtree(ours)
+    run_script(TAKEN, upstream, ours)
+    assert len(list((ours / "tuning").iterdir())) == len(files)

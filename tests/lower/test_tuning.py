@@ -1,5 +1,6 @@
 """What was found fastest is taken again: by a tuner as upstream's are, with configurations that only have names."""
 
+import contextlib
 import threading
 import types
 
@@ -183,6 +184,74 @@ def test_upstream_goes_on_with_what_was_found_meanwhile():
     tuner.autotune_to_one_config()
     assert blocks(tuner) == [(8, 8)]
     assert told == [tuner.launchers[0].config]
+
+
+def upstream_remembers(tuner, config):
+    """Leave a tuner the one configuration that upstream has found, which can compile others."""
+    tuner.launchers = [Launcher(config)]
+    tuner.autotune_cache_info = {"autotune_cache_state": "hit"}
+    tuner.fn = types.SimpleNamespace(fn=object())
+    tuner._precompile_config = lambda config: types.SimpleNamespace(make_launcher=lambda: Launcher(config))
+    return tuner
+
+
+@pytest.fixture
+def any_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+
+
+@pytest.mark.usefixtures("any_device")
+def test_what_was_found_here_goes_before_what_upstream_remembers():
+    """Another process may have told upstream at the same time, or without Millstream."""
+    first, second = make_tuner(), upstream_remembers(make_tuner(), config(8, warps=8))
+    keep_choice(first, SOURCE)
+    tune(first, 1)
+    keep_choice(second, SOURCE)
+    assert blocks(second) == [(8, 4)]
+
+
+@pytest.mark.usefixtures("any_device")
+def test_the_source_is_read_again_where_a_cache_has_dropped_it():
+    first, second = make_tuner(), upstream_remembers(make_tuner(), config(8, warps=8))
+    source = second.fn.fn
+    second.fn, second._reload_kernel = types.SimpleNamespace(fn=None), lambda: types.SimpleNamespace(fn=second_fn)
+    second_fn = types.SimpleNamespace(fn=source)
+    keep_choice(first, SOURCE)
+    tune(first, 1)
+    keep_choice(second, SOURCE)
+    assert blocks(second) == [(8, 4)]
+    assert second.fn is second_fn
+
+
+def test_what_upstream_remembers_is_taken_from_then_on():
+    """It may forget."""
+    first, second = upstream_remembers(make_tuner(), config(8, warps=8)), make_tuner()
+    keep_choice(first, SOURCE)
+    keep_choice(second, SOURCE)
+    assert blocks(first) == blocks(second) == [(8, 8)]
+
+
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("why", ["it cannot be compiled", "upstream has changed", "it has other blocks", "no hit"])
+def test_else_upstream_chooses(why):
+    first, second = make_tuner(), upstream_remembers(make_tuner(), config(8, warps=8))
+    keep_choice(first, SOURCE)
+    tune(first, 1)
+    if why == "it cannot be compiled":
+        second._precompile_config = lambda config: 1 / 0
+    elif why == "upstream has changed":
+        del second._precompile_config
+    elif why == "it has other blocks":
+        second.launchers[0].config.kwargs["YBLOCK"] = 1
+    else:
+        second.autotune_cache_info = {"autotune_cache_state": "only 1 config"}
+    keep_choice(second, SOURCE)
+    assert blocks(second) == [(8, 8)]
+
+
+def test_a_kernel_of_one_configuration_needs_no_file(folder):
+    keep_choice(make_tuner(config(4)), SOURCE)
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"XBLOCK"', '{"XBLOCK": 3}', "\xff"])

@@ -20,6 +20,7 @@ recorded, so when the difference of the two clocks comes out negative, it is kno
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections import deque
@@ -35,9 +36,13 @@ from millstream.graph import Span, Timeline
 NUM_FIRST = 16
 """So many batches of the first pass are all measured: they show warm-up and steady state."""
 
-MIN_INTERVAL_NS = 20_000_000
-"""Later a batch is measured that was pulled this long after the last that was. On an H200's host it takes up to 90 µs,
-and so less than 0.5 % of the time."""
+INTERVAL_NS = 20_000_000
+"""Later a batch is measured that was pulled about this long after the last that was. On an H200's host it takes up to
+90 µs, and so less than 0.5 % of the time. Dice make it up to a half more or less, lest it be the same in every pass.
+And what passes between passes does not count: otherwise the first batch of each would be measured, whose copy nothing
+hides, and stand for many."""
+
+NEVER_NS = -(1 << 62)
 
 NUM_KEPT = 64
 """Steps kept for the timeline."""
@@ -257,6 +262,10 @@ class Ledger:
         self.unread: deque[_Step] = deque()  # complete on the host; the device may not be there yet
         self._reading = threading.Lock()
         self._last_ns = 0  # when the batch measured last was pulled; the worker's
+        self._pulled_ns = NEVER_NS  # when the last batch was
+        self._interval_ns = 0  # between the last two of a pass, or since ever
+        self._begins = False  # whether the next one is the first of a later pass
+        self._dice, self._least_ns = random.Random(0), INTERVAL_NS  # until the next one that is measured
         self._num_first = NUM_FIRST
         self._lag: tuple[Mark, int] | None = None  # a mark, and how far the device was behind the host there
         self.num_batches = 0
@@ -275,7 +284,7 @@ class Ledger:
         self._got = -1
         self._open = self._on_host = self._asked = None
         if self.num_batches:
-            self._num_first = 0
+            self._num_first, self._begins = 0, True
 
     def ask(self, mark: Callable[[], Mark | None], times: Times | None) -> None:
         """The consumer asks for a batch; this ends the step before.
@@ -319,9 +328,15 @@ class Ledger:
 
     def is_due(self, index: int, now_ns: int) -> bool:
         """Whether the step of the batch that is about to be pulled, the ``index``-th of its pass, is to be measured."""
-        if index >= self._num_first and now_ns - self._last_ns < MIN_INTERVAL_NS:
+        interval_ns = now_ns - self._pulled_ns
+        if self._begins:
+            self._last_ns += max(interval_ns - self._interval_ns, 0)
+        else:
+            self._interval_ns = interval_ns
+        self._begins, self._pulled_ns = False, now_ns
+        if index >= self._num_first and now_ns - self._last_ns < self._least_ns:
             return False
-        self._last_ns = now_ns
+        self._last_ns, self._least_ns = now_ns, round(INTERVAL_NS * (0.5 + self._dice.random()))
         return True
 
     # --- reading -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ Private APIs, tried on torch 2.11 and 2.13. Where they have changed, upstream ch
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import time
@@ -39,11 +40,15 @@ def keep_choice(tuner: Any, source: str) -> None:
     """
     with contextlib.suppress(AttributeError, TypeError):  # not as upstream's used to be
         measure = tuner.benchmark_all_configs
-        if len(_launchers(tuner)) < 2 or tuner.device_props.type != "cuda":
+        if tuner.device_props.type != "cuda":
             return
+        launchers = _launchers(tuner)
         path = _path(source, torch.cuda.get_device_name(tuner.device_props.index))
         if (known := _find(tuner, path)) is not None:
             tuner.launchers = [known]
+            return
+        if len(launchers) < 2:
+            _settle(tuner, launchers, path)
             return
 
         def measure_alone(*args: Any, **kwargs: Any) -> dict[Any, float]:
@@ -53,11 +58,44 @@ def keep_choice(tuner: Any, source: str) -> None:
                 timings: dict[Any, float] = measure(*args, **kwargs)
                 fastest = min(timings, key=lambda launcher: timings[launcher])
                 if timings[fastest] < inf:  # it could be launched
-                    _known[path] = _describe(fastest.config)
-                    write(path, json.dumps(_known[path]))
+                    _remember(path, fastest.config)
                 return timings
 
         tuner.benchmark_all_configs = measure_alone
+
+
+def _settle(tuner: Any, launchers: list[Any], path: Path) -> None:
+    """Where upstream leaves no choice, as it remembers one: keep to what was found here before, or else to that one.
+
+    What upstream remembers may have been found by another process, at the same time or without Millstream.
+    """
+    info = getattr(tuner, "autotune_cache_info", None) or {}
+    if not launchers or info.get("autotune_cache_state") != "hit":
+        return
+    known = _read(path)
+    if known is None:
+        _remember(path, launchers[0].config)
+    elif (launcher := _compile(tuner, launchers[0].config, known)) is not None:
+        tuner.launchers = [launcher]
+
+
+def _compile(tuner: Any, config: Any, choice: Choice) -> Any:
+    """What launches another configuration than ``config``; ``None`` where it cannot be had."""
+    with contextlib.suppress(Exception), torch.cuda.device(tuner.device_props.index):
+        wanted = copy.deepcopy(config)
+        blocks = {name: value for name, value in choice.items() if name not in ("num_warps", "num_stages")}
+        if blocks.keys() != wanted.kwargs.keys():
+            return None
+        wanted.kwargs, wanted.num_warps, wanted.num_stages = blocks, choice["num_warps"], choice["num_stages"]
+        if tuner.fn.fn is None:  # it came out of a cache without its source
+            tuner.fn = tuner._reload_kernel().fn
+        return tuner._precompile_config(wanted).make_launcher()
+    return None
+
+
+def _remember(path: Path, config: Any) -> None:
+    _known[path] = _describe(config)
+    write(path, json.dumps(_known[path]))
 
 
 def _launchers(tuner: Any) -> list[Any]:
