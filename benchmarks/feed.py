@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 RATIOS = (0.25, 0.5, 0.8, 1.0, 2.0, 4.0)
 BATCHES = 200  # of an epoch: enough that filling and draining the pipeline is a small part of it
-EPOCH_BYTES, EPOCH_LEAVES = 25 << 30, 20_000  # no more than so many, to save time
+EPOCH_BYTES, EPOCH_LEAVES = 10 << 30, 20_000  # no more than so many, to save time
 MAX_ROUNDS = 6  # of epochs that are many measurements already, being longer than
 SHORT_MS = 50.0
 WARM_EPOCHS = 3  # in which a feed finds out whether it needs a worker

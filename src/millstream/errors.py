@@ -7,6 +7,8 @@ what to do about it. It carries those as fields, so that a program can read them
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Set
 from types import CodeType, TracebackType
 
@@ -96,3 +98,17 @@ def skip_frames(traceback: TracebackType | None, own: Set[CodeType]) -> Tracebac
     while traceback is not None and traceback.tb_frame.f_code in own:
         traceback = traceback.tb_next
     return traceback
+
+
+_INNER = {"millstream", "torch", "contextlib", ""}  # code that PyTorch generates is of no module
+
+
+def warn_user(message: str) -> None:
+    """Say that something runs otherwise than asked for, at the line of the last code outside Millstream and PyTorch.
+
+    Where there is none, as in a thread of PyTorch's, at the thread's first.
+    """
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(FallbackWarning(message), stacklevel=level)

@@ -68,6 +68,22 @@ def test_what_went_wrong_first_is_told(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("can_be_ended", [True, False])
+def test_the_allocator_leaves_what_a_capture_that_cannot_be_ended_records_into(monkeypatch, can_be_ended):
+    def end(self):
+        if not can_be_ended:
+            raise RuntimeError("there was an error before")
+
+    left = []
+    monkeypatch.setattr(Graph, "capture_end", end)
+    monkeypatch.setattr(graphs, "stop_recording", lambda index, pool: left.append(pool))
+    ctx, device = make_virtual_context("eager", 0)
+    for pool in (None, (3, 4)):
+        with pytest.raises(RuntimeError, match="no handle"), capture(ctx, Graph(device, {}), pool):
+            raise RuntimeError("no handle")
+    assert left == ([] if can_be_ended else [ctx.name_graph_pool(), (3, 4)])
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, RuntimeError])
 @pytest.mark.parametrize("where", ["begin", "switch", "body"])
 def test_a_capture_that_fails_is_ended_and_what_nobody_expects_is_repaired(monkeypatch, error, where):

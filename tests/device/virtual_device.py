@@ -181,6 +181,9 @@ class VirtualDevice:
         self.num_pins += 1
         return torch.full((num_bytes,), 0xDD, dtype=torch.uint8, device="cpu")
 
+    def name_graph_pool(self):
+        return (0, 2)
+
     def make_graph_pool(self):
         return (0, 1)
 

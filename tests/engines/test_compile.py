@@ -327,6 +327,11 @@ def test_freezing_is_asked_for_while_a_graph_is_compiled_only():
     assert not any(seen)
 
 
+def files_of(caught):
+    """Which lines are to blame for what was told: the user's, and not those of PyTorch that called ours."""
+    return {each.filename for each in caught if issubclass(each.category, ms.FallbackWarning)}
+
+
 def test_what_dynamo_cannot_capture_runs_between_the_graphs_with_a_warning():
     def function(x):
         y = x * 2
@@ -335,8 +340,9 @@ def test_what_dynamo_cannot_capture_runs_between_the_graphs_with_a_warning():
         return y - 1
 
     compiled = ms.compile(function)
-    with pytest.warns(ms.FallbackWarning, match=r"test_compile.py:\d+"):
+    with pytest.warns(ms.FallbackWarning, match=r"test_compile.py:\d+") as caught:
         networks.assert_close(compiled(torch.ones(3)), function(torch.ones(3)))
+    assert files_of(caught) == {__file__}
     networks.assert_close(compiled(-torch.ones(3)), function(-torch.ones(3)))
     with pytest.raises(Exception, match="item"):
         ms.compile(function, strict=True)(torch.ones(3))
@@ -370,6 +376,7 @@ def test_where_nothing_is_captured_the_user_is_told_once(function, reason):
         for _ in range(2):
             result, wanted = compiled(x), function(x)
     assert len([each for each in caught if issubclass(each.category, ms.FallbackWarning)]) == 1
+    assert files_of(caught) == {__file__}
     networks.assert_close(*(each if isinstance(each, torch.Tensor) else each[0] for each in (result, wanted)))
 
 
@@ -381,8 +388,9 @@ def test_control_flow_within_a_graph_runs_on_torch_compile():
     with pytest.raises(ms.LoweringError, match="Control flow"):
         ms.compile(choose, strict=True)(x)
     torch._dynamo.reset()
-    with pytest.warns(ms.FallbackWarning, match="plain torch.compile.*Control flow"):
+    with pytest.warns(ms.FallbackWarning, match="plain torch.compile.*Control flow") as caught:
         assert torch.equal(ms.compile(choose)(x), choose(x))
+    assert files_of(caught) == {__file__}
 
 
 def test_what_torch_compile_cannot_compile_either_runs_as_python(monkeypatch):
@@ -395,9 +403,10 @@ def test_what_torch_compile_cannot_compile_either_runs_as_python(monkeypatch):
     x, _ = networks.example(networks.Mlp)
     with (
         pytest.warns(ms.FallbackWarning, match="on plain torch.compile.*no such kernel"),
-        pytest.warns(ms.FallbackWarning, match="as plain Python.*no such kernel"),
+        pytest.warns(ms.FallbackWarning, match="as plain Python.*no such kernel") as caught,
     ):
         ms.compile(model)(x).sum().backward()
+    assert files_of(caught) == {__file__}
     twin(x).sum().backward()
     networks.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 

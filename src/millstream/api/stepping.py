@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -14,7 +13,7 @@ from millstream.capture.step import P, R, Step
 from millstream.capture.torch_private import is_any_autocast_enabled
 from millstream.engine import Executable
 from millstream.engine import build as build_executable
-from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
+from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
 from millstream.lower import Lowered, compile_graph
 from millstream.lower.tensors import without_autocast
 from millstream.passes import split_gradients
@@ -88,7 +87,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             raise CaptureError(reason)
         if reason not in said:
             said.add(reason)
-            warnings.warn(FallbackWarning(f"{name}: {reason}"), stacklevel=4)
+            warn_user(f"{name}: {reason}")
 
     def build_step(gm: torch.fx.GraphModule, inputs: list[Any], static: frozenset[int]) -> StepProgram:
         build = functools.partial(

@@ -12,7 +12,6 @@ import functools
 import itertools
 import threading
 import types
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -23,7 +22,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 
 from millstream.capture.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.capture.torch_private import count_hooks, freeze_for_backends, known_obstacles
-from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
+from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
 from millstream.lower import Lowered, compile_graph
 
 #: Dynamo gives up on a function after this many versions; a user of many input shapes meets its default of 8 too soon.
@@ -127,7 +126,7 @@ class Compiler:
             raise CaptureError(reason)
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
-            warnings.warn(FallbackWarning(f"{self._name}: {reason}"), stacklevel=4)
+            warn_user(f"{self._name}: {reason}")
 
     def _refuse(self, error: Exception, instead: str) -> None:
         if self.strict or isinstance(error, ArgumentError):  # a wrong argument is nothing to work around

@@ -14,7 +14,6 @@ import inspect
 import threading
 import time
 import types
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from millstream.capture.signature import meta_of, put_together, take_apart
 from millstream.capture.step_graph import Build, StepGraph
 from millstream.capture.trace import trace_step
 from millstream.device.likeness import Likeness
-from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
+from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
 from millstream.lower import ask_early
 from millstream.lower.tensors import place_of_implementation
 
@@ -346,7 +345,7 @@ class Step(Generic[P, R]):
         if len(self.refusals) > 2 * self.max_graphs or self._is_fruitless():
             self._hopeless = error
         if not is_known:
-            warnings.warn(f"{self._name} runs as plain Python: {error}", FallbackWarning, stacklevel=4)
+            warn_user(f"{self._name} runs as plain Python: {error}")
         if not self._graphs:
             with contextlib.suppress(CaptureError):  # then there never was a graph
                 for _, optimizer in discover(self._roots(call)).optimizers:

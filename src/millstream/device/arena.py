@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from millstream.device.handles import Event
-from millstream.errors import ArgumentError, DeviceError, FallbackWarning
+from millstream.errors import ArgumentError, DeviceError, warn_user
 
 ALIGNMENT_BYTES = 256
 """Blocks start and end on this boundary: enough for every dtype, and what the copy engines like best."""
@@ -183,12 +182,10 @@ class PinnedArena:
             memory = torch.empty(_power_of_two(size), dtype=torch.uint8, device="cpu")
             if not self._warned:
                 self._warned = True
-                warnings.warn(
+                warn_user(
                     f"The system refuses to pin {_power_of_two(size):,} bytes of host memory ({refusal}); pageable "
                     "memory is used instead, so copies to the device do not overlap with it computing. In a "
                     "container, raise the limit of locked memory (ulimit -l); or feed smaller batches.",
-                    FallbackWarning,
-                    stacklevel=2,
                 )
         self._chunks.append(_Chunk(memory, FreeRanges(memory.numel())))
 

@@ -256,6 +256,10 @@ class DeviceContext:
         """The memory pool of what libraries work in while graphs of this place run. Nothing else is put there."""
         return self._find_pool("workspaces")
 
+    def name_graph_pool(self) -> GraphPool:
+        """Name a pool that one graph may have for itself."""
+        return self._driver.name_graph_pool()
+
     def _find_pool(self, use: str) -> GraphPool:
         self._check_open()
         pool = self._pools.get(use)

@@ -115,8 +115,12 @@ class Driver(Protocol):
         """Allocate a uint8 host tensor that the device reads directly; ``RuntimeError`` when refused."""
         ...
 
+    def name_graph_pool(self) -> GraphPool:
+        """Name a memory pool that one CUDA graph may have for itself."""
+        ...
+
     def make_graph_pool(self) -> GraphPool:
-        """Name a new memory pool for CUDA graphs."""
+        """Make a memory pool that several CUDA graphs may share."""
         ...
 
     def in_thread(self) -> AbstractContextManager[Any]:
@@ -178,8 +182,12 @@ class CpuDriver:
         """Plain memory: no other device will read it."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
-    def make_graph_pool(self) -> GraphPool:
+    def name_graph_pool(self) -> GraphPool:
         """No pool: the CPU captures no graphs."""
+        return (0, 0)
+
+    def make_graph_pool(self) -> GraphPool:
+        """No pool either."""
         return (0, 0)
 
     def in_thread(self) -> AbstractContextManager[None]:
@@ -292,16 +300,21 @@ class CudaDriver:
         with _run_on(_processors_near(self.place)):
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
+    def name_graph_pool(self) -> GraphPool:
+        """A name that no other has; there is no pool until a graph is captured into it."""
+        first, second = torch.cuda.graph_pool_handle()
+        return (first, second)
+
     def make_graph_pool(self) -> GraphPool:
         """Make a new pool; PyTorch gives it memory when a graph is captured into it.
 
         An empty graph stays in it: a pool that no graph uses any more while a tensor still lies in it cannot be
         captured into again (PyTorch 2.11 asserts).
         """
-        first, second = torch.cuda.graph_pool_handle()
+        pool = self.name_graph_pool()
         with guard(self.place):
-            self._anchors.append(capture_nothing((first, second)))
-        return (first, second)
+            self._anchors.append(capture_nothing(pool))
+        return pool
 
     @contextmanager
     def in_thread(self) -> Iterator[None]:

@@ -39,7 +39,7 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     context.order(caller, stream)
     try:
         with context.capture_lock, context.on(stream), _no_collection():
-            pool = pool or torch.cuda.graph_pool_handle()
+            pool = pool or context.name_graph_pool()
             try:
                 with RunOn(caller):
                     graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
