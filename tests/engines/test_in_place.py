@@ -289,7 +289,8 @@ def device(monkeypatch, host_driver):
     monkeypatch.setattr(captured, "capture", capture)
     monkeypatch.setattr(captured, "compile_plan", compile_recorded)
     monkeypatch.setattr(captured, "same_addresses", same_addresses)
-    monkeypatch.setattr(cuda_graph, "current_stream_handle", lambda index: None)
+    for module in (captured, cuda_graph):
+        monkeypatch.setattr(module, "current_stream_handle", lambda index: None)
     monkeypatch.setattr(cuda_graph, "repair", lambda context: seen.repairs.append(seen.error))
     monkeypatch.setattr(captured, "take_workspaces", lambda context, program, num_streams: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: seen.memory)
@@ -728,6 +729,31 @@ def test_a_step_without_memory_for_its_results_changes_nothing(device, monkeypat
     assert all(map(torch.equal, before, model.parameters()))
     step(x)
     assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_slots_are_kept_for_every_stream_that_replays(device, monkeypatch):
+    kept = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append((self.data_ptr(), stream)))
+    compiled = ms.compile(lambda x, y: x * 2 + y, strict=True)
+    inputs = aligned((300,), torch.float32).fill_(1), aligned((300,), torch.float32).fill_(2)
+    with torch.no_grad():
+        compiled(*inputs)
+        engine = on_graphs(compiled)
+        for _ in range(3):
+            compiled(*inputs)
+        assert engine.captured
+        assert kept == []
+        for handle in (5, 6, 5, None, 6):
+            stream = types.SimpleNamespace(cuda_stream=handle)
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda index, stream=stream: stream)
+            monkeypatch.setattr(cuda_graph, "current_stream_handle", lambda index, handle=handle: handle)
+            assert torch.equal(compiled(*inputs), torch.full((300,), 4.0))
+    slots = {tensor.data_ptr() for tensor in engine._captured.inputs}
+    assert len(slots) == 2
+    assert {(slot, stream.cuda_stream) for slot, stream in kept} == {
+        (slot, handle) for slot in slots for handle in (5, 6)
+    }
+    assert len(kept) == 4
 
 
 def test_plans_are_tried_again_behind_an_interrupt_but_not_behind_an_error(device):

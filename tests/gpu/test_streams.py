@@ -1,5 +1,6 @@
 """On a GPU, plans on several streams: the numbers of one stream, the choice among plans, and what failures leave."""
 
+import gc
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 import millstream as ms
 from benchmarks.identity import copied, record, run
 from millstream.api import executables
-from millstream.engine import CudaGraphEngine, Scheduling, captured, choice, cuda_graph, planner
+from millstream.engine import CudaGraphEngine, Scheduling, captured, choice, cuda_graph, in_place, planner
 from millstream.engine.trial import Trials
 from millstream.schedule import plan_serial
 from tests import networks
@@ -437,6 +438,27 @@ def test_a_capture_on_streams_that_fails_falls_back(monkeypatch):
         assert torch.equal(again, y)
         assert executable.num_streams > 1
     torch.randn(3, device="cuda")
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_slots_are_given_back_behind_the_last_stream_that_used_them(streams, monkeypatch):
+    """A replay that is still to come writes there; until then nobody else may."""
+    monkeypatch.setattr(in_place, "FORCED", False)
+    model, x, _ = towers(batch=1024)
+    compiled = ms.compile(model, streams=streams, memory=100.0, strict=True)
+    called(compiled, x)
+    torch.cuda.synchronize()
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        compiled(x)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)
+        compiled(x)
+    del compiled
+    torch._dynamo.reset()
+    gc.collect()
+    others = [torch.full_like(x, 7) for _ in range(50)]
+    torch.cuda.synchronize()
+    assert all((other == 7).all() for other in others)
 
 
 def test_a_capture_on_streams_that_fails_in_a_trial_costs_only_the_trial(monkeypatch):

@@ -21,6 +21,7 @@ from millstream.engine.workspaces import take_workspaces
 from millstream.graph import Plan, Role, Spread
 from millstream.lower import Lowered, Phase
 from millstream.lower.program import Value, is_generated
+from millstream.lower.streams import current_stream_handle
 from millstream.lower.tensors import allocator, copy_elements, reinterpret, same_addresses, storage_view
 
 
@@ -61,6 +62,7 @@ class Captured:
     Attributes:
         graph: The CUDA graph.
         slot_positions: Inputs that are copied into slots.
+        streams: Handles of the streams for which slots are kept from others until they have replayed the graph.
         saved: Addresses in the graph's memory of what a forward pass saves for its backward pass.
         written: Static inputs that the graph writes.
     """
@@ -100,6 +102,7 @@ class Captured:
             self._addresses[position] = inputs[position].data_ptr()
         self.slot_positions = tuple(position for position, _ in slots)
         self._slots = [slot for _, slot in slots]
+        self.streams = {current_stream_handle(context.place.index)}  # of which they are
         self._overlapping = any(0 in slot.stride() for slot in self._slots)
         self._incoming = make_carrier(self._slots)
         self._mutated = tuple(p for p in self.slot_positions if program.inputs[p] in program.mutated)
@@ -202,6 +205,12 @@ class Captured:
         if self._passage is not None:
             self._passage.close()
         self.graph.replay()
+
+    def serve(self, stream: torch.cuda.Stream) -> None:
+        """Keep slots, when they are given back, from other streams until this one has replayed the graph."""
+        self.streams.add(stream.cuda_stream)
+        for slot in self._slots:
+            slot.record_stream(stream)
 
     def make_outputs(self, inputs: Sequence[Any]) -> list[Any]:
         """What the caller gets; what is copied for him is filled when the call is finished."""

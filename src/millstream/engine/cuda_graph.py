@@ -298,8 +298,11 @@ class CudaGraphEngine:
             ) from cause
 
     def _replay(self, captured: Captured, inputs: list[Any]) -> list[Any]:
-        if current_stream_handle(self._index) != self._context.graph_stream_handle:
+        stream = current_stream_handle(self._index)
+        if stream != self._context.graph_stream_handle:
             self._context.enter_graphs()
+        if stream not in captured.streams:
+            captured.serve(torch.cuda.current_stream(self._index))
         run = captured.run if self._replayer is None or not self._is_warm else self._replayer.run
         if torch.cuda.current_device() == self._index:  # 0.1 µs, a guard 10
             outputs = run(inputs)
