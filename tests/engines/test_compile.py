@@ -454,3 +454,18 @@ def test_memory_that_graphs_could_not_give_back_is_not_captured(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda backend=backend: backend)
         assert obstacle in why_not_capture()
         assert bool(why_not_capture()) == bool(obstacle)
+
+
+def test_explanations_name_inputs_and_modules_as_the_user_does():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)))
+    compiled = ms.compile(model, strict=True)
+    with torch.no_grad():
+        for size in (3, 5):
+            compiled(torch.randn(size, 8))
+    programs = ms.explain(compiled).to_dict()["programs"]
+    assert [program["inputs"] for program in programs] == [["float32 [3, 8]"], ["float32 [5, 8]"]]
+    sources = {kernel["source"] for kernel in programs[0]["kernels"]}
+    assert sources == {"module 0 (Linear)", "module 1.0 (ReLU)", "module 1.1 (Linear)"}
+    text = ms.explain(compiled).text()
+    assert "for float32 [3, 8]\n" in text
+    assert "for float32 [5, 8]\n" in text

@@ -67,6 +67,27 @@ def test_graphs_that_read_inputs_in_place_are_counted():
     assert explanation.to_dict()["programs"][0]["graphs_in_place"] == 2
 
 
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        ((), ""),
+        (("float32 [4, 8]",), "  for float32 [4, 8]\n"),
+        (("float32 [4]", "int64 []", "float32 [4]"), "  for 2 x float32 [4], int64 []\n"),
+        (tuple(f"int64 [{i}]" for i in range(7)), f"  for {', '.join(f'int64 [{i}]' for i in range(7))}\n"),
+        (
+            tuple(f"int64 [{i}]" for i in range(9)),
+            f"  for {', '.join(f'int64 [{i}]' for i in range(6))}, 3 more kinds\n",
+        ),
+    ],
+)
+def test_programs_of_other_inputs_are_told_apart(inputs, told):
+    report = report_of(PLAN, inputs=inputs)
+    text = Explanation("model", (report,)).text()
+    assert ("  for" in text) == bool(told)
+    assert told in text
+    assert report.to_dict()["inputs"] == list(inputs)
+
+
 def test_measured_time_comes_from_the_choice_or_else_from_the_trace():
     assert report_of(PLAN).measured_ns is None
     assert report_of(PLAN, timeline=TRACE).measured_ns == 20_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from millstream.capture.compile import Compiled, CompiledModule
@@ -10,6 +11,8 @@ from millstream.capture.step import Step
 from millstream.cost import Roofline
 from millstream.engine import Executable
 from millstream.errors import ArgumentError
+from millstream.graph import Role
+from millstream.lower.program import Program
 from millstream.report import Explanation, ProgramReport
 
 
@@ -46,7 +49,16 @@ def _report(executable: Executable) -> ProgramReport:
         costs=costs,
         candidates=executable.candidates,
         num_in_place=executable.num_in_place,
+        inputs=tuple(_describe_inputs(executable.lowered.program)),
     )
+
+
+def _describe_inputs(program: Program) -> Iterator[str]:
+    for name in program.inputs:
+        if name is None or program.graph.buffer_of[name].role is not Role.INPUT:
+            continue
+        if (layout := program.layout(name)) is not None:
+            yield f"{str(layout.dtype).removeprefix('torch.')} {list(layout.size)}"
 
 
 def executables(compiled: Any) -> list[Executable]:

@@ -488,5 +488,6 @@ def source_line(node: torch.fx.Node) -> str:
         return f"{file}:{line} in {function}"
     for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
         if path and not path.startswith("_empty"):
-            return f"module {path} ({getattr(kind, '__name__', kind)})"
+            path = re.sub(r"^L\['\w+'\]\.?", "", path)  # how Dynamo names the argument that a model is
+            return " ".join(part for part in ("module", path, f"({getattr(kind, '__name__', kind)})") if part)
     return ""

@@ -23,6 +23,7 @@ from millstream.report.words import count, duration, operations, shorten, size, 
 from millstream.simulate import simulate
 
 _WIDTH = 118  # characters of a line
+_INPUTS = 6  # kinds of inputs that are told of
 _WRITERS: dict[str, Callable[[Sequence[Picture]], str]] = {".html": to_html, ".svg": to_svg, ".json": to_perfetto}
 
 
@@ -41,6 +42,8 @@ class ProgramReport:
         timeline: A run of it, traced on the device.
         candidates: The plans that this one was chosen from.
         num_in_place: Graphs that read inputs where callers have them, beside the one that copies them.
+        inputs: Type and shape of each input that is no parameter or other state, as far as they are known: they tell
+            programs of one function apart.
     """
 
     plan: Plan
@@ -53,6 +56,7 @@ class ProgramReport:
     timeline: Timeline | None = None
     candidates: tuple[Candidate, ...] = ()
     num_in_place: int = 0
+    inputs: tuple[str, ...] = ()
 
     @property
     def graph(self) -> KernelGraph:
@@ -139,6 +143,7 @@ class ProgramReport:
         return {
             "name": self.graph.name,
             "phase": self.phase,
+            "inputs": list(self.inputs),
             "engine": self.engine,
             "policy": self.plan.policy,
             "streams": self.streams,
@@ -167,7 +172,7 @@ class ProgramReport:
             f"{self.graph.name}: {count(len(self.graph.kernels), 'kernel')} on {', '.join(devices) or 'no device'}, "
             f"engine {self.engine}, {count(self.streams, 'stream')}{waits}; compiled in {self.compile_seconds:.1f} s",
         ]
-        for line in self._times():
+        for line in [*self._inputs(), *self._times()]:
             lines += wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="    ")
         for account in list(self.accounts.values())[:1]:
             lines += [f"  {line}" for line in sketch_streams(account.timeline)] if self.streams > 1 else []
@@ -193,6 +198,12 @@ class ProgramReport:
             lines.append(f"  … and {hidden} smaller kernels; .text(limit=None) shows them, .to_dict() has everything")
         lines += [f"  note: {note}" for note in self.notes]
         return lines
+
+    def _inputs(self) -> list[str]:
+        """What the program was compiled for; those alike are told of once."""
+        found = [each if number == 1 else f"{number} x {each}" for each, number in Counter(self.inputs).items()]
+        more = [f"{len(found) - _INPUTS} more kinds"] if len(found) > _INPUTS + 1 else []
+        return [f"for {', '.join(found[:_INPUTS] + more if more else found)}"] if found else []
 
     def _times(self) -> list[str]:
         """What bounds a run, and how long it takes beside what it could."""
