@@ -85,6 +85,15 @@ class FeedError(MillstreamError):
     """A batch cannot be fed to the device; the message names the leaf and the remedy."""
 
 
+def never_the_end(error: BaseException) -> BaseException:
+    """An error as who iterates may get it: what handles a batch is not to end the pass, as if the source had ended."""
+    if not isinstance(error, StopIteration):
+        return error
+    raised = FeedError("A transform, or what moves or makes a part of a batch, has raised StopIteration.")
+    raised.__cause__ = error
+    return raised
+
+
 class InternalError(MillstreamError):
     """A bug in Millstream: please report it with the message."""
 

@@ -1,4 +1,4 @@
-"""Results on their way to the host, on the CPU and on a virtual device that runs everything at once."""
+"""Results on their way to the host, on the CPU and on virtual devices, quick ones and such as take their time."""
 
 import asyncio
 import importlib
@@ -35,9 +35,9 @@ class Pair(NamedTuple):
     scores: object
 
 
-@pytest.fixture
-def fetcher():
-    ctx, device = make_virtual_context("eager")
+@pytest.fixture(params=["eager", "lazy", "random"])
+def fetcher(request):
+    ctx, device = make_virtual_context(request.param)
     made = Fetcher(ctx)
     ctx.attach(made)
     made.device = device
@@ -536,3 +536,46 @@ def make_error():
     error = RuntimeError("of the device")
     error.add_note("first")
     return error
+
+
+def test_the_event_that_is_waited_for_is_lent_to_nobody_else(fetcher, monkeypatch):
+    wait, seen = fetch_module.wait_until_reached, []
+
+    def look(context, event, stopped):
+        seen.append(any(event is idle for events in context._idle_events.values() for idle in events))
+        return wait(context, event, stopped)
+
+    monkeypatch.setattr(fetch_module, "wait_until_reached", look)
+    for i in range(20):
+        assert fetcher.put(torch.full((1000,), float(i))).result(DEADLINE_S)[0] == i
+    assert seen == [False] * 20
+
+
+class Boxed:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device):
+        raise StopIteration
+
+
+def stop(_):
+    raise StopIteration
+
+
+@pytest.mark.parametrize("where", ["take apart", "put together", "move"])
+def test_a_type_that_raises_stop_iteration_ends_nothing(monkeypatch, where):
+    take_apart = stop if where == "take apart" else lambda box: ([box.tensor], stop)
+    monkeypatch.setattr(structure, "_registered", dict(structure._registered))
+    if where != "move":
+        register(Boxed, take_apart)
+    results = iter(fetch_each([1, Boxed(torch.ones(1)), 3]))
+    assert next(results) == 1
+    with pytest.raises(FeedError, match="StopIteration"):
+        next(results)
+
+    async def get():
+        await asyncio.wait_for(asyncio.wrap_future(fetch(Boxed(torch.ones(1)))), DEADLINE_S)
+
+    with pytest.raises(FeedError, match="StopIteration"):
+        asyncio.run(get())

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import pickle
 import threading
 import time
@@ -206,6 +207,43 @@ def test_who_resumed_and_got_nothing_resumes_again(make_feed):
         assert values(fed) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        None,
+        {"version": 1, "position": 3},
+        {"version": 1, "position": 3, "source": None},
+        {"version": 2, "position": 3, "source": None, "rows": None},
+        {"version": 1, "position": -1, "source": None, "rows": None},
+        {"version": 1, "position": "3", "source": None, "rows": None},
+        {"version": 1, "position": True, "source": None, "rows": None},
+        {"version": 1, "position": 3, "source": None, "rows": 1.5},
+        {"version": 1, "position": 3, "source": None, "rows": 4, "rowed": 1},
+    ],
+)
+def test_what_is_no_state_changes_nothing(make_feed, state):
+    fed = make_feed(numbers(5))
+    passing = iter(fed)
+    next(passing)
+    before = fed.state_dict()
+    with pytest.raises(ArgumentError, match="not the state of a feed"):
+        fed.load_state_dict(state)
+    assert fed.state_dict() == before
+    assert [batch.item() for batch in passing] == [1, 2, 3, 4]
+
+
+def test_a_pass_that_has_delivered_nothing_has_the_sources_state_behind_one_that_was_left_too(make_feed):
+    fed = make_feed(Stateful(6), 1)
+    passing = iter(fed)
+    assert fed.state_dict()["source"] is not None
+    next(passing)
+    passing = iter(fed)
+    state = fed.state_dict()
+    assert state["position"] == 0
+    assert state["source"] is not None
+
+
 @WITH_WORKER
 def test_an_iterator_is_not_made_to_skip_twice(make_feed):
     fed = make_feed(iter(numbers(9)), 1)
@@ -291,6 +329,32 @@ def test_a_resumed_run_knows_how_long_a_full_batch_is(make_feed):
     again = make_feed(rows(4, 4, 2), pad_last=True)
     again.load_state_dict(fed.state_dict())
     assert [len(batch["x"]) for batch in again] == [4]
+
+
+def weighted(*lengths):
+    """Beside rows, what by chance has as many as a short batch."""
+    return [{"x": torch.ones(n, 1), "weights": torch.arange(3.0)} for n in lengths]
+
+
+def test_what_has_no_rows_is_as_it_is_beside_as_many_rows(make_feed):
+    fed = make_feed(weighted(4, 4, 3), pad_last=True)
+    states = []
+    for batch in fed:
+        states.append(fed.state_dict())
+        assert (len(batch["x"]), len(batch["weights"])) == (4, 3)
+    again = make_feed(weighted(4, 4, 3), pad_last=True)
+    again.load_state_dict(json.loads(json.dumps(states[1])))
+    assert [(len(batch["x"]), len(batch["weights"])) for batch in again] == [(4, 3)]
+    # Of another structure nobody knows.
+    fed = make_feed([*weighted(4), {**weighted(3)[0], "more": torch.ones(1)}], pad_last=True)
+    assert [(len(batch["x"]), len(batch["weights"])) for batch in fed] == [(4, 3), (4, 4)]
+
+
+def test_what_has_no_rows_goes_to_all_devices_beside_as_many_rows():
+    fed = feed(weighted(4, 4, 3), ["cpu", "cpu"])
+    for _ in range(2):
+        parts = [[(len(part["x"]), len(part["weights"])) for part in batch] for batch in fed]
+        assert parts == [[(2, 3), (2, 3)], [(2, 3), (2, 3)], [(2, 3), (1, 3)]]
 
 
 def sequences(*lengths):
@@ -513,6 +577,12 @@ def test_a_transform_that_fails_is_the_users_error(make_feed):
     for _ in range(2):
         with pytest.raises(ZeroDivisionError, match="in the transform"):
             next(passing)
+
+
+def test_repetitions_take_no_bytes(make_feed):
+    batch = torch.ones(1).expand(10**6)
+    for fed in (make_feed([batch], max_bytes=1000), feed([batch], "cpu", max_bytes=1000)):
+        assert [got.shape for got in fed] == [batch.shape]
 
 
 def test_casting_and_channels_last(make_feed):

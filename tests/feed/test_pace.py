@@ -657,7 +657,7 @@ def test_the_ledger_knows_of_each_pass_whether_it_has_a_worker(virtual_feed, mon
     """Also of one that nobody asks about before it has ended, and of the next one."""
     booked, book = set(), Ledger._book
     monkeypatch.setattr(Ledger, "_book", lambda self, *a, **k: booked.add(self.is_alone) or book(self, *a, **k))
-    monkeypatch.setattr(Ledger, "is_due", lambda self, index, now_ns: True)
+    monkeypatch.setattr(Ledger, "is_due", lambda self, index: True)
     fed, device = virtual_feed([torch.zeros(3)] * 30, mood="eager")
     paces = iter([True, False, True])
     monkeypatch.setattr(fed._pace_maker, "begin_pass", lambda may_be_alone: Pace(alone=next(paces)))

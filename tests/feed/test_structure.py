@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from millstream.errors import ArgumentError, FeedError
-from millstream.feed import register, structure
+from millstream.feed import feed, register, structure
 from millstream.feed.structure import as_tensor, name_leaf, split
 from millstream.lower.tensors import noted_lengths
 
@@ -257,8 +257,12 @@ def test_what_is_seen_as_an_array_of_words_stays_and_one_without_a_type_in_torch
     fed, _ = virtual_feed([[words, torch.ones(1)]], mood="eager")
     ((got, _),) = fed
     assert got is words
-    with pytest.raises(FeedError, match=f"of {np.dtype(np.longdouble)}, of which there are no tensors"):
-        list(virtual_feed([np.ones(2, dtype=np.longdouble)])[0])
+    batch = {"image": torch.ones(1), "y": [np.ones(2), np.ones(2, dtype=np.longdouble)]}
+    for fed in (virtual_feed([batch])[0], feed([batch], "cpu")):
+        with pytest.raises(
+            FeedError, match=rf"batch\['y'\]\[1\] is of {np.dtype(np.longdouble)}, of which there are no"
+        ):
+            list(fed)
 
 
 def test_arrays_of_bfloat16_become_tensors():

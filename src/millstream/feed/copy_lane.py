@@ -45,7 +45,7 @@ from millstream.feed.staging import (
     find_addresses,
     find_likeness,
 )
-from millstream.feed.structure import Rebuild, as_tensor, list_items, split
+from millstream.feed.structure import Rebuild, as_tensor, as_tensors, list_items, split
 
 _NEVER = threading.Event()
 MOST_KEPT_BYTES = 256 << 20
@@ -167,8 +167,8 @@ class CopyLane:
             return DeviceLoad(rebuild, self._layout, self._sections, leaves, self._staged, {}, addresses)
         staged: list[int] = []
         others: dict[int, Any] = {}
+        leaves = as_tensors(batch, leaves)
         for i, leaf in enumerate(leaves):
-            leaf = leaves[i] = as_tensor(leaf)
             if _can_be_staged(leaf):
                 staged.append(i)
             elif not isinstance(leaf, Tensor) or leaf.device.type == "cpu" or leaf.device == self.device:
@@ -482,7 +482,8 @@ class CopyLane:
                 tensors[i] = _move(_copy(leaf) if i in load.hidden else leaf, self.device)
         if load.hidden:
             # WAR: what the transform has made is in memory of the copy stream, or seen in the slot.
-            self._copy_stream.wait_event(Mark(self._context, stream, timing=False).event)
+            mark = Mark(self._context, stream, timing=False)  # others get its event when it is gone
+            self._copy_stream.wait_event(mark.event)
         return load.rebuild([tensors[i] for i in range(len(tensors))])
 
     def _take_over(self, load: DeviceLoad, made: tuple[Mark, Stream], stream: Stream) -> dict[int, Tensor]:
@@ -501,7 +502,8 @@ class CopyLane:
             if isinstance(leaf, Tensor) and leaf.device == self.device
         }
         # WAR: the source's stream may use that memory again only when it was read.
-        source_stream.wait_event(Mark(self._context, stream, timing=False).event)
+        mark = Mark(self._context, stream, timing=False)
+        source_stream.wait_event(mark.event)
         return resident
 
     # --- the end -----------------------------------------------------------------------------------------------------

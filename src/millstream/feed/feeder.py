@@ -24,9 +24,9 @@ from millstream.feed.lane import HostLane, Lane, Transform
 from millstream.feed.ledger import Ledger, Stats
 from millstream.feed.many_lane import ManyLane
 from millstream.feed.pace import PaceMaker
-from millstream.feed.progress import Note, Progress, take_state
+from millstream.feed.progress import Note, Progress, check_state, take_state
 from millstream.feed.session import Prepare, Session
-from millstream.feed.shaping import count_rows, deal, make_transform, pad_rows, share_rows
+from millstream.feed.shaping import count_rows, deal, have_rows, make_sharing, make_transform, pad_rows
 from millstream.graph import Timeline
 
 Device = str | torch.device | Place
@@ -230,7 +230,7 @@ class Feed:
             return self._make_one_lane(self.place)
         parts = len(self.places)
         lanes = [self._make_one_lane(place) for place in self.places]
-        return ManyLane(lanes, list if self._options.deal else lambda batch: share_rows(batch, parts))
+        return ManyLane(lanes, list if self._options.deal else make_sharing(parts))
 
     def _make_one_lane(self, place: Place) -> Lane[Any]:
         options = self._options
@@ -319,6 +319,7 @@ class Feed:
         Raises:
             ArgumentError: This is not the state of a feed.
         """
+        check_state(state)
         self._end_last("a state was loaded into the feed")
         self._progress.load_state_dict(state)
 
@@ -381,10 +382,12 @@ def _shape(batch: Any, options: Options, progress: Progress) -> tuple[Any, int |
     """What is to become of a batch that may be short, and how many of its rows are data, if that was asked for."""
     if not (options.drop_last or options.pad_last) or (rows := count_rows(batch)) is None:
         return batch, None
-    progress.rows = full = progress.rows or rows
+    if progress.rows is None:
+        progress.rows, progress.rowed = rows, have_rows(batch, rows)
+    full = progress.rows
     if rows >= full:
         return batch, rows
-    return (_LEFT_OUT, 0) if options.drop_last else (pad_rows(batch, rows, full), rows)
+    return (_LEFT_OUT, 0) if options.drop_last else (pad_rows(batch, rows, full, progress.rowed), rows)
 
 
 class _Shed:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from millstream.device import DeviceContext, Place, Stream, context
-from millstream.errors import ArgumentError, DeviceError, FeedError, skip_frames
+from millstream.errors import ArgumentError, DeviceError, FeedError, never_the_end, skip_frames
 from millstream.feed.channel import Channel, ChannelClosed
 from millstream.feed.layout import LeafSpec, describe_apart, narrow_repeats, plan_layout, view_leaf
 from millstream.feed.ledger import Mark
@@ -85,7 +85,7 @@ def fetch(value: Any, *, step: int | None = None, callback: Callable[[Any], obje
     Raises:
         FeedError: The current stream is being captured, or the tensors are of several devices.
     """
-    places = {leaf.device for leaf in split(value)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
+    places = {leaf.device for leaf in _split(value)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
     if len(places) > 1:
         raise FeedError(f"A result with tensors on {', '.join(sorted(map(str, places)))} must be fetched in parts.")
     fetcher = _find_fetcher(Place.of(places.pop() if places else "cpu"))
@@ -126,11 +126,10 @@ class fetch_each:  # noqa: N801 - used like a function
         values = enumerate(self._values)
         while True:
             try:
-                step, value = next(values)
-                waiting.append(fetch(value, step=step))
-                del value
-            except StopIteration:
-                break
+                if (each := next(values, None)) is None:
+                    break
+                waiting.append(fetch(each[1], step=each[0]))
+                del each
             except Exception:
                 yield from waiting  # it comes where its value would have come
                 raise
@@ -245,7 +244,7 @@ class Fetcher:
         future = Fetched(step)
         if callback is not None:
             future.add_done_callback(lambda done: None if done.exception() else callback(done.result()))
-        leaves, rebuild = split(value)
+        leaves, rebuild = _split(value)
         on_device = [i for i, leaf in enumerate(leaves) if self._can_be_staged(leaf)]
         staged = frozenset(on_device)
         others = {i: _bring(leaf) for i, leaf in enumerate(leaves) if i not in staged}
@@ -414,7 +413,9 @@ class Fetcher:
     def _bring_all(self, results: list[_Result]) -> None:
         error: BaseException | None = None
         try:
-            if self._stopped.is_set() or not wait_until_reached(self.context, self._copy(results).event, self._stopped):
+            end = None if self._stopped.is_set() else self._copy(results)
+            # The mark must live as long as its event is waited for: others get the event behind it.
+            if end is None or not wait_until_reached(self.context, end.event, self._stopped):
                 error = self._too_late()
         except Exception as caught:  # noqa: BLE001 - whatever the device says, it belongs to these results
             error = caught
@@ -518,6 +519,13 @@ class Fetcher:
         return DeviceError(f"The context of {self.context.place} was closed before the result had come.")
 
 
+def _split(value: Any) -> tuple[list[Any], Rebuild]:
+    try:
+        return split(value)
+    except StopIteration as error:  # of a type that the user has registered
+        raise never_the_end(error) from error
+
+
 def _bring(leaf: Any) -> Any:
     """A leaf that is on the host, or that only its own method can bring there."""
     if isinstance(leaf, Tensor):
@@ -528,7 +536,10 @@ def _bring(leaf: Any) -> Any:
         leaf = copy.deepcopy(leaf)  # its ``to`` may move the very object that the user goes on with, or return it
     except RuntimeError:  # of tensors that autograd has made
         leaf = copy.copy(leaf)
-    return leaf.to("cpu")
+    try:
+        return leaf.to("cpu")
+    except StopIteration as error:
+        raise never_the_end(error) from error
 
 
 def _read(result: _Result) -> list[Any]:
@@ -546,6 +557,7 @@ def _read(result: _Result) -> list[Any]:
 
 
 def _fail(result: _Result, error: BaseException) -> None:
+    error = never_the_end(error)  # which asyncio would refuse, and never complete what awaits it
     with suppress(Exception):  # which not every error lets be done
         made = copy.copy(error)  # each result gets its own note
         made.__cause__, made.__context__ = error.__cause__, error.__context__

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from millstream.device import Place
 from millstream.errors import FeedError
+from millstream.feed.layout import narrow_repeats
 from millstream.feed.ledger import Mark
-from millstream.feed.structure import as_tensor, name_leaf, split
+from millstream.feed.structure import as_tensors, name_leaf, split
 
 L = TypeVar("L", bound="Load")
 
@@ -154,7 +155,7 @@ class HostLane:
             if isinstance(leaf, Tensor):
                 if leaf.device.type != "cpu":
                     raise misplaced(batch, i, leaf, self._place)
-                num_bytes += leaf.nbytes if leaf.layout is torch.strided and not leaf.is_nested else 0
+                num_bytes += narrow_repeats(leaf).nbytes if leaf.layout is torch.strided and not leaf.is_nested else 0
         return HostLoad(batch, num_bytes)
 
     def stage(self, load: HostLoad, stopped: threading.Event) -> bool:  # noqa: ARG002
@@ -199,7 +200,7 @@ class HostLane:
 def _make_tensors(batch: Any) -> tuple[list[Any], Any]:
     """The leaves of a batch, tensors for its arrays, and the batch with these: itself, if there is none."""
     leaves, rebuild = split(batch)
-    tensors = [as_tensor(leaf) for leaf in leaves]
+    tensors = as_tensors(batch, leaves)
     return tensors, rebuild(tensors) if any(map(is_not, tensors, leaves)) else batch
 
 

@@ -34,15 +34,15 @@ from millstream.errors import DeviceError
 from millstream.graph import Span, Timeline
 
 NUM_FIRST = 16
-"""So many batches of the first pass are all measured: they show warm-up and steady state."""
+"""So many steps are all measured, and the first batch of all: they show warm-up and steady state."""
 
 INTERVAL_NS = 20_000_000
-"""Later a batch is measured that was pulled about this long after the last that was. On an H200's host it takes up to
-90 µs, and so less than 0.5 % of the time. Dice make it up to a half more or less, lest it be the same in every pass.
-And what passes between passes does not count: otherwise the first batch of each would be measured, whose copy nothing
-hides, and stand for many."""
+"""Later a step is measured in about this time, which dice choose: so no step of a pass is measured more often than
+others, be passes long or short. On an H200's host it takes up to 90 µs, and so less than 0.5 % of the time."""
 
-NEVER_NS = -(1 << 62)
+NUM_MEAN = 256
+"""About so many steps the present length of a step is a mean of: so many that a step which stalls does not have those
+behind it measured more often."""
 
 NUM_KEPT = 64
 """Steps kept for the timeline."""
@@ -261,12 +261,11 @@ class Ledger:
         self._on_host: tuple[Times, int, int] | None = None  # the same on the CPU: asked and got at
         self.unread: deque[_Step] = deque()  # complete on the host; the device may not be there yet
         self._reading = threading.Lock()
-        self._last_ns = 0  # when the batch measured last was pulled; the worker's
-        self._pulled_ns = NEVER_NS  # when the last batch was
-        self._interval_ns = 0  # between the last two of a pass, or since ever
-        self._begins = False  # whether the next one is the first of a later pass
-        self._dice, self._least_ns = random.Random(0), INTERVAL_NS  # until the next one that is measured
-        self._num_first = NUM_FIRST
+        self._asked_ns = 0  # when a batch was asked for last in this pass
+        self._step_ns: float = INTERVAL_NS  # from then to the next time, at most, on average
+        self._num_asked = 0  # times that this is a mean of
+        self._dice = random.Random(0)
+        self._num_first = NUM_FIRST  # that are still to come
         self._lag: tuple[Mark, int] | None = None  # a mark, and how far the device was behind the host there
         self.num_batches = 0
         self.num_kept = 0
@@ -281,25 +280,27 @@ class Ledger:
             is_alone: Whether it has no worker.
         """
         self.is_alone = is_alone
-        self._got = -1
+        self._got, self._asked_ns = -1, 0
         self._open = self._on_host = self._asked = None
-        if self.num_batches:
-            self._num_first, self._begins = 0, True
 
-    def ask(self, mark: Callable[[], Mark | None], times: Times | None) -> None:
+    def ask(self, mark: Callable[[], Mark | None], times: Times | None, asked_ns: int) -> None:
         """The consumer asks for a batch; this ends the step before.
 
         Args:
             mark: Notes where his stream stands.
             times: Of the batch that he will get, if it is there.
+            asked_ns: When he did so.
         """
+        if self._asked_ns:
+            self._num_asked += self._num_asked < NUM_MEAN
+            self._step_ns += (min(asked_ns - self._asked_ns, INTERVAL_NS) - self._step_ns) / self._num_asked
+        self._asked_ns = asked_ns
         if self.context is None:
-            now = time.perf_counter_ns()
             if self._on_host is not None:
                 times, asked, got = self._on_host
                 self._on_host = None
-                self._book(times, asked, got - asked, now - got, None, "compute")
-            self._asked = now
+                self._book(times, asked, got - asked, asked_ns - got, None, "compute")
+            self._asked = asked_ns
             return
         due = times is None or times.measured
         here = mark() if due or self._open is not None else None
@@ -326,18 +327,13 @@ class Ledger:
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
-    def is_due(self, index: int, now_ns: int) -> bool:
+    def is_due(self, index: int) -> bool:
         """Whether the step of the batch that is about to be pulled, the ``index``-th of its pass, is to be measured."""
-        interval_ns = now_ns - self._pulled_ns
-        if self._begins:
-            self._last_ns += max(interval_ns - self._interval_ns, 0)
-        else:
-            self._interval_ns = interval_ns
-        self._begins, self._pulled_ns = False, now_ns
-        if index >= self._num_first and now_ns - self._last_ns < self._least_ns:
-            return False
-        self._last_ns, self._least_ns = now_ns, round(INTERVAL_NS * (0.5 + self._dice.random()))
-        return True
+        if self._num_first > 0:
+            self._num_first -= index > 0
+            return True
+        # The first one of a pass waits for what a pass begins with, and is not counted.
+        return index > 0 and self._dice.random() * INTERVAL_NS < self._step_ns
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

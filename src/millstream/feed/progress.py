@@ -39,11 +39,13 @@ class Progress:
         note: What travelled with that batch. Who hands one out sets it, and does no more: a call would be a moment for
             an interrupt, behind which the batch is nobody's.
         rows: Rows of a full batch, once known.
+        rowed: Of each of its leaves, whether it had so many: of a shorter batch these are the ones that are shorter.
     """
 
     def __init__(self) -> None:
         self.note = self._initial = Note(0, None, None)
         self.rows: int | None = None
+        self.rowed: tuple[bool, ...] | None = None
         self._loaded: Note | None = None  # as long as it is the note, a state was loaded and no batch delivered since
 
     def finish(self, loader: Any) -> None:
@@ -60,10 +62,11 @@ class Progress:
             The iterator, how many batches are to be skipped, and what has the source's state, if anything does.
         """
         is_loaded, is_first = self.note is self._loaded, self.note is self._initial
-        if not is_loaded and self.position:
+        if not is_loaded and self.position:  # the last pass was left
             self._go_to(0, None)
+            is_first = True
         if not self.position:
-            self.rows = None  # batches may be of another size than those of the last pass
+            self.rows = self.rowed = None  # batches may be of another size than those of the last pass
         source = copy.deepcopy(self.note.source) if is_loaded else None  # a copy: the source may go on with the object
         stateful = loader if is_stateful(loader) else None
         if stateful is not None and source is not None:
@@ -94,18 +97,40 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain data, as far as the source's is."""
-        return {"version": VERSION, "position": self.position, "source": self.note.source, "rows": self.rows}
+        return {"version": VERSION, "position": self.position, "source": self.note.source, "rows": self.rows} | (
+            {} if self.rowed is None else {"rowed": list(self.rowed)}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next pass begin behind the batch that was delivered when ``state`` was taken.
+        """Have the next pass begin behind the batch that was delivered when ``state``, which is one, was taken.
 
         If that pass ends before it has delivered one, by an interrupt or an error, so does the one behind it.
         """
-        if not isinstance(state, dict) or state.get("version") != VERSION:
-            raise ArgumentError(f"This is not the state of a feed (version {VERSION}): {state!r:.200}")
         self._go_to(state["position"], state["source"])
         self.rows = state["rows"]
+        self.rowed = tuple(state["rowed"]) if "rowed" in state else None
         self._loaded = self.note
+
+
+def check_state(state: Any) -> None:
+    """Refuse what is not the state of a feed.
+
+    Raises:
+        ArgumentError: It is something else.
+    """
+    if (
+        not isinstance(state, dict)
+        or state.get("version") != VERSION
+        or "source" not in state
+        or not _is_count(state.get("position"))
+        or not ("rows" in state and (state["rows"] is None or _is_count(state["rows"])))
+        or not isinstance(state.get("rowed", []), list)
+    ):
+        raise ArgumentError(f"This is not the state of a feed (version {VERSION}): {state!r:.200}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def take_state(stateful: Any) -> Any:

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from millstream.errors import FeedError, skip_frames
+from millstream.errors import FeedError, never_the_end, skip_frames
 from millstream.feed.budget import Budget
 from millstream.feed.lane import Lane
 from millstream.feed.ledger import Ledger, Times
@@ -172,7 +172,7 @@ class Session:
             try:
                 if not self.closed:
                     with self._lane.in_thread():  # first of all: a new thread starts on device 0
-                        while (item := self._make(self._begin_times(time.perf_counter_ns()))) is not None:
+                        while (item := self._make(self._begin_times())) is not None:
                             self._sent.put(item)
                             del item  # which this variable would keep while the next one is made
                             if not self._begun.is_set():  # asking takes no lock
@@ -218,16 +218,16 @@ class Session:
                 return
             self._ahead.clear()
             self._next += (item,)
-            if self._looks_ahead and (ahead := self._pull(self._begin_times(self._pace.asked_ns))) is not None:
+            if self._looks_ahead and (ahead := self._pull(self._begin_times())) is not None:
                 self._ahead += (ahead,)
                 if self._max_bytes is None or item.load.num_bytes + ahead.load.num_bytes <= self._max_bytes:
                     self._stage(ahead)
         finally:
             del self
 
-    def _begin_times(self, now_ns: int) -> Times:
+    def _begin_times(self) -> Times:
         number = self._count
-        is_due = self._ledger.is_due(number, now_ns)
+        is_due = self._ledger.is_due(number)
         return Times(number, is_due, timed=is_due or self._times_all)
 
     def _make(self, times: Times) -> Item | None:
@@ -314,7 +314,7 @@ class Session:
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
             self._traceback = skip_frames(error.__traceback__, _OWN)
-            self._error = _never_the_end(error)
+            self._error = never_the_end(error)
 
     def _stop_worker(self) -> None:
         self._budget.cancel()
@@ -348,8 +348,8 @@ class Session:
                 if self._next and self._next[0] is not None and self._next[0].load is None:
                     self._next.clear()
                 if not self._next and pace.alone:
-                    times = self._ahead[0].times if self._ahead else self._begin_times(pace.asked_ns)
-                    ledger.ask(lane.mark, times)
+                    times = self._ahead[0].times if self._ahead else self._begin_times()
+                    ledger.ask(lane.mark, times, pace.asked_ns)
                     self._make_alone(times)
                 elif not self._next:
                     self._ask_worker()
@@ -383,12 +383,12 @@ class Session:
         try:
             return self._lane.deliver(load)
         except StopIteration as error:
-            raise _never_the_end(error) from error
+            raise never_the_end(error) from error
 
     def _ask_worker(self) -> None:
         self._receive(wait=False)
         times = self._next[0].times if self._next and self._next[0] is not None else None
-        self._ledger.ask(self._lane.mark, times)
+        self._ledger.ask(self._lane.mark, times, self._pace.asked_ns)
         if not self._next:
             self._receive(wait=True)
 
@@ -486,15 +486,6 @@ class Session:
         self._next.clear()
         self._ahead.clear()
         self._guest.run(self._drop_source)  # whose last part runs as the others did, if there was no worker
-
-
-def _never_the_end(error: BaseException) -> BaseException:
-    """An error as who iterates may get it: what handles a batch is not to end the pass, as if the source had ended."""
-    if not isinstance(error, StopIteration):
-        return error
-    raised = FeedError("A transform, or what moves or makes a part of a batch, has raised StopIteration.")
-    raised.__cause__ = error
-    return raised
 
 
 _OWN = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,49 +20,82 @@ def count_rows(batch: Any) -> int | None:
 
     Of packed sequences and jagged tensors, it is the number of sequences.
     """
-    for leaf in _split(batch)[0]:
-        if _is_of_sequences(leaf):
-            return int(leaf.batch_sizes[0]) if isinstance(leaf, PackedSequence) else leaf.size(0)
-        shape: Any = getattr(leaf, "shape", ())
-        if len(shape):
-            return int(shape[0])
-    return None
+    return next((rows for leaf in _split(batch)[0] if (rows := _count(leaf)) is not None), None)
 
 
-def pad_rows(batch: Any, rows: int, full: int) -> Any:
-    """Lengthen every tensor of ``rows`` rows to ``full`` by repeating its last one, which is valid data.
+def have_rows(batch: Any, rows: int) -> tuple[bool, ...]:
+    """Of each leaf of a full batch, whether it has so many rows.
+
+    Others may have as many as a short batch by chance: weights of three classes, beside the last three images.
+    """
+    return tuple(_count(leaf) == rows for leaf in _split(batch)[0])
+
+
+def _count(leaf: Any) -> int | None:
+    if _is_of_sequences(leaf):
+        return int(leaf.batch_sizes[0]) if isinstance(leaf, PackedSequence) else leaf.size(0)
+    shape: Any = getattr(leaf, "shape", ())
+    return int(shape[0]) if len(shape) else None
+
+
+def pad_rows(batch: Any, rows: int, full: int, rowed: Sequence[bool] | None = None) -> Any:
+    """Lengthen tensors of ``rows`` rows to ``full`` by repeating the last one, which is valid data.
+
+    Args:
+        batch: It.
+        rows: That it has.
+        full: That it is to have.
+        rowed: What ``have_rows`` says of a full batch. Without, or if that has another structure: all with ``rows``.
 
     Raises:
         FeedError: There are packed sequences or jagged tensors.
     """
     leaves, rebuild = _split(batch)
-    return rebuild([_pad(leaf, rows, full) for leaf in leaves])
+    return rebuild([_pad(leaf, rows, full, of) for leaf, of in zip(leaves, _fit(rowed, leaves), strict=True)])
 
 
-def _pad(leaf: Any, rows: int, full: int) -> Any:
+def _pad(leaf: Any, rows: int, full: int, is_rowed: bool) -> Any:
     tensor = _see_rows(leaf, "padded", "pad it in the source")
-    if tensor is None or len(tensor) != rows or not rows:
+    if tensor is None or len(tensor) != rows or not rows or not is_rowed:
         return leaf
     return torch.cat([tensor, tensor[-1:].expand(full - rows, *tensor.shape[1:])])
 
 
-def share_rows(batch: Any, parts: int) -> list[Any]:
+def _fit(rowed: Sequence[bool] | None, leaves: Sequence[Any]) -> Sequence[bool]:
+    return rowed if rowed is not None and len(rowed) == len(leaves) else [True] * len(leaves)
+
+
+def make_sharing(parts: int) -> Callable[[Any], list[Any]]:
+    """Return what cuts one batch after another, see ``share_rows``; the first one says what has rows."""
+    rowed: Sequence[bool] | None = None
+
+    def share(batch: Any) -> list[Any]:
+        nonlocal rowed
+        if rowed is None and (rows := count_rows(batch)) is not None:
+            rowed = have_rows(batch, rows)
+        return share_rows(batch, parts, rowed)
+
+    return share
+
+
+def share_rows(batch: Any, parts: int, rowed: Sequence[bool] | None = None) -> list[Any]:
     """Cut a batch into parts of (nearly) equally many rows, the longer ones first; what has no such rows goes to all.
 
-    With fewer rows than parts, the last parts have none.
+    With fewer rows than parts, the last parts have none. ``rowed`` as for ``pad_rows``.
 
     Raises:
         FeedError: There are packed sequences or jagged tensors.
     """
     rows = count_rows(batch)
     pieces: list[list[Any]] = []
-    for leaf in _split(batch)[0]:
+    leaves, rebuild = _split(batch)
+    for leaf, is_rowed in zip(leaves, _fit(rowed, leaves), strict=True):
         tensor = _see_rows(leaf, "divided among devices", "let deal=True give each device a whole batch")
-        if tensor is not None and len(tensor) == rows:
+        if tensor is not None and len(tensor) == rows and is_rowed:
             pieces.append(list(torch.tensor_split(tensor, parts)))
         else:
             pieces.append([leaf] * parts)
-    return [_split(batch)[1]([piece[i] for piece in pieces]) for i in range(parts)]
+    return [rebuild([piece[i] for piece in pieces]) for i in range(parts)]
 
 
 def _split(batch: Any) -> tuple[list[Any], Rebuild]:

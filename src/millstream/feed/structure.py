@@ -165,10 +165,28 @@ def as_tensor(leaf: Any) -> Any:
     try:
         return torch.from_numpy(array)
     except TypeError:
-        raise FeedError(
-            f"An array in the batch is of {array.dtype}, of which there are no tensors; let the source yield another "
-            "type."
-        ) from None
+        raise _NoTensorsError(array.dtype) from None
+
+
+class _NoTensorsError(FeedError):
+    def __init__(self, dtype: np.dtype[Any], name: str = "An array in the batch") -> None:
+        self.dtype = dtype
+        super().__init__(f"{name} is of {dtype}, of which there are no tensors; let the source yield another type.")
+
+
+def as_tensors(batch: Any, leaves: Sequence[Any]) -> list[Any]:
+    """``as_tensor`` for all leaves of a batch.
+
+    Raises:
+        FeedError: There are no tensors of an array's type; the message names it.
+    """
+    found: list[Any] = []
+    try:
+        for leaf in leaves:
+            found.append(as_tensor(leaf))  # noqa: PERF401 - what is found says where an error came
+    except _NoTensorsError as error:
+        raise FeedError(str(_NoTensorsError(error.dtype, name_leaf(batch, len(found))))) from None
+    return found
 
 
 # --- what is what ----------------------------------------------------------------------------------------------------
