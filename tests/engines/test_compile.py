@@ -344,8 +344,9 @@ def test_what_dynamo_cannot_capture_runs_between_the_graphs_with_a_warning():
         networks.assert_close(compiled(torch.ones(3)), function(torch.ones(3)))
     assert files_of(caught) == {__file__}
     networks.assert_close(compiled(-torch.ones(3)), function(-torch.ones(3)))
-    with pytest.raises(Exception, match="item"):
+    with pytest.raises(ms.CaptureError, match="Dynamo cannot trace all of it") as raised:
         ms.compile(function, strict=True)(torch.ones(3))
+    assert raised.value.where == f"{__file__}:{function.__code__.co_firstlineno + 2} in function"
 
 
 def stop_early(x):
@@ -420,7 +421,17 @@ def test_backend_of_torch_compile():
         networks.assert_close(compiled(x), model(x))
 
 
-@pytest.mark.parametrize("arguments", [{"engine": "fast"}, {"max_graphs": 0}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"engine": "fast"},
+        {"max_graphs": 0},
+        {"max_graphs": True},
+        {"strict": "yes"},
+        {"freeze": 1},
+        {"copy_outputs": None},
+    ],
+)
 def test_bad_arguments_are_named(arguments):
     with pytest.raises(ms.ArgumentError, match=str(next(iter(arguments.values())))):
         ms.compile(networks.Mlp(), **arguments)
@@ -469,3 +480,32 @@ def test_explanations_name_inputs_and_modules_as_the_user_does():
     text = ms.explain(compiled).text()
     assert "for float32 [3, 8]\n" in text
     assert "for float32 [5, 8]\n" in text
+
+
+def test_more_forms_than_dynamo_takes_are_told_of_once(monkeypatch):
+    def double(x):
+        return x * 2
+
+    monkeypatch.setattr("millstream.capture.compile.RECOMPILE_LIMIT", 3)
+    with torch._dynamo.config.patch(recompile_limit=3), torch.no_grad():
+        compiled = ms.compile(double)
+        for size in range(1, 4):
+            compiled(torch.ones(size))
+        with pytest.warns(ms.FallbackWarning, match="new forms of inputs run as plain Python") as caught:
+            for size in (4, 5, 1, 6):
+                assert torch.equal(compiled(torch.ones(size)), torch.full((size,), 2.0))
+        assert len(caught) == 1
+        assert files_of(caught) == {__file__}
+        assert "new forms" in ms.explain(compiled).text()
+
+
+def test_calls_without_anything_to_compute_are_no_fallback():
+    def double(x):
+        return None if x is None else x * 2
+
+    compiled = ms.compile(double)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ms.FallbackWarning)
+        compiled(torch.ones(3))
+        for _ in range(2):
+            assert compiled(None) is None

@@ -232,3 +232,26 @@ def test_a_copy_of_a_step_trains_the_copied_object():
     assert torch.equal(trainer.model.weight, weight)
     assert not torch.equal(other.model.weight, other_weight)
     assert len(other.step.graphs) == 1
+
+
+def yields(x):
+    yield x
+
+
+async def awaits(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "told"),
+    [
+        (yields, {}, "yields yields or awaits"),
+        (awaits, {}, "awaits yields or awaits"),
+        (3, {}, "not int"),
+        (None, {"strict": "yes"}, "strict='yes'"),
+        (None, {"copy_outputs": 1}, "copy_outputs=1"),
+    ],
+)
+def test_what_is_no_step_is_refused(function, arguments, told):
+    with pytest.raises(ms.ArgumentError, match=told):
+        ms.step(function, **arguments)

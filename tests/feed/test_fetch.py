@@ -579,3 +579,8 @@ def test_a_type_that_raises_stop_iteration_ends_nothing(monkeypatch, where):
 
     with pytest.raises(FeedError, match="StopIteration"):
         asyncio.run(get())
+
+
+def test_a_callback_that_cannot_be_called_is_refused_at_once():
+    with pytest.raises(ArgumentError, match="callback is 3"):
+        fetch(torch.ones(1), callback=3)

@@ -43,6 +43,20 @@ def test_products_of_several_matrices_count():
     assert [kernel.flops for kernel in graph.kernels if kernel.kind is KernelKind.GEMM] == [2 * 4 * 8 * 8 * 8]
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_convolutions_count_the_same_where_their_weights_are_frozen():
+    model = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3, padding=1, groups=2), torch.nn.ReLU()).eval()
+    found = []
+    for freeze in (False, True):
+        torch._dynamo.reset()
+        compiled = ms.compile(model, engine="serial", strict=True, freeze=freeze)
+        compiled(torch.ones(2, 16, 8, 8))
+        kernels = executables(compiled)[0].lowered.program.graph.kernels
+        found.append([kernel.flops for kernel in kernels if kernel.kind is KernelKind.CONV])
+        assert not {name for kernel in kernels for name in kernel.ops} & {"fn", "keep_strides"}
+    assert found[0] == found[1] == [2 * 2 * 32 * 8 * 8 * 8 * 9]
+
+
 def test_the_type_tells_costs_apart():
     assert len({key_of(dtype) for dtype in (torch.float16, torch.bfloat16)}) == 2
 

@@ -62,6 +62,13 @@ def test_times_come_from_the_timeline_when_nobody_knows_the_costs():
         (plan_serial(TOWERS), costs_of(5, 5, 5, 5, shares=(0.2, 1.0)), "its memory is busy 100 % of the time"),
         (plan_serial(TOWERS), costs_of(5, 5, 5, 5, shares=(0.9, 0.2)), "its arithmetic is busy 90 % of the time"),
         (plan_serial(chain_graph(3)), costs_of(5, 7, 5), "one chain of 3 kernels, .* 17 ns .* 7 ns: kernel 1 "),
+        (plan_serial(chain_graph(3)), costs_of(5, 7, 5), "more streams gain nothing, a shorter chain"),
+        (
+            plan_serial(chain_graph(1)),
+            costs_of(5),
+            "^one kernel, which takes 5 ns .* shorter kernel would; kernel 0 ",
+        ),
+        (plan_serial(TOWERS), costs_of(47, 47, 3, 3), "more streams gain at most 6 %, a shorter chain"),
         (SIDE_BY_SIDE, costs_of(50, 50, 20, 20), "60 % of the time all other streams wait for one chain of 2 kernels"),
         (
             SIDE_BY_SIDE,

@@ -38,7 +38,7 @@ def test_text():
   plan    streams  waits  peak memory  predicted  measured  verdict
   serial        1      0         3 kB      26 µs     27 µs  slower
   list          2      1       4.1 kB    15.3 µs     16 µs  chosen
-  not measured: 1 over the memory budget
+  not measured: 1 plan (over the memory budget)
   kind   kernels  memory moved  operations
   fused        4       8.19 kB           –
   memory: inputs 1.02 kB, state 0 B, constants 0 B; temporaries and outputs peak at 4.1 kB (4.1 kB without reuse)
@@ -175,3 +175,17 @@ def test_what_cannot_be_saved(programs, name, message, tmp_path, monkeypatch):
     with pytest.raises(ArgumentError, match=message):
         Explanation("model", programs).save(name)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pictures_of_programs_are_told_apart_by_their_inputs():
+    reports = [report_of(PLAN, costs=COSTS, inputs=(f"float32 [{size}]",)) for size in (3, 5)]
+    titles = [picture.title for report in reports for picture in report.pictures()]
+    assert [f" for float32 [{size}]: policy" in title for size, title in zip((3, 5), titles, strict=True)] == [True] * 2
+
+
+@pytest.mark.parametrize(("times", "is_told"), [(1.2, False), (4.0, True)])
+def test_a_bound_by_prediction_says_so_where_it_takes_longer(times, is_told):
+    report = report_of(PLAN, costs=COSTS)
+    chosen = Candidate("list", 2, 0, 0, 0, round(times * report.predicted_ns), CHOSEN)
+    told = report_of(PLAN, costs=COSTS, candidates=(chosen,)).bound()
+    assert ("measured it takes 4.0 times as long" in told) == is_told

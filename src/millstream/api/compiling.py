@@ -75,11 +75,12 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
             included. The environment variable ``MILLSTREAM_NSTREAMS`` overrides it.
         policy: How kernels are put on streams: ``"list"``, ``"slack"``, ``"chains"`` or ``"serial"``; ``None`` chooses.
         memory: Budget: for temporaries and outputs in bytes as an ``int``, or as a ``float`` a factor of all that the
-            program holds when it runs on one stream, parameters and inputs included. Over it, plans take fewer streams.
+            program holds when it runs on one stream, parameters and inputs included, where 2 MiB more than one stream
+            takes (64 MiB on the CPU) are always allowed. Over it, plans take fewer streams.
         freeze: Fold the parameters into the graph as constants (inference under ``torch.no_grad`` only): their later
             changes are not seen.
-        copy_outputs: Whether results are the caller's own. With ``False`` the next call overwrites them.
-        strict: Raise where otherwise a warning is given and plain torch.compile or eager Python takes over.
+        copy_outputs: Whether results are the caller's own. With ``False``, on a GPU, the next call overwrites them.
+        strict: Raise ``CaptureError`` where otherwise a warning is given and plain torch.compile or Python takes over.
         max_graphs: So many graphs keep their memory between calls; beyond, the one unused for longest gives its memory
             back.
         options: Options of TorchInductor, such as ``{"max_autotune": True}``.
@@ -87,7 +88,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     Raises:
         ArgumentError: An argument has no meaning; the message lists the choices.
     """
-    check_arguments(engine, max_graphs, options)
+    check_arguments(engine, max_graphs, options, freeze=freeze, copy_outputs=copy_outputs, strict=strict)
     scheduling = scheduling_of(streams, policy, memory)
     if model is None:
         return functools.partial(
@@ -141,11 +142,14 @@ def scheduling_of(streams: int | str, policy: str | None, memory: float | int) -
     return Scheduling(None if streams == "auto" else streams, policy, memory)  # type: ignore[arg-type]
 
 
-def check_arguments(engine: str | None, max_graphs: int, options: dict[str, Any] | None) -> None:
+def check_arguments(engine: str | None, max_graphs: int, options: dict[str, Any] | None, **switches: bool) -> None:
     """Refuse an unknown engine, a bound below one, and options that TorchInductor does not know."""
     if engine is not None and engine not in ENGINES:
         raise ArgumentError(f"Unknown engine {engine!r}; choose one of {', '.join(map(repr, ENGINES))}, or None.")
-    if not isinstance(max_graphs, int):
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name}={value!r} is neither True nor False.")
+    if not isinstance(max_graphs, int) or isinstance(max_graphs, bool):
         raise ArgumentError(f"max_graphs={max_graphs!r} is no number of graphs; give an int, 1 or more.")
     if max_graphs < 1:
         raise ArgumentError(f"max_graphs={max_graphs} leaves no graph to run; give 1 or more.")

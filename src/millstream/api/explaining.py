@@ -29,9 +29,11 @@ def explain(compiled: Any) -> Explanation:
         ArgumentError: It is something else.
     """
     compiled = _function_of(compiled)
-    fallbacks = compiled.fallbacks if isinstance(compiled, Step) else _compiled(compiled).compiler.fallbacks
     programs = tuple(_report(executable) for executable in executables(compiled))
-    return Explanation(getattr(compiled, "__name__", type(compiled).__name__), programs, tuple(fallbacks))
+    if isinstance(compiled, Step):
+        return Explanation(getattr(compiled, "__name__", type(compiled).__name__), programs, tuple(compiled.fallbacks))
+    compiler = _compiled(compiled).compiler
+    return Explanation(compiler.name, programs, tuple(compiler.fallbacks))
 
 
 def _report(executable: Executable) -> ProgramReport:

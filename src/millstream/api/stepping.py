@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -54,15 +55,15 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         streams: Likewise.
         policy: Likewise.
         memory: Likewise.
-        copy_outputs: Whether results are the caller's own. With ``False`` the next call overwrites them.
+        copy_outputs: Likewise.
         strict: Raise ``CaptureError`` where otherwise a warning is given and the function runs eagerly.
-        max_graphs: At most so many graphs (input shapes, modes, hyperparameters) are kept; the oldest is dropped.
+        max_graphs: At most so many graphs (input shapes, modes, numbers) are kept; the one unused longest is dropped.
         options: Options of TorchInductor.
 
     Raises:
         ArgumentError: An argument has no meaning; the message lists the choices.
     """
-    check_arguments(engine, max_graphs, options)
+    check_arguments(engine, max_graphs, options, copy_outputs=copy_outputs, strict=strict)
     scheduling = scheduling_of(streams, policy, memory)
     if fn is None:
         return functools.partial(
@@ -79,6 +80,10 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     if not callable(fn):
         raise ArgumentError(f"step() takes a function that does a training step, not {type(fn).__name__}.")
     name = getattr(fn, "__name__", type(fn).__name__)
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        raise ArgumentError(
+            f"step() takes a function that does a training step when it is called; {name} yields or awaits."
+        )
 
     said: set[str] = set()
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import threading
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
 
 from millstream.capture.signature import RESOLVE_REMEDY, is_lazy_view
-from millstream.capture.torch_private import count_hooks, freeze_for_backends, known_obstacles
+from millstream.capture.torch_private import count_hooks, freeze_for_backends, known_obstacles, num_refused_forms
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
 from millstream.lower import Lowered, compile_graph
 
@@ -76,8 +76,8 @@ class Compiler:
         self.freezes = freeze
         if freeze:
             freeze_for_backends()
-        self._name, self.strict, self._max_graphs, self._options = name, strict, max_graphs, options
-        self._clock = itertools.count(1)
+        self.name, self.strict, self._max_graphs, self._options = name, strict, max_graphs, options
+        self.num_runs = 0  # of graphs; a clock for their use
         self.graphs: list[Graph] = []
         self.fallbacks: list[str] = []
 
@@ -96,15 +96,16 @@ class Compiler:
             return executable
 
         run = compile_graph(
-            gm, inputs, finish, self._refuse, name=self._name, options=self._options, freeze=self.freezes
+            gm, inputs, finish, self._refuse, name=self.name, options=self._options, freeze=self.freezes
         )
         self.graphs.append(graph)
-        graph.last_used = next(self._clock)
+        graph.last_used = self.num_runs
         self._release_oldest()
 
         @functools.wraps(run)
         def call(*args: Any) -> Any:
-            graph.last_used = next(self._clock)
+            self.num_runs += 1
+            graph.last_used = self.num_runs
             return run(*args)
 
         return call
@@ -113,7 +114,7 @@ class Compiler:
         """One with the same settings, which has compiled nothing."""
         return Compiler(
             self._new_builder,
-            name=self._name,
+            name=self.name,
             strict=self.strict,
             max_graphs=self._max_graphs,
             options=self._options,
@@ -126,7 +127,7 @@ class Compiler:
             raise CaptureError(reason)
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
-            warn_user(f"{self._name}: {reason}")
+            warn_user(f"{self.name}: {reason}")
 
     def _refuse(self, error: Exception, instead: str) -> None:
         if self.strict or isinstance(error, ArgumentError):  # a wrong argument is nothing to work around
@@ -191,6 +192,7 @@ class Compiled:
         self.compiler = compiler
         self._reported = 0
         self._has_nothing = False
+        self._num_refused = num_refused_forms()
         self._function = function
         self._hooks = _Hooks(function) if isinstance(function, torch.nn.Module) else None
         self._calls: dict[tuple[int, ...], Callable[..., Any]] = {}
@@ -210,7 +212,7 @@ class Compiled:
         if not hasattr(_limit, "is_raised"):  # from PyTorch 2.13 on, each thread has its own
             dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
             _limit.is_raised = True
-        breaks = len(dynamo_utils.graph_break_reasons)
+        breaks, num_runs = len(dynamo_utils.graph_break_reasons), self.compiler.num_runs
         obstacles = None if self.compiler.graphs else known_obstacles()
         if self._hooks is not None and (numbers := self._hooks.changed()) is not None:
             self._call = self._call_for(numbers)
@@ -220,18 +222,21 @@ class Compiled:
             if isinstance(failure.inner_exception, MillstreamError):
                 raise failure.inner_exception from None
             raise
+        except (Unsupported, UserError) as error:  # with ``fullgraph=True`` only
+            raise _refusal(error) from error
         except (FailOnRecompileLimitHit, RuntimeError) as error:
             if self.compiler.strict and any(told in str(error) for told in _GIVES_UP):
                 raise CaptureError(
-                    f"Dynamo captures no more of it ({str(error).strip().splitlines()[0]}). It takes "
-                    f"{dynamo_config.recompile_limit} forms of inputs and state of one function; all models of one of "
-                    "PyTorch's own classes are one to it, and where it refuses a part of one it takes none any more."
+                    f"Dynamo captures no more of it ({str(error).strip().splitlines()[0]}). {_takes_no_more()}"
                 ) from error
             raise
         if obstacles is not None and not self.compiler.graphs:
             self._report_nothing([*(known_obstacles() - obstacles)])
         elif len(self.compiler.graphs) != self._reported or len(dynamo_utils.graph_break_reasons) > breaks:
             self._report(breaks)
+        elif self.compiler.num_runs == num_runs and num_refused_forms() > self._num_refused:
+            self._num_refused = num_refused_forms()
+            self.compiler.warn(f"new forms of inputs run as plain Python. {_takes_no_more()}")
         return result
 
     def _call_for(self, hooks: tuple[int, ...]) -> Callable[..., Any]:
@@ -270,6 +275,27 @@ class Compiled:
             self._has_nothing = True
             reasons = ", ".join(dict.fromkeys(each.strip().splitlines()[0] for each in obstacles))
             self.compiler.warn(f"nothing of it is captured ({reasons}); it runs as plain Python.")
+
+
+_OF_TORCH = str(Path(torch.__file__).parent)
+
+
+def _takes_no_more() -> str:
+    return (
+        f"Dynamo takes {dynamo_config.recompile_limit} forms of inputs and state of one function; all models of one of "
+        "PyTorch's own classes are one to it, and where it refuses a part of one it takes none any more."
+    )
+
+
+def _refusal(error: Exception) -> CaptureError:
+    stack = getattr(error, "real_stack", None) or ()
+    own = [frame for frame in stack if not frame.filename.startswith(_OF_TORCH)]
+    where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    return CaptureError(
+        f"Dynamo cannot trace all of it ({str(error).strip().splitlines()[0]}).",
+        where=where,
+        remedy="Without strict=True, that part runs as plain Python.",
+    )
 
 
 _RETURN_SELF = frozenset(

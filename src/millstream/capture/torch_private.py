@@ -293,6 +293,13 @@ def known_obstacles() -> Counter[str]:
     return Counter[str](counters["graph_break"]) + Counter[str](counters["unimplemented"])
 
 
+def num_refused_forms() -> int:
+    """How often Dynamo has refused one more form of a function, of which it takes so many. Tried on 2.11 and 2.13."""
+    from torch._dynamo.utils import counters
+
+    return sum(number for reason, number in counters["unimplemented"].items() if "recompile limit" in reason)
+
+
 __all__ = [
     "VALUE_NEEDED",
     "FakeTensor",
@@ -313,6 +320,7 @@ __all__ = [
     "modes_of_caller",
     "next_sequence_number",
     "no_compiled_modules",
+    "num_refused_forms",
     "patched",
     "plain_recurrence",
     "pretend_compiling",

@@ -138,7 +138,7 @@ def build(
     """
     engine = os.environ.get("MILLSTREAM_ENGINE") or engine
     if engine is not None and engine not in ENGINES:
-        raise ArgumentError(f"Unknown engine {engine!r}; choose one of {', '.join(ENGINES)}.")
+        raise ArgumentError(f"Unknown engine {engine!r}; choose one of {', '.join(map(repr, ENGINES))}, or none.")
     scheduling = with_environment(scheduling or Scheduling())
     plan = plan_serial(lowered.program.graph)
     check_plan(plan)

@@ -109,8 +109,8 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     **Endings.** An error of the loader is raised where its batch would have come, with its traceback, after all batches
     before it. Leaving the loop in any way (``break``, an exception, Ctrl-C) ends the threads; ``close`` and ``with`` do
     so explicitly. ``iter`` returns when the first batch has been sent: a ``transform`` must not wait for the loop.
-    Behind a pass to the loader's end slots wait for the next one, if those of this feed take no more than 64 MiB, until
-    it is closed or gone.
+    Behind a pass to the loader's end slots wait for the next one, if those of this feed take no more than 256 MiB,
+    until it is closed or gone.
 
     **Resuming.** ``state_dict()`` is that of the batch delivered last, not of those pulled ahead. A feed that has
     loaded it goes on behind that batch: by the loader's own state where it has one (as torchdata's

@@ -83,8 +83,11 @@ def fetch(value: Any, *, step: int | None = None, callback: Callable[[Any], obje
         way (256), the call waits for the first of them. An error of the device is raised by ``result()``.
 
     Raises:
+        ArgumentError: ``callback`` cannot be called.
         FeedError: The current stream is being captured, or the tensors are of several devices.
     """
+    if callback is not None and not callable(callback):
+        raise ArgumentError(f"callback is {callback!r}; it must be a function of the result.")
     places = {leaf.device for leaf in _split(value)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
     if len(places) > 1:
         raise FeedError(f"A result with tensors on {', '.join(sorted(map(str, places)))} must be fetched in parts.")

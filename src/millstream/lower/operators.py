@@ -16,14 +16,8 @@ from millstream.graph import KernelKind
 
 _LINEAR = {"linear", "_linear_pointwise", "_mkl_linear"}
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_addmm_activation", *_LINEAR}
-_CONVOLUTIONS = {
-    "convolution",
-    "convolution_backward",
-    "_convolution_pointwise",
-    "_convolution_pointwise_",
-    "convolve_dense",
-    "convolve_depthwise",
-}
+_POINTWISE = {"_convolution_pointwise", "_convolution_pointwise_"}  # oneDNN's, of weights that are frozen
+_CONVOLUTIONS = {"convolution", "convolution_backward", "convolve_dense", "convolve_depthwise", *_POINTWISE}
 _COPIES = {"copy_", "copy", "clone", "_to_copy", "convert_weight"}
 
 
@@ -43,6 +37,9 @@ def count_flops(target: Any, args: Any, kwargs: Any, value: Any) -> int:
     """Floating-point operations of a library kernel, mostly by PyTorch's own formulas; 0 where they are not known."""
     if _packet_name(target) in _LINEAR and isinstance(value, torch.Tensor) and isinstance(args[0], torch.fx.Node):
         return 2 * value.numel() * int(args[0].meta["val"].shape[-1])
+    if _packet_name(target) in _POINTWISE and isinstance(value, torch.Tensor):
+        weight = args[[argument.name for argument in target._schema.arguments].index("W")].meta.get("val")
+        return 2 * value.numel() * weight.numel() // weight.shape[0] if isinstance(weight, torch.Tensor) else 0
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     if formula is None:
         return 0

@@ -238,8 +238,7 @@ class _Translator:
                 flops=count_elementwise(set(origins))
                 if generated
                 else count_flops(target, node.args, node.kwargs, value),
-                ops=(writer.ops if writer is not None else ())
-                or tuple(dict.fromkeys(op_name(origin) for origin in origins if origin.op == "call_function")),
+                ops=(writer.ops if writer is not None else ()) or op_names(origins),
                 source=next(filter(None, map(source_line, origins)), ""),
                 parts=parts,
             )
@@ -472,6 +471,12 @@ def storage_bytes(value: torch.Tensor) -> int:
         return value.numel() * value.element_size()
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return int(last + 1) * value.element_size()
+
+
+def op_names(origins: Iterable[torch.fx.Node]) -> tuple[str, ...]:
+    """Names of the operators that a kernel is made of, without what only keeps a layout or stands for another one."""
+    names = dict.fromkeys(op_name(origin) for origin in origins if origin.op == "call_function")
+    return tuple(name for name in names if name not in ("fn", "inductor_force_stride_order", "keep_strides"))
 
 
 def op_name(node: torch.fx.Node) -> str:

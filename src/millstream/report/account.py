@@ -190,14 +190,20 @@ class Account:
         for kernel in path:
             times[str(kernel.kind)] += self.durations_ns[kernel.id]
         kinds = ", ".join(f"{percent(time, self.critical_path_ns)} {kind}" for kind, time in times.most_common(3))
-        chain = f"one chain of {count(len(path), 'kernel')}"
+        chain, needs = f"one chain of {len(path)} kernels", ", each in need of the one before"
+        if len(path) == 1:
+            chain, needs = "one kernel", ""
         if self.timeline.num_streams > 1:
             chain = f"{percent(self.alone_ns, self.timeline.end_ns)} of the time all other streams wait for {chain}"
         longest = max(path, key=lambda kernel: self.durations_ns[kernel.id])
+        gain_ns = self.timeline.end_ns - self.bound_ns
+        gain = f"at most {percent(gain_ns, self.timeline.end_ns)}"
+        if gain_ns < _WORTH_SAYING * self.timeline.end_ns:
+            gain = "nothing"
+        link = "" if len(path) == 1 else f"its longest link takes {duration(self.durations_ns[longest.id])}: "
         return (
-            f"{chain}, each in need of the one before, which takes {duration(self.critical_path_ns)} ({kinds}); "
-            f"more streams gain nothing, a shorter chain would; its longest link takes "
-            f"{duration(self.durations_ns[longest.id])}: {longest.label}"
+            f"{chain}{needs}, which takes {duration(self.critical_path_ns)} ({kinds}); "
+            f"more streams gain {gain}, a shorter {'chain' if needs else 'kernel'} would; {link}{longest.label}"
         )
 
     def _between(self) -> str:

@@ -23,6 +23,7 @@ from millstream.report.words import count, duration, operations, shorten, size, 
 from millstream.simulate import simulate
 
 _WIDTH = 118  # characters of a line
+_FAR = 1.5  # times the prediction: what that says need not be so
 _INPUTS = 6  # kinds of inputs that are told of
 _WRITERS: dict[str, Callable[[Sequence[Picture]], str]] = {".html": to_html, ".svg": to_svg, ".json": to_perfetto}
 
@@ -101,17 +102,22 @@ class ProgramReport:
         tried = [each for each in self.candidates if each.streams > 1 and each.measured_ns is not None]
         if bound and self.streams == 1 and tried:
             bound += f"; but of {count(len(tried), 'plan')} with more streams, none was quicker when measured"
+        measured_ns, predicted_ns = self.measured_ns, self.predicted_ns
+        if bound and "measured" not in self.accounts and measured_ns and predicted_ns:
+            longer = measured_ns / predicted_ns
+            bound += f"; but that is predicted, and measured it takes {longer:.1f} times as long" * (longer >= _FAR)
         return bound
 
     def pictures(self) -> list[Picture]:
         """Its runs as something to draw: the traced one first."""
         on = f"policy {self.plan.policy} on {count(self.streams, 'stream')}"
+        name = " ".join([self.graph.name, *self._inputs()])
         return [
             draw_timeline(
                 self.plan,
                 account.timeline,
                 critical=account.critical_path,
-                title=f"{self.graph.name}: {on}, {kind} {duration(account.timeline.end_ns)}",
+                title=f"{name}: {on}, {kind} {duration(account.timeline.end_ns)}",
                 caption=(f"{account.bound()}.", *self._times()[1:]),
             )
             for kind, account in self.accounts.items()
@@ -195,7 +201,9 @@ class ProgramReport:
         lines += table(("kernel", "kind", "memory moved", "operations", "made of", "from"), rows, right={0, 2, 3})
         hidden = len(self.graph.kernels) - len(largest)
         if hidden > 0:
-            lines.append(f"  … and {hidden} smaller kernels; .text(limit=None) shows them, .to_dict() has everything")
+            lines.append(
+                f"  … and {count(hidden, 'smaller kernel')}; .text(limit=None) shows them, .to_dict() has everything"
+            )
         lines += [f"  note: {note}" for note in self.notes]
         return lines
 
@@ -355,5 +363,6 @@ def _candidate_lines(candidates: Sequence[Candidate]) -> list[str]:
     lines = table(head, rows, right={1, 2, 3, 4, 5})
     dropped = Counter(each.verdict for each in candidates if not each.is_chosen and each.measured_ns is None)
     if dropped:
-        lines.append("  not measured: " + ", ".join(f"{number} {verdict}" for verdict, number in dropped.items()))
+        others = (f"{count(number, 'plan')} ({verdict})" for verdict, number in dropped.items())
+        lines.append(f"  not measured: {', '.join(others)}")
     return lines
