@@ -2,6 +2,7 @@
 
 import gc
 import random
+from contextlib import suppress
 
 import pytest
 
@@ -82,6 +83,32 @@ def test_the_allocator_leaves_what_a_capture_that_cannot_be_ended_records_into(m
         with pytest.raises(RuntimeError, match="no handle"), capture(ctx, Graph(device, {}), pool):
             raise RuntimeError("no handle")
     assert left == ([] if can_be_ended else [ctx.name_graph_pool(), (3, 4)])
+    with suppress(RuntimeError), capture(ctx, Graph(device, {}), (5, 6)):
+        pass  # where nothing fails before, but the end does
+    assert left[2:] == ([] if can_be_ended else [(5, 6)])
+
+
+def test_a_capture_is_ended_on_its_own_stream_whatever_is_current_when_it_fails(monkeypatch):
+    """On another one PyTorch refuses before it has ended anything."""
+
+    def end(self):
+        if self.device.current_stream() is not ctx.stream(0):
+            raise RuntimeError("Capture must end on the same stream it began on.")
+        ended.append(self)
+
+    ended = []
+    monkeypatch.setattr(Graph, "capture_end", end)
+    ctx, device = make_virtual_context("eager", 0)
+    graph = Graph(device, {})
+
+    def fail_elsewhere():
+        device.local.stream = ctx.stream(1)  # as the text of a plan on several streams does
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"), capture(ctx, graph):
+        fail_elsewhere()
+    assert ended == [graph]
+    assert device.current_stream() is device.default
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, RuntimeError])

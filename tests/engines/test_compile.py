@@ -1,7 +1,9 @@
 """``ms.compile``: the numbers of eager, for inference and training, whatever the calls are mixed with."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch._inductor import config as inductor_config
 import millstream as ms
 from millstream.api import executables
 from millstream.engine.build import why_not_capture
+from millstream.engine.source import compile_plan
 from millstream.graph import KernelKind, Timeline
 from millstream.lower import compile as lowering
 from millstream.lower.fx_wrapper import collect_wrappers
@@ -509,3 +512,20 @@ def test_calls_without_anything_to_compute_are_no_fallback():
         compiled(torch.ones(3))
         for _ in range(2):
             assert compiled(None) is None
+
+
+def test_what_a_plan_is_compiled_to_dies_with_its_last_user():
+    """With it goes its arena: not only when garbage is collected."""
+    compiled = ms.compile(networks.Mlp(), engine="serial", strict=True)
+    with torch.no_grad():
+        compiled(networks.example(networks.Mlp)[0])
+    (executable,) = executables(compiled)
+    arena = torch.empty(100)
+    run = compile_plan(executable.lowered.program, executable.plan, {"arena": arena})
+    dead = weakref.ref(run)
+    gc.disable()
+    try:
+        del run
+        assert dead() is None
+    finally:
+        gc.enable()

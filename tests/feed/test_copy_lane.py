@@ -3,6 +3,7 @@
 import random
 import sys
 import threading
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.device import DeviceContext
+from millstream.device.graphs import capture
 from millstream.errors import FallbackWarning, FeedError
 from millstream.feed import copy_lane, register, staging
 from millstream.feed.copy_lane import CopyLane
@@ -1147,3 +1149,40 @@ def test_arrays_that_overlap_are_staged_without_compiled_code(virtual_feed, monk
     batch = [torch.from_numpy(array[:3]), torch.from_numpy(array), torch.from_numpy(array)[1::2]]
     ((first, whole, odd),) = virtual_feed([batch], mood="eager")[0]
     assert [each.tolist() for each in (first, whole, odd)] == [[0, 1, 2], [0, 1, 2, 3, 4, 5], [1, 3, 5]]
+
+
+def test_a_transform_that_calls_an_engine_and_a_loop_that_captures_do_not_wait_for_each_other(
+    virtual_feed, monkeypatch
+):
+    """An engine takes the lock of graphs, and then that of captures."""
+
+    class Graph:
+        def capture_begin(self, *_, **__):
+            pass
+
+        def capture_end(self):
+            pass
+
+    def transform(batch):
+        is_inside.set()
+        time.sleep(0.02)
+        with device.context.graph_lock:
+            return batch
+
+    def capture_while_it_is_inside():
+        is_inside.wait(1)
+        with device.context.graph_lock, capture(device.context, Graph()):
+            done.set()
+
+    is_inside, done, got = threading.Event(), threading.Event(), []
+    fed, device = virtual_feed([torch.ones(64)] * 6, transform=transform, mood="eager")
+    passing = iter(fed)
+    next(passing)
+    is_inside.clear()
+    for work in (capture_while_it_is_inside, lambda: got.extend(passing)):
+        threading.Thread(target=work, daemon=True).start()
+    assert done.wait(20)
+    deadline = time.monotonic() + 20
+    while len(got) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(got) == 5

@@ -584,3 +584,24 @@ def test_a_type_that_raises_stop_iteration_ends_nothing(monkeypatch, where):
 def test_a_callback_that_cannot_be_called_is_refused_at_once():
     with pytest.raises(ArgumentError, match="callback is 3"):
         fetch(torch.ones(1), callback=3)
+
+
+def test_pinned_memory_that_a_late_copy_still_writes_is_lent_to_nobody(monkeypatch):
+    monkeypatch.setattr(fetch_module, "JOIN_S", 0.1)
+    ctx, device = make_virtual_context("lazy")
+    monkeypatch.setattr(device, "run_some", lambda: None)  # it makes no progress while it is asked
+    fetcher = Fetcher(ctx)
+    value = ctx.allocate(LARGE_BYTES * 2)
+    raw = device.raw(value)
+    ctx.current_stream().enqueue(lambda: raw.fill(7))
+    result = fetcher.put(value)
+    deadline = time.monotonic() + DEADLINE_S
+    while not fetcher.num_copies and time.monotonic() < deadline:
+        time.sleep(0.01)
+    fetcher.close()
+    with pytest.raises(DeviceError, match="before the result had come"):
+        result.result(DEADLINE_S)
+    block = ctx.pinned(LARGE_BYTES * 2).fill_(1)
+    device.synchronize()
+    assert bool((block == 1).all())
+    ctx.close()

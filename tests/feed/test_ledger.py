@@ -1,5 +1,6 @@
 """Where the time goes: on a made-up device clock, on the virtual device, and on the CPU."""
 
+import threading
 import time
 
 import pytest
@@ -195,6 +196,29 @@ def test_events_come_back(monkeypatch):
         ledger.get(times, lambda: Mark(context, context.current_stream()))
     ledger.close()
     assert context._lent_events == {}
+
+
+def test_a_pass_may_end_while_another_thread_reads(monkeypatch):
+    context, device = make_virtual_context("eager")
+    ledger = Ledger(context)
+
+    def mark():
+        return Mark(context, context.current_stream())
+
+    for i in range(3):
+        ledger.ask(mark, Times(i), i + 1)
+        ledger.get(Times(i), mark)
+    assert ledger.unread
+
+    def close_meanwhile():
+        device.on_query = lambda: None
+        closing = threading.Thread(target=ledger.close)
+        closing.start()
+        closing.join()
+
+    device.on_query = close_meanwhile
+    ledger.stats()
+    assert not ledger.unread
 
 
 def test_on_a_device(virtual_feed):

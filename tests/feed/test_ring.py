@@ -229,3 +229,35 @@ def test_what_an_interrupt_kept_from_going_home_goes_later(what, ends):
 def test_a_slot_comes_back_with_the_last_of_its_parcels_whatever_their_numbers(parcels):
     loan = Loan(None, None, parcels)
     assert [loan.is_last() for _ in parcels] == [False] * (len(parcels) - 1) + [True]
+
+
+def test_the_event_of_a_slot_that_is_dropped_while_the_ring_is_closed_is_lent_to_nobody_else(monkeypatch):
+    """The finalizer has claimed the batch by then, and not yet recorded where its use ends."""
+    ctx, _ = make_virtual_context("lazy")
+    ring, layout = Ring(ctx, 2, ctx.current_stream()), plan_layout(describe_leaves([torch.ones(64)]))
+    slot = ring.take(threading.Event())
+    ring.open(slot, layout, ctx.copy_stream)
+    slot.copied.record(ctx.copy_stream)
+    slot.written = True
+    loan, leaves = ring.lend_leaves(slot, layout)
+    released = slot.released
+    ring.hand_out(loan, ctx.current_stream())
+    is_there, go_on, is_capturing = threading.Event(), threading.Event(), ctx.is_capturing
+
+    def pause():
+        if threading.current_thread() is dropping:
+            is_there.set()
+            assert go_on.wait(10)
+        return is_capturing()
+
+    monkeypatch.setattr(ctx, "is_capturing", pause)
+    held = [leaves]
+    del leaves
+    dropping = threading.Thread(target=held.clear)
+    dropping.start()
+    assert is_there.wait(10)
+    ring.close()
+    lent = [ctx.acquire_event() for _ in range(4)]
+    assert not any(event is released for event in lent)
+    go_on.set()
+    dropping.join()

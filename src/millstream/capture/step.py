@@ -11,9 +11,11 @@ import contextlib
 import copy
 import functools
 import inspect
+import os
 import threading
 import time
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,6 +65,18 @@ class Fallback:
     error: CaptureError
 
 
+_steps: weakref.WeakValueDictionary[int, Step[Any, Any]] = weakref.WeakValueDictionary()
+
+
+def _start_afresh_after_fork() -> None:
+    """Another thread may have held a lock at that moment, and in the child nobody would release it."""
+    for step in [*_steps.values()]:
+        step._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh_after_fork)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -98,6 +112,7 @@ class Step(Generic[P, R]):
         self._build = build
         self._workshop = Workshop()
         self._lock = threading.RLock()
+        _steps[id(self)] = self
         self._graphs: OrderedDict[int, StepGraph] = OrderedDict()
         self._by_key: dict[Any, list[StepGraph]] = {}
         self._last: tuple[Any, list[StepGraph]] = (None, [])  # saves hashing the key of the usual call

@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -80,7 +81,16 @@ from millstream.capture.state import Lifted, become_fake, check_apart, lift
 from millstream.errors import CaptureError
 
 _TRACING = threading.RLock()
-"""Tracing patches classes and modules: one thread at a time."""
+"""Tracing patches classes and modules: one thread at a time. A forked child has another one: nobody would open this."""
+
+
+def _start_afresh_after_fork() -> None:
+    global _TRACING  # noqa: PLW0603
+    _TRACING = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh_after_fork)
 
 _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
 """What must be known before tracing begins."""

@@ -193,6 +193,10 @@ class DeviceContext:
             )
         self._idle_events[timing].append(event)
 
+    def forget_event(self, event: Event) -> None:
+        """Give a lent event up, as somebody may still record it: it is lent to nobody again."""
+        self._lent_events.pop(id(event), None)
+
     def order(self, first: Stream, then: Stream) -> None:
         """Let ``then`` wait for what has been enqueued on ``first``."""
         event = self.acquire_event()
@@ -277,7 +281,10 @@ class DeviceContext:
 
     @property
     def graph_lock(self) -> threading.RLock:
-        """Hold it from ``enter_graphs`` until the graph is launched and its results are copied."""
+        """Hold it from ``enter_graphs`` until the graph is launched and its results are copied.
+
+        Who needs the ``capture_lock``, too, takes this one first.
+        """
         return self._graph_lock
 
     @property

@@ -45,19 +45,27 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
                     graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
                 yield
             except BaseException as error:
-                try:
-                    graph.capture_end()
-                except RuntimeError:  # which only says that there was an error, or that it had not begun
-                    stop_recording(context.place.index, pool)
+                with suppress(RuntimeError):  # which only says that there was an error, or that it had not begun
+                    _end(context, graph, pool)
                 # Who captures expects that something cannot be captured, and repairs. Nobody expects Ctrl-C, or what a
                 # user's operator may raise.
                 if not isinstance(error, RuntimeError):
                     with suppress(Exception):
                         repair(context)
                 raise
-            graph.capture_end()
+            _end(context, graph, pool)
     finally:
         context.order(stream, caller)
+
+
+def _end(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool) -> None:
+    """End a capture, or let the allocator leave the pool that it records into."""
+    try:
+        with context.on(context.stream(0)):  # it can be ended on no other, and an error may have left one current
+            graph.capture_end()
+    except RuntimeError:
+        stop_recording(context.place.index, pool)
+        raise
 
 
 def repair(context: DeviceContext) -> None:

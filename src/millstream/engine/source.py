@@ -143,7 +143,7 @@ class Writer:
         filename = f"<millstream {self.program.graph.name} {id(self)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.scope)  # noqa: S102  our own text, from a checked plan
-        run: Any = self.scope["run"]
+        run: Any = self.scope.pop("run")  # which holds the scope, and so the arena: in a cycle it would outlive its use
         run.source, run.events = source, self.events
         return run  # type: ignore[no-any-return]
 

@@ -297,7 +297,8 @@ class CopyLane:
             with self._capture_lock:
                 self._checker.follow(load.layout, memories, slot, checksums)
         if self._transform is not None:
-            with self._capture_lock:
+            # In the order in which an engine takes them, of which the transform may call one.
+            with context.graph_lock, self._capture_lock:
                 self._apply(self._transform, load, memories)
         load.ready = slot.ready
         return True

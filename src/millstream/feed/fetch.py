@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import os
 import queue
 import threading
 from collections import deque
@@ -143,6 +144,15 @@ class fetch_each:  # noqa: N801 - used like a function
 
 _fetchers: dict[Place, Fetcher] = {}
 _fetchers_lock = threading.RLock()
+
+
+def _start_afresh_after_fork() -> None:
+    global _fetchers_lock  # noqa: PLW0603
+    _fetchers_lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh_after_fork)
 
 
 def _find_fetcher(place: Place) -> Fetcher:
@@ -415,6 +425,7 @@ class Fetcher:
 
     def _bring_all(self, results: list[_Result]) -> None:
         error: BaseException | None = None
+        end = None
         try:
             end = None if self._stopped.is_set() else self._copy(results)
             # The mark must live as long as its event is waited for: others get the event behind it.
@@ -422,17 +433,18 @@ class Fetcher:
                 error = self._too_late()
         except Exception as caught:  # noqa: BLE001 - whatever the device says, it belongs to these results
             error = caught
+        is_late = end is not None and isinstance(error, DeviceError)  # the copy may still be going on
         for result in results:
             try:
                 whole = result.rebuild(_read(result)) if error is None else None
             except BaseException as caught:  # noqa: BLE001 - no memory, or of a type that the user has registered
                 self._end(result, None, caught)
             else:
-                self._end(result, whole, error)
+                self._end(result, whole, error, is_late=is_late)
 
-    def _end(self, result: _Result, whole: Any, error: BaseException | None) -> None:
+    def _end(self, result: _Result, whole: Any, error: BaseException | None, *, is_late: bool = False) -> None:
         """Give back what a result has taken, then complete its future: callbacks may fetch in turn."""
-        self._free(result)
+        self._free(result, is_late=is_late)
         try:
             if error is None:
                 result.future.set_result(whole)
@@ -464,8 +476,10 @@ class Fetcher:
             self.num_copies += 1
         return Mark(device, stream, timing=False)
 
-    def _free(self, result: _Result) -> None:
-        if result.own is not None and result.host is not None:
+    def _free(self, result: _Result, *, is_late: bool = False) -> None:
+        if result.own is not None and result.host is not None and is_late and result.home is not None:
+            self._release_late(result.host, result.home)
+        elif result.own is not None and result.host is not None:
             # The copy is over, or the device is of no use any more; so the memory may go back to the caller's stream.
             self.context.release_pinned(result.host)
         result.own = result.host = result.ready = result.home = None
@@ -478,6 +492,15 @@ class Fetcher:
                 self._places.send(result.places.pop())
 
     # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _release_late(self, host: Tensor, home: Stream) -> None:
+        """Give pinned memory back into which a copy may still be going on, from memory that goes home next (WAR)."""
+        device, over = self.context, None
+        with suppress(RuntimeError, DeviceError):  # a device in an error state, or closed, copies nothing any more
+            over = device.acquire_event()
+            over.record(device.fetch_stream)
+            home.wait_event(over)
+        device.release_pinned(host, after=over)
 
     def close(self) -> None:
         """Wait for what is on its way, a bounded time, and end the thread. Closing again does nothing."""
@@ -498,8 +521,8 @@ class Fetcher:
         self._orders.put(None)  # for the thread, if this is called in it
         if self._lock.acquire(timeout=JOIN_S):  # who is in there does not wait any more
             try:
-                if self._host is not None and not self.context.closed:
-                    self.context.release_pinned(self._host)
+                if self._host is not None and self._made is not None and not self.context.closed:
+                    self._release_late(self._host, self._made.stream)
                 self._ring = self._host = self._made = None
             finally:
                 self._lock.release()

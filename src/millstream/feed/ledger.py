@@ -344,7 +344,10 @@ class Ledger:
             return
         try:
             while self.unread:
-                step = self.unread[0]
+                try:
+                    step = self.unread[0]
+                except IndexError:
+                    return
                 assert step.end is not None
                 # A device in an error state refuses to tell. A measurement is no place to raise that.
                 with context.capture_lock, suppress(RuntimeError, DeviceError), context.spare_captures():
@@ -352,7 +355,8 @@ class Ledger:
                         return
                     # The copy of a batch that was handed out was waited for, so it is over, too.
                     self._measure(step, step.end)
-                self.unread.popleft()
+                with suppress(IndexError):  # the pass has ended meanwhile
+                    self.unread.popleft()
         finally:
             self._reading.release()
 

@@ -390,9 +390,12 @@ class Ring:
         for slot in self.slots:
             slot.parcels.clear()
             slot.close()
-            slot.loan = None
             self._context.release_event(slot.copied)
-            self._context.release_event(slot.released)
+            if slot.loan is None or slot.loan.came_back:
+                self._context.release_event(slot.released)
+            else:  # a thread that drops the batch just now may be about to record it
+                self._context.forget_event(slot.released)
+            slot.loan = None
         self.slots.clear()
 
 
