@@ -220,3 +220,61 @@ def test_flags_of_the_optimizer_are_as_before():
         lambda: mlp(lambda p, lr: torch.optim.Adam(p, lr=lr, fused=True)), batches(4, 6, 4), rtol=2e-4, atol=2e-5
     )
     assert step.graphs
+
+
+def identity(value):
+    return value
+
+
+def fivefold(value):
+    return 5 * value
+
+
+class Configured(torch.optim.Optimizer):
+    """Reads numbers, lists, dicts and functions of its groups."""
+
+    def __init__(self, params):
+        super().__init__(
+            params, {"lr": 0.1, "initial_scale": 1.0, "nested": {"a": [1.0]}, "factors": [1.0], "function": identity}
+        )
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            scale = group["lr"] * group["initial_scale"] * group["nested"]["a"][0] * sum(group["factors"])
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * group["function"](scale))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group: group.update(initial_scale=3.0),
+        lambda group: group["nested"].update(a=[2.0]),
+        lambda group: group["nested"]["a"].__setitem__(0, 4.0),
+        lambda group: group.update(nested={"a": [2.0]}),
+        lambda group: group["factors"].append(2.0),
+        lambda group: group.update(factors=[7.0]),
+        lambda group: group.update(function=fivefold),
+    ],
+)
+def test_whatever_an_optimizer_may_read_of_its_groups_is_noticed(change):
+    ends = []
+    for wrap in (lambda step: step, lambda step: Step(step, build=interpret)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = Configured(model.parameters())
+
+        def step(x, model=model, optimizer=optimizer):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        wrapped = wrap(step)
+        for number in range(6):
+            if number == 4:
+                change(optimizer.param_groups[0])
+            torch.manual_seed(number)
+            wrapped(torch.randn(3, 4))
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*ends, strict=True))

@@ -12,7 +12,6 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
 
+from millstream.capture.lines import is_users
 from millstream.capture.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.capture.torch_private import count_hooks, freeze_for_backends, known_obstacles, num_refused_forms
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
@@ -277,9 +277,6 @@ class Compiled:
             self.compiler.warn(f"nothing of it is captured ({reasons}); it runs as plain Python.")
 
 
-_OF_TORCH = str(Path(torch.__file__).parent)
-
-
 def _takes_no_more() -> str:
     return (
         f"Dynamo takes {dynamo_config.recompile_limit} forms of inputs and state of one function; all models of one of "
@@ -289,7 +286,7 @@ def _takes_no_more() -> str:
 
 def _refusal(error: Exception) -> CaptureError:
     stack = getattr(error, "real_stack", None) or ()
-    own = [frame for frame in stack if not frame.filename.startswith(_OF_TORCH)]
+    own = [frame for frame in stack if is_users(frame.filename)]
     where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     return CaptureError(
         f"Dynamo cannot trace all of it ({str(error).strip().splitlines()[0]}).",

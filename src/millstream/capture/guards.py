@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from millstream.capture import torch_private
 from millstream.capture.attributes import Attributes, Items
-from millstream.capture.discover import MISSING
+from millstream.capture.discover import MAX_ITEMS, MISSING
 from millstream.capture.optimizers import CountPlace, NumberPlace
 from millstream.capture.python_state import differs, look
 from millstream.capture.quick import QuickGuards, load_library
@@ -50,6 +50,10 @@ class Break:
     key: Any = None
     is_final: bool = False
     is_tensor: bool = False
+
+
+MAX_DEPTH = 3
+"""Lists and dicts in an optimizer's groups are looked into so far."""
 
 
 @dataclass(slots=True)
@@ -405,17 +409,37 @@ def _add_optimizer(
     for number, group in enumerate(optimizer.param_groups):
         guards.copies.append((group["params"], [*group["params"]]))
         guards.objects.add(group, "params", group["params"])
-        for key, value in group.items() if has_stepped else ():
-            guards.names[id(group), key] = f"{name}.param_groups[{number}][{key!r}]"
-            if isinstance(value, SCALARS):
-                if (id(optimizer), number, key, None) not in free and not key.startswith("initial_"):
-                    guards.plain.add(group, key, value)
-            elif isinstance(value, tuple):
-                if any((id(optimizer), number, key, item) in free for item in range(len(value))):
-                    continue
-                (guards.objects if any(isinstance(item, Tensor) for item in value) else guards.plain).add(
-                    group, key, value
-                )
+        lifted = {(key, item) for owner, place, key, item in free if (owner, place) == (id(optimizer), number)}
+        if has_stepped:
+            _add_group(guards, f"{name}.param_groups[{number}]", group, lifted)
+
+
+def _add_group(guards: Guards, name: str, group: dict[str, Any], lifted: set[tuple[str, int | None]]) -> None:
+    """Expect what an optimizer may read of a group to be what it was, but for numbers that a graph is given anew."""
+    lifted_keys = {key for key, _ in lifted}
+    for key, value in group.items():
+        guards.names[id(group), key] = f"{name}[{key!r}]"
+        if isinstance(value, SCALARS):
+            if (key, None) not in lifted:
+                guards.plain.add(group, key, value)
+        elif key == "params" or key in lifted_keys or isinstance(value, Tensor):
+            continue
+        elif isinstance(value, tuple):
+            has_tensors = any(isinstance(item, Tensor) for item in value)
+            (guards.objects if has_tensors else guards.plain).add(group, key, value)
+        else:
+            guards.objects.add(group, key, value)
+            _add_contents(guards, guards.names[id(group), key], value, MAX_DEPTH)
+
+
+def _add_contents(guards: Guards, name: str, container: Any, depth: int) -> None:
+    """Expect a list or dict that an optimizer may read to hold what it holds, and so those within it."""
+    if depth == 0 or not isinstance(container, list | dict) or len(container) > MAX_ITEMS:
+        return
+    guards.measure(name, container)
+    for key in _keys(container):
+        guards.expect(container, key, container[key], f"{name}[{key!r}]")
+        _add_contents(guards, f"{name}[{key!r}]", container[key], depth - 1)
 
 
 def _may_have_children(module: nn.Module) -> bool:

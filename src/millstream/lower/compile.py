@@ -37,7 +37,7 @@ from millstream.lower.convolutions.writers import find_launches
 from millstream.lower.fx_wrapper import SOUND, collect_wrappers
 from millstream.lower.kept_reads import KeepReads
 from millstream.lower.ordering import writes_stay_in_front
-from millstream.lower.patterns import shuffles_match_nothing
+from millstream.lower.patterns import multiply_before_adding, shuffles_match_nothing
 from millstream.lower.pooling import decompositions
 from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
@@ -170,7 +170,7 @@ def compile_graph(
         # A cached AOT artefact would skip the lowering, which is all we are here for.
         functorch_config.patch(enable_autograd_cache=False),
     ):
-        table = {**decompositions(), **random_decompositions()}
+        table = multiply_before_adding({**decompositions(), **random_decompositions()})
         return compile_fx(gm, list(inputs), inner, decompositions=table)  # type: ignore[no-any-return, arg-type]
 
 
