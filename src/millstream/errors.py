@@ -85,6 +85,14 @@ class FeedError(MillstreamError):
     """A batch cannot be fed to the device; the message names the leaf and the remedy."""
 
 
+class InternalError(MillstreamError):
+    """A bug in Millstream: please report it with the message."""
+
+
+class FallbackWarning(UserWarning):
+    """Something could not be captured, lowered or scheduled, so it runs as plain torch.compile or eager instead."""
+
+
 def never_the_end(error: BaseException) -> BaseException:
     """An error as who iterates may get it: what handles a batch is not to end the pass, as if the source had ended."""
     if not isinstance(error, StopIteration):
@@ -92,14 +100,6 @@ def never_the_end(error: BaseException) -> BaseException:
     raised = FeedError("A transform, or what moves or makes a part of a batch, has raised StopIteration.")
     raised.__cause__ = error
     return raised
-
-
-class InternalError(MillstreamError):
-    """A bug in Millstream: please report it with the message."""
-
-
-class FallbackWarning(UserWarning):
-    """Something could not be captured, lowered or scheduled, so it runs as plain torch.compile or eager instead."""
 
 
 def skip_frames(traceback: TracebackType | None, own: Set[CodeType]) -> TracebackType | None:

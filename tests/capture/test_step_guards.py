@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from millstream.capture import Step, quick
 from millstream.errors import FallbackWarning
 from tests.capture.worlds import World, batches, check, interpret, plain
+from tests.processes import output_of
 
 
 @pytest.fixture(autouse=True, params=["compiled", "python"])
@@ -454,3 +456,32 @@ def test_optimizer_state_that_is_reset(how):
             state[weight] = {} if how == "emptied" else {"momentum_buffer": torch.ones_like(weight)}
 
     run(reset, make=lambda: world(kind=torch.optim.SGD, momentum=0.9))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_has_locks_of_its_own():
+    """At that moment another thread of the parent may hold them."""
+    told = output_of(
+        """
+        import importlib, os, threading, warnings
+        from millstream.capture import Step, trace
+        fetch = importlib.import_module("millstream.feed.fetch")
+        warnings.simplefilter("ignore")  # about threads in who forks
+
+        step, held, done = Step(print, build=None), threading.Event(), threading.Event()
+        def hold():
+            with trace._TRACING, step._lock, fetch._fetchers_lock:
+                held.set()
+                done.wait()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            locks = trace._TRACING, step._lock, fetch._fetchers_lock
+            os._exit(sum(not lock.acquire(timeout=1) for lock in locks))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        done.set()
+        """
+    )
+    assert told.split() == ["0"]

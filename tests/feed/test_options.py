@@ -316,6 +316,11 @@ def test_a_short_batch_is_padded_with_its_last_row(make_feed):
     assert valid == [4, 4, 2] * 2
 
 
+def test_a_batch_without_rows_does_not_say_how_many_a_full_one_has(make_feed):
+    fed = make_feed(rows(0, 4, 2), pad_last=True)
+    assert [len(batch["x"]) for batch in fed] == [0, 4, 4]
+
+
 def test_a_short_batch_is_left_out(make_feed):
     fed = make_feed(rows(4, 4, 2), drop_last=True)
     for _ in range(2):

@@ -382,7 +382,7 @@ def _shape(batch: Any, options: Options, progress: Progress) -> tuple[Any, int |
     """What is to become of a batch that may be short, and how many of its rows are data, if that was asked for."""
     if not (options.drop_last or options.pad_last) or (rows := count_rows(batch)) is None:
         return batch, None
-    if progress.rows is None:
+    if not progress.rows:  # a batch without any tells nothing
         progress.rows, progress.rowed = rows, have_rows(batch, rows)
     full = progress.rows
     if rows >= full:
