@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from millstream.capture import Step
-from millstream.capture.discover import discover
+from millstream.capture.state.discover import discover
 from tests.capture.worlds import assert_same, interpret
 
 MODEL = nn.Linear(2, 2)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from millstream.capture.modes import FunctionWatch
-from millstream.capture.scalars import GraphScalar, Questions, math_takes_scalars
+from millstream.capture.trace.modes import FunctionWatch
+from millstream.capture.trace.scalars import GraphScalar, Questions, math_takes_scalars
 
 VALUE = 0.75
 

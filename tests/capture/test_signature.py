@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from millstream.capture.signature import LEAF, Leaf, Reference, meta_of, put_together, take_apart, walk, walk_arguments
+from millstream.capture.state.signature import (
+    LEAF,
+    Leaf,
+    Reference,
+    meta_of,
+    put_together,
+    take_apart,
+    walk,
+    walk_arguments,
+)
 
 Pair = collections.namedtuple("Pair", "left right")
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from millstream.capture.discover import discover
-from millstream.capture.optimizers import CountsOnDevice
-from millstream.capture.state import become_fake, find_mirrored, lift
-from millstream.capture.torch_private import FakeTensor, FakeTensorMode, has_tensor_hooks, storage_id
+from millstream._torch.hooks import has_tensor_hooks
+from millstream._torch.tensors import FakeTensor, FakeTensorMode, storage_id
+from millstream.capture.state.discover import discover
+from millstream.capture.state.lift import become_fake, find_mirrored, lift
+from millstream.capture.trace.patches.optimizers import CountsOnDevice
 
 
 def test_tensors_become_fake_in_every_place_and_real_again():

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from millstream.capture import Step, quick
+from millstream.capture import Step
+from millstream.capture.guards import native
 from tests.capture.worlds import World, batches, check, interpret, plain
 
 
 @pytest.fixture(autouse=True, params=["compiled", "python"])
 def _way(request, monkeypatch):
     if request.param == "compiled":
-        monkeypatch.setattr(quick, "DEVICES", frozenset({"cpu"}))
+        monkeypatch.setattr(native, "DEVICES", frozenset({"cpu"}))
 
 
 class Mode(enum.Enum):

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from millstream.capture import Step, quick
+from millstream.capture import Step
+from millstream.capture.guards import native
 from millstream.errors import FallbackWarning
 from tests.capture.worlds import World, batches, check, interpret, plain
 from tests.processes import output_of
@@ -21,7 +22,7 @@ from tests.processes import output_of
 def _way(request, monkeypatch):
     """Both ways to check notice the same: the compiled one, which steps on a device use, and the one in Python."""
     if request.param == "compiled":
-        monkeypatch.setattr(quick, "DEVICES", frozenset({"cpu"}))
+        monkeypatch.setattr(native, "DEVICES", frozenset({"cpu"}))
 
 
 class Net(nn.Module):
@@ -464,13 +465,14 @@ def test_a_forked_child_has_locks_of_its_own():
     told = output_of(
         """
         import importlib, os, threading, warnings
-        from millstream.capture import Step, trace
+        from millstream.capture import Step
+        from millstream.capture.trace import tracer
         fetch = importlib.import_module("millstream.feed.fetch")
         warnings.simplefilter("ignore")  # about threads in who forks
 
         step, held, done = Step(print, build=None), threading.Event(), threading.Event()
         def hold():
-            with trace._TRACING, step._lock, fetch._fetchers_lock:
+            with tracer._TRACING, step._lock, fetch._fetchers_lock:
                 held.set()
                 done.wait()
         thread = threading.Thread(target=hold)
@@ -478,7 +480,7 @@ def test_a_forked_child_has_locks_of_its_own():
         held.wait()
         child = os.fork()
         if child == 0:
-            locks = trace._TRACING, step._lock, fetch._fetchers_lock
+            locks = tracer._TRACING, step._lock, fetch._fetchers_lock
             os._exit(sum(not lock.acquire(timeout=1) for lock in locks))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         done.set()

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from millstream.capture import Step, quick
+from millstream.capture import Step
+from millstream.capture.guards import native
 from millstream.errors import FallbackWarning
 from tests.capture.worlds import assert_same, interpret
 
@@ -23,7 +24,7 @@ from tests.capture.worlds import assert_same, interpret
 def _way(request, monkeypatch):
     """Both ways to check notice the same: the compiled one, which steps on a device use, and the one in Python."""
     if request.param == "compiled":
-        monkeypatch.setattr(quick, "DEVICES", frozenset({"cpu"}))
+        monkeypatch.setattr(native, "DEVICES", frozenset({"cpu"}))
 
 
 def of_attribute(holder):

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from millstream._torch.tensors import place_of_implementation
 from millstream.device import likeness
 from millstream.device.likeness import Likeness
-from millstream.lower.tensors import place_of_implementation
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"

@@ -11,13 +11,13 @@ from torch._inductor.utils import GPU_ALIGN_BYTES
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import millstream as ms
+from millstream._torch.tensors import ALIGNMENT_BYTES, copy_elements, realign
 from millstream.api import executables
 from millstream.cost import Costs, KernelCost
 from millstream.device import context
 from millstream.engine import source
 from millstream.engine.source import compile_plan
 from millstream.lower import compile as lowering
-from millstream.lower.tensors import ALIGNMENT_BYTES, copy_elements, realign
 from millstream.schedule import plan_graph
 from tests import networks
 

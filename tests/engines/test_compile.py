@@ -489,7 +489,7 @@ def test_more_forms_than_dynamo_takes_are_told_of_once(monkeypatch):
     def double(x):
         return x * 2
 
-    monkeypatch.setattr("millstream.capture.compile.RECOMPILE_LIMIT", 3)
+    monkeypatch.setattr("millstream.capture.model.RECOMPILE_LIMIT", 3)
     with torch._dynamo.config.patch(recompile_limit=3), torch.no_grad():
         compiled = ms.compile(double)
         for size in range(1, 4):

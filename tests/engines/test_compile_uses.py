@@ -14,7 +14,7 @@ from torch._dynamo import config as dynamo_config
 
 import millstream as ms
 from millstream.api import executables
-from millstream.capture import compile as compile_module
+from millstream.capture import model as compile_module
 from tests import networks
 
 # Dynamo does not look into a compiled model within another, and says so.

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import millstream as ms
+from millstream._torch.tensors import storage_view
 from millstream.api import executables
 from millstream.device import DeviceContext, context
 from millstream.engine import captured, cuda_graph, in_place
@@ -34,7 +35,6 @@ from millstream.engine.in_place import (
 from millstream.engine.replayer import Replayer, are_apart, bytes_in_place
 from millstream.errors import CaptureError, DeviceError, PlanError
 from millstream.lower import Phase
-from millstream.lower.tensors import storage_view
 from millstream.schedule import plan_serial
 from tests import networks
 from tests.engines.host_driver import GRAPH, launch

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
+from millstream._torch.tensors import noted_lengths
 from millstream.errors import ArgumentError, FeedError
 from millstream.feed import feed, register, structure
 from millstream.feed.structure import as_tensor, name_leaf, split
-from millstream.lower.tensors import noted_lengths
 
 
 class Pair(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import torch
 
-from millstream.capture.compile import Builder, Compiled, Compiler, compile_module
+from millstream.capture.model import Builder, Compiled, Compiler, compile_module
 from millstream.engine import ENGINES, Family, Scheduling, build
 from millstream.errors import ArgumentError
 from millstream.lower import check_options

@@ -6,8 +6,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from millstream.capture.compile import Compiled, CompiledModule
-from millstream.capture.step import Step
+from millstream.capture.model import Compiled, CompiledModule
+from millstream.capture.step.step import Step
 from millstream.cost import Roofline
 from millstream.engine import Executable
 from millstream.errors import ArgumentError

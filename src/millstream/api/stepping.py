@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 
+from millstream._torch.modes import is_any_autocast_enabled
+from millstream._torch.tensors import without_autocast
 from millstream.api.compiling import check_arguments, scheduling_of
-from millstream.capture.step import P, R, Step
-from millstream.capture.torch_private import is_any_autocast_enabled
+from millstream.capture.step.step import P, R, Step
 from millstream.engine import Executable
 from millstream.engine import build as build_executable
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
 from millstream.lower import Lowered, compile_graph
-from millstream.lower.tensors import without_autocast
 from millstream.passes import split_gradients
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millstream._torch.streams import RunOn, current_stream_handle, event_type, is_capturing
 from millstream.device.guard import guard
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
 from millstream.device.native import enqueuer, lender, with_pointer
 from millstream.device.place import Place
-from millstream.lower.streams import RunOn, current_stream_handle, event_type, is_capturing
 
 GraphPool = tuple[int, int]
 """PyTorch's name for a memory pool that CUDA graphs share; ``(0, 0)`` means none."""

@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from millstream._torch.streams import RunOn, stop_recording
 from millstream.device.context import DeviceContext
 from millstream.device.driver import GraphPool, capture_nothing
 from millstream.device.guard import guard
-from millstream.lower.streams import RunOn, stop_recording
 
 
 @contextmanager

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from millstream._torch.tensors import reinterpret
 from millstream.graph import MemoryLayout
 from millstream.lower.program import Program
-from millstream.lower.tensors import reinterpret
 
 
 def bind_arena(program: Program, layout: MemoryLayout) -> dict[str, torch.Tensor]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from millstream._torch.streams import current_stream_handle
+from millstream._torch.tensors import allocator, copy_elements, reinterpret, same_addresses, storage_view
 from millstream.device import DeviceContext
 from millstream.device.driver import GraphPool
 from millstream.device.graphs import capture
@@ -21,8 +23,6 @@ from millstream.engine.workspaces import take_workspaces
 from millstream.graph import Plan, Role, Spread
 from millstream.lower import Lowered, Phase
 from millstream.lower.program import Value, is_generated
-from millstream.lower.streams import current_stream_handle
-from millstream.lower.tensors import allocator, copy_elements, reinterpret, same_addresses, storage_view
 
 
 class Family:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from millstream._torch.streams import current_stream_handle
 from millstream.device.native import Copies, enqueuer
-from millstream.lower.streams import current_stream_handle
 
 
 class Forms:

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from millstream._torch.streams import current_stream_handle
 from millstream.cost import Costs
 from millstream.device import DeviceContext, context, guard
 from millstream.device.driver import GraphPool
@@ -45,7 +46,6 @@ from millstream.engine.trial import Trials
 from millstream.errors import DeviceError, InternalError, PlanError
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase
-from millstream.lower.streams import current_stream_handle
 from millstream.schedule import peak_bytes
 
 #: After so many captures because parameters moved, they are copied into slots like any other input.

@@ -14,11 +14,11 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from millstream._torch.streams import current_stream_handle
+from millstream._torch.tensors import place_of_implementation
 from millstream.device.gates import Gatekeeper, Gates, GraphCopy, gatekeeper
 from millstream.device.likeness import Likeness
 from millstream.engine.carrier import Forms, can_be_carried
-from millstream.lower.streams import current_stream_handle
-from millstream.lower.tensors import place_of_implementation
 
 MOST_BYTES = 1 << 20
 """So much is copied in this way, inputs and results together: to copy more takes longer than to ask for it."""

@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 import torch
 
+from millstream._torch.tensors import storage_view
 from millstream.device import DeviceContext, Event
 from millstream.engine import in_place
 from millstream.engine.in_place import LEAST_BYTES, SAMPLES, Addresses, Comparison, Landings
 from millstream.graph import Role
 from millstream.lower import Lowered, Phase
-from millstream.lower.tensors import storage_view
 
 
 class Replay(Protocol):

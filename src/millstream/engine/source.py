@@ -27,12 +27,12 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
+from millstream._torch.streams import current_stream_handle
+from millstream._torch.tensors import ALIGNMENT_BYTES, allocator, copy_elements, realign, reinterpret
 from millstream.device import DeviceContext, Event
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
 from millstream.lower.program import Program, Value
-from millstream.lower.streams import current_stream_handle
-from millstream.lower.tensors import ALIGNMENT_BYTES, allocator, copy_elements, realign, reinterpret
 
 #: ``observe(kernel, launch, written) -> result``: launches a kernel in its own way. Launching it again would write
 #: other values to these tensors, because it updates some of them in place.

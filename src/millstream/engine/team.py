@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from millstream._torch.tensors import place_of_implementation
 from millstream.device.native import build, torch_options
 from millstream.errors import InternalError
-from millstream.lower.tensors import place_of_implementation
 
 _SOURCE = Path(__file__).with_name("threads.cpp")
 

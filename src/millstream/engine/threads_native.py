@@ -28,11 +28,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from millstream.engine.team import Library, Team, library
-from millstream.errors import InternalError
-from millstream.graph import Allocate, Free, Kernel, Launch, Plan, Record, Wait
-from millstream.lower.program import Call, Program, Value
-from millstream.lower.tensors import (
+from millstream._torch.tensors import (
     ALIGNMENT_BYTES,
     copy_elements,
     from_handle,
@@ -40,6 +36,10 @@ from millstream.lower.tensors import (
     realign,
     reinterpret,
 )
+from millstream.engine.team import Library, Team, library
+from millstream.errors import InternalError
+from millstream.graph import Allocate, Free, Kernel, Launch, Plan, Record, Wait
+from millstream.lower.program import Call, Program, Value
 
 Runner = Callable[[list[Any]], list[Any]]
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from millstream._torch.tensors import storage_view
 from millstream.lower.program import Program
-from millstream.lower.tensors import storage_view
 
 
 @contextmanager

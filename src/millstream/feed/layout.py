@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from millstream.lower.tensors import reinterpret
+from millstream._torch.tensors import reinterpret
 
 ALIGNMENT_BYTES = 256
 """Each leaf starts on this boundary: what CUDA allocations guarantee, and more than any dtype asks for."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millstream._torch.tensors import place_of_implementation
 from millstream.device.native import as_builtin, load, torch_options
 from millstream.feed.layout import Layout
-from millstream.lower.tensors import place_of_implementation
 
 _SOURCE = Path(__file__).with_name("lending.cpp")
 

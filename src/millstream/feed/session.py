@@ -38,12 +38,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from millstream._torch.thread_modes import Guest
 from millstream.errors import FeedError, never_the_end, skip_frames
 from millstream.feed.budget import Budget
 from millstream.feed.lane import Lane
 from millstream.feed.ledger import Ledger, Times
 from millstream.feed.pace import Pace
-from millstream.lower.apart import Guest
 
 _generation = 0  # of processes: how many forks lie behind this one. To ask for its number takes a call of the system
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millstream._torch.tensors import place_of_implementation
 from millstream.device import DeviceContext, Event
 from millstream.device.likeness import Likeness
 from millstream.device.native import Filling, filler
 from millstream.feed.layout import Layout, Section, narrow_repeats, see_source, view_leaf
-from millstream.lower.tensors import place_of_implementation
 
 SECTION_BYTES = 16 << 20
 """Larger batches are staged and sent in sections of about this size. So their copy begins when a part is staged, and

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from millstream._torch.tensors import noted_lengths
 from millstream.errors import ArgumentError, FeedError
-from millstream.lower.tensors import noted_lengths
 
 T = TypeVar("T")
 

@@ -23,6 +23,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.utils import should_assume_input_aligned
 
+from millstream._torch.tensors import without_autocast
 from millstream.errors import ArgumentError, LoweringError
 from millstream.lower.convolutions.ahead import Launch, compiling
 from millstream.lower.convolutions.channels import align_channels, puts_channels_last
@@ -43,7 +44,6 @@ from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
 from millstream.lower.randoms import random_decompositions
 from millstream.lower.shortcuts import shortcuts
-from millstream.lower.tensors import without_autocast
 from millstream.lower.tiles import tiles_stay_within
 from millstream.lower.translate import translate
 

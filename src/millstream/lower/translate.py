@@ -23,13 +23,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies
 from millstream.lower.convolutions.writers import arguments_of, convolve_relu, find_epilogue, find_join, find_writer
 from millstream.lower.fx_wrapper import GeneratedKernel
 from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
 from millstream.lower.program import EMPTY, Call, Layout, Program, Value, View
-from millstream.lower.tensors import ALIGNMENT_BYTES, realign
 
 
 def translate(

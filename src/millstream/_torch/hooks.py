@@ -1,0 +1,58 @@
+"""Hooks on tensors, modules and optimizers. Tried on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.modules.module as nn_module
+from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
+
+
+def count_hooks() -> int:
+    """Number of hooks registered so far in this process, on tensors, modules and optimizers. Tried on 2.11 and 2.13."""
+    return RemovableHandle.next_id
+
+
+def hooks_of_all_modules() -> tuple[Any, ...]:
+    """Hooks that run whenever any module is called. Tried on 2.11 and 2.13."""
+    return *nn_module._global_forward_pre_hooks.values(), *nn_module._global_forward_hooks.values()
+
+
+def hooks_for_all() -> tuple[dict[int, Any], ...]:
+    """Where hooks are that run whenever any module is called, or any optimizer steps. Tried on 2.11 and 2.13."""
+    return (
+        nn_module._global_forward_pre_hooks,
+        nn_module._global_forward_hooks,
+        nn_module._global_backward_pre_hooks,
+        nn_module._global_backward_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+
+
+def hooks_of_module(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Hooks that run when ``module`` is called. Tried on 2.11 and 2.13."""
+    return *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+
+
+def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """Hooks that run when ``optimizer`` steps. Tried on 2.11 and 2.13."""
+    return *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether the user registered a hook on ``tensor`` that runs during backward. Tried on 2.11 and 2.13."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether the user registered a hook on ``module`` that runs during backward. Tried on 2.11 and 2.13."""
+    return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
+
+
+def has_global_backward_hooks() -> bool:
+    """Whether the user registered one on all modules. Tried on 2.11 and 2.13."""
+    return bool(nn_module._global_backward_hooks) or bool(nn_module._global_backward_pre_hooks)

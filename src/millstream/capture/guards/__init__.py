@@ -1,0 +1,1 @@
+"""What a captured graph takes for granted, and whether it still holds."""

@@ -1,0 +1,91 @@
+"""Compiled checks for steps on a device, where the host's time counts: see ``quick_guards.cpp``.
+
+Where there is no compiler, Python checks alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from millstream._torch.tensors import place_of_implementation
+from millstream.capture.state.discover import MISSING
+from millstream.device.native import load, torch_options
+
+DEVICES = frozenset({"cuda"})
+"""Where tensors must be for their step to be checked in this way. On the host, kernels take longer than checks."""
+
+_SOURCE = Path(__file__).with_name("quick_guards.cpp")
+
+
+class QuickGuards:
+    """Conditions on entries, containers and tensors, in compiled code.
+
+    Args:
+        library: From ``load_library``.
+        entries: Dict, list, closure cell or mapping; key; and the value it must hold, or ``MISSING``.
+        containers: Dicts and lists that must keep their length.
+        tensors: Must keep their memory, their layout, and whether they require a gradient.
+        gradients: What each of them must have.
+        written: Tensors whose versions ``bump_versions`` counts up.
+
+    Raises:
+        ValueError: Something cannot be watched in this way.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.PyDLL,
+        entries: Sequence[tuple[Any, Any, Any]],
+        containers: Sequence[Any],
+        tensors: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        written: Sequence[Tensor],
+    ) -> None:
+        # The compiled code borrows; holding on to things is left to Python, whose collector can see through it.
+        self._kept = (list(entries), list(containers), list(tensors), list(gradients), list(written))
+        self._drop = library.millstream_drop
+        self._handle = handle = ctypes.c_void_p(library.millstream_make(place_of_implementation()))
+        self.hold = functools.partial(library.millstream_hold, handle)
+        self.bump_versions = functools.partial(library.millstream_bump_versions, handle)
+        accepted = [
+            library.millstream_add_entry(handle, id(holder), id(key), None if value is MISSING else id(value))
+            for holder, key, value in entries
+        ]
+        accepted += (library.millstream_add_length(handle, id(container)) for container in containers)
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            wanted = None if gradient is None else gradient._cdata
+            accepted.append(library.millstream_add_tensor(handle, id(tensor), wanted))
+        accepted += (library.millstream_add_written(handle, id(tensor)) for tensor in written)
+        if not all(accepted):
+            raise ValueError("These conditions are beyond the compiled code.")
+
+    def __del__(self) -> None:
+        self._drop(self._handle)
+
+
+@functools.cache
+def load_library() -> ctypes.PyDLL | None:
+    """The compiled code, or ``None`` where it cannot be had."""
+    library, pointer = load(_SOURCE, *torch_options()), ctypes.c_void_p
+    if library is None or place_of_implementation() is None:
+        return None
+    signatures: dict[str, tuple[Any, Iterable[Any]]] = {
+        "make": (pointer, (ctypes.c_size_t,)),
+        "drop": (None, (pointer,)),
+        "add_entry": (ctypes.c_int, (pointer,) * 4),
+        "add_length": (ctypes.c_int, (pointer,) * 2),
+        "add_tensor": (ctypes.c_int, (pointer,) * 3),
+        "add_written": (ctypes.c_int, (pointer,) * 2),
+        "hold": (ctypes.c_int, (pointer,)),
+        "bump_versions": (None, (pointer,)),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"millstream_{name}")
+        function.restype, function.argtypes = result, list(arguments)
+    return library

@@ -1,0 +1,377 @@
+"""``ms.compile``: a model or function, captured by Dynamo, run as programs of ours.
+
+Dynamo captures and guards; AOT autograd splits forward from backward; ``lower`` turns each graph into a program. What
+Dynamo cannot capture it runs as plain Python between the graphs, and what cannot be lowered runs on plain Inductor: the
+results are right in any case, and one warning names the reason and the line. With ``strict`` the same reasons raise.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
+
+from millstream._torch.dynamo import freeze_for_backends, known_obstacles, num_refused_forms
+from millstream._torch.hooks import count_hooks
+from millstream.capture.lines import is_users
+from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
+from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
+from millstream.lower import Lowered, compile_graph
+
+#: Dynamo gives up on a function after this many versions; a user of many input shapes meets its default of 8 too soon.
+RECOMPILE_LIMIT = 64
+
+
+class Runnable(Protocol):
+    """What a builder makes of a lowered program."""
+
+    def __call__(self, inputs: list[Any]) -> list[Any]: ...
+
+    def release(self) -> None: ...
+
+
+#: Makes executables for the programs (forward, backward) of one graph.
+Builder = Callable[[Lowered], Runnable]
+
+
+class Graph:
+    """One captured graph: its programs, in the order they were lowered, and when it was last used."""
+
+    def __init__(self) -> None:
+        self.executables: list[Any] = []
+        self.last_used = 0
+
+
+class Compiler:
+    """A Dynamo backend that remembers what it compiled.
+
+    Args:
+        new_builder: Called once a graph, with what to call when a program runs otherwise than asked for.
+        name: Name of what is compiled, for people.
+        strict: Raise instead of falling back.
+        max_graphs: So many graphs keep their memory; the one unused for longest gives it back and takes it anew when
+            needed.
+        options: Inductor options.
+        freeze: Fold parameters into the graphs.
+    """
+
+    def __init__(
+        self,
+        new_builder: Callable[[Callable[[str], None]], Builder],
+        *,
+        name: str,
+        strict: bool = False,
+        max_graphs: int = 8,
+        options: dict[str, Any] | None = None,
+        freeze: bool = False,
+    ) -> None:
+        self._new_builder = new_builder
+        self.freezes = freeze
+        if freeze:
+            freeze_for_backends()
+        self.name, self.strict, self._max_graphs, self._options = name, strict, max_graphs, options
+        self.num_runs = 0  # of graphs; a clock for their use
+        self.graphs: list[Graph] = []
+        self.fallbacks: list[str] = []
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        """Compile a graph that Dynamo captured."""
+        if any(isinstance(value, torch.Tensor) and is_lazy_view(value) for value in inputs):
+            self.warn(f"a graph runs as plain Python, as an input is a conjugated or negated view. {RESOLVE_REMEDY}")
+            return gm.forward
+        if self.freezes and torch.is_grad_enabled() and any(isinstance(each, torch.nn.Parameter) for each in inputs):
+            self.warn("freeze=True folds parameters in under torch.no_grad() only, and it was called without.")
+        builder, graph = self._new_builder(self.warn), Graph()
+
+        def finish(lowered: Lowered) -> Runnable:
+            executable = builder(lowered)
+            graph.executables.append(executable)
+            return executable
+
+        run = compile_graph(
+            gm, inputs, finish, self._refuse, name=self.name, options=self._options, freeze=self.freezes
+        )
+        self.graphs.append(graph)
+        graph.last_used = self.num_runs
+        self._release_oldest()
+
+        @functools.wraps(run)
+        def call(*args: Any) -> Any:
+            self.num_runs += 1
+            graph.last_used = self.num_runs
+            return run(*args)
+
+        return call
+
+    def anew(self) -> Compiler:
+        """One with the same settings, which has compiled nothing."""
+        return Compiler(
+            self._new_builder,
+            name=self.name,
+            strict=self.strict,
+            max_graphs=self._max_graphs,
+            options=self._options,
+            freeze=self.freezes,
+        )
+
+    def warn(self, reason: str) -> None:
+        """Note why something runs otherwise than asked for, and say so once a reason; raise if strict."""
+        if self.strict:
+            raise CaptureError(reason)
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            warn_user(f"{self.name}: {reason}")
+
+    def _refuse(self, error: Exception, instead: str) -> None:
+        if self.strict or isinstance(error, ArgumentError):  # a wrong argument is nothing to work around
+            raise (
+                error if isinstance(error, MillstreamError) else CaptureError(f"{type(error).__name__}: {error}")
+            ) from error
+        self.warn(f"a graph runs {instead}, because it could not be lowered ({type(error).__name__}: {error}).")
+
+    def _release_oldest(self) -> None:
+        for graph in sorted(self.graphs, key=lambda graph: graph.last_used)[: -self._max_graphs]:
+            for executable in graph.executables:
+                executable.release()
+
+
+class _Hooks:
+    """Hooks of a module and of those within it: Dynamo misses later ones, unless it asks for each in every call."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+        self._count = -1
+        self._counted: list[tuple[Any, int]] = []
+
+    def changed(self) -> tuple[int, ...] | None:
+        """The numbers of all hooks, ``None`` if they are those of the last look."""
+        count = count_hooks()
+        if count == self._count and all(len(hooks) == number for hooks, number in self._counted):
+            return None
+        self._count = count
+        own = [
+            hooks
+            for module in self._root.modules()
+            for hooks in (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+            )
+            if hooks
+        ]
+        self._counted = [(hooks, len(hooks)) for hooks in own]
+        return tuple(number for hooks in own for number in hooks)
+
+
+_limit = threading.local()
+_GIVES_UP = ("Hard failure due to fullgraph", "found no compiled frames")
+"""Of Dynamo's errors with ``fullgraph=True``: nothing of the user's went wrong, but nothing is compiled either."""
+
+
+class Compiled:
+    """A function compiled by ``ms.compile``.
+
+    Args:
+        function: What to compile, a module too.
+        compiler: Compiles the graphs that Dynamo captures.
+
+    Attributes:
+        compiler: What was compiled for it.
+    """
+
+    def __init__(self, function: Callable[..., Any], compiler: Compiler) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.compiler = compiler
+        self._reported = 0
+        self._has_nothing = False
+        self._num_refused = num_refused_forms()
+        self._function = function
+        self._hooks = _Hooks(function) if isinstance(function, torch.nn.Module) else None
+        self._calls: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._call = self._call_for(())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        """The same of a copy of what is compiled; nothing is compiled for it yet."""
+        return Compiled(copy.deepcopy(self._function, memo), self.compiler.anew())
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A function compiled in a class is a method."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # part of another capture
+            return self._function(*args, **kwargs)
+        if not hasattr(_limit, "is_raised"):  # from PyTorch 2.13 on, each thread has its own
+            dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
+            _limit.is_raised = True
+        breaks, num_runs = len(dynamo_utils.graph_break_reasons), self.compiler.num_runs
+        obstacles = None if self.compiler.graphs else known_obstacles()
+        if self._hooks is not None and (numbers := self._hooks.changed()) is not None:
+            self._call = self._call_for(numbers)
+        try:
+            result = self._call(*args, **kwargs)
+        except BackendCompilerFailed as failure:  # Dynamo's wrapping of what our backend raised
+            if isinstance(failure.inner_exception, MillstreamError):
+                raise failure.inner_exception from None
+            raise
+        except (Unsupported, UserError) as error:  # with ``fullgraph=True`` only
+            raise _refusal(error) from error
+        except (FailOnRecompileLimitHit, RuntimeError) as error:
+            if self.compiler.strict and any(told in str(error) for told in _GIVES_UP):
+                raise CaptureError(
+                    f"Dynamo captures no more of it ({str(error).strip().splitlines()[0]}). {_takes_no_more()}"
+                ) from error
+            raise
+        if obstacles is not None and not self.compiler.graphs:
+            self._report_nothing([*(known_obstacles() - obstacles)])
+        elif len(self.compiler.graphs) != self._reported or len(dynamo_utils.graph_break_reasons) > breaks:
+            self._report(breaks)
+        elif self.compiler.num_runs == num_runs and num_refused_forms() > self._num_refused:
+            self._num_refused = num_refused_forms()
+            self.compiler.warn(f"new forms of inputs run as plain Python. {_takes_no_more()}")
+        return result
+
+    def _call_for(self, hooks: tuple[int, ...]) -> Callable[..., Any]:
+        """What to call with these hooks. Dynamo takes what it captured for one backend for no other."""
+        if hooks not in self._calls:
+            backend = functools.partial(self.compiler)
+            self._calls[hooks] = torch.compile(
+                self._function, backend=backend, dynamic=False, fullgraph=self.compiler.strict
+            )
+        return self._calls[hooks]
+
+    def _report(self, breaks: int) -> None:
+        """Tell the user what Dynamo left to Python while it captured."""
+        self._reported = len(self.compiler.graphs)
+        for reason in dynamo_utils.graph_break_reasons[breaks:]:
+            where, first = "", str(reason.reason).strip().splitlines()[0]
+            if reason.user_stack:
+                frame = reason.user_stack[-1]
+                if frame.filename == __file__:
+                    first = "a part is compiled already"
+                else:
+                    where = f" at {frame.filename}:{frame.lineno} in {frame.name}"
+            first = "Dynamo cannot trace what is called there" if first == "step_unsupported" else first
+            self.compiler.warn(f"the graph is cut{where} ({first}); the parts run one after another.")
+
+    def _report_nothing(self, obstacles: list[str]) -> None:
+        """Tell the user once that Dynamo captured nothing at all, if there was something to capture."""
+        if not obstacles and isinstance(self._function, torch.nn.Module):
+            # It says why only when it first meets a function, and that may have been in another model.
+            parts = [part for part in self._function.modules() if isinstance(part, torch.nn.RNNBase)]
+            if parts:
+                obstacles = [f"Dynamo does not trace nn.{type(parts[0]).__name__}"]
+            elif next(self._function.parameters(), None) is not None:
+                obstacles = ["Dynamo does not say why"]
+        if obstacles and not self._has_nothing:
+            self._has_nothing = True
+            reasons = ", ".join(dict.fromkeys(each.strip().splitlines()[0] for each in obstacles))
+            self.compiler.warn(f"nothing of it is captured ({reasons}); it runs as plain Python.")
+
+
+def _takes_no_more() -> str:
+    return (
+        f"Dynamo takes {dynamo_config.recompile_limit} forms of inputs and state of one function; all models of one of "
+        "PyTorch's own classes are one to it, and where it refuses a part of one it takes none any more."
+    )
+
+
+def _refusal(error: Exception) -> CaptureError:
+    stack = getattr(error, "real_stack", None) or ()
+    own = [frame for frame in stack if is_users(frame.filename)]
+    where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    return CaptureError(
+        f"Dynamo cannot trace all of it ({str(error).strip().splitlines()[0]}).",
+        where=where,
+        remedy="Without strict=True, that part runs as plain Python.",
+    )
+
+
+_RETURN_SELF = frozenset(
+    """
+    train eval requires_grad_ apply to to_empty type float double half bfloat16 cpu cuda xpu ipu mtia share_memory
+    """.split()
+)
+_PLAIN_METHODS = frozenset(vars(torch.nn.Module)) - _RETURN_SELF
+"""Methods of every module that do not return it. Dynamo, when it finds one compiled model in another, looks at them."""
+
+
+class CompiledModule(torch.nn.Module):
+    """A module compiled by ``ms.compile``: calls run compiled, everything else reaches the original module.
+
+    ``parameters()``, ``state_dict()``, ``train()``, attributes read and written, and ``isinstance`` all behave as the
+    original, which stays usable beside it and shares all tensors with it.
+    """
+
+    def __init__(self, module: torch.nn.Module, compiler: Compiler) -> None:
+        object.__setattr__(self, "_millstream", Compiled(module, compiler))
+        object.__setattr__(self, "_original", module)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("_millstream", "_original"):
+            return object.__getattribute__(self, name)
+        original = object.__getattribute__(self, "_original")
+        value = getattr(original, name)
+        if name in _PLAIN_METHODS or not callable(value) or getattr(value, "__self__", None) is not original:
+            return value
+
+        @functools.wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            result = value(*args, **kwargs)
+            return self if result is original else result  # model.train() returns the compiled model
+
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "_original"), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(object.__getattribute__(self, "_original"), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._millstream(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original. Dynamo asks the class for it, where a compiled model is a part of another one."""
+        return self._original(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"compiled {self._original!r}"
+
+
+def compile_module(module: torch.nn.Module, compiler: Compiler) -> CompiledModule:
+    """Make a compiled module, with items where ``module`` has them: Python looks for these methods in classes only.
+
+    Raises:
+        CaptureError: Strictly one graph is asked for, and a part of the module is compiled already.
+    """
+    if compiler.strict and (inner := _find_compiled(module)):
+        raise CaptureError(f"{inner} is compiled already.", remedy="Compile the whole only.")
+    methods = {name: _reach_original(name) for name in _ITEM_METHODS if hasattr(type(module), name)}
+    kind = type(CompiledModule.__name__, (CompiledModule,), methods) if methods else CompiledModule
+    return kind(module, compiler)
+
+
+def _find_compiled(module: torch.nn.Module) -> str:
+    """Name of a compiled model within a module; empty where there is none."""
+    for path, part in module.named_modules():
+        for name, child in part._modules.items():
+            if issubclass(type(child), CompiledModule):
+                return f"{type(module).__name__}.{path + '.' if path else ''}{name}"
+    return ""
+
+
+_ITEM_METHODS = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
+
+
+def _reach_original(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self._original, name)(*args)

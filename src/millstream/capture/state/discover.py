@@ -1,0 +1,492 @@
+"""Find the modules, optimizers, scalers and tensors that a function reaches.
+
+A function reaches what its closure, the globals its code names, its defaults and its bound object hold; and, from
+there, what containers hold, and those attributes of plain objects, classes and functions whose names occur in the code
+found so far. What is missed here shows up while tracing and is added then.
+
+**Contract**
+- Nothing is called, and no property is evaluated: looking has no side effects.
+- Every step on the way is written down as a ``Link``, so that a later change on the way can be noticed.
+
+**Steps**
+1. Visit the function and the objects among the arguments.
+2. Each piece of code found adds names; look at all plain objects and classes again until no name is new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dis
+import functools
+import inspect
+import io
+import queue
+import random
+import sys
+import types
+from collections import ChainMap, Counter, UserDict, UserList, deque
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Generator, Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import SGD, Optimizer
+
+from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
+from millstream.capture.lines import is_users, place_of
+from millstream.capture.state.attributes import ClassAttributes, Items, SlotAttributes
+from millstream.capture.state.executed import Ran
+from millstream.capture.state.signature import SCALARS
+from millstream.errors import CaptureError
+
+MAX_ITEMS = 1000
+"""A longer container is a data set rather than a list of models: it is not searched."""
+
+_SOURCES = (Iterator, queue.Queue, queue.SimpleQueue)
+"""Types that give something else each time, and have it no more."""
+
+MISSING: Any = object()
+"""Stands for an entry that is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One step from a holder to what it holds.
+
+    Attributes:
+        name: How a user would write it, such as ``self.model``.
+        holder: A dict, list, closure cell, or attributes in the form of a dict.
+        key: Key or index in the holder; ``None`` for a cell.
+        value: What was found there, or ``MISSING``.
+    """
+
+    name: str
+    holder: Any
+    key: Any
+    value: Any
+
+
+@dataclass
+class Found:
+    """What a function reaches, by name; nothing occurs twice, and disabled scalers do not occur.
+
+    Attributes:
+        modules: Modules.
+        optimizers: Optimizers.
+        scalers: Gradient scalers.
+        tensors: Tensors.
+        objects: Attributes of plain objects, classes and functions.
+        containers: Lists, dicts, sets, deques and arrays.
+        long: Those that have more than ``MAX_ITEMS`` items, of which none was looked at.
+        watched: Those of ``containers`` that the code may look into.
+        cached: Functions behind ``functools.lru_cache``.
+        codes: Code that was looked into.
+        functions: Functions that were looked into, by id.
+        links: The steps on the way.
+        sources: Names of iterators and queues that the code may ask.
+        generators: Random generators of Python and NumPy, also those whose methods were met.
+        references: On how many ways a tensor, by id, was met, modules' parameters and buffers and optimizers apart.
+    """
+
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
+    scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
+    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    objects: list[tuple[str, MutableMapping[str, Any]]] = field(default_factory=list)
+    containers: list[tuple[str, Any]] = field(default_factory=list)
+    long: list[tuple[str, Any]] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    generators: list[tuple[str, Any]] = field(default_factory=list)
+    references: Counter[int] = field(default_factory=Counter)
+    watched: list[tuple[str, Any]] = field(default_factory=list)
+    cached: list[types.FunctionType] = field(default_factory=list)
+    codes: set[types.CodeType] = field(default_factory=set)
+    functions: dict[int, types.FunctionType] = field(default_factory=dict)
+    links: list[Link] = field(default_factory=list)
+
+
+def discover(roots: Iterable[tuple[str, Any]], ran: Ran | None = None) -> Found:
+    """Find everything that ``roots`` (name and object: the function, objects among its arguments) reach.
+
+    Args:
+        roots: Where to begin.
+        ran: Look at this code only, and at these attributes of modules.
+
+    Raises:
+        CaptureError: An object does not let itself be looked at.
+    """
+    search = _Search(ran or Ran())
+    try:
+        for name, root in roots:
+            search.visit(name, root)
+        for hook in hooks_of_all_modules():
+            search.visit("hook", hook)
+        search.finish()
+    except Exception as error:
+        raise CaptureError(
+            f"Looking for what the step uses failed: {type(error).__name__}: {error}".splitlines()[0],
+            where=place_of(error),
+            remedy="Please report it; the step works without ms.step.",
+        ) from error
+    return search.found
+
+
+_PLAIN_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+class _Search:
+    def __init__(self, ran: Ran) -> None:
+        self.found = Found()
+        self._ran = ran
+        self.names: set[str] = {"__call__", "forward"}
+        self._read: set[str] = set()  # those of them that are not only called as methods
+        self._seen: dict[int, Any] = {}  # id -> object, kept alive so that ids stay unique
+        self._linked: set[tuple[int, Any]] = set()
+        self._plain: list[tuple[str, MutableMapping[str, Any], frozenset[str]]] = []  # and what their classes give
+        self._of_module: str | None = None  # the attribute of a module from which the search has come
+        self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
+        self._answered: set[types.CodeType] = set()  # code behind caches, which need not run to have been asked
+        self._followed = -1  # how many names and holders there were when last looked at
+        self._unread: list[tuple[str, dict[str, Any], str]] = []  # other attributes of modules
+        self._aside: list[tuple[str, dict[str, Any], str]] = []  # attributes of modules, looked at last
+        self._sources: list[tuple[str, str | None]] = []  # iterators and queues, and that attribute
+
+    def finish(self) -> None:
+        """Look at plain objects and classes again until their code yields no new name."""
+        self._follow_names()
+        if not self.names.isdisjoint(_PASSES):
+            self._aside += self._unread
+        while self._aside:  # those that the code names first: what it also reaches by another way is met by that way
+            self._aside.sort(key=lambda item: item[2] not in self.names)
+            name, holder, self._of_module = self._aside.pop(0)
+            if isinstance(holder[self._of_module], tuple):
+                self.visit(name, holder[self._of_module])
+            else:
+                self.follow(name, holder, self._of_module)
+            self._of_module = None
+            self._follow_names()
+        self.found.sources = [name for name, attribute in self._sources if self._may_look_into(attribute)]
+        self.found.watched = [
+            item for item in self.found.containers if self._may_look_into(self._attribute_of[id(item[1])])
+        ]
+
+    def _may_look_into(self, attribute: str | None) -> bool:
+        """Whether the code may do that with an attribute of a module: what it never names may change as it likes."""
+        return attribute is None or attribute in self.names or self._ran.attributes is not None
+
+    def _follow_names(self) -> None:
+        while self._followed != (known := len(self.names) + len(self._read) + len(self._plain)):
+            self._followed = known
+            for prefix, holder, defaults in list(self._plain):
+                for name in sorted(self.names.intersection(holder)):
+                    if name in self._read or not isinstance(holder[name], SCALARS):  # x.step() calls no number
+                        self.follow(f"{prefix}.{name}", holder, name)
+                for name in sorted(self.names & defaults.difference(holder)):  # may be set later
+                    self.follow(f"{prefix}.{name}", holder, name)
+
+    def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per kind of thing
+        """Look at ``value``, once."""
+        if isinstance(value, Tensor):
+            self.found.references[id(value)] += 1
+        if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, GENERATORS):
+            value = value.__self__  # as in ``from random import random``
+        if isinstance(value, (*SCALARS, types.BuiltinFunctionType, Generator)) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            self.found.tensors.append((name, value))
+            self._visit_tensor(name, value)
+        elif isinstance(value, nn.Module):
+            self._visit_module(name, value)
+        elif isinstance(value, Optimizer) and vars(value).keys() >= _OF_OPTIMIZERS:
+            self.found.optimizers.append((name, value))
+            self._visit_class(name, type(value))
+            self._linked.update((id(vars(value)), key) for key in _own_of_optimizers())
+            self._plain.append((name, vars(value), defaults_of(type(value))))
+            for parameter in (parameter for group in value.param_groups for parameter in group["params"]):
+                self._visit_tensor(name, parameter)
+            for hook in hooks_of_optimizer(value):
+                self.visit(f"{name}.hook", hook)
+        elif isinstance(value, GENERATORS):
+            self.found.generators.append((name, value))
+        elif isinstance(value, GradScaler):
+            if value.is_enabled():
+                self.found.scalers.append((name, value))
+        elif isinstance(value, _SOURCES) and not isinstance(value, io.IOBase):
+            self._sources.append((name, self._of_module))
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(name, value)
+        elif isinstance(value, types.MethodType):
+            owner = name if isinstance(value.__self__, GENERATORS) else name.rpartition(".")[0] or "self"
+            self.visit(owner, value.__self__)
+            self.visit(name, value.__func__)
+        elif isinstance(value, functools.partial):
+            self.visit(name, value.func)
+            self.visit(f"{name}.args", value.args)
+            self.visit(f"{name}.keywords", value.keywords)
+        elif isinstance(value, staticmethod | classmethod):
+            self.visit(name, value.__func__)
+        elif isinstance(value, property):
+            self.visit(name, value.fget)
+        elif isinstance(value, functools.cached_property):
+            self.visit(name, value.func)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            if isinstance(value.__wrapped__, types.FunctionType):
+                self.found.cached.append(value.__wrapped__)
+                self._answered.add(value.__wrapped__.__code__)  # its answer may have been kept from an earlier call
+            self.visit(name, value.__wrapped__)
+        elif isinstance(value, list | tuple | deque | set | frozenset | dict | np.ndarray):
+            self._visit_container(name, value)
+        elif isinstance(value, UserDict | UserList | ChainMap):
+            content = "maps" if isinstance(value, ChainMap) else "data"
+            self.follow(f"{name}.{content}", vars(value), content)
+            self._visit_object(name, value)
+        elif isinstance(value, types.ModuleType):
+            if is_users(getattr(value, "__file__", None) or "<frozen>"):
+                self._plain.append((name, vars(value), frozenset()))
+        elif isinstance(value, type):
+            self._visit_class(name, value)
+        else:
+            self._visit_object(name, value)
+
+    def follow(self, name: str, holder: Any, key: Any) -> None:
+        """Go from ``holder`` to what it holds at ``key``, and write the step down."""
+        if (id(holder), key) in self._linked:
+            return
+        self._linked.add((id(holder), key))
+        if isinstance(holder, types.CellType):
+            try:
+                value = holder.cell_contents
+            except ValueError:  # not assigned yet
+                return
+        else:
+            value = holder[key] if isinstance(holder, list) else holder.get(key, MISSING)
+        is_library = isinstance(value, type) and not is_users(_file_of(value))
+        if not is_library and not isinstance(value, _NEVER_REPLACED):
+            self.found.links.append(Link(name, holder, key, value))
+        self.visit(name, value)
+
+    def _visit_function(self, name: str, function: types.FunctionType) -> None:
+        code = function.__code__
+        if not is_users(code.co_filename):
+            self._visit_wrapper(name, function)
+            return
+        self._visit_attributes(name, vars(function), frozenset())
+        if not self._ran.may_have_run(code) and code not in self._answered:
+            return
+        self.found.codes.update(_codes_in(code))
+        self.found.functions[id(function)] = function
+        parent = name.rpartition(".")[0]
+        for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self.follow(variable, cell, None)
+        self._read |= _names_read(code) | _names_told(code)
+        self.names |= _names_told(code)
+        for module, variable in _imports_in(code):
+            if module in sys.modules and is_users(getattr(sys.modules[module], "__file__", None) or "<frozen>"):
+                self.follow(f"{module}.{variable}", vars(sys.modules[module]), variable)
+        for variable in sorted(_names_in(code)):
+            self.names.add(variable)
+            if variable in function.__globals__:
+                self.follow(variable, function.__globals__, variable)
+        for variable in _globals_stored_by(code) - set(function.__globals__):
+            self.found.links.append(Link(variable, function.__globals__, variable, MISSING))
+        for position, default in enumerate(function.__defaults__ or ()):
+            self.visit(f"{parent}default[{position}]", default)
+        for variable, default in (function.__kwdefaults__ or {}).items():
+            self.visit(variable, default)
+        wrapped = vars(function).get("__wrapped__")
+        if wrapped is not None:
+            self.visit(name, wrapped)
+
+    def _visit_wrapper(self, name: str, function: types.FunctionType) -> None:
+        """Look at what a decorator of a library's has wrapped, such as ``torch.no_grad()``."""
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # not assigned yet
+                if isinstance(cell.cell_contents, (types.FunctionType, types.MethodType, functools.partial)):
+                    self.visit(name, cell.cell_contents)
+        self.visit(name, vars(function).get("__wrapped__"))
+
+    def _visit_container(self, name: str, value: Any) -> None:
+        if isinstance(value, dict) and is_users(_file_of(type(value))):
+            value = Items.of(value)
+        if (value.size if isinstance(value, np.ndarray) else len(value)) > MAX_ITEMS:
+            if isinstance(value, list | dict | deque | set):
+                self.found.long.append((name, value))
+            return
+        if isinstance(value, Items | list | dict | deque | set | np.ndarray):
+            self.found.containers.append((name, value))
+            self._attribute_of[id(value)] = self._of_module
+        if isinstance(value, dict | Items):
+            for key in list(value):
+                told = repr(key) if type(key) in SCALARS else f"<{type(key).__name__}>"  # whose repr is the user's
+                self.follow(f"{name}[{told}]", value, key)
+        elif isinstance(value, list):
+            for index in range(len(value)):
+                self.follow(f"{name}[{index}]", value, index)
+        elif not isinstance(value, np.ndarray):
+            for index, item in enumerate(value):
+                self.visit(f"{name}[{index}]", item)
+
+    def _visit_class(self, name: str, kind: type) -> None:
+        for base in kind.__mro__:
+            if id(base) not in self._seen or base is kind:
+                self._seen[id(base)] = base
+                if is_users(_file_of(base)):  # which may hide later what it inherits
+                    self._visit_attributes(name, ClassAttributes.of(base), defaults_of(base))
+
+    def _visit_object(self, name: str, value: Any) -> None:
+        kind: Any = type(value)
+        self._visit_class(name, kind)
+        if not is_users(_file_of(kind)) and kind not in _NAMESPACES:
+            return
+        if hasattr(value, "__dict__"):
+            self._visit_attributes(name, vars(value), defaults_of(kind))
+        slots = SlotAttributes.of(value)
+        if slots.has_slots():
+            self._visit_attributes(name, slots, frozenset())
+
+    def _visit_attributes(self, name: str, holder: MutableMapping[str, Any], defaults: frozenset[str]) -> None:
+        self._plain.append((name, holder, defaults))
+        self.found.objects.append((name, holder))
+
+    def _visit_tensor(self, name: str, tensor: Tensor) -> None:
+        """Look at attributes that a user has given it, such as a factor for its learning rate."""
+        if vars(tensor):
+            self._plain.append((name, vars(tensor), frozenset()))
+
+    def _visit_module(self, name: str, root: nn.Module) -> None:
+        self.found.modules.append((name, root))
+        for path, module in root.named_modules():
+            self._seen[id(module)] = module
+            prefix = f"{name}.{path}" if path else name
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._visit_tensor(f"{prefix}.{key}", tensor)
+            for hook in hooks_of_module(module):
+                self.visit(f"{prefix}.hook", hook)
+            if type(module) not in _TORCH_MODULES:
+                self._visit_class(prefix, type(module))
+            for attribute, value in list(vars(module).items()):
+                if attribute in _PLAIN_MODULE_ATTRIBUTES or isinstance(value, SCALARS):
+                    continue
+                if self._ran.has_read(module, attribute):
+                    self._aside.append((f"{prefix}.{attribute}", vars(module), attribute))
+                else:
+                    self._unread.append((f"{prefix}.{attribute}", vars(module), attribute))
+
+
+GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+"""Kinds of random generators whose numbers a graph would not draw again."""
+
+_TELLING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__"})
+"""Names of what takes the names of attributes as strings."""
+
+_OF_OPTIMIZERS = frozenset({"state", "param_groups"})
+"""Attributes of an optimizer; what only wraps one, as ``accelerate`` does, has properties of these names."""
+
+_PASSES = frozenset({"__getattribute__", "getattr_static"})
+"""Names of what reads attributes of modules unnoticed."""
+
+_TORCH_MODULES = frozenset(value for value in vars(nn).values() if isinstance(value, type))
+
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+"""Classes of Python's own whose objects users fill."""
+
+_NEVER_REPLACED = (
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
+"""Not worth a look in every call."""
+
+
+@functools.cache
+def _own_of_optimizers() -> frozenset[str]:
+    """Attributes that every optimizer has: they are known otherwise, or of no matter to a graph.
+
+    Asked late: to make one imports PyTorch's compilers, which takes seconds.
+    """
+    return frozenset(vars(SGD([nn.Parameter()])))
+
+
+def defaults_of(kind: type) -> frozenset[str]:
+    """Names that ``kind`` gives plain values, which an object of it may override."""
+    values = {key: value for base in reversed(kind.__mro__) for key, value in vars(base).items()}
+    return frozenset(key for key, value in values.items() if not hasattr(type(value), "__get__"))
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes_in(constant)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+@functools.lru_cache(maxsize=65536)
+def _names_read(code: types.CodeType) -> frozenset[str]:
+    """Those of the names in some code that are not only called as methods."""
+    names = frozenset(str(item.argval) for item in dis.get_instructions(code) if not _is_method_load(item))
+    return names.union(*(_names_read(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+
+
+@functools.lru_cache(maxsize=65536)
+def _names_told(code: types.CodeType) -> frozenset[str]:
+    """What may be names of attributes among the strings in some code."""
+    strings = (constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier())
+    names = frozenset(strings if not _TELLING.isdisjoint(code.co_names) else ())
+    return names.union(*(_names_told(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+
+
+@functools.lru_cache(maxsize=65536)
+def _imports_in(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    """What some code takes from modules while it runs: names of both; not relative to where it is."""
+    found, module = [], ""
+    for item in dis.get_instructions(code):
+        if item.opname == "IMPORT_NAME":
+            module = str(item.argval)
+        elif item.opname == "IMPORT_FROM":
+            found.append((module, str(item.argval)))
+    parts = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return (*found, *(each for part in parts for each in _imports_in(part)))
+
+
+def _is_method_load(item: dis.Instruction) -> bool:
+    is_marked = sys.version_info >= (3, 12) and item.opname == "LOAD_ATTR" and bool((item.arg or 0) & 1)
+    return item.opname == "LOAD_METHOD" or is_marked
+
+
+@functools.lru_cache(maxsize=65536)
+def _globals_stored_by(code: types.CodeType) -> frozenset[str]:
+    names = frozenset(str(item.argval) for item in dis.get_instructions(code) if item.opname == "STORE_GLOBAL")
+    return names.union(*(_globals_stored_by(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+
+
+@functools.cache
+def _file_of(kind: Any) -> str:
+    try:
+        return inspect.getfile(kind)
+    except (TypeError, OSError):  # built in, or made in an interactive session
+        return "<frozen>" if kind.__module__ in ("builtins", "collections", "typing") else "<interactive>"
+
+
+def walk_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, MutableMapping[str, Any], str, Tensor]]:
+    """Names, holders, keys and tensors of all parameters and buffers within ``module``, shared ones each time."""
+    for path, part in module.named_modules():
+        start = f"{prefix}.{path}" if path else prefix
+        for holder in (part._parameters, part._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None:
+                    yield f"{start}.{key}", holder, key, tensor

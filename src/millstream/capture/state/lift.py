@@ -1,0 +1,181 @@
+"""State of a step: the user's tensors that live from call to call, lifted to inputs of the graph.
+
+Tracing needs fake tensors where the user's modules, optimizers and variables hold real ones. Instead of finding every
+such place, the tensor objects themselves become fake for a while and real again afterwards: no reference to them
+changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from millstream._torch.tensors import FakeTensorMode, swap_contents
+from millstream.capture.state.discover import Found, walk_parameters
+from millstream.capture.state.signature import is_lazy_view
+from millstream.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lifted:
+    """A tensor of the user's that the graph takes as an input and may write.
+
+    Attributes:
+        name: For people: ``model.0.weight``, ``optimizer.exp_avg[model.0.weight]``.
+        tensor: The user's own object.
+        places: Where the user's structures hold it: dict and key.
+        required_grad: Whether it required a gradient when it was lifted.
+    """
+
+    name: str
+    tensor: Tensor
+    places: list[tuple[Mapping[Any, Any], Any]]
+    required_grad: bool
+
+
+def lift(found: Found) -> list[Lifted]:
+    """List every tensor of the objects in ``found`` once, in a fixed order, with all places that hold it.
+
+    Parameters and buffers come first, then single tensors, optimizer state and scalers.
+
+    Raises:
+        CaptureError: A tensor is of a kind that cannot be lifted.
+    """
+    state = _State()
+    for prefix, module in found.modules:
+        for name, holder, key, tensor in walk_parameters(module, prefix):
+            state.add(name, tensor, holder, key)
+    for name, tensor in found.tensors:
+        state.add(name, tensor)
+    for prefix, optimizer in found.optimizers:
+        state.add_optimizer(prefix, optimizer)
+    for prefix, scaler in found.scalers:
+        for key in ("_scale", "_growth_tracker"):
+            state.add(f"{prefix}.{key.lstrip('_')}", vars(scaler)[key], vars(scaler), key)
+    return list(state.lifted.values())
+
+
+class _State:
+    def __init__(self) -> None:
+        self.lifted: dict[int, Lifted] = {}
+
+    def add(self, name: str, tensor: Tensor, holder: Mapping[Any, Any] | None = None, key: Any = None) -> None:
+        if not tensor.is_leaf:  # left over from an earlier call; if the step reads it, tracing says so
+            return
+        entry = self.lifted.get(id(tensor))
+        if entry is None:
+            _check_liftable(name, tensor)
+            entry = self.lifted[id(tensor)] = Lifted(name, tensor, [], tensor.requires_grad)
+        if holder is not None:
+            entry.places.append((holder, key))
+
+    def add_optimizer(self, prefix: str, optimizer: Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            self.add(f"{prefix}.params[{number}]", parameter)
+        for parameter, entry in optimizer.state.items():
+            owner = self.lifted[id(parameter)].name if id(parameter) in self.lifted else str(parameter)
+            for key, value in entry.items() if isinstance(entry, dict) else ():
+                if isinstance(value, Tensor):
+                    self.add(f"{prefix}.{key}[{owner}]", value, entry, key)
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if isinstance(value, Tensor):
+                    self.add(f"{prefix}.{key}[{number}]", value, group, key)
+                elif isinstance(value, tuple):
+                    for item in value:
+                        if isinstance(item, Tensor):
+                            self.add(f"{prefix}.{key}[{number}]", item)
+
+
+def _check_liftable(name: str, tensor: Tensor) -> None:
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        raise CaptureError(
+            f"{name} is a {type(tensor).__name__}, a tensor subclass.",
+            remedy="Only plain tensors and parameters can be captured.",
+        )
+    if tensor.layout is not torch.strided:
+        raise CaptureError(f"{name} has the layout {tensor.layout}.", remedy="Only dense tensors can be captured.")
+    if is_lazy_view(tensor):
+        raise CaptureError(f"{name} is a conjugated or negated view.", remedy="Keep x.resolve_conj().resolve_neg().")
+
+
+def find_mirrored(state: Sequence[Lifted]) -> dict[int, torch.device]:
+    """Positions of single numbers on the host among state on a device, and the device.
+
+    A kernel on the device would read such a tensor once, when the graph is captured. The graph reads a copy on the
+    device instead, which is filled whenever the number changes.
+    """
+    devices = (entry.tensor.device for entry in state if entry.tensor.device.type != "cpu")
+    device = next(devices, None)
+    if device is None:
+        return {}
+    return {
+        index: device
+        for index, entry in enumerate(state)
+        if entry.tensor.device.type == "cpu" and entry.tensor.dim() == 0 and not entry.tensor.requires_grad
+    }
+
+
+@contextlib.contextmanager
+def become_fake(tensors: Sequence[Tensor], mode: FakeTensorMode, devices: Mapping[int, torch.device]) -> Iterator[None]:
+    """For the length of the context, make ``tensors`` fake: same objects, no values, autograd leaves as before.
+
+    Gradients of the tensors are fake too where they are among ``tensors``, and absent otherwise. Whatever happens,
+    afterwards every tensor is what it was; the fake gradients and contents are gone.
+
+    Args:
+        tensors: Distinct tensors.
+        mode: Of the fake tensors.
+        devices: For positions in ``tensors``: another device to pretend.
+    """
+    fakes: list[Tensor] = [mode.from_tensor(tensor) for tensor in tensors]
+    with mode:
+        for index, device in devices.items():
+            fakes[index] = torch.empty_like(fakes[index], device=device)
+    fake_of = {id(tensor): fake for tensor, fake in zip(tensors, fakes, strict=True)}
+    for tensor, fake in zip(tensors, fakes, strict=True):
+        if fake.is_leaf:
+            fake.grad = None if tensor.grad is None else fake_of.get(id(tensor.grad))
+    swapped: list[tuple[Tensor, Tensor]] = []
+    try:
+        for tensor, fake in zip(tensors, fakes, strict=True):
+            extra = {key: value for key, value in vars(tensor).items() if key not in vars(fake)}
+            swap_contents(tensor, fake)
+            vars(tensor).update(extra)
+            swapped.append((tensor, fake))
+        yield
+    finally:
+        for tensor, fake in reversed(swapped):
+            swap_contents(tensor, fake)
+
+
+def check_apart(written: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse state that lies in the same memory and is written by both names, as after ``a.data = b.data``.
+
+    Raises:
+        CaptureError: Two of ``written``, names and tensors, do.
+    """
+    ranges = sorted(
+        ((tensor.device.type, tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)), name)
+        for name, tensor in written
+        if tensor.numel()
+    )
+    for ((device, _, end), name), ((other_device, start, _), other) in pairwise(ranges):
+        if device == other_device and start < end:
+            raise CaptureError(
+                f"{name} and {other} share memory, and the step writes both.",
+                remedy="Make them one parameter: a.weight = b.weight.",
+            )
+
+
+def _extent(tensor: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.element_size()

@@ -1,0 +1,287 @@
+"""The Python side of a step: which attributes it reads, which it changes, and how to put everything back.
+
+Tracing runs the user's function once on tensors without values. Whatever it writes into Python objects meanwhile must
+not stay, and what it would have changed in every call must be found, because a replayed graph changes tensors only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from enum import Enum
+from types import CellType, FunctionType
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from millstream._torch.tensors import FakeTensor
+from millstream.capture.lines import is_ours
+from millstream.capture.state.attributes import Attributes
+from millstream.capture.state.discover import MISSING, Found, defaults_of
+from millstream.capture.state.executed import WHOLE, Ran
+from millstream.capture.state.signature import SCALARS, is_same
+
+_SCALARS = (*SCALARS, tuple)
+
+
+class Kind(Enum):
+    """What a holder belongs to."""
+
+    PLAIN = "an object of the user's"
+    MODULE = "a module"
+    OPTIMIZER = "an optimizer's own attributes"
+    GROUP = "hyperparameters"
+    STATE = "optimizer state"
+    SCALER = "a gradient scaler"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An entry that the traced function changed.
+
+    Attributes:
+        name: For people, such as ``model.counter``.
+        holder: Dict, list, set or cell that holds the entry.
+        key: Its key or index; ``None`` where the holder has no keys.
+        before: What was there, or ``MISSING``.
+        after: What is there now, or ``MISSING``.
+        kind: What the holder belongs to.
+    """
+
+    kind: Kind
+    name: str
+    holder: Any
+    key: Any
+    before: Any
+    after: Any
+
+    @property
+    def is_entry(self) -> bool:
+        """Whether one entry changed, rather than the length or order of a container."""
+        return isinstance(self.holder, CellType) or self.key is not None
+
+
+class Snapshot:
+    """The content of every holder that a step reaches, to compare with and to go back to.
+
+    Args:
+        found: What the step reaches.
+    """
+
+    def __init__(self, found: Found) -> None:
+        self._copies: dict[int, tuple[Kind, str, Any, Any]] = {}
+        self._links: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
+        self._long: dict[int, tuple[str, Any, list[Any]]] = {}
+        self.add(found)
+
+    def add(self, found: Found) -> None:
+        """Note what else a step reaches, as it is now."""
+        optimizers = {id(vars(optimizer)) for _, optimizer in found.optimizers}  # whose attributes are kept below
+        for link in found.links:
+            if id(link.holder) in optimizers:
+                continue
+            entry = link.name, link.holder, link.key, look(link.holder, link.key)
+            self._links.setdefault((id(link.holder), link.key), entry)
+        for name, root in found.modules:
+            for path, module in root.named_modules():
+                prefix = f"{name}.{path}" if path else name
+                for holder in (vars(module), module._parameters, module._buffers, module._modules):
+                    self._keep(Kind.MODULE, prefix, holder)
+        for name, optimizer in found.optimizers:
+            self._keep(Kind.OPTIMIZER, name, vars(optimizer))
+            self._keep(Kind.GROUP, f"{name}.param_groups", optimizer.param_groups)
+            for number, group in enumerate(optimizer.param_groups):
+                self._keep(Kind.GROUP, f"{name}.param_groups[{number}]", group)
+                self._keep(Kind.GROUP, f"{name}.param_groups[{number}]", group["params"])
+            for entry in (optimizer.state, *optimizer.state.values()):
+                self._keep(Kind.STATE, f"{name}.state", entry)
+        for name, scaler in found.scalers:
+            for part in (vars(scaler), scaler._per_optimizer_states, *scaler._per_optimizer_states.values()):
+                self._keep(Kind.SCALER, name, part)
+        for name, container in (*found.objects, *found.containers):
+            self._keep(Kind.PLAIN, name, container)
+        self._long = {id(each): (name, each, _first_of(each)) for name, each in found.long} | self._long
+
+    def _keep(self, kind: Kind, name: str, holder: Any) -> None:
+        if isinstance(holder, dict | list | set | deque | Attributes | np.ndarray):
+            copy = np.ndarray.copy(holder) if isinstance(holder, np.ndarray) else holder.copy()
+            self._copies.setdefault(id(holder), (kind, name, holder, copy))
+
+    def changes(self) -> list[Change]:
+        """Everything that differs now."""
+        found: dict[tuple[int, Any], Change] = {}
+        for name, holder, key, before in self._links.values():
+            after = look(holder, key)
+            if _is_changed(after, before):
+                found[id(holder), key] = Change(Kind.PLAIN, name, holder, key, before, after)
+        for kind, name, holder, copy in self._copies.values():
+            if isinstance(holder, dict | Attributes):
+                for key in [*copy, *(key for key in holder if key not in copy)]:
+                    before, after = copy.get(key, MISSING), holder.get(key, MISSING)
+                    if _is_changed(after, before):
+                        label = f"{name}.{key}" if isinstance(key, str) else name
+                        found.setdefault((id(holder), key), Change(kind, label, holder, key, before, after))
+            elif differs(holder, copy):
+                found[id(holder), None] = Change(kind, name, holder, None, copy, holder)
+        for name, holder, first in self._long.values():
+            if _made_by_tracing(holder):
+                found[id(holder), None] = Change(Kind.PLAIN, name, holder, None, first, holder)
+        return list(found.values())
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for _, holder, key, before in self._links.values():
+            if look(holder, key) is not before:
+                store(holder, key, before)
+        for _, _, holder, copy in self._copies.values():
+            if isinstance(holder, dict):
+                if len(holder) != len(copy) or any(
+                    holder.get(key, MISSING) is not value for key, value in copy.items()
+                ):
+                    holder.clear()
+                    holder.update(copy)
+            elif isinstance(holder, Attributes):
+                for key in [*copy, *(key for key in holder if key not in copy)]:
+                    if holder.get(key, MISSING) is not copy.get(key, MISSING):
+                        store(holder, key, copy.get(key, MISSING))
+            elif isinstance(holder, np.ndarray):
+                if holder.flags.writeable and differs(holder, copy):
+                    holder[...] = copy
+            elif differs(holder, copy):
+                holder.clear()
+                holder.update(copy) if isinstance(holder, set) else holder.extend(copy)
+        _take_out(self._long.values())
+
+
+def _first_of(container: Any) -> list[Any]:
+    """What a deque with a greatest length loses when something is put behind."""
+    return [*container] if isinstance(container, deque) and container.maxlen is not None else []
+
+
+def _made_by_tracing(container: Any) -> list[Any]:
+    """Keys, indices or elements at which a long container holds tensors that only tracing can have put there.
+
+    Whatever else is new in a replay buffer or a history, another thread may have put there meanwhile.
+    """
+    if isinstance(container, dict):
+        return [key for key, value in [*container.items()] if _is_traced(value)]
+    if isinstance(container, set):
+        return [value for value in [*container] if _is_traced(value)]
+    return [index for index, value in enumerate([*container]) if _is_traced(value)]
+
+
+def _is_traced(value: Any) -> bool:
+    if type(value) in (tuple, list, dict):
+        return any(map(_is_traced, value.values() if type(value) is dict else value))
+    return isinstance(value, FakeTensor)
+
+
+def _take_out(containers: Iterable[tuple[str, Any, list[Any]]]) -> None:
+    """Remove what tracing has put into long containers, and put back what it has pushed out of a deque."""
+    for _, container, first in containers:
+        number = len(made := _made_by_tracing(container))
+        for place in reversed(made):
+            if isinstance(container, set):
+                container.discard(place)
+            else:
+                del container[place]
+        if number and number < len(first) and container and container[0] is first[number]:
+            container.extendleft(reversed(first[:number]))
+
+
+def differs(container: Any, copy: Any) -> bool:
+    """Whether a list, set or deque holds other objects than its copy, or an array other bytes."""
+    if isinstance(container, set):  # in no order
+        return bool(container != copy)
+    if isinstance(container, np.ndarray):
+        alike = container.dtype == copy.dtype and container.shape == copy.shape
+        return not alike or np.ndarray.tobytes(container) != np.ndarray.tobytes(copy)  # and not a subclass's own
+    return len(container) != len(copy) or any(a is not b for a, b in zip(container, copy, strict=True))
+
+
+def _is_changed(after: Any, before: Any) -> bool:
+    # While tracing, FX puts wrappers in the place of functions marked by torch.fx.wrap; so do our own patches.
+    is_wrapper = isinstance(after, FunctionType) and vars(after).get("__wrapped__", after) is before
+    return not is_wrapper and not is_same(after, before)
+
+
+def look(holder: Any, key: Any) -> Any:
+    """What a dict, list, closure cell or mapping holds, or ``MISSING``."""
+    try:
+        return holder.cell_contents if isinstance(holder, CellType) else holder[key]
+    except (KeyError, IndexError, ValueError):
+        return MISSING
+
+
+def store(holder: Any, key: Any, value: Any) -> None:
+    """Put ``value`` into a dict, list or closure cell; ``MISSING`` removes the entry."""
+    if value is MISSING:
+        del holder[key]
+        return
+    if isinstance(holder, CellType):
+        holder.cell_contents = value
+    elif isinstance(holder, MutableMapping) or key < len(holder):
+        holder[key] = value
+
+
+@contextlib.contextmanager
+def record_module_reads(
+    on_forward: Callable[[nn.Module], None], ran: Ran
+) -> Iterator[dict[tuple[int, str], tuple[nn.Module, str]]]:
+    """Note which plain attributes of modules the code in this context reads: the graph depends on them.
+
+    ``on_forward`` is told of every module that is about to be called, and ``ran`` of every attribute.
+
+    For the length of the context ``nn.Module`` has a ``__getattribute__`` of its own.
+    """
+    reads: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+
+    thread = threading.get_ident()
+
+    def read(module: nn.Module, name: str) -> Any:
+        try:
+            value = object.__getattribute__(module, name)
+        except AttributeError:
+            if threading.get_ident() == thread and not name.startswith("__") and _is_nowhere(module, name):
+                reads[id(module), name] = (module, name)  # it may be given one later
+            raise
+        if threading.get_ident() != thread:
+            return value
+        ran.note_read(module, name, sys._getframe(1))
+        if name == "forward":
+            on_forward(module)
+        if name in WHOLE and not is_ours(sys._getframe(1).f_code.co_filename):
+            entries = object.__getattribute__(module, "__dict__").items()
+            reads.update(((id(module), key), (module, key)) for key, entry in entries if isinstance(entry, _SCALARS))
+        if name == "forward" or (isinstance(value, _SCALARS) and not name.startswith("__")):
+            reads[id(module), name] = (module, name)
+        return value
+
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+    try:
+        yield reads
+    finally:
+        del nn.Module.__getattribute__
+
+
+def _is_nowhere(module: nn.Module, name: str) -> bool:
+    """Whether what Python did not find is no parameter, buffer or submodule either."""
+    attributes = object.__getattribute__(module, "__dict__")
+    return not any(name in attributes.get(part, ()) for part in ("_parameters", "_buffers", "_modules"))
+
+
+def selects_behaviour(module: nn.Module, name: str) -> bool:
+    """Whether to check on each call that the attribute ``name`` of this very object is unchanged, or still absent."""
+    if name == "forward":
+        return True
+    if name in vars(module):
+        return True
+    if not hasattr(type(module), name):
+        return True
+    is_torch = type(module).__module__.startswith("torch.nn.modules")
+    return not is_torch and name in defaults_of(type(module)) and name not in vars(nn.Module)

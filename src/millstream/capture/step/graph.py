@@ -1,0 +1,258 @@
+"""One captured graph of a step: whether it fits a call, and how it runs."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from millstream._torch.tensors import call_without_grad, storage_id
+from millstream.capture.guards.guards import Guards
+from millstream.capture.state.signature import LEAF, Structure, put_together
+from millstream.capture.state.snapshot import look, store
+from millstream.capture.step.request import Output
+from millstream.capture.trace.patches.optimizers import CountPlace, NumberPlace, is_number
+from millstream.capture.trace.scalars import Questions
+from millstream.device.likeness import Likeness
+
+
+class Build(Protocol):
+    """Turns a traced step into something that runs it.
+
+    Args:
+        gm: A flat graph of aten operators; it may write its inputs.
+        inputs: The inputs of the first run.
+        static: Positions of the inputs whose memory is the same in every call.
+    """
+
+    def __call__(
+        self, gm: fx.GraphModule, inputs: list[Tensor], static: frozenset[int]
+    ) -> Callable[[list[Tensor]], list[Tensor]]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostTensor:
+    """A single number that the user keeps in a tensor on the host.
+
+    Attributes:
+        name: Of the tensor.
+        tensor: The user's tensor.
+    """
+
+    name: str
+    tensor: Tensor
+
+    def get(self) -> Any:
+        """The number as it is now."""
+        return self.tensor.item()
+
+
+@dataclass(slots=True)
+class Slot:
+    """A number on the host, as a tensor that graphs read.
+
+    Attributes:
+        place: Where the number is kept.
+        tensor: 0-d, on the device of the graph.
+        value: What ``tensor`` holds.
+    """
+
+    place: NumberPlace | CountPlace | HostTensor
+    tensor: Tensor
+    value: float
+
+    def set(self, value: float) -> None:
+        """Let graphs read ``value`` from now on."""
+        self.tensor.fill_(value)
+        self.value = value
+
+
+@dataclass(slots=True, eq=False)
+class StepGraph:
+    """One captured graph of a step.
+
+    Attributes:
+        signature: Tensors of the arguments by name, with dtype and shape, for people.
+        state_names: Names of the inputs that come before the arguments, in order.
+        gm: The traced graph.
+        capture_seconds: Time to trace and build it and to run it once.
+        trace_seconds: Tracing alone.
+        executable: What ``build`` made of it.
+        num_runs: How often it ran.
+        looks: What its arguments look like, where compiled code may tell.
+        key: What calls that it may fit have in common.
+        guards: What it takes for granted.
+        static: Its inputs before the arguments.
+        arguments: Which arguments are inputs, and the device to which they must be brought, if any.
+        places: Where tensors are that it reads as if they were arguments, counted on behind those: holder and key.
+        slots: Numbers of optimizers; those that it reads are among ``static``.
+        mirrors: Numbers in tensors on the host that it reads; among ``static``.
+        numbers: Their values when last found to be fine.
+        questions: What the program asked about them.
+        left: Tensors and the gradient each gets after a run, where that is another.
+        structure: Of the result.
+        outputs: Tensors of the result.
+        effects: Entries to set after a run: holder, key, and where the value comes from.
+        written: Those of ``static`` that it writes.
+        parameters: The user's parameters that it writes.
+        written_state: Memory of the user's state that it writes.
+        writes_arguments: Whether it writes to an argument.
+    """
+
+    signature: dict[str, str]
+    state_names: list[str]
+    gm: fx.GraphModule
+    trace_seconds: float
+    key: Any
+    guards: Guards
+    static: list[Tensor]
+    arguments: list[tuple[int, torch.device | None]]
+    places: list[tuple[Any, Any]]
+    slots: list[Slot]
+    mirrors: list[Slot]
+    numbers: list[Any]
+    questions: Questions
+    left: list[tuple[Tensor, Tensor | None]]
+    structure: Structure
+    outputs: list[Output]
+    effects: list[tuple[Any, Any, Output]]
+    written: list[Tensor]
+    parameters: list[Tensor]
+    written_state: Memory
+    writes_arguments: bool
+    capture_seconds: float = 0.0
+    num_runs: int = 0
+    looks: Likeness | None = None
+    executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)
+
+    def fits(self, arguments: list[Tensor]) -> bool:
+        """Whether the graph may run now. If so, its numbers and gradients are brought into their places."""
+        strays = self.guards.hold()
+        if strays is None or not self.written_state.is_apart_from(
+            self.complete(arguments), among_each_other=self.writes_arguments
+        ):
+            return False
+        numbers = [slot.place.get() for slot in self.slots]
+        if numbers != self.numbers:
+            if not all(map(is_number, numbers)) or not self.questions.allow(numbers):
+                return False
+            self.numbers = numbers
+        if not adopt(strays):
+            return False
+        self.fill_slots()
+        return True
+
+    def changed_number(self) -> str | None:
+        """In a sentence, which number keeps the graph from running, if one does."""
+        numbers = [slot.place.get() for slot in self.slots]
+        if all(map(is_number, numbers)) and self.questions.allow(numbers):
+            return None
+        changed = zip(self.slots, self.numbers, numbers, strict=True)
+        names = (str(slot.place) for slot, before, now in changed if now != before)
+        return f"It depends on the value of {next(names, 'a hyperparameter')}, which changes."
+
+    def fill_slots(self) -> None:
+        """Bring the numbers that the graph reads up to date."""
+        for slot, number in zip(self.slots, self.numbers, strict=True):
+            if slot.value != number:
+                slot.set(number)
+        for mirror in self.mirrors:
+            number = mirror.place.get()
+            if mirror.value != number:
+                mirror.set(number)
+
+    def complete(self, arguments: list[Tensor]) -> list[Tensor]:
+        """``arguments`` and what is read as if it were among them."""
+        return [*arguments, *(look(holder, key) for holder, key in self.places)] if self.places else arguments
+
+    def inputs(self, arguments: list[Tensor]) -> list[Tensor]:
+        """A new list of the executable's inputs, for complete ``arguments``."""
+        given = [
+            arguments[index] if device is None else arguments[index].to(device, non_blocking=True)
+            for index, device in self.arguments
+        ]
+        return [*self.static, *given]
+
+    def run(self, arguments: list[Tensor]) -> Any:
+        """Run the graph and return the step's result."""
+        arguments = self.complete(arguments)
+        results = call_without_grad(self.executable, self.inputs(arguments))
+        # Kernels write behind autograd's back; an older graph that still needs a parameter must notice.
+        if self.guards.quick is None:
+            torch.autograd.graph.increment_version(self.parameters)
+        else:
+            self.guards.quick.bump_versions()
+        self.num_runs += 1
+        for tensor, gradient in self.left:
+            tensor.grad = gradient
+        if self.structure is LEAF and self.outputs[0].kind == "graph" and not self.effects:
+            return results[0]
+
+        def value_of(output: Output) -> Any:
+            if output.kind == "graph":
+                return results[output.index]
+            if output.kind == "number":
+                return output.value(self.numbers)
+            return arguments[output.index] if output.kind == "argument" else output.value
+
+        for holder, key, output in self.effects:
+            store(holder, key, value_of(output))
+        return put_together(self.structure, map(value_of, self.outputs).__next__)
+
+    def release(self) -> None:
+        """Let the executable give back its memory, if it knows how to."""
+        release = getattr(getattr(self, "executable", None), "release", None)
+        if release is not None:
+            release()
+
+
+def adopt(strays: Iterable[tuple[Tensor, Tensor | None]]) -> bool:
+    """Move gradients, left by eager code, to where graphs expect them; ``False``, and none moved, if one cannot be."""
+    moves: list[tuple[Tensor, Tensor, Tensor]] = []
+    for tensor, home in strays:
+        gradient = tensor.grad
+        if gradient is None or home is None or not is_alike(gradient, home):
+            return False
+        moves.append((tensor, gradient.detach(), home))
+    # One may lie in the home of another, which would be overwritten first.
+    homes = {storage_id(home) for _, _, home in moves}
+    values = [value.clone() if storage_id(value) in homes else value for _, value, _ in moves]
+    for (tensor, _, home), value in zip(moves, values, strict=True):
+        home.copy_(value)
+        tensor.grad = home
+    return True
+
+
+def is_alike(left: Tensor, right: Tensor) -> bool:
+    """Whether two gradients differ in their values alone."""
+    return (left.shape, left.dtype, left.device, left.layout) == (right.shape, right.dtype, right.device, right.layout)
+
+
+class Memory:
+    """Ranges of addresses.
+
+    Args:
+        tensors: Their storages are the ranges.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        ranges = sorted((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages)
+        self._starts = [start for start, _ in ranges]
+        self._ends = [end for _, end in ranges]
+
+    def is_apart_from(self, tensors: Sequence[Tensor], *, among_each_other: bool = False) -> bool:
+        """Whether none of ``tensors`` lies within, nor, if so asked, shares memory with another of them."""
+        for tensor in tensors:
+            address = tensor.data_ptr()
+            at = bisect_right(self._starts, address)
+            if at and address < self._ends[at - 1]:
+                return False
+        if not among_each_other:
+            return True
+        storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        return len({*storages} - {0}) == len(storages) - storages.count(0)

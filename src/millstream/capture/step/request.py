@@ -1,0 +1,146 @@
+"""What is asked of the tracer, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.optim import Optimizer
+
+from millstream.capture.state.discover import Found
+from millstream.capture.state.lift import Lifted
+from millstream.capture.state.signature import Structure
+from millstream.capture.trace.patches.optimizers import CountPlace, NumberPlace
+from millstream.capture.trace.scalars import Questions
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A tensor whose ``.grad`` the step may leave behind.
+
+    Attributes:
+        name: Of the tensor.
+        parameter: The user's tensor.
+        before: Its gradient when the step starts, or ``None``.
+    """
+
+    name: str
+    parameter: Tensor
+    before: Tensor | None
+
+
+@dataclass
+class Request:
+    """What to trace.
+
+    Attributes:
+        function: The user's function.
+        structure: Structure of ``(args, kwargs)``.
+        arguments: The tensors among the arguments.
+        roots: Where the search for what the function reaches begins.
+        found: What it reaches.
+        state: All tensors in ``found``.
+        gradients: All tensors whose gradient may change.
+        numbers: Numbers to be read at run time.
+        changing: Places, by id of the holder and key, whose tensors are to be read as arguments are.
+        mirrored: Positions in ``state`` of numbers on the host, and the device on which the graph reads them.
+    """
+
+    function: Callable[..., Any]
+    structure: Structure
+    arguments: list[Tensor]
+    roots: list[tuple[str, Any]]
+    found: Found
+    state: list[Lifted]
+    gradients: list[Gradient]
+    numbers: list[NumberPlace | CountPlace]
+    changing: Container[tuple[int, Any]]
+    mirrored: dict[int, torch.device]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a part of the result comes from: from the graph, from the numbers, or it is an argument or state itself.
+
+    Attributes:
+        index: Number of the graph's result or of the argument; ``-1`` otherwise.
+        kind: ``"graph"``, ``"argument"``, ``"object"`` or ``"number"``.
+        value: The object, or a function that gives the number from all that are read at run time.
+    """
+
+    kind: str
+    index: int = -1
+    value: Any = None
+
+
+@dataclass
+class Traced:
+    """The recorded step.
+
+    Attributes:
+        gm: The graph; its inputs are, in order, those in the four lists of positions that follow.
+        state: Positions in ``Request.state`` of the inputs that are state.
+        gradients: Positions in ``Request.gradients`` whose memory the graph reads or writes.
+        numbers: Positions in ``Request.numbers`` of the inputs that are numbers.
+        arguments: Positions in ``Request.arguments`` of the inputs that are arguments, and the device on which the
+            graph wants them if they are on another.
+        replaced: Of state that is read as arguments are, since other tensors take its place: position in
+            ``Request.state``, holder and key of the place that holds it. They are counted on behind the arguments.
+        written: For each input, whether the graph writes it.
+        left: For every gradient of the request, whether the step leaves one behind.
+        structure: Structure of the result.
+        outputs: Its tensors and numbers.
+        questions: What the program asked about the numbers.
+        used: What the code reaches that ran.
+        reads: Module attributes that the program read.
+        effects: Entries to set after every call: holder, key, and where the value comes from.
+        optimizers: Those that stepped.
+        writes_arguments: Whether the graph writes to an argument.
+    """
+
+    gm: fx.GraphModule
+    state: list[int]
+    gradients: list[int]
+    numbers: list[int]
+    arguments: list[tuple[int, torch.device | None]]
+    replaced: list[tuple[int, Any, Any]]
+    written: list[bool]
+    left: list[bool]
+    structure: Structure
+    outputs: list[Output]
+    questions: Questions
+    used: Found
+    reads: list[tuple[dict[str, Any], str, Any]]
+    effects: list[tuple[Any, Any, Output]]
+    optimizers: list[Optimizer]
+    writes_arguments: bool
+
+
+# --- instead of that --------------------------------------------------------------------------------------------------
+
+
+class StateMissing(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
+    """State would be created now, of an optimizer or in a cache: only an eager call can give it values."""
+
+
+class FoundLate(Exception):  # noqa: N818 - a message to the step, which lifts the objects and traces again
+    """Objects that discovery missed showed up while tracing."""
+
+    def __init__(self, name: str, value: Any, where: str) -> None:
+        super().__init__(name)
+        self.name, self.value, self.where = name, value, where
+
+
+class ServesOnce(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
+    """The graph depends on the very value of a number that the step changes: it would not serve again."""
+
+
+class NumbersChanged(Exception):  # noqa: N818 - a message to the step, which lifts them and traces again
+    """The step changes numbers that optimizers keep: holders and keys."""
+
+    def __init__(self, places: list[tuple[Any, Any]]) -> None:
+        super().__init__()
+        self.places = places

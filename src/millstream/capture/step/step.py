@@ -1,0 +1,403 @@
+"""``ms.step``: a function that does a whole training step, captured once and replayed.
+
+A call goes one of three ways. *Replay*: a graph was captured for arguments like these, and everything it took for
+granted still holds. *Capture*: none fits, so that one is traced, built and kept. *Eager*: the function cannot be
+captured, or the optimizer must first create its state; then the user's function runs as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import os
+import threading
+import time
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from millstream._torch.modes import is_any_autocast_enabled, modes_of_caller
+from millstream._torch.tensors import place_of_implementation
+from millstream.capture.state.discover import Found, discover
+from millstream.capture.state.signature import meta_of, put_together, take_apart
+from millstream.capture.step.bind import Call, Workshop
+from millstream.capture.step.graph import Build, StepGraph
+from millstream.capture.step.request import FoundLate, NumbersChanged, ServesOnce, StateMissing
+from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, number_places
+from millstream.capture.trace.patches.randomness import RandomState
+from millstream.capture.trace.tracer import trace_step
+from millstream.capture.trace.unsupported import check_modes, check_supported
+from millstream.device.likeness import Likeness
+from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
+from millstream.lower import ask_early
+
+MAX_LATE = 32
+"""Objects that discovery may miss; each costs one more trace."""
+
+MAX_UNSERVING = 4
+"""Graphs that would serve one call only: so many calls run eagerly, such as the first steps of a warm-up."""
+
+MAX_UNREADY = 20
+"""Calls that may run eagerly while an optimizer has no state: a GradScaler skips steps until it finds its scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Why calls of one kind run as plain Python.
+
+    Attributes:
+        signature: Tensors of the arguments by name, with dtype and shape.
+        error: Reason, line and remedy.
+    """
+
+    signature: dict[str, str]
+    error: CaptureError
+
+
+_steps: weakref.WeakValueDictionary[int, Step[Any, Any]] = weakref.WeakValueDictionary()
+
+
+def _start_afresh_after_fork() -> None:
+    """Another thread may have held a lock at that moment, and in the child nobody would release it."""
+    for step in [*_steps.values()]:
+        step._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh_after_fork)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Step(Generic[P, R]):
+    """A training step that is captured whole, with its optimizers, and replayed.
+
+    A graph repeats what the function does to tensors. Changes of Python objects, random numbers of other libraries,
+    values that are read or printed: what of this can be noticed is refused. What cannot (a line in a log, the time of
+    day) happens when the step is traced and not again. While it is traced its tensors have no values: other threads
+    must not use them.
+
+    Args:
+        function: Does forward, backward and optimizer step on objects that it finds in its closure, globals, bound
+            object or arguments.
+        build: Makes an executable of a traced graph.
+        strict: Raise ``CaptureError`` where otherwise a ``FallbackWarning`` is given and the function runs eagerly.
+        max_graphs: So many graphs are kept; the one unused for longest goes first.
+
+    Attributes:
+        function: The user's function.
+        refusals: What runs eagerly, and why.
+    """
+
+    def __init__(self, function: Callable[P, R], *, build: Build, strict: bool = False, max_graphs: int = 8) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.function = function
+        self.strict = strict
+        self.max_graphs = max_graphs
+        self.refusals: list[Fallback] = []
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._parameters = _parameters_of(function)
+        self._build = build
+        self._workshop = Workshop()
+        self._lock = threading.RLock()
+        _steps[id(self)] = self
+        self._graphs: OrderedDict[int, StepGraph] = OrderedDict()
+        self._by_key: dict[Any, list[StepGraph]] = {}
+        self._last: tuple[Any, list[StepGraph]] = (None, [])  # saves hashing the key of the usual call
+        self._usual: StepGraph | None = None  # that ran last, and has looks; saves making the key
+        self._refused: dict[Any, CaptureError] = {}
+        self._hopeless: CaptureError | None = None
+        self._stepped: dict[int, Optimizer] = {}
+        self._has_run = False
+        self._num_unready = self._num_unserving = 0
+        self._num_fruitless = 0
+        self._why = "Its arguments have another structure, shape or dtype every time."
+
+    @property
+    def graphs(self) -> list[StepGraph]:
+        """The graphs there are, the one unused for longest first."""
+        return list(self._graphs.values())
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """Why anything runs eagerly, for people."""
+        return [str(refusal.error) for refusal in self.refusals]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step[P, R]:
+        """The same of a copy of the function, with the copied object where it is a method; nothing is captured yet."""
+        function = copy.deepcopy(self.function, memo)
+        return Step(function, build=self._build, strict=self.strict, max_graphs=self.max_graphs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A step defined in a class is a method."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the step."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # part of another capture; no training
+            return self.function(*args, **kwargs)
+        usual = self._usual
+        arguments: list[Any] = [*args]
+        if usual is not None and usual.looks is not None and not kwargs and usual.looks.find(arguments) is not None:
+            _, ambient, *_ = usual.key
+            if ambient == _ambient() and usual.fits(arguments):
+                return usual.run(arguments)
+        self._usual = None
+        if kwargs or not all(type(arg) is Tensor for arg in args):
+            arguments = []
+            form: Any = take_apart((args, kwargs), arguments)
+        else:  # tensors only, the usual case: their number says it all
+            form = len(args)
+        key = (form, _ambient(), *map(meta_of, arguments))
+        last_key, graphs = self._last
+        if key != last_key:
+            graphs = self._by_key.get(key, [])
+            self._last = (key, graphs)
+        for graph in graphs:
+            if graph.fits(arguments):
+                self._graphs.move_to_end(id(graph))
+                self._usual = graph
+                return graph.run(arguments)
+        with self._lock:
+            arguments = []
+            structure = take_apart((args, kwargs), arguments)
+            return self._call_slowly(Call(key, structure, arguments, args, kwargs, self._parameters))
+
+    def _call_slowly(self, call: Call) -> Any:
+        if self._hopeless is not None or call.key in self._refused:
+            return self.function(*call.args, **call.kwargs)
+        error: CaptureError | None = None
+        try:
+            found = discover(self._roots(call))
+            check_supported(found)
+            check_modes()
+            if not self._is_unready(found):
+                self._look_back(call, found)
+                return self._capture(call, found)
+        except StateMissing as missing:
+            if self._num_unready == MAX_UNREADY:
+                error = CaptureError(
+                    f"The step creates new state ({missing}) again and again.",
+                    remedy="Give every parameter a gradient in the first call, and caches room for all they are asked.",
+                )
+        except ServesOnce as number:
+            self._num_unserving += 1
+            if self._num_unserving > MAX_UNSERVING:
+                error = CaptureError(
+                    f"The step depends on the very value of {number}, which it changes.",
+                    remedy="Compute with it by operators and functions of math, such as math.sqrt, or use a tensor.",
+                )
+        except CaptureError as refusal:
+            error = refusal
+        return self._run_watching(call) if error is None else self._fall_back(call, error)
+
+    def _roots(self, call: Call) -> Iterator[tuple[str, Any]]:
+        yield self._name, self.function
+        yield from call.objects()
+
+    def _is_unready(self, found: Found) -> bool:
+        """Whether an eager call must come first, to create what only an eager call can create."""
+        for _, module in found.modules:
+            if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+                return True
+        if any(scaler._scale is None for _, scaler in found.scalers):
+            return True
+        empty = [optimizer for _, optimizer in found.optimizers if not optimizer.state]
+        if not self._has_run:
+            return bool(empty)
+        is_scaled = bool(found.scalers) and self._num_unready < MAX_UNREADY
+        return is_scaled and any(id(optimizer) not in self._stepped for optimizer in empty)
+
+    def _run_watching(self, call: Call) -> Any:
+        """Run eagerly, and note which optimizers step."""
+        self._has_run = True
+        self._num_unready += 1
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            self._stepped[id(optimizer)] = optimizer
+
+        handle = register_optimizer_step_post_hook(note)
+        try:
+            return _detached(self.function(*call.args, **call.kwargs))
+        finally:
+            handle.remove()
+
+    def _look_back(self, call: Call, found: Found) -> None:
+        """Learn from graphs that do not fit: drop dead ones, lift what changes, stop if it leads nowhere."""
+        for graph in list(self._by_key.get(call.key, ())):
+            change = graph.guards.broken()
+            if change is None:
+                self._why = graph.changed_number() or self._why
+                continue
+            self._why = change.reason
+            for _, optimizer in found.optimizers:
+                for place in number_places(optimizer):
+                    if optimizer.param_groups[place.group] is change.holder and place.key == change.key:
+                        self._workshop.cycled.add(place)
+            if change.is_tensor:
+                self._workshop.changing[id(change.holder), change.key] = change.holder  # whose id thus stays its own
+            if change.is_final:
+                self._drop(graph)
+        last = next(reversed(self._graphs.values()), None)
+        self._num_fruitless = self._num_fruitless + 1 if last is not None and last.num_runs < 3 else 0
+        if self._is_fruitless():
+            raise CaptureError(
+                f"{self._num_fruitless} graphs in a row were captured that hardly served again. {self._why}",
+                remedy="Pass what changes as a tensor argument, keep shapes constant, or raise max_graphs.",
+            )
+
+    def _is_fruitless(self) -> bool:
+        return self._num_fruitless > 2 * self.max_graphs
+
+    def _capture(self, call: Call, found: Found) -> Any:
+        """Trace, build, run and keep a graph for ``call``; a failure leaves everything as it was."""
+        counts = CountsOnDevice()
+        ask_early(call.arguments)
+        try:
+            graph = self._trace(call, found, counts)
+            result = self._build_and_run(call, graph)
+        except BaseException:
+            counts.undo()
+            raise
+        counts.settle()
+        if graph.guards.quick is not None:
+            graph.looks = _looks_of(call)
+        self._keep(graph)
+        return result
+
+    def _trace(self, call: Call, found: Found, counts: CountsOnDevice) -> StepGraph:
+        roots, where = list(self._roots(call)), ""
+        for _ in range(MAX_LATE):
+            start = time.perf_counter()
+            for _, optimizer in found.optimizers:
+                counts.move(optimizer)
+            request = self._workshop.make_request(self.function, call, roots, found)
+            try:
+                traced = trace_step(request)
+            except FoundLate as late:
+                roots.append((late.name, late.value))
+                where = late.where
+                found = discover(roots)
+                check_supported(found)
+                continue
+            except NumbersChanged as changed:
+                self._workshop.note_counts(found, changed.places)
+                continue
+            return self._workshop.assemble(call, request, traced, time.perf_counter() - start)
+        raise CaptureError(
+            "The step meets ever more that was made outside of it.",
+            where=where,
+            remedy="Make tensors arguments, or make them with PyTorch functions inside of the step.",
+        )
+
+    def _build_and_run(self, call: Call, graph: StepGraph) -> Any:
+        """Build the graph and run it for the first time; a failure leaves everything as it was."""
+        start = time.perf_counter()
+        random_state = RandomState()
+        # On the host, so that a large model does not need its state twice on the device.
+        backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
+        arguments = graph.complete(call.arguments)
+        argument_backups = [tensor.detach().clone() for tensor in arguments] if graph.writes_arguments else []
+        try:
+            graph.fill_slots()
+            with torch.no_grad():
+                graph.executable = self._build(graph.gm, graph.inputs(arguments), frozenset(range(len(graph.static))))
+            result = graph.run(call.arguments)
+        except BaseException as error:
+            with torch.no_grad():
+                for tensor, backup in zip(graph.written, backups, strict=True):
+                    tensor.copy_(backup)
+                for tensor, backup in zip(arguments, argument_backups, strict=False):
+                    tensor.copy_(backup)
+            random_state.restore()
+            if not isinstance(error, Exception) or isinstance(error, (ArgumentError, CaptureError)):
+                raise  # it is the user who is asked, or it says by itself what it is
+            what = error if isinstance(error, MillstreamError) else f"{type(error).__name__}: {error}"
+            raise CaptureError(
+                f"The captured step could not be built or run: {what}".splitlines()[0],
+                remedy="Please report it; the step works without ms.step.",
+            ) from error
+        graph.capture_seconds = graph.trace_seconds + time.perf_counter() - start
+        return result
+
+    def _keep(self, graph: StepGraph) -> None:
+        self._usual = None
+        self._graphs[id(graph)] = graph
+        self._by_key.setdefault(graph.key, []).insert(0, graph)
+        self._last = (None, [])
+        while len(self._graphs) > self.max_graphs:
+            self._drop(next(iter(self._graphs.values())))
+
+    def _drop(self, graph: StepGraph) -> None:
+        self._usual = None
+        del self._graphs[id(graph)]
+        graphs = self._by_key[graph.key]
+        graphs.remove(graph)
+        if not graphs:
+            del self._by_key[graph.key]
+        self._last = (None, [])
+        self._workshop.forget(self._graphs.values())
+        graph.release()
+
+    def _fall_back(self, call: Call, error: CaptureError) -> Any:
+        if self.strict:
+            raise error
+        is_known = any(str(error) == str(refusal.error) for refusal in self.refusals)
+        self._refused[call.key] = error
+        self.refusals.append(Fallback(call.signature, error))
+        if len(self.refusals) > 2 * self.max_graphs or self._is_fruitless():
+            self._hopeless = error
+        if not is_known:
+            warn_user(f"{self._name} runs as plain Python: {error}")
+        if not self._graphs:
+            with contextlib.suppress(CaptureError):  # then there never was a graph
+                for _, optimizer in discover(self._roots(call)).optimizers:
+                    move_counts_to_host(optimizer)
+        return self.function(*call.args, **call.kwargs)
+
+
+def _looks_of(call: Call) -> Likeness | None:
+    """What the arguments of calls like this look like; ``None`` where that is not all that counts of them."""
+    if call.kwargs or any(type(arg) is not Tensor or arg.requires_grad for arg in call.args):
+        return None
+    with contextlib.suppress(ValueError):
+        return Likeness(call.args, place_of_implementation())
+    return None
+
+
+def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # built in
+        return ()
+
+
+def _detached(result: Any) -> Any:
+    """A result as a graph would give it."""
+    leaves: list[Tensor] = []
+    structure = take_apart(result, leaves)
+    if all(leaf.is_leaf for leaf in leaves):
+        return result
+    return put_together(structure, (leaf if leaf.is_leaf else leaf.detach() for leaf in leaves).__next__)
+
+
+def _ambient() -> tuple[Any, ...]:
+    """Global modes under which a step runs and which its graph depends on."""
+    modes = modes_of_caller()
+    if is_any_autocast_enabled():
+        dtypes = (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
+        on = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        return (torch.is_grad_enabled(), torch.get_default_dtype(), *on, *dtypes, *modes)
+    return (torch.is_grad_enabled(), torch.get_default_dtype(), *modes)

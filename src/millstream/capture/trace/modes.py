@@ -1,0 +1,265 @@
+"""What watches and steers the user's function while it is traced: a mode for functions and one for operators.
+
+The function mode sees calls as the user wrote them (``.item()``, ``alpha=lr``), before their arguments are parsed; the
+operator mode sees the aten operators they become, backward included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from millstream._torch.tensors import is_real
+from millstream._torch.tracing import (
+    VALUE_NEEDED,
+    graph_being_traced,
+    mean_what,
+    next_sequence_number,
+    patched,
+    running_sequence_number,
+)
+from millstream.capture.lines import describe, here, user_frames
+from millstream.capture.trace.patches.checkpointing import RandomRecords
+from millstream.capture.trace.scalars import GraphScalar, run_with_scalars
+from millstream.errors import CaptureError
+
+aten = torch.ops.aten
+_DATA = vars(torch._C.TensorBase)["data"]
+
+VALUE_READERS = {
+    "item": "The step reads a tensor's value with .item().",
+    "tolist": "The step reads a tensor's values with .tolist().",
+    "numpy": "The step turns a tensor into a NumPy array.",
+    "__array__": "The step turns a tensor into a NumPy array.",
+    "__bool__": "The step branches on a tensor's value.",
+    "__float__": "The step reads a tensor's value with float().",
+    "__int__": "The step reads a tensor's value with int().",
+    "__index__": "The step uses a tensor's value as an index.",
+    "__contains__": "The step branches on a tensor's value.",
+    "__repr__": "The step prints a tensor.",
+    "__format__": "The step prints a tensor.",
+    "equal": "The step branches on tensors' values.",
+    "allclose": "The step branches on tensors' values.",
+}
+"""What users do with values, by the name of the function they call."""
+
+_ALWAYS_REFUSED = frozenset({"numpy", "__array__", "__repr__", "__format__"})
+"""Those which give an answer for a fake tensor, though a wrong one, or fail obscurely."""
+
+READ_REMEDY = "Return the tensor and read its value outside of the step; for a branch use torch.where."
+SHAPE_REMEDY = "Use torch.where or a mask that multiplies, so that shapes do not depend on values."
+
+
+class ForeignTensor(Exception):  # noqa: N818 - a message to the tracer, which lifts the tensor and starts again
+    """A real tensor that was not lifted has been met."""
+
+    def __init__(self, tensor: Tensor, where: str) -> None:
+        super().__init__(where)
+        self.tensor = tensor
+        self.where = where
+
+
+class FunctionWatch(TorchFunctionMode):
+    """Replaces the graph's scalars and refuses what needs values.
+
+    Attributes:
+        calling: Name of the PyTorch function that runs now.
+        moved: By id, tensors whose ``.data`` was assigned, and what has the memory that they had at first.
+    """
+
+    def __init__(self, refuse: Callable[[CaptureError], None], lifted: set[int]) -> None:
+        super().__init__()
+        self._refuse = refuse
+        self._lifted = lifted
+        self.calling = ""
+        self.moved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _ALWAYS_REFUSED:
+            self._fail(VALUE_READERS[name], READ_REMEDY)
+        if name in ("register_hook", "register_post_accumulate_grad_hook") and id(args[0]) in self._lifted:
+            self._fail("The step registers a hook on a parameter or other state.", "Register it outside of the step.")
+        if any(isinstance(arg, np.ndarray) for arg in args):
+            self._fail(*_NUMPY_READ)
+        if name == "__set__" and getattr(func, "__self__", None) is _DATA:
+            return self._set_data(func, *args)
+        before, self.calling = self.calling, name
+        try:
+            if next(_scalars_in((*args, *kwargs.values())), None) is not None:
+                return run_with_scalars(func, args, kwargs)
+            return func(*args, **kwargs)
+        finally:
+            self.calling = before
+
+    def _set_data(self, func: Callable[..., Any], tensor: Tensor, value: Tensor) -> None:
+        """``tensor.data = value`` gives ``tensor`` other memory, which no operator does: a tracer does not see it."""
+        if not fits(value, tensor):
+            self._fail(
+                "The step assigns to .data a tensor of another shape, dtype or device.",
+                "Change it outside of the step.",
+            )
+        with torch.no_grad():
+            before, after = tensor.detach(), value.detach()
+        func(tensor, after)
+        mean_what(tensor, after)
+        self.moved.setdefault(id(tensor), (tensor, before))
+
+    @contextlib.contextmanager
+    def from_numpy_refused(self) -> Iterator[None]:
+        """For the length of the context ``torch.from_numpy``, which no mode sees, raises."""
+        with patched(torch, "from_numpy", lambda _: self._fail(*_NUMPY_READ)):
+            yield
+
+    def _fail(self, reason: str, remedy: str) -> NoReturn:
+        error = CaptureError(reason, where=here(), remedy=remedy)
+        self._refuse(error)
+        raise error
+
+
+_NUMPY_READ = ("The step reads a NumPy array.", "Make a tensor of it outside of the step and pass that.")
+
+
+class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices tensors that were not lifted, notes source lines, and reuses random results in recomputation.
+
+    Args:
+        refuse: Told of each refusal, because the user's function may swallow the exception.
+        functions: The function mode in force, for the names of what users call.
+        randoms: Random results of checkpointed regions.
+    """
+
+    def __init__(self, refuse: Callable[[Exception], None], functions: FunctionWatch, randoms: RandomRecords) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._refuse = refuse
+        self._functions = functions
+        self._randoms = randoms
+        self._graph = graph_being_traced()
+        self._forward_lines: dict[int, str] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _LIFTS:
+            for tensor in _tensors_in((*args, *kwargs.values())):
+                if is_real(tensor):
+                    self._fail(ForeignTensor(tensor, here()))
+        if getattr(func, "overloadpacket", None) is aten.set_:
+            self._fail(
+                CaptureError("The step gives a tensor other memory with set_().", where=here(), remedy="Use copy_().")
+            )
+        last = next(iter(reversed(self._graph.nodes)))
+        try:
+            replacement = _REPLACEMENTS.get(func)
+            if replacement is not None:
+                return replacement(*args, **kwargs)
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                return self._run_random(func, args, kwargs)
+            return func(*args, **kwargs)
+        except VALUE_NEEDED:
+            self._fail(self._explain(func))
+        finally:
+            self._note_line(last)
+
+    def _run_random(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("generator") is not None:
+            self._fail(
+                CaptureError(
+                    "The step draws random numbers from a generator of its own.",
+                    where=here(),
+                    remedy="Use the default generator, seeded by torch.manual_seed.",
+                )
+            )
+        return self._randoms.run(operator, args, kwargs)
+
+    def _explain(self, operator: Any) -> CaptureError:
+        reason = VALUE_READERS.get(self._functions.calling)
+        if operator in (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default):
+            return CaptureError(reason or "The step reads a tensor's value.", where=here(), remedy=READ_REMEDY)
+        name = self._functions.calling or operator.__name__
+        return CaptureError(
+            f"The shape of a result depends on values ({name}: {operator}).", where=here(), remedy=SHAPE_REMEDY
+        )
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._refuse(error)
+        raise error
+
+    def _note_line(self, last: torch.fx.Node) -> None:
+        """Give the nodes after ``last`` the user's line; nodes of backward get that of their forward."""
+        node = next(iter(reversed(self._graph.nodes)))
+        if node is last:
+            return
+        sequence = running_sequence_number()
+        if sequence is None:
+            text = describe(user_frames())
+            self._forward_lines[next_sequence_number() - 1] = text
+        else:
+            text = self._forward_lines.get(sequence) or describe(user_frames())
+        while node is not last:
+            node.meta["stack_trace"] = text
+            node.meta["in_backward"] = sequence is not None
+            node = node.prev
+
+
+def fits(new: Any, old: Tensor) -> bool:
+    """Whether ``new`` is a tensor that can be copied to ``old`` as it is."""
+    return isinstance(new, Tensor) and new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _scalars_in(values: Any) -> Iterator[GraphScalar]:
+    for value in values:
+        if isinstance(value, GraphScalar):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _scalars_in(value)
+
+
+def _check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """``aten::_amp_foreach_non_finite_check_and_unscale_`` in operators that compilers can fuse."""
+    for grad in grads:
+        is_bad = (~torch.isfinite(grad)).any().to(found_inf.dtype)
+        found_inf.copy_(torch.maximum(found_inf, is_bad))
+        grad.mul_(inv_scale)
+
+
+def _update_scale(
+    scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
+) -> Tensor:
+    """``aten::_amp_update_scale_`` in operators that compilers can fuse."""
+    failed = found_inf != 0
+    successes = growth_tracker + 1
+    grows = successes == interval
+    grown = scale * growth
+    grown = torch.where(grows & torch.isfinite(grown), grown, scale)
+    scale.copy_(torch.where(failed, scale * backoff, grown))
+    growth_tracker.copy_(torch.where(failed | grows, torch.zeros_like(successes), successes))
+    return scale
+
+
+_LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default})
+"""Operators that turn a constant of the program into a tensor of the graph."""
+
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,
+    aten._amp_update_scale_.default: _update_scale,
+}

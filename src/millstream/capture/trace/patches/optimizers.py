@@ -1,0 +1,292 @@
+"""What tracing needs to know about optimizers: traceable flags, numbers to lift, steps on the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from millstream._torch.tracing import patched
+from millstream.capture.lines import here
+from millstream.errors import CaptureError
+
+_TRACEABLE = {"capturable": True, "fused": False, "foreach": True}
+"""Flags under which an optimizer of PyTorch reads no values.
+
+Without ``capturable`` Adam calls ``.item()`` on its step count, and single-tensor SGD does so on the learning rate.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberPlace:
+    """Where an optimizer keeps a number.
+
+    Attributes:
+        optimizer: The optimizer.
+        group: Number of the parameter group.
+        key: Such as ``lr`` or ``betas``.
+        item: Index within a tuple, ``None`` for a plain number.
+    """
+
+    optimizer: Optimizer
+    group: int
+    key: str
+    item: int | None
+
+    def __str__(self) -> str:
+        return f"param_groups[{self.group}][{self.key!r}]"
+
+    def get(self) -> Any:
+        """The number as it is now, or whatever stands in its place."""
+        value = self.optimizer.param_groups[self.group].get(self.key)
+        if self.item is None:
+            return value
+        return value[self.item] if isinstance(value, tuple | list) and self.item < len(value) else None
+
+    def set(self, value: Any) -> None:
+        """Put ``value`` there."""
+        group = self.optimizer.param_groups[self.group]
+        if self.item is None:
+            group[self.key] = value
+        else:
+            items = list(group[self.key])
+            items[self.item] = value
+            group[self.key] = type(group[self.key])(items)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CountPlace:
+    """Where an optimizer counts its steps: in an attribute, or with each of some parameters, the same with all.
+
+    Attributes:
+        optimizer: The optimizer.
+        group: Number of the parameter group.
+        key: Such as ``step``.
+        entries: Of the optimizer's state; or its attributes alone.
+    """
+
+    optimizer: Optimizer
+    group: int
+    key: str
+    entries: tuple[dict[str, Any], ...]
+    item = None
+
+    def __str__(self) -> str:
+        return f"{type(self.optimizer).__name__}'s {self.key}"
+
+    def __hash__(self) -> int:
+        return hash((id(self.optimizer), self.group, self.key))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CountPlace) and self._identity == other._identity
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        return id(self.optimizer), self.group, self.key, *map(id, self.entries)
+
+    def get(self) -> Any:
+        """The number as it is now; ``None`` if it is not the same with all."""
+        values = [entry.get(self.key) for entry in self.entries]
+        first = values[0]
+        return (
+            first
+            if is_number(first) and all(type(value) is type(first) and value == first for value in values)
+            else None
+        )
+
+    def set(self, value: Any) -> None:
+        """Put ``value`` there."""
+        for entry in self.entries:
+            entry[self.key] = value
+
+
+def count_places(optimizer: Optimizer, key: str) -> Iterator[CountPlace]:
+    """Where ``optimizer`` keeps a number under ``key``: in an attribute; with parameters, all who have the same."""
+    if is_number(vars(optimizer).get(key)):
+        yield CountPlace(optimizer, 0, key, (vars(optimizer),))
+    for number, group in enumerate(optimizer.param_groups):
+        alike: dict[Any, list[dict[str, Any]]] = {}
+        for parameter in group["params"]:
+            entry = optimizer.state.get(parameter)
+            if isinstance(entry, dict) and is_number(value := entry.get(key)):
+                alike.setdefault((type(value), value), []).append(entry)
+        for entries in alike.values():
+            yield CountPlace(optimizer, number, key, tuple(entries))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a graph can read ``value`` at run time: a real number, of NumPy too (schedulers), and no ``bool``.
+
+    While tracing, a graph's scalar is one.
+    """
+    return isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool)
+
+
+def number_places(optimizer: Optimizer) -> Iterator[NumberPlace]:
+    """All numbers among the hyperparameters of ``optimizer``."""
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if is_number(value):
+                yield NumberPlace(optimizer, number, key, None)
+            elif isinstance(value, tuple | list) and key != "params":
+                for item, part in enumerate(value):
+                    if is_number(part):
+                        yield NumberPlace(optimizer, number, key, item)
+
+
+@contextlib.contextmanager
+def traceable(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """For the length of the context, make ``optimizers`` take the path that reads no values. The flags are put back."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    before = [{key: group[key] for key in _TRACEABLE if key in group} for group in groups]
+    # A fused optimizer lets a GradScaler hand its scale to the kernel; unfused, it would drop it.
+    fused = [optimizer for optimizer in optimizers if vars(optimizer).get("_step_supports_amp_scaling")]
+    for group, flags in zip(groups, before, strict=True):
+        group.update({key: _TRACEABLE[key] for key in flags})
+    for optimizer in fused:
+        vars(optimizer)["_step_supports_amp_scaling"] = False
+    try:
+        yield
+    finally:
+        for group, flags in zip(groups, before, strict=True):
+            group.update(flags)
+        for optimizer in fused:
+            vars(optimizer)["_step_supports_amp_scaling"] = True
+
+
+_Count = tuple[Optimizer, dict[str, Any], Tensor, Tensor]
+
+
+def widen_counts(optimizers: Iterable[Optimizer]) -> list[_Count]:
+    """While tracing, give optimizers their step counts in double precision, where that costs little.
+
+    What they compute of a count and of nothing else an eager optimizer computes in Python's numbers. A GPU's kernels
+    compute it for each element of a parameter, so it is done there only for parameters in double precision.
+    """
+    counts: list[_Count] = []
+    for optimizer in optimizers:
+        for parameter, entry in optimizer.state.items():
+            is_cheap = isinstance(parameter, Tensor) and (parameter.is_cpu or parameter.dtype == torch.float64)
+            count = entry.get("step") if is_cheap and isinstance(entry, dict) else None
+            if isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32:
+                wide = entry["step"] = count.to(torch.float64)
+                counts.append((optimizer, entry, count, wide))
+    return counts
+
+
+def narrow_counts(counts: Iterable[_Count], stepped: Container[Optimizer]) -> None:
+    """Put the counts of optimizers that have stepped back into the tensors where they came from."""
+    for optimizer, entry, count, wide in counts:
+        if entry.get("step") is wide:
+            entry["step"] = count
+            if optimizer in stepped:
+                count.copy_(wide)
+
+
+@contextlib.contextmanager
+def schedulers_are_refused(
+    refuse: Callable[[Exception], None], on_rates: Callable[[Optimizer], None]
+) -> Iterator[None]:
+    """For the length of the context, stepping a scheduler raises: a graph would not do it again.
+
+    And its last learning rates are those of its optimizer, which a graph reads anew each time; ``on_rates`` is told of
+    that before.
+    """
+
+    def step(scheduler: LRScheduler, *_: Any, **__: Any) -> None:
+        error = CaptureError(
+            f"The step calls {type(scheduler).__name__}.step(), which a graph would not do again.",
+            where=here(),
+            remedy="Call the scheduler outside of the step, after it.",
+        )
+        refuse(error)
+        raise error
+
+    def rates_of(scheduler: LRScheduler) -> list[Any]:
+        on_rates(scheduler.optimizer)
+        return [group["lr"] for group in scheduler.optimizer.param_groups]
+
+    with contextlib.ExitStack() as patches:
+        for kind in _with_subclasses(LRScheduler):
+            if "step" in vars(kind):
+                patches.enter_context(patched(kind, "step", step))
+        patches.enter_context(patched(LRScheduler, "get_last_lr", rates_of))
+        yield
+
+
+def _with_subclasses(kind: type[LRScheduler]) -> list[type[LRScheduler]]:
+    return [kind, *(found for child in kind.__subclasses__() for found in _with_subclasses(child))]
+
+
+class CountsOnDevice:
+    """Brings the state that optimizers keep on the host (Adam's step counts) to their parameters' device, once.
+
+    A kernel on the host could not be part of a graph on the device. ``state_dict`` goes on to give host tensors, as the
+    user knows it, and ``load_state_dict`` brings new ones, which are moved when the step is captured again.
+    """
+
+    def __init__(self) -> None:
+        self._moved: list[tuple[Optimizer, dict[str, Any], str, Tensor]] = []
+
+    def move(self, optimizer: Optimizer) -> None:
+        """Move what is on the host."""
+        for parameter, entry in optimizer.state.items():
+            if not isinstance(entry, dict) or not isinstance(parameter, Tensor) or parameter.device.type == "cpu":
+                continue
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0:
+                    self._moved.append((optimizer, entry, key, value))
+                    entry[key] = value.to(parameter.device)
+
+    def undo(self) -> None:
+        """Put the tensors back that were there."""
+        for _, entry, key, value in self._moved:
+            entry[key] = value
+        self._moved.clear()
+
+    def settle(self) -> None:
+        """Let ``state_dict`` of the optimizers give host tensors from now on."""
+        for optimizer, _, key, _ in self._moved:
+            known = vars(optimizer).get(_ON_DEVICE)
+            if known is None:
+                known = vars(optimizer)[_ON_DEVICE] = set()
+                optimizer.register_state_dict_post_hook(_give_counts_on_host)
+            known.add(key)
+
+
+_ON_DEVICE = "_millstream_counts_on_device"
+"""Attribute of an optimizer: keys of the state that was moved."""
+
+
+def move_counts_to_host(optimizer: Optimizer) -> None:
+    """Undo what was settled, for eager steps, which would wait for the device once for each parameter."""
+    for entry in optimizer.state.values():
+        for key in vars(optimizer).get(_ON_DEVICE, ()):
+            if isinstance(entry, dict) and isinstance(entry.get(key), Tensor):
+                entry[key] = entry[key].cpu()
+
+
+def _give_counts_on_host(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    keys = vars(optimizer)[_ON_DEVICE]
+
+    def on_host(entry: Any) -> Any:
+        if not isinstance(entry, dict):
+            return entry
+        return {
+            key: value.cpu() if key in keys and isinstance(value, Tensor) else value for key, value in entry.items()
+        }
+
+    return {**state_dict, "state": {index: on_host(entry) for index, entry in state_dict["state"].items()}}
+
+
+def device_of(optimizer: Optimizer, group: int) -> torch.device:
+    """The device of the parameters of a group."""
+    parameters = optimizer.param_groups[group]["params"]
+    return parameters[0].device if parameters else torch.device("cpu")

@@ -1,0 +1,131 @@
+"""Random numbers that do not come from operators of the graph: noticed, refused, and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from millstream._torch.tracing import patched
+from millstream.capture.lines import here
+from millstream.capture.state.discover import Found
+from millstream.errors import CaptureError
+
+_READING = frozenset({"getstate", "setstate", "get_state", "set_state", "get_rng_state", "set_rng_state"})
+
+
+class RandomState:
+    """The states of PyTorch's, Python's and NumPy's random generators, to compare with and to go back to.
+
+    Args:
+        found: What a step reaches; with the generators among that.
+    """
+
+    def __init__(self, found: Found | None = None) -> None:
+        self._own: dict[int, tuple[str, Any, Any]] = {}
+        if found is not None:
+            self.add(found)
+        self._is_alone = threading.active_count() == 1
+        self._host = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+
+    def add(self, found: Found) -> None:
+        """Note what other generators a step reaches, as they are now."""
+        for name, generator in found.generators:
+            with contextlib.suppress(NotImplementedError):  # the system's has no state
+                self._own.setdefault(id(generator), (name, generator, _state_of(generator)))
+
+    def what_changed(self) -> str:
+        """Name a generator that was used since; empty if none was, or if another thread may have used it."""
+        for name, generator, state in self._own.values():
+            if pickle.dumps(_state_of(generator)) != pickle.dumps(state):
+                return f"{name}, a random generator"
+        if not self._is_alone or threading.active_count() > 1:
+            return ""
+        if random.getstate() != self._python:
+            return "Python's random module"
+        if any(not np.array_equal(a, b) for a, b in zip(self._numpy, np.random.get_state(), strict=True)):
+            return "NumPy's random module"
+        return "" if torch.equal(torch.get_rng_state(), self._host) else "a generator outside of the graph"
+
+    def restore(self) -> None:
+        """Go back to the state at creation."""
+        for _, generator, state in self._own.values():
+            _set_state(generator, state)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._host)
+        if self._devices:
+            torch.cuda.set_rng_state_all(self._devices)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+@contextlib.contextmanager
+def other_generators_refused(refuse: Callable[[Exception], None]) -> Iterator[None]:
+    """For the length of the context, on this thread, Python's and NumPy's generators and new seeds raise."""
+    seeds = [(torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed"), (torch.random, "seed")]
+    seeds += [(torch.cuda, "manual_seed"), (torch.cuda, "manual_seed_all")]
+    draws = [
+        (module, name)
+        for module, kind in ((random, random.Random), (np.random, np.random.RandomState))
+        for name, value in vars(module).items()
+        if isinstance(getattr(value, "__self__", None), kind) and name not in _READING
+    ]
+    with contextlib.ExitStack() as patches:
+        for module, name in ((torch, "set_rng_state"), (torch.random, "set_rng_state"), (torch.random, "fork_rng")):
+            refusal = _refusing("sets a state of random numbers", refuse)
+            patches.enter_context(patched(module, name, _but_for_checkpoints(refusal, getattr(module, name))))
+        for module, name in seeds:
+            patches.enter_context(patched(module, name, _refusing("sets a seed", refuse)))
+        for module, name in draws:
+            patches.enter_context(patched(module, name, _refusing(f"calls {module.__name__}.{name}", refuse)))
+        yield
+
+
+def _but_for_checkpoints(refusal: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """What activation checkpointing may call, whose random numbers are used again otherwise, and nobody else."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(2).f_globals.get("__name__", "")  # of what `patched` has put there
+        return (original if caller in _CHECKPOINTING else refusal)(*args, **kwargs)
+
+    return call
+
+
+_CHECKPOINTING = ("torch.utils.checkpoint", "torch.random")
+
+
+def _refusing(what: str, refuse: Callable[[Exception], None]) -> Callable[..., NoReturn]:
+    def raise_refusal(*_: Any, **__: Any) -> NoReturn:
+        error = CaptureError(
+            f"The step {what}, which a graph would not do again.",
+            where=here(),
+            remedy="Do that outside of the step, or draw with PyTorch's functions.",
+        )
+        refuse(error)
+        raise error
+
+    return raise_refusal

@@ -1,0 +1,329 @@
+"""Python numbers that a captured graph reads at run time: learning rates, cycled hyperparameters, counted steps.
+
+While tracing, a ``GraphScalar`` stands where the number stood. Arithmetic with it becomes part of the graph; a
+comparison is answered with the present value and remembered, because another answer needs another graph; whoever takes
+it for a plain ``float`` gets one, which is remembered as well.
+
+**Contract**
+- A graph depends on the value of a number only through its tensor and through the questions in ``Questions``.
+- Like a Python number, and unlike a tensor, a scalar never changes the dtype of a floating-point result; nor does a
+  whole number that of another whole number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millstream._torch.tracing import patched
+
+Numbers: TypeAlias = Sequence[float]
+"""Values of all numbers that a graph reads, in the order in which they were lifted."""
+
+
+LOOKAHEAD = 1000
+"""Calls: what an optimizer does every so often it does within so many."""
+
+
+@dataclass(slots=True)
+class Questions:
+    """What the traced program asked about the values of its numbers, and the answers."""
+
+    asked: list[tuple[Callable[[Numbers], Any], Any]] = field(default_factory=list)
+
+    def allow(self, numbers: Numbers) -> bool:
+        """Whether a program with these numbers would get the same answers, so that the graph holds for it."""
+        return all(ask(numbers) == answer for ask, answer in self.asked)
+
+    def allow_again(self, numbers: Numbers, successors: dict[int, Callable[[Numbers], Any]]) -> bool:
+        """Whether the graph will hold once more, if nobody but the program changes its numbers.
+
+        Args:
+            numbers: As they are now.
+            successors: By position, what the program makes of those that it changes.
+        """
+        with contextlib.suppress(ArithmeticError, ValueError):  # where the program would raise as well
+            for _ in range(LOOKAHEAD):
+                numbers = [successors[i](numbers) if i in successors else each for i, each in enumerate(numbers)]
+                if self.allow(numbers):
+                    return True
+        return False
+
+
+class GraphScalar(torch.SymFloat):
+    """A number with a value known now and a tensor that holds it at run time.
+
+    It is a ``SymFloat`` only in order that PyTorch's argument parser lets it pass to the tracer's function mode, which
+    replaces it.
+
+    Args:
+        value: The present value.
+        tensor: A 0-d float64 tensor that the graph reads.
+        of: The same value from the lifted numbers.
+        questions: Receives what the program asks.
+    """
+
+    def __init__(self, value: float, tensor: Tensor, of: Callable[[Numbers], Any], questions: Questions) -> None:
+        self.value = value
+        self.tensor = tensor
+        self.of = of
+        self.questions = questions
+        self._casts: dict[torch.dtype, Tensor] = {}
+        # With each parameter an optimizer computes the same of the one number of its steps: the graph does it once.
+        self._known: dict[tuple[Any, ...], tuple[Any, GraphScalar]] = {}
+        self._asked: dict[tuple[Any, ...], Any] = {}
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What ``isinstance`` finds, beside the type: programs ask whether they were given a number."""
+        return int if self.is_whole else float
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the number is an integer, and not one by chance."""
+        return isinstance(self.value, int | np.integer)
+
+    def as_tensor_for(self, other: Tensor | None) -> Tensor:
+        """The tensor in the dtype in which a Python number takes part in an operation with ``other``."""
+        dtype = torch.int64 if self.is_whole else torch.get_default_dtype()
+        if other is not None and other.dtype in (torch.float64, torch.complex128):
+            dtype = torch.float64
+        elif other is not None and (other.is_floating_point() or other.is_complex()):
+            dtype = torch.float32
+        if dtype not in self._casts:
+            self._casts[dtype] = self.tensor.to(dtype)
+        return self._casts[dtype]
+
+    def plain(self) -> int | float:
+        """The present value, on which the graph depends from here on."""
+        self._ask((), None, self.of, self.value)
+        return int(self.value) if self.is_whole else float(self.value)  # NumPy's are of other types
+
+    def __float__(self) -> float:
+        return float(self.plain())
+
+    def __index__(self) -> int:
+        return operator.index(self.plain())  # type: ignore[arg-type] # raises what a float raises
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    def __hash__(self) -> int:
+        return hash(float(self))
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __neg__(self) -> GraphScalar:
+        return self.apply(operator.neg)
+
+    def __pos__(self) -> GraphScalar:
+        return self
+
+    def __abs__(self) -> GraphScalar:
+        return self.apply(abs)
+
+    def apply(self, function: Callable[[Any], Any], to_tensor: Callable[[Tensor], Tensor] | None = None) -> GraphScalar:
+        """A function of the number, and its form for tensors if that is another."""
+        of = self.of
+        return self._once(
+            (function,),
+            None,
+            lambda: GraphScalar(
+                function(self.value),
+                (to_tensor or function)(self.tensor),
+                lambda numbers: function(of(numbers)),
+                self.questions,
+            ),
+        )
+
+    def _once(self, what: tuple[Any, ...], other: Any, compute: Callable[[], GraphScalar]) -> GraphScalar:
+        key = _key_of(what, other)
+        if key not in self._known:
+            self._known[key] = other, compute()  # the other lives as long: its id stays its own
+        return self._known[key][1]
+
+    def _ask(self, what: tuple[Any, ...], other: Any, of: Callable[[Numbers], Any], answer: Any) -> None:
+        """Remember a question, once."""
+        key = _key_of(what, other)
+        if key not in self._asked:
+            self._asked[key] = other
+            self.questions.asked.append((of, answer))
+
+
+def _key_of(what: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
+    return *what, type(other), id(other) if isinstance(other, GraphScalar) else other
+
+
+def _parts_of(other: Any) -> tuple[Any, Any, Callable[[Numbers], Any]]:
+    """Of a scalar or a plain number: its value, what stands for it in the graph, and how numbers give it."""
+    return (other.value, other.tensor, other.of) if isinstance(other, GraphScalar) else (other, other, lambda _: other)
+
+
+def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callable[[GraphScalar, Any], Any]:
+    """Make the method for an arithmetic operator."""
+
+    def combine(left: Any, right: Any) -> Any:
+        return function(right, left) if swapped else function(left, right)
+
+    def method(self: GraphScalar, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return combine(self.as_tensor_for(other), other)
+        own = self.of
+        if not isinstance(other, int | float):  # as scalars are, too
+            return NotImplemented
+        value, tensor, of = _parts_of(other)
+
+        def compute() -> GraphScalar:
+            return GraphScalar(
+                combine(self.value, value),
+                combine(self.tensor, tensor),
+                lambda numbers: combine(own(numbers), of(numbers)),
+                self.questions,
+            )
+
+        return self._once((function, swapped), other, compute)
+
+    return method
+
+
+def _comparing(function: Callable[[Any, Any], Any]) -> Callable[[GraphScalar, Any], Any]:
+    """Make the method for a comparison."""
+
+    def method(self: GraphScalar, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return function(self.as_tensor_for(other), other)
+        own = self.of
+        if not isinstance(other, int | float):
+            return NotImplemented
+        value, _, of = _parts_of(other)
+        answer = bool(function(self.value, value))
+        self._ask((function,), other, lambda numbers: bool(function(own(numbers), of(numbers))), answer)
+        return answer
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
+    _function = getattr(operator, _name)
+    setattr(GraphScalar, f"__{_name}__", _combining(_function, swapped=False))
+    setattr(GraphScalar, f"__r{_name}__", _combining(_function, swapped=True))
+setattr(GraphScalar, "__int__", lambda self: int(float(self)))  # noqa: B010 - the parent class declares that it raises
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(GraphScalar, f"__{_name}__", _comparing(getattr(operator, _name)))
+
+
+_TAKE_TENSORS = frozenset(
+    """
+    add radd sub subtract rsub mul multiply rmul div divide true_divide rdiv rtruediv pow rpow float_power remainder
+    fmod floor_divide rfloordiv eq ne lt le gt ge clamp clamp_min clamp_max fill where copysign atan2 hypot
+    """.split()
+)
+"""Functions that compute with a 0-d tensor given for a number. Most others take one as well, but read its value."""
+
+
+def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a PyTorch function, some of whose arguments are graph scalars, in a form that takes tensors for them."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("_foreach_"):
+        return _run_foreach(name.removeprefix("_foreach_"), function, args, kwargs)
+    plain = name.rstrip("_")
+    if plain in ("add", "sub", "subtract") and isinstance(kwargs.get("alpha"), GraphScalar):
+        alpha = kwargs["alpha"]
+        rest = {key: value for key, value in kwargs.items() if key != "alpha"}
+        return function(args[0], _times(args[1], alpha), *args[2:], **rest)
+    if plain in ("addcmul", "addcdiv") and (scalar := _scalar_at(args, kwargs, 3, "value")) is not None:
+        return function(args[0], _times(args[1], scalar), args[2])
+    if plain == "lerp" and (scalar := _scalar_at(args, kwargs, 2, "weight")) is not None:
+        moved = args[0] + (args[1] - args[0]) * scalar.as_tensor_for(args[0])
+        return args[0].copy_(moved) if name.endswith("_") else moved
+    like = next((arg for arg in args if isinstance(arg, Tensor)), None)
+
+    def as_tensor(value: Any) -> Any:
+        return value.as_tensor_for(like) if isinstance(value, GraphScalar) else value
+
+    def as_number(value: Any) -> Any:
+        return value.plain() if isinstance(value, GraphScalar) else value
+
+    if plain.strip("_") in _TAKE_TENSORS:
+        try:
+            return function(*map(as_tensor, args), **{key: as_tensor(value) for key, value in kwargs.items()})
+        except TypeError:  # not in this combination
+            pass
+    # Takes numbers only: the graph then belongs to this value, which is written down.
+    return function(*map(as_number, args), **{key: as_number(value) for key, value in kwargs.items()})
+
+
+@contextlib.contextmanager
+def math_takes_scalars() -> Iterator[None]:
+    """For the length of the context, functions of ``math`` give a graph scalar for one."""
+
+    def taking(name: str) -> Callable[..., Any]:
+        function, of_tensor = getattr(math, name), getattr(torch, name)
+
+        def compute(*args: Any) -> Any:
+            if not any(isinstance(arg, GraphScalar) for arg in args):
+                return function(*args)
+            return args[0] ** args[1] if name == "pow" else args[0].apply(function, of_tensor)
+
+        return compute
+
+    with contextlib.ExitStack() as patches:
+        for name in _OF_MATH:
+            patches.enter_context(patched(math, name, taking(name)))
+        yield
+
+
+_OF_MATH = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tanh", "pow")
+
+
+def _times(value: Any, scalar: GraphScalar) -> Any:
+    return value * scalar.as_tensor_for(value) if isinstance(value, Tensor) else value * scalar
+
+
+def _tensor_of(value: Any, like: Tensor) -> Tensor:
+    if isinstance(value, GraphScalar):
+        return value.as_tensor_for(like)
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+def _scalar_at(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> GraphScalar | None:
+    value = kwargs.get(name, args[position] if len(args) > position else None)
+    return value if isinstance(value, GraphScalar) else None
+
+
+def _run_foreach(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forms with lists of tensors stay one foreach operator, which compilers fuse over the whole list."""
+    plain = name.rstrip("_")
+    if isinstance(args[0], GraphScalar):  # number ** tensors
+        return [getattr(torch, plain)(args[0].as_tensor_for(tensor), tensor) for tensor in args[1]]
+    tensors = list(args[0])
+
+    def spread(scalar: GraphScalar) -> list[Tensor]:
+        return [scalar.as_tensor_for(tensor) for tensor in tensors]
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, GraphScalar):
+            return spread(value)
+        if isinstance(value, list | tuple) and any(isinstance(item, GraphScalar) for item in value):
+            return [_tensor_of(item, like) for item, like in zip(value, tensors, strict=True)]
+        return value
+
+    if plain in ("add", "sub") and isinstance(kwargs.get("alpha"), GraphScalar):
+        return function(tensors, torch._foreach_mul(args[1], spread(kwargs["alpha"])))
+    if plain in ("addcmul", "addcdiv"):
+        factor = kwargs.get("value", kwargs.get("scalars", args[3] if len(args) > 3 else 1))
+        return function(tensors, torch._foreach_mul(args[1], replaced(factor)), args[2])
+    if plain == "lerp" and (scalar := _scalar_at(args, kwargs, 2, "weight")) is not None:
+        moves = torch._foreach_mul(torch._foreach_sub(args[1], tensors), spread(scalar))
+        return (torch._foreach_add_ if name.endswith("_") else torch._foreach_add)(tensors, moves)
+
+    return function(*map(replaced, args), **{key: replaced(value) for key, value in kwargs.items()})

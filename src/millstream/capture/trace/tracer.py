@@ -1,0 +1,649 @@
+"""Run the user's step once on fake tensors and record it as one flat graph of aten operators.
+
+**Contract**
+- The user's tensors, optimizers, modules, ``.grad``, random state and every other Python object found are afterwards
+  exactly as before, whether tracing succeeds or fails.
+- The graph writes state, numbers and gradients through its inputs and returns the tensors of the result; its results
+  share no memory with its inputs or with each other.
+- What the graph could not repeat on every call is refused with a ``CaptureError``.
+
+**Steps**
+1. Make all state, gradients and arguments fake; put scalars for the numbers.
+2. Run the function; detach its results and what it stored; add copies for optimizer state it replaced, for gradients it
+   left, and for what it assigned to ``.data``.
+3. Clean the graph and drop the inputs it does not use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType, FunctionType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from millstream._torch.tensors import FakeTensor, FakeTensorMode, is_real, is_same_view, storage_id
+from millstream._torch.tracing import (
+    graph_being_traced,
+    no_compiled_modules,
+    plain_recurrence,
+    pretend_compiling,
+    trace_aten,
+    unchecked_distributions,
+)
+from millstream.capture.lines import here, is_asked_by_user, place_of
+from millstream.capture.state.discover import MISSING, discover
+from millstream.capture.state.executed import CodeWatch, Ran, stand_in
+from millstream.capture.state.lift import Lifted, become_fake, check_apart, lift
+from millstream.capture.state.signature import Structure, put_together, take_apart
+from millstream.capture.state.snapshot import (
+    Change,
+    Kind,
+    Snapshot,
+    record_module_reads,
+    selects_behaviour,
+)
+from millstream.capture.step.request import (
+    FoundLate,
+    NumbersChanged,
+    Output,
+    Request,
+    ServesOnce,
+    StateMissing,
+    Traced,
+)
+from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch, fits
+from millstream.capture.trace.outputs import check_returned, find_outputs, make_numbers_leaves
+from millstream.capture.trace.patches.caches import caches_unfilled
+from millstream.capture.trace.patches.checkpointing import RandomRecords, checkpoints_reuse_randoms
+from millstream.capture.trace.patches.optimizers import (
+    device_of,
+    is_number,
+    narrow_counts,
+    schedulers_are_refused,
+    traceable,
+    widen_counts,
+)
+from millstream.capture.trace.patches.randomness import RandomState, other_generators_refused
+from millstream.capture.trace.patches.scaler import is_idle, steps_are_masked
+from millstream.capture.trace.scalars import GraphScalar, Questions, math_takes_scalars
+from millstream.capture.trace.unsupported import check_sources
+from millstream.errors import CaptureError
+from millstream.passes.cleanup import (
+    drop_idle_nodes,
+    drop_unused_inputs,
+    hoist_transfers,
+    let_views_copy,
+    move_constants,
+    subtract_powers_exactly,
+    written_inputs,
+    written_storages,
+)
+
+_TRACING = threading.RLock()
+"""Tracing patches classes and modules: one thread at a time. A forked child has another one: nobody would open this."""
+
+
+def _start_afresh_after_fork() -> None:
+    global _TRACING  # noqa: PLW0603
+    _TRACING = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh_after_fork)
+
+_LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
+"""What must be known before tracing begins."""
+
+_NOTES = frozenset(
+    """
+    _opt_called _step_supports_amp_scaling _warned_capturable_if_run_uncaptured grad_scale found_inf
+    """.split()
+)
+"""Attributes of optimizers in which PyTorch notes what does not matter to a graph."""
+
+_OPTIMIZERS = (Kind.OPTIMIZER, Kind.GROUP, Kind.STATE)
+"""Where numbers may change: a graph does it again."""
+
+SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
+
+
+def trace_step(request: Request) -> Traced:
+    """Record the step of ``request``.
+
+    Raises:
+        CaptureError: It cannot be captured.
+        StateMissing: An eager call must come first.
+        FoundLate: ``request`` lacks an object.
+        NumbersChanged: It lacks numbers.
+        ServesOnce: The graph would not serve again.
+    """
+    with _TRACING:
+        return _Tracer(request).trace()
+
+
+@dataclass
+class _Tracer:
+    request: Request
+    mode: FakeTensorMode = field(default_factory=FakeTensorMode)
+    questions: Questions = field(default_factory=Questions)
+    stepped: list[Optimizer] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    effects: list[tuple[Any, Any, Output]] = field(default_factory=list)
+    memory: set[int] = field(default_factory=set)
+    moved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    stored: dict[int, str] = field(default_factory=dict)
+    replaced: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    left: list[bool] = field(default_factory=list)
+    structure: Structure | None = None
+    failure: Exception | None = None
+    ran: Ran = field(default_factory=lambda: Ran(attributes=set()))
+    numbers: list[Any] = field(default_factory=list)
+
+    def trace(self) -> Traced:
+        request = self.request
+        state = [entry.tensor for entry in request.state]
+        before = [gradient.before for gradient in request.gradients if gradient.before is not None]
+        random_state = self.random_state = RandomState(request.found)
+        torch.clear_autocast_cache()  # it holds on to parameters
+        try:
+            with (
+                no_compiled_modules(),
+                plain_recurrence(),
+                become_fake([*state, *before, *request.arguments], self.mode, request.mirrored),
+                self.mode,
+                self._numbers_replaced() as numbers,
+                math_takes_scalars(),
+                unchecked_distributions(),
+                traceable([optimizer for _, optimizer in request.found.optimizers]),
+            ):
+                self.snapshot = Snapshot(request.found)
+                with (
+                    record_module_reads(self._on_forward, self.ran) as reads,
+                    self._optimizers_watched(),
+                    caches_unfilled(request.found.cached, lambda name: self._report(StateMissing(f"{name}'s cache"))),
+                ):
+                    self.homes = self._make_homes()
+                    inputs = [*state, *self.homes, *numbers, *request.arguments]
+                    try:
+                        gm = self._record(inputs)
+                    finally:
+                        self.snapshot.restore()
+        except (CaptureError, StateMissing, FoundLate, NumbersChanged, ServesOnce):
+            raise
+        except ForeignTensor as foreign:
+            if not foreign.tensor.is_leaf:
+                raise CaptureError(
+                    "The step uses a tensor that was computed outside of it, with gradients.",
+                    where=foreign.where,
+                    remedy="Compute it inside of the step, or detach it.",
+                ) from None
+            raise FoundLate("a tensor", foreign.tensor, foreign.where) from None
+        except Exception as error:
+            raise _failure(error) from error
+        finally:
+            used = random_state.what_changed()
+            if used or sys.exc_info()[0] is not None:
+                random_state.restore()
+            torch.clear_autocast_cache()
+        if used:
+            raise CaptureError(f"The step draws from {used}, which a graph cannot repeat.", remedy=SIDE_EFFECT_REMEDY)
+        try:
+            return self._finish(gm, reads)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise _failure(error) from error
+
+    def _record(self, inputs: list[Tensor]) -> fx.GraphModule:
+        randoms = RandomRecords()
+        watched = {id(entry.tensor) for entry in self.request.state}
+
+        def run_step() -> Any:
+            given = put_together(self.request.structure, iter(self.request.arguments).__next__)
+            args, kwargs = given
+            with CodeWatch(self.ran, self._on_code):
+                if self.ran.codes is None:
+                    self._check_sources()
+                result = self.request.function(*args, **kwargs)
+            self._check_arguments(given)
+            return result
+
+        def body() -> Sequence[Tensor]:
+            functions = FunctionWatch(self._note_failure, watched)
+            with (
+                OperatorWatch(self._note_failure, functions, randoms),
+                functions,
+                functions.from_numpy_refused(),
+                checkpoints_reuse_randoms(randoms),
+                steps_are_masked(),
+            ):
+                self.moved, self.memory = functions.moved, set(map(storage_id, self._inputs()))
+                counts = widen_counts(optimizer for _, optimizer in self.request.found.optimizers)
+                result = run_step()
+                self._raise_failure()
+                with torch.no_grad():
+                    narrow_counts(counts, self.stepped)
+                    self._keep_data()
+                    stored = self._keep_changes()
+                    self._check_left()
+                    self._keep_gradients()
+                    results = self._take_outputs(result, stored)
+                    self._copy_back()
+                    return results
+
+        try:
+            with pretend_compiling():
+                return trace_aten(body, inputs)
+        except Exception:
+            self._raise_failure()
+            raise
+
+    def _on_code(self, frame: FrameType, functions: list[FunctionType]) -> None:
+        """Before code runs that discovery has not seen look at it, too; stop before code that asks an iterator."""
+        request = self.request
+        known = request.found
+        if not functions and frame.f_code not in known.codes:
+            functions = [stand_in(frame)]
+        late = [(function.__qualname__, function) for function in functions if id(function) not in known.functions]
+        if late and is_asked_by_user(frame):
+            found = discover([*request.roots, *late])
+            if any(len(getattr(found, kind)) != len(getattr(known, kind)) for kind in _LIFTED):
+                name, function = late[0]
+                self._report(FoundLate(name, function, here()))
+            request.roots += late
+            request.found = found
+            self.snapshot.add(found)
+            self.random_state.add(found)
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        if self.request.found.sources:
+            try:
+                check_sources(discover(self.request.roots, Ran(self.ran.codes)))
+            except CaptureError as error:
+                self._report(error)
+
+    def _check_arguments(self, given: Any) -> None:
+        """Refuse changes of containers among the arguments: the function was given copies of them."""
+        leaves: list[Tensor] = []
+        structure = take_apart(given, leaves)
+        if structure != self.request.structure or [*map(id, leaves)] != [*map(id, self.request.arguments)]:
+            raise CaptureError(
+                "The step changes a container among its arguments, which a graph would not do again.",
+                remedy="Return what it would put there.",
+            )
+
+    def _note_failure(self, error: Exception) -> None:
+        self.failure = self.failure or error
+
+    def _raise_failure(self) -> None:
+        """The first refusal counts, also when the user's function caught it and went on."""
+        if self.failure is not None:
+            raise self.failure
+
+    @contextlib.contextmanager
+    def _numbers_replaced(self) -> Iterator[list[Tensor]]:
+        """Put graph scalars in the places of the numbers; yields the tensors that they read."""
+        places = self.request.numbers
+        values = self.numbers = [place.get() for place in places]
+        tensors = [
+            torch.empty((), dtype=torch.float64, device=device_of(place.optimizer, place.group)) for place in places
+        ]
+        try:
+            for index, (place, value, tensor) in enumerate(zip(places, values, tensors, strict=True)):
+                place.set(GraphScalar(value, tensor, _Nth(index), self.questions))
+            yield tensors
+        finally:
+            for place, value in zip(places, values, strict=True):
+                place.set(value)
+
+    def _on_forward(self, module: nn.Module) -> None:
+        """Stop at a module that the request does not have."""
+        own = (*module._parameters.values(), *module._buffers.values())
+        if any(tensor is not None and is_real(tensor) for tensor in own):
+            self._report(FoundLate(type(module).__name__, module, ""))
+
+    @contextlib.contextmanager
+    def _optimizers_watched(self) -> Iterator[None]:
+        """Note which optimizers step; stop at one that the request does not have."""
+        known = {id(optimizer) for _, optimizer in self.request.found.optimizers}
+
+        thread = threading.get_ident()
+
+        def meet(optimizer: Optimizer) -> None:
+            if id(optimizer) not in known:
+                self._report(FoundLate(type(optimizer).__name__, optimizer, ""))
+
+        def on_step(optimizer: Optimizer, *_: Any) -> None:
+            if threading.get_ident() != thread:
+                return
+            meet(optimizer)
+            if optimizer not in self.stepped:
+                self.stepped.append(optimizer)
+
+        handle = register_optimizer_step_pre_hook(on_step)
+        try:
+            with schedulers_are_refused(self._note_failure, meet), other_generators_refused(self._note_failure):
+                yield
+        finally:
+            handle.remove()
+
+    def _report(self, error: Exception) -> NoReturn:
+        self._note_failure(error)
+        raise error
+
+    def _make_homes(self) -> list[Tensor]:
+        """One input for each gradient: the one there is, or memory for one that the step may leave."""
+        return [
+            torch.empty_like(gradient.parameter, requires_grad=False) if gradient.before is None else gradient.before
+            for gradient in self.request.gradients
+        ]
+
+    def _keep_changes(self) -> list[Change]:
+        """Note what is to be copied into the state of optimizers; refuse what a graph cannot do to Python objects.
+
+        Returns:
+            Where else the function stored tensors.
+        """
+        given = {*map(id, self.request.arguments), *(id(entry.tensor) for entry in self.request.state)}
+        stored: list[Change] = []
+        counted: list[Change] = []
+        for change in self.snapshot.changes():
+            before, after = change.before, change.after
+            is_users = change.kind in (Kind.PLAIN, Kind.MODULE)
+            if change.kind in _OPTIMIZERS and is_number(before) and is_number(after):
+                counted.append(change)
+            elif id(before) in given and not is_users and fits(after, before):
+                self.copies.append((before, after))
+            elif change.kind is Kind.STATE:
+                raise StateMissing(change.name)
+            elif change.kind is Kind.GROUP:
+                raise CaptureError(
+                    f"The step changes {change.name} from {before} to {after}.",
+                    remedy="Change it outside of the step.",
+                )
+            elif change.kind is Kind.MODULE and change.key == "training":
+                self.effects.append((change.holder, change.key, Output("object", value=after)))
+            elif isinstance(after, FakeTensor) and change.is_entry:
+                if after.requires_grad and after.is_leaf and id(after) not in given:
+                    raise _needs_gradient(change.name)
+                stored.append(change)
+            elif change.kind is not Kind.SCALER and not (change.kind is Kind.OPTIMIZER and change.key in _NOTES):
+                raise _side_effect(change)
+        self._keep_numbers(counted)
+        return stored
+
+    def _keep_numbers(self, changes: list[Change]) -> None:
+        """Note what becomes of numbers that the function has changed; ask for those that are no scalars yet."""
+        if new := [(change.holder, change.key) for change in changes if not isinstance(change.before, GraphScalar)]:
+            raise NumbersChanged(new)
+        successors: dict[int, Any] = {}
+        for change in changes:
+            after = change.after
+            of: Any = after.of if isinstance(after, GraphScalar) else _Always(after)
+            self.effects.append((change.holder, change.key, Output("number", value=of)))
+            successors[change.before.of.index] = of
+        if successors and not self.questions.allow_again(self.numbers, successors):
+            raise ServesOnce(str(self.request.numbers[min(successors)]))
+
+    def _check_left(self) -> None:
+        """Refuse what a call would leave unfinished or changed without a graph noticing."""
+        for name, scaler in self.request.found.scalers:
+            if not is_idle(scaler):
+                raise CaptureError(f"The step ends without {name}.update().", remedy="Call it in the same step.")
+        for entry in self.request.state:
+            if entry.tensor.requires_grad != entry.required_grad:
+                raise CaptureError(f"The step leaves {entry.name}.requires_grad changed.", remedy=SIDE_EFFECT_REMEDY)
+        for argument in self.request.arguments:
+            if argument.requires_grad and argument.is_leaf and argument.grad is not None:
+                raise CaptureError(
+                    "The step leaves a gradient on one of its arguments.",
+                    remedy="Use torch.autograd.grad and return the gradient.",
+                )
+
+    def _note_replaced(self, stored: list[Change], leaves: list[Tensor]) -> None:
+        """Find state that the step uses and in whose place it, or the user between calls, puts other tensors.
+
+        Such state is read from its place in each call, like an argument: to copy the new tensor into the old one would
+        change what the user may keep by another name. Where several places hold one tensor, nobody can tell by which
+        it was read; then the graph is for that very tensor.
+        """
+        placeholders = graph_being_traced().find_nodes(op="placeholder")
+        returned = {*map(id, leaves), *(id(change.after) for change in stored)}
+        replaced = {id(change.before) for change in stored}
+        linked = {id(link.value): (link.holder, link.key) for link in self.request.found.links}
+        for index, entry in enumerate(self.request.state):
+            tensor = id(entry.tensor)
+            if not placeholders[index].users and tensor not in returned:
+                continue
+            registered = {(id(holder), key): (holder, key) for holder, key in entry.places}
+            holder, key = next(iter(registered.values()), linked.get(tensor, (None, None)))
+            if tensor in replaced:
+                if entry.required_grad:
+                    raise _needs_gradient(entry.name)
+                if index in self.request.mirrored:
+                    raise _writes_host(entry)
+            elif (
+                entry.required_grad or index in self.request.mirrored or (id(holder), key) not in self.request.changing
+            ):
+                continue
+            if self.request.found.references[tensor] + len(registered) == 1 and holder is not None:
+                self.replaced[index] = (holder, key)
+
+    def _keep_gradients(self) -> None:
+        gradients = [gradient.parameter.grad for gradient in self.request.gradients]
+        self.left += [now is not None for now in gradients]
+        kept = [home for now, home in zip(gradients, self.homes, strict=True) if now is home]
+        taken = {storage_id(tensor) for tensor in (*kept, *(entry.tensor for entry in self.request.state))}
+        for gradient, now, home in zip(self.request.gradients, gradients, self.homes, strict=True):
+            if now is None or now is home:
+                continue
+            if not fits(now, home):
+                raise CaptureError(
+                    f"The gradient of {gradient.name} has another shape, dtype or layout than it had.",
+                    remedy="Keep gradients dense and in the parameter's dtype.",
+                )
+            if storage_id(now) in taken:
+                raise CaptureError(
+                    f"The gradient of {gradient.name} shares memory with state or with another gradient.",
+                    remedy="Give it memory of its own, with clone().",
+                )
+            taken.add(storage_id(now))
+            self.copies.append((home, now))
+
+    def _keep_data(self) -> None:
+        """Note what was assigned to the ``.data`` of inputs."""
+        taken = set(self.memory)
+        for tensor in self._inputs():
+            before = self._memory_of(tensor)
+            if is_same_view(tensor, before):
+                continue
+            if storage_id(tensor) in taken:
+                raise CaptureError(
+                    "The step assigns to .data what shares memory with state or with an argument.",
+                    remedy="Assign a clone of it, or use copy_().",
+                )
+            taken.add(storage_id(tensor))
+            self.copies.append((before, tensor))
+
+    def _memory_of(self, tensor: Tensor) -> Tensor:
+        """What has the memory that ``tensor`` had when the step began."""
+        return self.moved.get(id(tensor), (tensor, tensor))[1]
+
+    def _take_outputs(self, result: Any, stored: list[Change]) -> list[Tensor]:
+        leaves: list[Tensor] = []
+        structure = take_apart(result, leaves)
+        self.structure = make_numbers_leaves(structure)
+        check_returned(self.structure, {id(entry.tensor) for entry in self.request.state})
+        self._note_replaced(stored, leaves)
+        arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
+        for index in self.replaced:
+            arguments[id(self.request.state[index].tensor)] = len(arguments)
+        objects = {id(entry.tensor) for entry in self.request.state} - {id(target) for target, _ in self.copies}
+        taken = set(self.memory)
+        results: list[Tensor] = []
+        index_of: dict[int, int] = {}
+
+        def take(leaf: Tensor) -> Output:
+            if id(leaf) in arguments:
+                return Output("argument", arguments[id(leaf)])
+            if id(leaf) in objects:
+                return Output("object", value=leaf)
+            if not isinstance(leaf, FakeTensor):
+                self._report(ForeignTensor(leaf, ""))
+            if id(leaf) not in index_of:
+                plain = leaf.detach()
+                if storage_id(plain) in taken:
+                    plain = plain.clone()
+                taken.add(storage_id(plain))
+                index_of[id(leaf)] = len(results)
+                results.append(plain)
+            return Output("graph", index_of[id(leaf)])
+
+        self.outputs += find_outputs(structure, map(take, leaves))
+        for change in stored:
+            output = take(change.after)
+            self.effects.append((change.holder, change.key, output))
+            if output.kind == "graph":
+                self.stored[storage_id(change.after)] = change.name
+        return results
+
+    def _copy_back(self) -> None:
+        """Do all copies as if at once: what one of them overwrites, another may read."""
+        values = [value.clone() if storage_id(value) in self.memory else value for _, value in self.copies]
+        for (target, _), value in zip(self.copies, values, strict=True):
+            self._memory_of(target).copy_(value)
+
+    def _inputs(self) -> Iterator[Tensor]:
+        yield from (entry.tensor for entry in self.request.state)
+        yield from self.homes
+        yield from self.request.arguments
+
+    def _finish(self, gm: fx.GraphModule, reads: dict[tuple[int, str], tuple[nn.Module, str]]) -> Traced:
+        assert self.structure is not None
+        used = discover(self.request.roots, self.ran)
+        check_sources(used)
+        arguments = {*map(id, self.request.arguments)}
+        for entry in lift(used):
+            if id(entry.tensor) in arguments:
+                raise CaptureError(
+                    f"{entry.name} is passed as an argument, too.", remedy="Pass a clone, or use it by its name only."
+                )
+        drop_idle_nodes(gm)
+        subtract_powers_exactly(gm)
+        move_constants(gm)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        sizes = [len(part) for part in (self.request.state, self.homes, self.request.numbers, self.request.arguments)]
+        starts = [sum(sizes[:part]) for part in range(4)]
+        replaced = [placeholders[index] for index in self.replaced]
+        transfers = hoist_transfers(gm, [*placeholders[starts[3] :], *replaced])
+        written = written_storages(gm)
+        targets = written_inputs(gm)
+        state = zip(self.request.state, placeholders, strict=False)
+        check_apart([(entry.name, entry.tensor) for entry, node in state if node in targets])
+        let_views_copy(gm, written)
+        is_written = [storage_id(node.meta["val"]) in written for node in placeholders]
+        for index in self.request.mirrored:
+            if is_written[index]:
+                raise _writes_host(self.request.state[index])
+        for node in placeholders[: starts[2]]:
+            storage = storage_id(node.meta["val"])
+            if storage in self.stored and storage in written:
+                raise CaptureError(
+                    f"The step stores in {self.stored[storage]} a view of state that it writes.",
+                    remedy="Store a clone of it.",
+                )
+        devices = [transfers.get(node) for node in placeholders]
+        kept = drop_unused_inputs(gm)
+        read = [(number, index) for number, index in enumerate(self.replaced) if index in kept]
+        for _, index in read:  # what calls bring comes last
+            gm.graph.find_nodes(op="placeholder")[-1].append(placeholders[index])
+        kept = [position for position in kept if position not in self.replaced]
+        gm.recompile()
+        state, gradients, numbers, arguments = (
+            [position - start for position in kept if start <= position < start + size]
+            for start, size in zip(starts, sizes, strict=True)
+        )
+        return Traced(
+            gm=gm,
+            state=state,
+            gradients=gradients,
+            numbers=numbers,
+            arguments=[
+                *((index, devices[starts[3] + index]) for index in arguments),
+                *((len(self.request.arguments) + number, devices[index]) for number, index in read),
+            ],
+            replaced=[(index, *place) for index, place in self.replaced.items()],
+            written=[is_written[position] for position in kept],
+            left=self.left,
+            structure=self.structure,
+            outputs=self.outputs,
+            questions=self.questions,
+            used=used,
+            reads=[
+                (vars(module), name, vars(module).get(name, MISSING))
+                for module, name in reads.values()
+                if selects_behaviour(module, name)
+            ],
+            effects=self.effects,
+            optimizers=self.stepped,
+            writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in self.replaced),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Nth:
+    index: int
+
+    def __call__(self, numbers: Sequence[float]) -> float:
+        return numbers[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class _Always:
+    value: Any
+
+    def __call__(self, numbers: Sequence[float]) -> Any:  # noqa: ARG002
+        return self.value
+
+
+def _failure(error: Exception) -> CaptureError:
+    return CaptureError(
+        f"Tracing failed: {type(error).__name__}: {error}".splitlines()[0],
+        where=place_of(error),
+        remedy="If the line also fails without ms.step, correct it; otherwise keep it out of the step.",
+    )
+
+
+def _needs_gradient(name: str) -> CaptureError:
+    return CaptureError(
+        f"The step puts a new tensor that requires a gradient in {name}, or in the place of one.",
+        remedy="Change it in place, under torch.no_grad().",
+    )
+
+
+def _writes_host(entry: Lifted) -> CaptureError:
+    return CaptureError(
+        f"The step writes {entry.name}, a number on the host, from the device.",
+        remedy="Keep that tensor on the device.",
+    )
+
+
+def _side_effect(change: Change) -> CaptureError:
+    if change.after is MISSING:
+        what = f"removes {change.name}"
+    elif isinstance(change.after, Tensor):
+        what = f"stores a tensor in {change.name}"
+    else:
+        what = f"changes {change.name}"
+    return CaptureError(f"The step {what}, which a graph would not do again.", remedy=SIDE_EFFECT_REMEDY)

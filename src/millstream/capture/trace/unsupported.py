@@ -1,0 +1,92 @@
+"""What is known to be impossible to capture, refused before anything is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, SparseAdam
+
+from millstream._torch.hooks import has_backward_hooks, has_global_backward_hooks, has_tensor_hooks
+from millstream._torch.modes import modes_of_caller
+from millstream.capture.state.discover import Found
+from millstream.errors import CaptureError
+
+
+def check_supported(found: Found) -> None:
+    """Refuse optimizers that read values, and what autograd would run in eager mode and a trace not see.
+
+    Raises:
+        CaptureError: Something in ``found`` is of that kind.
+    """
+    for name, optimizer in found.optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise CaptureError(
+                f"{name} is LBFGS, which evaluates its closure as often as the values demand.",
+                remedy="Run this step without ms.step.",
+            )
+        if isinstance(optimizer, SparseAdam):
+            raise CaptureError(
+                f"{name} is SparseAdam, whose gradients are sparse.",
+                remedy="Use Adam, and embeddings that are not sparse.",
+            )
+    if found.modules and has_global_backward_hooks():
+        raise CaptureError(
+            "All modules have a backward hook, which would not run in a graph.", remedy="Remove the hook."
+        )
+    for name, root in found.modules:
+        _check_module(name, root)
+    for name, tensor in _tensors_of(found):
+        if not is_lazy(tensor) and has_tensor_hooks(tensor):
+            raise CaptureError(
+                f"{name} has a hook on its gradient, which would not run in a graph.",
+                remedy="Remove the hook and change the gradient in the step, after backward.",
+            )
+
+
+def check_modes() -> None:
+    """Refuse modes of the caller's that see or change each operator: a graph has them no more.
+
+    Raises:
+        CaptureError: There is one.
+    """
+    for mode in modes_of_caller():
+        if not isinstance(mode, torch.device):
+            raise CaptureError(
+                f"It is called within {mode}, which is to see each operator.", remedy="Call it outside of that."
+            )
+
+
+def check_sources(found: Found) -> None:
+    """Refuse iterators and queues, which give each item once.
+
+    Raises:
+        CaptureError: There is one in ``found``.
+    """
+    for name in found.sources:
+        raise CaptureError(
+            f"The step takes its data from an iterator, {name}.", remedy="Pass the batch as an argument instead."
+        )
+
+
+def _check_module(name: str, root: nn.Module) -> None:
+    if isinstance(root, nn.parallel.DistributedDataParallel):
+        raise CaptureError(f"{name} is DistributedDataParallel.", remedy="Use the plain module.")
+    for path, module in root.named_modules(prefix=name):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise CaptureError(f"{path} gives sparse gradients.", remedy="Make it with sparse=False.")
+        if has_backward_hooks(module):
+            raise CaptureError(
+                f"{path} has a backward hook, which would not run in a graph.", remedy="Remove the hook."
+            )
+
+
+def _tensors_of(found: Found) -> Iterator[tuple[str, Tensor]]:
+    for name, root in found.modules:
+        yield from root.named_parameters(name)
+    yield from found.tensors
+    for name, optimizer in found.optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            yield from ((f"A parameter of {name}.param_groups[{number}]", tensor) for tensor in group["params"])

@@ -1,0 +1,431 @@
+"""What code would read that does not run may change as it likes; what code reads that runs is noticed."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from millstream.capture import Step
+from millstream.capture.state import discover, executed
+from millstream.errors import CaptureError, FallbackWarning
+from tests.capture.worlds import interpret
+
+
+class Trainer:
+    """Its ``train`` is found by the name alone, since the step calls the model's."""
+
+    def __init__(self):
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.source = iter([torch.full((3, 2), float(number)) for number in range(1, 6)])
+        self.epoch = 0
+        self.last = None
+
+    def step(self, x):
+        self.model.train()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def train(self, step):
+        losses = []
+        for batch in self.source:
+            self.epoch += 1
+            self.last = batch
+            losses.append(step(batch).item())
+        return losses
+
+
+def trained(capture):
+    torch.manual_seed(0)
+    trainer = Trainer()
+    step = Step(trainer.step, build=interpret, strict=True) if capture else trainer.step
+    return trainer.train(step), step
+
+
+def test_a_trainer_with_an_iterator_a_counter_and_its_last_batch():
+    expected, _ = trained(capture=False)
+    losses, step = trained(capture=True)
+    assert losses == pytest.approx(expected, abs=1e-6)
+    assert len(step._graphs) == 1
+
+
+def test_an_iterator_is_refused_before_it_is_asked():
+    source = iter(range(4))
+
+    def pull():
+        return next(source)
+
+    def step(x):
+        return helper(x * 2)
+
+    def helper(x):
+        return x * pull()
+
+    ours = Step(step, build=interpret)
+    with pytest.warns(FallbackWarning, match="iterator, source"):
+        results = [ours(torch.ones(1)).item()]
+    results += [ours(torch.ones(1)).item() for _ in range(3)]
+    assert results == [0, 2, 4, 6]
+
+
+def test_an_argument_that_the_step_also_uses_by_name():
+    kept = torch.ones(2)
+    with pytest.raises(CaptureError, match="kept is passed as an argument, too"):
+        Step(lambda x: x + kept, build=interpret, strict=True)(kept)
+
+
+def test_what_a_module_carries_and_nobody_reads():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stats = {"calls": 0}
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return x * self.weight
+
+    model = Model()
+    step = Step(lambda x: model(x).sum(), build=interpret, strict=True)
+    for number in range(4):
+        assert step(torch.full((2,), float(number))).item() == 2 * number
+        model.stats["calls"] += 1
+    assert len(step._graphs) == 1
+
+
+def by_name(model):
+    return model.scales["a"]
+
+
+def by_vars(model):
+    return vars(model)["scales"]["a"]
+
+
+def by_computed_name(model):
+    return getattr(model, "sca" + "les")["a"]
+
+
+@pytest.mark.parametrize("read", [by_name, by_vars, by_computed_name])
+def test_what_a_module_carries_and_code_reads(read):
+    model = nn.Linear(2, 2)
+    model.scales = {"a": 1.0}
+    step = Step(lambda x: model(x).sum() * 0 + read(model), build=interpret, strict=True)
+    for value in (1.0, 2.0, 3.0):
+        model.scales["a"] = value
+        assert step(torch.ones(1, 2)).item() == value
+
+
+scale = 1.0
+
+
+def scaled(x):
+    return x * scale
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * scale
+
+
+def by_gradient(x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(Scaled.apply(x).sum(), x)[0]
+
+
+def by_checkpoint(x):
+    weight = torch.ones(1, requires_grad=True)
+    loss = torch.utils.checkpoint.checkpoint(lambda y: scaled(y * weight), x, use_reentrant=False).sum()
+    return torch.autograd.grad(loss, weight)[0] + 0 * x
+
+
+REGISTRY = types.SimpleNamespace()
+setattr(REGISTRY, "scaled" + "_by_name", scaled)
+
+
+WAYS = {
+    "no_grad": torch.no_grad()(scaled),
+    "autocast": torch.autocast("cpu", enabled=False)(scaled),
+    "wraps": functools.wraps(scaled)(lambda x: scaled(x)),
+    "partial": functools.partial(scaled),
+    "registry": lambda x: getattr(REGISTRY, "_".join(("scaled", "by", "name")))(x),
+    "module of another name": lambda x: vars(sys.modules[__name__])["sca" + "led"](x),
+    "gradient": by_gradient,
+    "checkpoint": by_checkpoint,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_code_is_found_when_it_runs(way, monkeypatch):
+    step = Step(WAYS[way], build=interpret, strict=True)
+    for value in (1.0, 2.0, 3.0):
+        monkeypatch.setattr(sys.modules[__name__], "scale", value)
+        assert step(torch.ones(1)).item() == value
+
+
+def beside(x):
+    return x
+
+
+def by_attribute_of_a_function():
+    return (lambda x: x * beside.scale), lambda value: setattr(beside, "scale", value)
+
+
+def by_cache():
+    world = types.SimpleNamespace(scale=1.0)
+
+    @functools.lru_cache
+    def ask():
+        return world.scale
+
+    def change(value):
+        world.scale = value
+        ask.cache_clear()
+        ask()
+
+    return (lambda x: x * ask()), change
+
+
+def by_thread():
+    world = types.SimpleNamespace(scale=1.0)
+
+    def ask():
+        return world.scale
+
+    def step(x):
+        with ThreadPoolExecutor(1) as others:
+            return x * others.submit(ask).result()
+
+    return step, lambda value: setattr(world, "scale", value)
+
+
+def past_the_module():
+    model = nn.Linear(2, 2)
+    model.scales = {}
+    change = functools.partial(model.scales.__setitem__, "a")
+    return (lambda x: x * object.__getattribute__(model, "scales")["a"]), change
+
+
+def by_hook():
+    model = nn.Identity()
+    monitor = types.SimpleNamespace(scale=1.0)
+    model.register_forward_hook(functools.partial(lambda mine, *args: args[-1] * mine.scale, monitor))
+    return model, lambda value: setattr(monitor, "scale", value)
+
+
+def by_one_of_two_closures():
+    def make(world):
+        return lambda module, args, result: result * world.scale
+
+    worlds = [types.SimpleNamespace(scale=1.0) for _ in range(2)]
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    for part, world in zip(model, worlds, strict=True):
+        part.register_forward_hook(make(world))
+    return model, lambda value: setattr(worlds[1], "scale", value)
+
+
+OTHERS = [by_attribute_of_a_function, by_cache, by_thread, past_the_module, by_hook, by_one_of_two_closures]
+
+
+@pytest.mark.parametrize("way", OTHERS)
+def test_what_is_read_in_other_ways(way):
+    function, change = way()
+    step = Step(lambda x: function(x), build=interpret, strict=True)
+    for value in (1.0, 2.0, 3.0):
+        change(value)
+        assert step(torch.ones(1)).item() == value
+
+
+def test_vmap_with_a_number():
+    step = Step(lambda x: torch.func.vmap(lambda row: row * 2.0)(x).sum(), build=interpret)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # whether it can be captured is PyTorch's to say
+        assert [step(torch.ones(2, 2)).item() for _ in range(3)] == [8, 8, 8]
+
+
+def test_code_that_runs_later():
+    world = types.SimpleNamespace(late=False, shift=1.0)
+
+    def shifted(x):
+        return x + world.shift
+
+    step = Step(lambda x: shifted(x) if world.late else x * 1, build=interpret, strict=True)
+    results = []
+    for world.late, world.shift in [(False, 1.0), (False, 2.0), (True, 3.0), (True, 4.0), (False, 5.0)]:
+        results.append(step(torch.ones(1)).item())
+    assert results == [1, 1, 4, 5, 1]
+
+
+class Machine:
+    """Its methods are found by names that it computes."""
+
+    def __init__(self):
+        self.factor = 1.0
+        self.extra = torch.ones(1)
+
+    def run(self, x):
+        for number in range(40):
+            x = getattr(self, f"do_{number}")(x)
+        return x
+
+
+def make_method(number):
+    if number == 39:
+        return lambda self, x: x * self.factor + self.extra
+    return lambda self, x: x + number * self.factor
+
+
+for number in range(40):
+    setattr(Machine, f"do_{number}", make_method(number))
+
+
+def test_many_methods_that_are_found_late():
+    machine = Machine()
+    step = Step(machine.run, build=interpret, strict=True)
+    for machine.factor in (1.0, 2.0):
+        assert step(torch.ones(1)).item() == machine.run(torch.ones(1)).item()
+
+
+count = 0
+
+
+def counted(x):
+    global count  # noqa: PLW0603
+    count += 1
+    return x * 1
+
+
+def test_what_code_that_is_found_late_has_done_is_undone_and_refused():
+    hidden = "coun" + "ted"
+    step = Step(lambda x: vars(sys.modules[__name__])[hidden](x), build=interpret)
+    before = count
+    with pytest.warns(FallbackWarning, match="count"):
+        step(torch.ones(1))
+    step(torch.ones(1))
+    assert count == before + 2
+
+
+class Registry(dict):
+    """Like those of libraries: ``get`` and ``[]`` mean something else."""
+
+    def get(self, model):
+        return super().get(type(model).__name__)
+
+    def __setitem__(self, model, value):
+        super().__setitem__(type(model).__name__, value)
+
+    def __getitem__(self, model):
+        raise AssertionError
+
+    def __len__(self):
+        raise AssertionError
+
+
+def test_a_dict_with_methods_of_its_own():
+    registry, model = Registry(), nn.Linear(2, 2)
+    step = Step(lambda x: model(x).sum() * 0 + registry.get(model), build=interpret, strict=True)
+    for value in (1.0, 2.0, 3.0):
+        registry[model] = value
+        assert step(torch.ones(1, 2)).item() == value
+
+
+class Key:
+    def __repr__(self):
+        raise AssertionError
+
+
+def test_keys_are_not_asked_for_their_names():
+    key = Key()
+    table = {key: 1.0}
+    step = Step(lambda x: x * table[key], build=interpret, strict=True)
+    for table[key] in (1.0, 2.0):
+        assert step(torch.ones(1)).item() == table[key]
+
+
+class Stubborn:
+    @property
+    def __class__(self):
+        raise RuntimeError("do not look at me")
+
+
+def test_what_does_not_let_itself_be_looked_at():
+    held = [Stubborn()]
+    step = Step(lambda x: x * len(held), build=interpret)
+    with pytest.warns(FallbackWarning, match="do not look at me"):
+        assert step(torch.ones(1)).item() == 1
+
+
+# --- the watch itself ------------------------------------------------------------------------------------------------
+
+
+def watch(on_code=lambda frame, functions: None):
+    ran = executed.Ran(attributes=set())
+    return ran, executed.CodeWatch(ran, on_code)
+
+
+def test_it_leaves_nothing_behind():
+    before = sys.gettrace(), sys.getprofile()
+    ran, entered = watch()
+    with entered:
+        scaled(torch.ones(1))
+    assert scaled.__code__ in ran.codes
+    assert counted.__code__ not in ran.codes
+    assert (sys.gettrace(), sys.getprofile()) == before
+    ran, entered = watch()
+    with pytest.raises(ZeroDivisionError), entered:
+        1 / 0  # noqa: B018
+    assert sys.gettrace() == before[0]
+
+
+def test_two_at_once():
+    """As where two threads capture: the inner one may not know, and then says so."""
+    outer, first = watch()
+    inner, second = watch()
+    third, last = watch()
+    with first, second, last:
+        scaled(torch.ones(1))
+    known = [ran.codes is None or scaled.__code__ in ran.codes for ran in (outer, inner, third)]
+    assert all(known)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="from 3.12 on they do not meet")
+def test_a_debugger_is_left_alone():
+    seen = []
+    ran, entered = watch()
+    sys.settrace(lambda frame, event, _: seen.append(frame.f_code))
+    try:
+        with entered:
+            scaled(torch.ones(1))
+    finally:
+        sys.settrace(None)
+    assert ran.codes is None
+    assert scaled.__code__ in seen
+
+
+def test_without_a_watch_everything_found_counts(monkeypatch):
+    monkeypatch.setattr(executed.CodeWatch, "__enter__", lambda self: None)
+    with pytest.raises(CaptureError, match=r"iterator, self\.source"):
+        trained(capture=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Step(scaled, build=interpret, strict=True)(torch.ones(1)).item() == scale
+
+
+def test_only_code_that_ran_is_searched():
+    trainer = Trainer()
+    ran = executed.Ran(codes={Trainer.step.__code__})
+    assert discover.discover([("step", trainer.step)]).sources == ["self.source"]
+    assert discover.discover([("step", trainer.step)], ran).sources == []

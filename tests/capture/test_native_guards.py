@@ -1,0 +1,309 @@
+"""The compiled checks: content while nothing changes, and not a moment longer."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from millstream.capture import Step
+from millstream.capture.guards import native
+from millstream.capture.state.attributes import SlotAttributes
+from millstream.capture.state.discover import MISSING
+from millstream.capture.step import step as step_module
+from millstream.errors import CaptureError
+from tests.capture.worlds import interpret, plain
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
+)
+
+
+class Scene:
+    """One of everything that can be watched."""
+
+    def __init__(self):
+        self.weight = nn.Parameter(torch.randn(4, 3))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.home = torch.zeros(4, 3)
+        self.weight.grad = self.home
+        self.holder = {"weight": self.weight, "rate": 0.5, "name": "a", "nothing": None, "flag": True}
+        self.items = [self.weight, self.frozen]
+        content = object()
+
+        def closure():
+            return content
+
+        class Settings:
+            rate = 0.5
+
+        class Slotted:
+            __slots__ = ("rate",)
+
+        self.settings, self.slotted = Settings, Slotted()
+        self.slotted.rate = 0.5
+        self.cell = closure.__closure__[0]
+        entries = [(self.holder, key, value) for key, value in self.holder.items()]
+        entries += [(self.items, 0, self.weight), (self.items, 1, self.frozen), (self.cell, None, content)]
+        entries += [(vars(self), "later", MISSING), (vars(Settings), "later", MISSING), (vars(Settings), "rate", 0.5)]
+        entries += [(SlotAttributes(self.slotted), "rate", 0.5)]
+        self.guards = native.QuickGuards(
+            native.load_library(),
+            entries,
+            [self.holder, self.items],
+            [self.weight, self.frozen],
+            [self.home, None],
+            [self.weight],
+        )
+
+
+@pytest.fixture
+def scene():
+    made = Scene()
+    assert made.guards.hold() == 1
+    return made
+
+
+def test_content_while_values_change(scene):
+    with torch.no_grad():
+        scene.weight.mul_(2)
+        scene.home.fill_(1)
+    scene.holder |= {"rate": float("0.5"), "name": "".join(["a"])}  # equal, though not the same objects
+    assert scene.guards.hold() == 1
+
+
+def same_tensor_elsewhere(scene):
+    scene.holder["weight"] = nn.Parameter(scene.weight.detach())
+
+
+def new_memory(scene):
+    scene.weight.data = scene.weight.data.clone()
+
+
+def other_offset(scene):
+    scene.frozen.data = torch.cat([scene.frozen.data, torch.zeros(1)])[1:]
+
+
+def no_memory(scene):
+    scene.weight.untyped_storage().resize_(0)
+
+
+def swapped(scene):
+    torch.utils.swap_tensors(scene.frozen, nn.Parameter(torch.randn(3), requires_grad=False))
+
+
+def other_gradient(scene):
+    scene.weight.grad = scene.home.clone()
+
+
+def no_gradient(scene):
+    scene.weight.grad = None
+
+
+def new_gradient(scene):
+    scene.frozen.grad = torch.zeros(3)
+
+
+def out_of_cell(scene):
+    scene.cell.cell_contents = 1
+
+
+FAULTS = {
+    "a tensor replaced by an equal one": same_tensor_elsewhere,
+    "memory": new_memory,
+    "offset": other_offset,
+    "no memory": no_memory,
+    "swapped": swapped,
+    "transposed": lambda scene: setattr(scene.weight, "data", scene.weight.data.t()),
+    "cut": lambda scene: setattr(scene.weight, "data", scene.weight.data[:2]),
+    "frozen": lambda scene: scene.weight.requires_grad_(False),
+    "unfrozen": lambda scene: scene.frozen.requires_grad_(True),
+    "gradient replaced": other_gradient,
+    "gradient gone": no_gradient,
+    "gradient come": new_gradient,
+    "number": lambda scene: scene.holder.update(rate=0.25),
+    "number of another type": lambda scene: scene.holder.update(flag=1),
+    "text": lambda scene: scene.holder.update(name="b"),
+    "none": lambda scene: scene.holder.update(nothing=0),
+    "entry removed": lambda scene: scene.holder.pop("rate"),
+    "entry added": lambda scene: scene.holder.update(more=1),
+    "item replaced": lambda scene: scene.items.reverse(),
+    "item removed": lambda scene: scene.items.pop(),
+    "item added": lambda scene: scene.items.append(1),
+    "cell": out_of_cell,
+    "attribute come": lambda scene: setattr(scene, "later", None),
+    "attribute of a class": lambda scene: setattr(scene.settings, "rate", 0.25),
+    "attribute of a class come": lambda scene: setattr(scene.settings, "later", 1),
+    "slot": lambda scene: setattr(scene.slotted, "rate", 0.25),
+    "slot emptied": lambda scene: delattr(scene.slotted, "rate"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_notices(scene, name):
+    FAULTS[name](scene)
+    assert scene.guards.hold() == 0
+
+
+def test_a_change_that_is_taken_back_is_none(scene):
+    scene.holder["rate"] = scene.holder.pop("rate")
+    assert scene.guards.hold() == 1
+    scene.holder["more"] = 1
+    assert scene.guards.hold() == 0
+    assert scene.guards.hold() == 0  # as long as it lasts, not only when it comes
+    del scene.holder["more"]
+    assert scene.guards.hold() == 1
+
+
+def test_several_listen_to_one_dict(scene):
+    other = Scene()
+    other.guards = native.QuickGuards(native.load_library(), [(scene.holder, "rate", 0.5)], [scene.holder], [], [], [])
+    assert other.guards.hold() == 1
+    scene.holder["rate"] = 0.25
+    assert scene.guards.hold() == other.guards.hold() == 0
+    scene.holder["rate"] = 0.5
+    assert scene.guards.hold() == other.guards.hold() == 1
+    del other
+    scene.holder["rate"] = 0.25
+    assert scene.guards.hold() == 0
+
+
+def test_versions_count_up(scene):
+    version = scene.weight._version
+    scene.guards.bump_versions()
+    assert scene.weight._version == version + 1
+    assert scene.frozen._version == 0
+
+
+def test_what_cannot_be_watched_is_refused():
+    with pytest.raises(ValueError, match="beyond"):
+        native.QuickGuards(native.load_library(), [((1, 2), 0, 1)], [], [], [], [])
+
+
+def test_python_checks_alone_without_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    assert native.load_library.__wrapped__() is None
+
+
+def make_step(model, opt):
+    return Step(plain(model, opt), build=interpret, strict=True)
+
+
+@pytest.fixture
+def _on_cpu(monkeypatch):
+    monkeypatch.setattr(native, "DEVICES", frozenset({"cpu"}))
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_a_step_in_its_steady_state_is_found_fine_by_compiled_code():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3, bias=False))
+    step = make_step(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    for _ in range(3):
+        step(x, y)
+    (graph,) = step.graphs
+    assert graph.guards.quick is not None
+    assert graph.guards.quick.hold() == 1
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_an_older_graph_notices_that_parameters_were_written():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    step(x, y)
+    older = model(x).sum()
+    step(x, y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        older.backward()
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_what_a_dropped_step_held_is_freed():
+    model = nn.Linear(4, 3)
+    step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for _ in range(2):
+        step(torch.randn(6, 4), torch.randint(3, (6,)))
+    assert step.graphs[0].guards.quick is not None
+    model.owner = step  # a ring: only the collector can free it
+    weights = weakref.ref(model.weight)
+    del model, step
+    gc.collect()
+    assert weights() is None
+
+
+def model_of(step):
+    return dict(zip(step.function.__code__.co_freevars, step.function.__closure__, strict=True))["model"].cell_contents
+
+
+@pytest.fixture
+def usual(_on_cpu, monkeypatch):
+    """A step, its arguments, and a list of the tensors that Python has looked at since."""
+    model = nn.Linear(4, 3)
+    step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    arguments = torch.randn(6, 4), torch.randint(3, (6,))
+    for _ in range(4):
+        step(*arguments)
+    looked_at = []
+    meta_of = step_module.meta_of
+    monkeypatch.setattr(step_module, "meta_of", lambda tensor: looked_at.append(tensor) or meta_of(tensor))
+    return step, arguments, looked_at
+
+
+def test_usual_arguments_are_looked_at_by_compiled_code(usual):
+    step, (x, y), looked_at = usual
+    step(torch.randn(6, 4), y)
+    assert not looked_at
+    step(x, y=y)
+    assert looked_at
+    looked_at.clear()
+    step(x, y)
+    assert looked_at  # it has to find its graph first
+    looked_at.clear()
+    step(x, y)
+    assert not looked_at
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, y: (x[:3], y[:3]),
+        lambda x, y: (x.t().contiguous().t(), y),
+        lambda x, y: (nn.Parameter(x, requires_grad=False), y),
+        lambda x, y: (x, y.to(torch.int64).clone().view(6, 1)[:, 0]),
+    ],
+    ids=["sizes", "strides", "class", "alike"],
+)
+def test_others_get_a_graph_of_their_own_or_the_right_one(usual, change):
+    step, (x, y), _ = usual
+    changed = change(x, y)
+    expected = nn.functional.cross_entropy(model_of(step)(changed[0].detach()), changed[1]).item()
+    assert step(*changed).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_argument_that_wants_a_gradient_is_refused_as_ever(usual):
+    step, (x, y), _ = usual
+    with pytest.raises(CaptureError, match="one of its arguments"):
+        step(x.clone().requires_grad_(), y)
+
+
+def test_other_modes_are_noticed(usual):
+    step, arguments, looked_at = usual
+    with torch.autocast("cpu", torch.bfloat16):
+        step(*arguments)
+    assert looked_at
+    assert len(step.graphs) == 2
+
+
+def test_a_graph_that_does_not_fit_any_more_is_not_run(usual):
+    step, arguments, looked_at = usual
+    model = model_of(step)
+    model.weight.data = torch.zeros_like(model.weight)
+    loss = step(*arguments)
+    assert looked_at
+    assert loss.item() == pytest.approx(nn.functional.cross_entropy(model.bias.expand(6, 3), arguments[1]).item(), 0.1)
