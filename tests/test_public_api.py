@@ -6,6 +6,7 @@ from importlib import metadata, resources
 from pathlib import Path
 
 import pytest
+import torch
 
 import millstream as ms
 from millstream.api import dynamo_backend
@@ -28,6 +29,7 @@ NAMES = [
     "feed",
     "fetch",
     "step",
+    "version_report",
 ]
 CORE = ["errors", "graph", "cost", "schedule", "check", "simulate", "report"]
 
@@ -47,6 +49,18 @@ def run_python(code):
 def test_names():
     assert sorted(ms.__all__) == NAMES
     assert [name for name in NAMES if not hasattr(ms, name)] == []
+
+
+def test_dir_names_what_is_imported_late():
+    listed = run_python("import millstream as ms; print(*dir(ms))").split()
+    assert [name for name in NAMES if name not in listed] == []
+
+
+def test_version_report_names_versions_and_hides_the_home_folder():
+    report = ms.version_report()
+    assert f"millstream   {ms.__version__}" in report
+    assert torch.__version__ in report
+    assert str(Path.home()) not in report
 
 
 def test_import_has_no_side_effects():

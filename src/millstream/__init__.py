@@ -27,7 +27,7 @@ from millstream.feed import feed, fetch
 from millstream.report import Explanation
 
 if TYPE_CHECKING:
-    from millstream.api import compile, explain, step
+    from millstream.api import compile, explain, step, version_report
 
 __version__ = "0.1.0"
 
@@ -48,9 +48,10 @@ __all__ = [
     "feed",
     "fetch",
     "step",
+    "version_report",
 ]
 
-_LATE = frozenset(("compile", "explain", "step"))
+_LATE = frozenset(("compile", "explain", "step", "version_report"))
 
 
 def __getattr__(name: str) -> Any:
@@ -62,3 +63,8 @@ def __getattr__(name: str) -> Any:
     for late in _LATE:
         globals()[late] = getattr(api, late)
     return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """Name what is imported late as well: ``ms.<TAB>`` shows all there is."""
+    return sorted({*globals(), *__all__})

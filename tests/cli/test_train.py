@@ -5,6 +5,7 @@ import math
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 import millstream as ms
 from millstream.cli import command, main, train
-from millstream.cli.train import WARM_UP_STEPS, find_largest_difference, run_stretch
+from millstream.cli.train import WARM_UP_STEPS, Run, find_gain, find_largest_difference, take_turns
 
 JOBS = {
     "char-rnn": "char-rnn --layers 1 --hidden 8 --sequence 3 --batch 4 --vocabulary 20 --sample 30",
@@ -52,7 +53,9 @@ def test_train(job, capsys):
     assert run("train", job, "--steps 8 --compare 5") == 0
     output = capsys.readouterr().out
     assert re.search(r"eager +[\d,]+ (characters|images)/s", output)
-    assert re.search(r"one graph +[\d,]+ (characters|images)/s, [\d.]+ times eager \(ready after [\d.]+ s\)", output)
+    assert re.search(
+        r"one graph +[\d,]+ (characters|images)/s, [\d.]+ (to [\d.]+ )?times eager.* \(ready after [\d.]+ s\)", output
+    )
     assert "losses of 5 steps agree: largest relative difference" in output
     assert f"saved runs/{job}.pt after step 8" in output
     assert load(f"runs/{job}.pt")["done"] == 8
@@ -79,11 +82,12 @@ def test_what_was_trained_before_an_interrupt_is_saved_and_resumes_exactly(eager
     assert_same_bits(load("a.pt"), load("b.pt"))
 
 
-def test_a_second_interrupt_is_not_waited_for():
-    with train.stop_behind_step() as stops:
+def test_first_interrupt_is_told_of_and_second_interrupts(capfd):
+    with train.stop_after_step() as stops:
         assert not stops()
         signal.raise_signal(signal.SIGINT)
         assert stops()
+        assert capfd.readouterr().err == "\nstopping after this step; again to stop now\n"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -233,13 +237,37 @@ def test_resume_of_a_file_without_all_of_it(tmp_path, capsys, missing):
     assert "is no checkpoint of this program" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("count", [1, WARM_UP_STEPS, WARM_UP_STEPS + 4])
-def test_stretch_takes_exactly_its_steps(count):
-    losses = iter(torch.arange(100.0))
-    stretch = run_stretch(losses, count, units_per_step=10)
-    assert stretch.losses == list(range(count))
-    assert next(losses) == count
-    assert (stretch.speed is None) == (count <= WARM_UP_STEPS)
+def drawing_run():
+    """A run whose losses are random numbers; after the seed is set, as a job does it."""
+    job = SimpleNamespace(device=torch.device("cpu"))
+    torch.manual_seed(7)
+    run = Run(job, None, 0, ())
+    return run, (torch.rand(()) for _ in range(100))
+
+
+@pytest.mark.parametrize("count", [1, WARM_UP_STEPS, WARM_UP_STEPS + 1, WARM_UP_STEPS + 17])
+def test_turns_take_exactly_their_steps_and_leave_each_run_its_random_numbers(count):
+    runs = [drawing_run(), drawing_run()]
+    turns = take_turns(runs, count)
+    torch.manual_seed(7)
+    alone = [torch.rand(()).item() for _ in range(count + 1)]
+    for (run, losses), turn in zip(runs, turns, strict=True):
+        assert turn.losses == alone[:count]
+        assert bool(turn.seconds) == (count > WARM_UP_STEPS)
+        run.restore_randomness()
+        assert next(losses).item() == alone[count]
+
+
+def test_gain_is_of_rounds_and_uncertain_where_they_disagree():
+    quiet = find_gain([2.0, 2.1, 1.9, 2.0], [1.0, 1.0, 1.0, 1.0])
+    assert quiet.median == 2.0
+    assert quiet.is_certain
+    slowed_together = find_gain([2.0, 20.0, 2.0, 8.0], [1.0, 10.0, 1.0, 4.0])
+    assert slowed_together.median == 2.0
+    assert slowed_together.is_certain
+    busy = find_gain([2.0, 9.0, 2.0, 1.9], [1.0, 1.0, 4.0, 2.9])
+    assert not busy.is_certain
+    assert train._describe_gain(busy).startswith("0.50 to 9.00 times eager: this machine is too busy to tell")
 
 
 def test_largest_difference():

@@ -77,6 +77,12 @@ def executables(compiled: Any) -> list[Executable]:
     return [executable for graph in _compiled(compiled).compiler.graphs for executable in graph.executables]
 
 
+def is_compiled(value: Any) -> bool:
+    """Whether ``explain`` takes it: it is what ``ms.compile`` or ``ms.step`` returned."""
+    function = _function_of(value)
+    return isinstance(function, (Step, Compiled)) or issubclass(type(function), CompiledModule)
+
+
 def _function_of(compiled: Any) -> Any:
     """What stands behind a bound method."""
     return compiled.__func__ if isinstance(compiled, types.MethodType) else compiled

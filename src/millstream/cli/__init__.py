@@ -1,4 +1,4 @@
-"""The command line: ``millstream train`` and ``millstream explain``."""
+"""The command line: ``millstream train``, ``millstream explain`` and ``millstream doctor``."""
 
 from millstream.cli.command import main
 

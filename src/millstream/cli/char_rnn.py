@@ -98,7 +98,7 @@ class CharRnn(nn.Module):
             state: As from ``first_state``, or from the call before.
 
         Returns:
-            Scores of the next characters, (batch, sequence, vocabulary), and the state behind the last.
+            Scores of the next characters, (batch, sequence, vocabulary), and the state after the last.
         """
         hidden, cell = list(state[0::2]), list(state[1::2])
         tops = []

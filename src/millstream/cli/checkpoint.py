@@ -19,7 +19,7 @@ FORMAT = 1  # raise it when the entries change; older files are then refused by 
 
 
 def check_writable(path: Path) -> None:
-    """Make the directory of a checkpoint, so that a wrong path is found before the training and not behind it.
+    """Make the directory of a checkpoint, so that a wrong path is found before the training and not after it.
 
     Raises:
         ArgumentError: No file can be written there.

@@ -1,4 +1,4 @@
-"""Arguments of the command line, and which function each command calls.
+"""Arguments of the command line: ``train``, ``explain`` and ``doctor``, and which function each command calls.
 
 A job is imported only when it runs.
 """
@@ -30,10 +30,16 @@ def main(argv: list[str] | None = None) -> int:
         argv: Arguments without the program's name; ``None`` takes those of the process.
 
     Returns:
-        The exit code: 0, 1 when compiled and eager losses disagree, 2 for bad input and sizes for which memory is too
-        short, 130 when interrupted.
+        The exit code: 0, 1 when compiled and eager losses disagree or the doctor found something broken, 2 for bad
+        input and sizes for which memory is too short, 130 when interrupted.
     """
-    arguments = make_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    end = len(argv)
+    if len(argv) > 1 and argv[0] == "explain" and argv[1].partition(":")[0].endswith(".py"):
+        argv = ["explain", "script", *argv[1:]]
+        # The script's own arguments stand last; argparse would end their list at the first option before them.
+        end = argv.index("--") if "--" in argv else len(argv)
+    arguments = make_parser().parse_args(argv[:end], argparse.Namespace(arguments=argv[end + 1 :]))
     try:
         return arguments.run(arguments)
     except ArgumentError as error:
@@ -58,12 +64,18 @@ def is_out_of_memory(error: Exception) -> bool:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; parsed arguments carry their function as ``run``."""
     parser = argparse.ArgumentParser(
-        prog="millstream", description="Train a small model as one graph of fused kernels, or show that graph."
+        prog="millstream",
+        description="Look whether everything works here, show the graph of a script's step or model, or train a small "
+        "model as one graph of fused kernels.",
     )
     parser.add_argument("--version", action="version", version=f"millstream {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     train = commands.add_parser("train", help="train a model, eager and then as one graph, and compare")
-    explain = commands.add_parser("explain", help="show the graph of a training step")
+    explain = commands.add_parser(
+        "explain",
+        help="show the graph of a training step or model: explain script.py:object",
+        description="Show a graph: of a step or model in a script of yours (script.py:object), or of a job's step.",
+    )
     for command, run, add_options in ((train, _train, _add_train_options), (explain, _explain, _add_explain_options)):
         jobs = command.add_subparsers(metavar="JOB", dest="job", required=True)
         for name, text, add_sizes in (
@@ -77,7 +89,28 @@ def make_parser() -> argparse.ArgumentParser:
             job.add_argument("--seed", type=seed, default=0, help="of weights, batches and sample (%(default)s)")
             add_options(job)
             add_sizes(job)
+        if command is explain:
+            _add_script(jobs)
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what works here and what would fall back",
+        description="Say what works on this machine and what would fall back, and try it: a step and a model on each "
+        "kind of device, compared with eager.",
+    )
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--quick", action="store_true", help="look only; compile nothing")
     return parser
+
+
+def _add_script(jobs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "what ms.step or ms.compile returned in a script, which is run to its end or until Ctrl-C"
+    script = jobs.add_parser("script", help=text, description=f"Explain {text}.")
+    script.set_defaults(run=_explain_script)
+    script.add_argument(
+        "target", metavar="SCRIPT.py:OBJECT", help="as script.py:train_step, or script.py:trainer.model"
+    )
+    script.usage = "%(prog)s [-h] [--json] [--save FILE] SCRIPT.py:OBJECT [-- ARG ...]"
+    _add_explain_options(script)
 
 
 def _add_train_options(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +131,9 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="draw it into a .html, .svg or .json (Perfetto) file too"
+    )
 
 
 def _add_char_rnn_sizes(parser: argparse.ArgumentParser) -> None:
@@ -150,7 +186,19 @@ def _train(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     from millstream.cli.explain import explain
 
-    return explain(_make_jobs(arguments), as_json=arguments.json)
+    return explain(_make_jobs(arguments), as_json=arguments.json, save=arguments.save)
+
+
+def _explain_script(arguments: argparse.Namespace) -> int:
+    from millstream.cli.explain import explain_script
+
+    return explain_script(arguments.target, arguments.arguments, as_json=arguments.json, save=arguments.save)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from millstream.cli.doctor import examine
+
+    return examine(tries=not arguments.quick)
 
 
 def _make_jobs(arguments: argparse.Namespace) -> Callable[[], Job]:

@@ -101,7 +101,7 @@ def load_images() -> Images:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ArgumentError("the job digits needs scikit-learn: pip install 'millstream[digits]'") from error
+        raise ArgumentError("the job digits needs scikit-learn: pip install scikit-learn") from error
     pixels, names = load_digits(return_X_y=True)
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))
     pictures = torch.tensor(pixels, dtype=torch.float32).div(16).view(-1, 1, 8, 8)[order]  # pixels are 0 to 16

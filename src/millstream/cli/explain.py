@@ -1,18 +1,24 @@
-"""The command ``explain``: the graph of a job's training step, in words or as JSON."""
+"""The command ``explain``: the graph of a script's step or model, or of a job's, in words, as data, as a picture."""
 
 from __future__ import annotations
 
 import json
+import sys
+import types
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import millstream as ms
+from millstream.api import is_compiled
 from millstream.cli.job import Job
+from millstream.errors import ArgumentError
 
 STEPS_UNTIL_CAPTURED = 2  # the first step initialises the optimizer, the second is captured
 
 
-def explain(make_job: Callable[[], Job], *, as_json: bool) -> int:
+def explain(make_job: Callable[[], Job], *, as_json: bool, save: Path | None) -> int:
     """Capture the step of a job, print what it became, and return the exit code."""
     job = make_job()
     step = ms.step(job.step)
@@ -20,6 +26,69 @@ def explain(make_job: Callable[[], Job], *, as_json: bool) -> int:
     with ms.feed(islice(job.batches(0), STEPS_UNTIL_CAPTURED), job.device) as batches:
         for inputs, targets in batches:
             _, carry = step(inputs, targets, carry)
-    explanation = ms.explain(step)
+    return _show(step, as_json, save)
+
+
+def explain_script(target: str, arguments: list[str], *, as_json: bool, save: Path | None) -> int:
+    """Run a script as ``python script.py`` would, then explain an object of its globals.
+
+    Ctrl-C ends the script, not the explanation: of a long training run, a few steps are enough.
+
+    Args:
+        target: ``script.py:object``; the object's name may have dots. Without one, the only compiled object there is.
+        arguments: The script's own.
+        as_json: Print data instead of words.
+        save: A file to draw into.
+
+    Raises:
+        ArgumentError: There is no such script or object, or it is nothing that can be explained.
+    """
+    script, _, name = target.partition(":")
+    try:
+        source = Path(script).read_bytes()
+    except OSError as error:
+        raise ArgumentError(f"cannot read {script}: {error.strerror}") from error
+    module = types.ModuleType("__main__")
+    module.__file__ = script
+    folder = str(Path(script).resolve().parent)
+    before = sys.modules["__main__"], sys.argv, sys.path[:]
+    sys.modules["__main__"], sys.argv, sys.path[0:1] = module, [script, *arguments], [folder]
+    try:
+        exec(compile(source, script, "exec"), vars(module))  # noqa: S102  the user's own script, as Python runs it
+    except SystemExit:
+        pass
+    except KeyboardInterrupt:
+        print(f"millstream: {script} was interrupted; this is what there was by then", file=sys.stderr)
+    finally:
+        sys.modules["__main__"], sys.argv, sys.path[:] = before
+    return _show(_find(vars(module), script, name), as_json, save)
+
+
+def _find(names: dict[str, Any], script: str, name: str) -> Any:
+    compiled = [each for each, value in names.items() if is_compiled(value)]
+    if not name:
+        if len(compiled) != 1:
+            raise ArgumentError(f"say which object of {script} to explain, as {script}:NAME; {_told(compiled)}")
+        name = compiled[0]
+    first, *rest = name.split(".")
+    if first not in names:
+        raise ArgumentError(f"{script} has no global {first!r}; {_told(compiled)}")
+    found = names[first]
+    for part in rest:
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise ArgumentError(f"{script}:{name}: {error}") from error
+    return found
+
+
+def _told(compiled: list[str]) -> str:
+    return f"compiled there: {', '.join(compiled)}" if compiled else "none of its globals is compiled by Millstream"
+
+
+def _show(compiled: Any, as_json: bool, save: Path | None) -> int:
+    explanation = ms.explain(compiled)
+    if save:
+        explanation.save(save)
     print(json.dumps(explanation.to_dict(), indent=2) if as_json else explanation)
     return 0

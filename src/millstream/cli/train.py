@@ -2,20 +2,24 @@
 
 **Contract**
 - Both runs start from the same weights, optimizer state, carried state and random numbers, and see the same batches.
-- Both speeds are of the same steps, after the same warm-up, which for the graph holds capture and compilation.
-- Ctrl-C, once both runs have been compared, ends training behind the present step, which is saved like the last one.
+- Both speeds are of the same steps, taken in turn, a few of one run and the same of the other, after the same warm-up,
+  which for the graph holds capture and compilation. What else runs on the machine slows both.
+- Where the times differ too much from round to round, no gain is claimed: the range is told instead.
+- Ctrl-C, once both runs have been compared, ends training after the present step, which is saved like the last one.
 - The checkpoint holds all that the next run needs to give the bits that this one would have given.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -35,7 +39,11 @@ WARM_UP_STEPS = 3  # eager, which makes the optimizer's state; captured and comp
 TOLERANCE = 1e-3  # relative, of a loss: float32 rounding that the steps amplify stays far below, a wrong gradient above
 DEFAULT_SECONDS = 150.0  # a run that the user gives no length ends then, compilation included, whatever the machine
 LEAST_SECONDS = 10.0  # but trains for so long, also where compilation took longer than all that
+NUM_ROUNDS = 6  # of the comparison, or more: enough for a median and a spread
+WIDEST_SPREAD = 1.5  # of the gains of single rounds, 80th over 20th percentile; on a quiet machine it is below 1.2
 REFRESH_SECONDS = 0.5  # a loss is read from the device, which waits for it, no more often than this
+
+STDERR = 2
 
 EXIT_OK = 0
 EXIT_DISAGREE = 1
@@ -50,12 +58,17 @@ class Run:
         step: How: the job's own step, or the captured one.
         done: Steps since the weights were fresh.
         carry: What the last step handed on.
+        randomness: Random numbers as the last step left them, while another run has its turn.
     """
 
     job: Job
     step: Callable[[Tensor, Tensor, Carry], tuple[Tensor, Carry]]
     done: int
     carry: Carry
+    randomness: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.randomness = _random_state(self.job.device)
 
     def losses(self) -> Generator[Tensor]:
         """Take one step after the other, without end; yield each loss, on the device."""
@@ -65,20 +78,46 @@ class Run:
                 self.done += 1
                 yield loss
 
+    def restore_randomness(self) -> None:
+        """Set PyTorch's generators to where the last turn of this run left them."""
+        torch.set_rng_state(self.randomness[0])
+        if self.job.device.type == "cuda":
+            torch.cuda.set_rng_state(self.randomness[1], self.job.device)
+
 
 @dataclass(frozen=True)
-class Stretch:
-    """What some steps gave.
+class Gain:
+    """How many times as fast as eager one graph was.
 
     Attributes:
-        losses: One per step.
-        warm_up_seconds: Time of the first ``WARM_UP_STEPS``.
-        speed: Units per second of the others; ``None`` when there are none.
+        median: Of the rounds.
+        low: 20th percentile.
+        high: 80th percentile.
     """
 
-    losses: list[float]
-    warm_up_seconds: float
-    speed: float | None
+    median: float
+    low: float
+    high: float
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the rounds agree well enough for the median to mean something."""
+        return self.high <= WIDEST_SPREAD * self.low
+
+
+@dataclass
+class Turns:
+    """What the turns of one run took and gave.
+
+    Attributes:
+        losses: One a step.
+        warm_up_seconds: Time of the first ``WARM_UP_STEPS``.
+        seconds: Of a step, one entry a round.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    warm_up_seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
 
 
 # TF32's three digits are too few to tell whether losses agree; a run that resumes exactly needs sums in one order.
@@ -97,7 +136,7 @@ def train(
     Args:
         make_job: Makes the job, fresh and the same each time.
         steps: Length of the run.
-        seconds: Time after which the run ends, counted from the first step behind the compared ones. With neither, the
+        seconds: Time after which the run ends, counted from the first step after the compared ones. With neither, the
             job's own number of steps holds, and ``DEFAULT_SECONDS`` counted from the beginning.
         compare: Steps to run eagerly too.
         resume: Checkpoint to start from.
@@ -125,14 +164,14 @@ def train(
         done, carry = restore(job, start) if start else (0, job.carry)
         return Run(job, ms.step(job.step) if captured else job.step, done, carry)
 
-    eager = _run_eager(console, begin(captured=False), compare) if compare else None
     run = begin(captured=True)
     with closing(run.losses()) as losses:
-        if eager and not _run_compared(console, run, losses, compare, eager):
+        if compare and not _compare(console, begin(captured=False), run, losses, compare):
             return EXIT_DISAGREE
+        run.restore_randomness()
         if not has_length:
             seconds = max(DEFAULT_SECONDS - (time.perf_counter() - began), LEAST_SECONDS)
-        with stop_behind_step() as stops:
+        with stop_after_step() as stops:
             _run_on(console, run, losses, None if steps is None else steps - compare, seconds, stops)
     save_checkpoint(checkpoint, run.job, run.done, run.carry)
     if stops():
@@ -145,15 +184,43 @@ def train(
     return EXIT_OK
 
 
-def run_stretch(losses: Iterator[Tensor], count: int, units_per_step: int) -> Stretch:
-    """Take ``count`` steps without waiting for the device, but for once behind the warm-up and once at the end."""
-    begin = time.perf_counter()
-    values = _read(islice(losses, min(WARM_UP_STEPS, count)))
-    ready = time.perf_counter()
-    rest = count - len(values)
-    values += _read(islice(losses, rest))
-    seconds = time.perf_counter() - ready
-    return Stretch(values, ready - begin, rest * units_per_step / seconds if rest else None)
+def take_turns(runs: list[tuple[Run, Iterator[Tensor]]], count: int) -> list[Turns]:
+    """Take the first ``count`` steps of several runs in turn: the warm-up of each, then rounds of a few steps of each.
+
+    The device is waited for at the end of a turn only. Each run sees the random numbers that it would see alone.
+
+    Args:
+        runs: The runs, and the losses each yields.
+        count: Steps of each.
+    """
+    turns = [Turns() for _ in runs]
+
+    def take(index: int, steps: int) -> float:
+        run, losses = runs[index]
+        run.restore_randomness()
+        begin = time.perf_counter()
+        turns[index].losses += _read(islice(losses, steps))
+        seconds = time.perf_counter() - begin
+        run.randomness = _random_state(run.job.device)
+        return seconds
+
+    for index, turn in enumerate(turns):
+        turn.warm_up_seconds = take(index, min(WARM_UP_STEPS, count))
+    rest = count - WARM_UP_STEPS
+    steps = max(rest // NUM_ROUNDS, 1)
+    while rest > 0:
+        steps = min(steps, rest)
+        for index, turn in enumerate(turns):
+            turn.seconds.append(take(index, steps) / steps)
+        rest -= steps
+    return turns
+
+
+def find_gain(eager_seconds: list[float], our_seconds: list[float]) -> Gain:
+    """Compare two runs round by round: what slowed one for a while is likely to have slowed the other's same round."""
+    gains = sorted(eager / ours for eager, ours in zip(eager_seconds, our_seconds, strict=True))
+    last = len(gains) - 1
+    return Gain(statistics.median(gains), gains[math.floor(0.2 * last)], gains[math.ceil(0.8 * last)])
 
 
 def find_largest_difference(ours: list[float], theirs: list[float]) -> float:
@@ -162,21 +229,16 @@ def find_largest_difference(ours: list[float], theirs: list[float]) -> float:
     return math.nan if any(math.isnan(difference) for difference in differences) else max(differences)
 
 
-def _run_eager(console: Console, run: Run, count: int) -> Stretch:
-    with console.status(f"{count} steps eager"), closing(run.losses()) as losses:
-        stretch = run_stretch(losses, count, run.job.units_per_step)
-    console.print(f"eager      {_describe_speed(stretch, run.job.unit)}")
-    return stretch
-
-
-def _run_compared(console: Console, run: Run, losses: Iterator[Tensor], count: int, eager: Stretch) -> bool:
-    with console.status(f"{count} steps as one graph; the first ones capture and compile"):
-        stretch = run_stretch(losses, count, run.job.units_per_step)
-    gain = f", {stretch.speed / eager.speed:.2f} times eager" if stretch.speed and eager.speed else ""
-    console.print(
-        f"one graph  {_describe_speed(stretch, run.job.unit)}{gain} (ready after {stretch.warm_up_seconds:.1f} s)"
-    )
-    difference = find_largest_difference(stretch.losses, eager.losses)
+def _compare(console: Console, eager: Run, run: Run, losses: Iterator[Tensor], count: int) -> bool:
+    """Take the first steps eagerly and as one graph; tell both speeds, and return whether the losses agree."""
+    told = f"{count} steps, eager and as one graph in turn; the first ones capture and compile"
+    with console.status(told), closing(eager.losses()) as eager_losses:
+        theirs, ours = take_turns([(eager, eager_losses), (run, losses)], count)
+    job = run.job
+    console.print(f"eager      {_describe_speed(theirs, job)}")
+    gain = f", {_describe_gain(find_gain(theirs.seconds, ours.seconds))}" if ours.seconds else ""
+    console.print(f"one graph  {_describe_speed(ours, job)}{gain} (ready after {ours.warm_up_seconds:.1f} s)")
+    difference = find_largest_difference(ours.losses, theirs.losses)
     agree = difference <= TOLERANCE
     console.print(
         f"losses of {count} steps {'agree' if agree else '[bold red]disagree[/]'}: "
@@ -186,8 +248,8 @@ def _run_compared(console: Console, run: Run, losses: Iterator[Tensor], count: i
 
 
 @contextmanager
-def stop_behind_step() -> Iterator[Callable[[], bool]]:
-    """Have the first Ctrl-C, or SIGTERM, only be noted, and the next one interrupt as ever.
+def stop_after_step() -> Iterator[Callable[[], bool]]:
+    """Have the first Ctrl-C, or SIGTERM, only be noted and told of, and the next one interrupt as ever.
 
     Yields:
         Whether there was one.
@@ -201,6 +263,7 @@ def stop_behind_step() -> Iterator[Callable[[], bool]]:
         if noted:
             raise KeyboardInterrupt
         noted.append(number)
+        os.write(STDERR, b"\nstopping after this step; again to stop now\n")  # a handler may not enter Python's buffers
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -243,8 +306,22 @@ def _run_on(
                 return
 
 
-def _describe_speed(stretch: Stretch, unit: str) -> str:
-    return "too few steps to time" if stretch.speed is None else f"{stretch.speed:>10,.0f} {unit}/s"
+def _describe_speed(turns: Turns, job: Job) -> str:
+    if not turns.seconds:
+        return "too few steps to time"
+    return f"{job.units_per_step / statistics.median(turns.seconds):>10,.0f} {job.unit}/s"
+
+
+def _describe_gain(gain: Gain) -> str:
+    if gain.is_certain:
+        return f"{gain.median:.2f} times eager"
+    load = f"; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if hasattr(os, "getloadavg") else ""
+    return f"{gain.low:.2f} to {gain.high:.2f} times eager: this machine is too busy to tell{load}"
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    """The state of PyTorch's generators that a step on this device draws from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _read(losses: Iterator[Tensor]) -> list[float]:
