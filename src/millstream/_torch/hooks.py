@@ -48,6 +48,27 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
+def has_accumulation_hooks(tensor: Tensor) -> bool:
+    """Whether a hook is registered on the node that accumulates the gradient of ``tensor``, as Horovod does.
+
+    Such a node shows its hooks only to who registers one. Tried on 2.11 and 2.13.
+    """
+    if not (tensor.is_leaf and tensor.requires_grad):
+        return False
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(_do_nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether the user registered a hook on ``module`` that runs during backward. Tried on 2.11 and 2.13."""
     return bool(module._backward_hooks) or bool(module._backward_pre_hooks)

@@ -18,7 +18,9 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
+from torch.nn.parallel import DistributedDataParallel
 
+from millstream._torch.data_parallel import call_around
 from millstream._torch.dynamo import freeze_for_backends, known_obstacles, num_refused_forms
 from millstream._torch.hooks import count_hooks
 from millstream.capture.lines import is_users
@@ -243,10 +245,15 @@ class Compiled:
     def _call_for(self, hooks: tuple[int, ...]) -> Callable[..., Any]:
         """What to call with these hooks. Dynamo takes what it captured for one backend for no other."""
         if hooks not in self._calls:
-            backend = functools.partial(self.compiler)
-            self._calls[hooks] = torch.compile(
-                self._function, backend=backend, dynamic=False, fullgraph=self.compiler.strict
+            backend, function = functools.partial(self.compiler), self._function
+            is_wrapper = isinstance(function, DistributedDataParallel)  # whose own forward is Python by design
+            call = torch.compile(
+                function.module if is_wrapper else function,
+                backend=backend,
+                dynamic=False,
+                fullgraph=self.compiler.strict,
             )
+            self._calls[hooks] = call_around(function, call) if is_wrapper else call
         return self._calls[hooks]
 
     def _report(self, breaks: int) -> None:

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SparseAdam
 
-from millstream._torch.hooks import has_backward_hooks, has_global_backward_hooks, has_tensor_hooks
+from millstream._torch.data_parallel import data_parallel_wrappers
+from millstream._torch.hooks import (
+    has_accumulation_hooks,
+    has_backward_hooks,
+    has_global_backward_hooks,
+    has_tensor_hooks,
+)
 from millstream._torch.modes import modes_of_caller
 from millstream.capture.state.discover import Found
 from millstream.errors import CaptureError
@@ -39,11 +45,12 @@ def check_supported(found: Found) -> None:
     for name, root in found.modules:
         _check_module(name, root)
     for name, tensor in _tensors_of(found):
-        if not is_lazy(tensor) and has_tensor_hooks(tensor):
+        if not is_lazy(tensor) and (has_tensor_hooks(tensor) or has_accumulation_hooks(tensor)):
             raise CaptureError(
                 f"{name} has a hook on its gradient, which would not run in a graph.",
                 remedy="Remove the hook and change the gradient in the step, after backward.",
             )
+    _check_data_parallel(found)
 
 
 def check_modes() -> None:
@@ -72,14 +79,26 @@ def check_sources(found: Found) -> None:
 
 
 def _check_module(name: str, root: nn.Module) -> None:
-    if isinstance(root, nn.parallel.DistributedDataParallel):
-        raise CaptureError(f"{name} is DistributedDataParallel.", remedy="Use the plain module.")
     for path, module in root.named_modules(prefix=name):
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise CaptureError(f"{path} gives sparse gradients.", remedy="Make it with sparse=False.")
         if has_backward_hooks(module):
             raise CaptureError(
                 f"{path} has a backward hook, which would not run in a graph.", remedy="Remove the hook."
+            )
+
+
+def _check_data_parallel(found: Found) -> None:
+    """Refuse parameters whose gradients a wrapper averages between processes, also where the step goes around it."""
+    wrappers = data_parallel_wrappers()
+    owner_of = {id(parameter): wrapper for wrapper in wrappers for parameter in wrapper.parameters()}
+    for name, tensor in _tensors_of(found):
+        if (wrapper := owner_of.get(id(tensor))) is not None:
+            kind = type(wrapper).__name__
+            raise CaptureError(
+                f"{name} belongs to {kind}, which averages gradients between processes while backward runs; "
+                "a captured step would train each process on its own.",
+                remedy=f"Compile the model instead, ms.compile(model) around {kind}, and leave the step to Python.",
             )
 
 
