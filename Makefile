@@ -15,7 +15,7 @@ export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 # What a library asks of the driver, and is refused, is no error of ours.
 SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 1
 
-.PHONY: help run test check gpu sanitize bench format clean
+.PHONY: help run test check gpu sanitize bench opinfo zoo format clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -42,6 +42,14 @@ sanitize: $(SETUP) ## small networks on every engine, and our kernels, under CUD
 
 bench: $(SETUP) ## every benchmark suite, on a machine with a GPU; writes benchmarks/results/
 	$(PYTHON) -m benchmarks
+
+opinfo: $(SETUP) ## every operator of PyTorch's test database against eager, on the CPU (an hour; goes on where it stopped)
+	@$(PYTHON) -c "import expecttest" 2>/dev/null || $(PYTHON) -m pip install --quiet expecttest
+	nice -n 19 $(PYTHON) -m benchmarks.sweeps.opinfo
+
+zoo: $(SETUP) ## a model of every family of timm, and 60 of transformers, against eager, on the CPU (hours; goes on where it stopped)
+	@$(PYTHON) -c "import timm, transformers" 2>/dev/null || $(PYTHON) -m pip install --quiet --constraint constraints.txt timm transformers
+	nice -n 19 $(PYTHON) -m benchmarks.sweeps.zoo
 
 format: $(SETUP) ## put the code into the house format
 	$(PYTHON) -m ruff check --fix .
