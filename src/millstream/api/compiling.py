@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import torch
 
+from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.model import Builder, Compiled, Compiler, compile_module
 from millstream.engine import ENGINES, Family, Scheduling, build
-from millstream.errors import ArgumentError
+from millstream.errors import ArgumentError, warn_user
 from millstream.lower import check_options
 
 #: A module or a function; what it is compiled to is used like it.
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
         """What ``ms.compile`` may be told."""
 
         freeze: bool
+        mode: str | None
+        fullgraph: bool
+        dynamic: bool | None
+        backend: str | None
 
 
 @overload
@@ -60,6 +65,10 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     strict: bool = False,
     max_graphs: int = 8,
     options: dict[str, Any] | None = None,
+    mode: str | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    backend: str | None = None,
 ) -> Any:
     """Compile a module or a function of tensors into graphs of fused kernels, for inference and for training.
 
@@ -84,12 +93,21 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         max_graphs: So many graphs keep their memory between calls; beyond, the one unused for longest gives its memory
             back.
         options: Options of TorchInductor, such as ``{"max_autotune": True}``.
+        mode: As for ``torch.compile``. ``"reduce-overhead"`` is what the engine ``graph`` does anyway;
+            ``"max-autotune"`` stands for those options of TorchInductor.
+        fullgraph: The same as ``strict``.
+        dynamic: ``True`` is not done, and you are told: every shape is compiled on its own.
+        backend: ``"inductor"`` or ``"millstream"``, both of which it is; others are refused.
 
     Raises:
         ArgumentError: An argument has no meaning; the message lists the choices.
     """
     check_arguments(engine, max_graphs, options, freeze=freeze, copy_outputs=copy_outputs, strict=strict)
+    asked = translate(mode=mode, fullgraph=fullgraph, dynamic=dynamic, backend=backend, options=options, strict=strict)
     scheduling = scheduling_of(streams, policy, memory)
+    for note in asked.notes:
+        warn_user(note)
+    options, strict = asked.options, asked.strict
     if model is None:
         return functools.partial(
             compile,
@@ -117,9 +135,29 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
 
 
 def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-    """The backend behind ``torch.compile(model, backend="millstream")``; ``options`` go to TorchInductor."""
-    options = kwargs.get("options")
-    compiler = Compiler(lambda warn: new_builder(None, Scheduling(), True, warn), name="millstream", options=options)
+    """The backend behind ``torch.compile(model, backend="millstream")``.
+
+    Args:
+        gm: Graph that Dynamo captured.
+        inputs: Example inputs.
+        kwargs: ``mode`` and ``options`` of ``torch.compile``: among the options may be ``engine``, ``streams``,
+            ``policy``, ``memory``, ``copy_outputs`` and ``strict``, as for ``ms.compile``; all others are
+            TorchInductor's.
+
+    Raises:
+        ArgumentError: One of them has no meaning.
+    """
+    ours, inductors = split_options(kwargs.get("options"))
+    options = with_mode(kwargs.get("mode"), inductors)
+    engine, strict, copy_outputs = ours.get("engine"), ours.get("strict", False), ours.get("copy_outputs", True)
+    check_arguments(engine, 1, options, copy_outputs=copy_outputs, strict=strict)
+    scheduling = scheduling_of(ours.get("streams", "auto"), ours.get("policy"), ours.get("memory", 1.25))
+    compiler = Compiler(
+        lambda warn: new_builder(engine, scheduling, copy_outputs, warn),
+        name="millstream",
+        strict=strict,
+        options=options or None,
+    )
     return compiler(gm, inputs)
 
 

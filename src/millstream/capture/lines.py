@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+import filelock
 import torch
 
 BOUNDARY = "run_step"
@@ -21,6 +22,7 @@ _STDLIB = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
 _SITE = tuple(str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("purelib", "platlib"))
 _LIBRARY = (
     str(Path(torch.__file__).resolve().parent),
+    str(Path(filelock.__file__).resolve().parent),  # with which Inductor locks its cache, in threads of ours too
     *(
         str(path)
         for path in _MILLSTREAM.iterdir()

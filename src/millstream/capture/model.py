@@ -276,13 +276,26 @@ class Compiled:
             # It says why only when it first meets a function, and that may have been in another model.
             parts = [part for part in self._function.modules() if isinstance(part, torch.nn.RNNBase)]
             if parts:
-                obstacles = [f"Dynamo does not trace nn.{type(parts[0]).__name__}"]
+                obstacles = [f"Dynamo does not trace nn.{type(parts[0]).__name__}, but ms.step takes it"]
             elif next(self._function.parameters(), None) is not None:
                 obstacles = ["Dynamo does not say why"]
         if obstacles and not self._has_nothing:
             self._has_nothing = True
             reasons = ", ".join(dict.fromkeys(each.strip().splitlines()[0] for each in obstacles))
             self.compiler.warn(f"nothing of it is captured ({reasons}); it runs as plain Python.")
+
+    def tell_unwrapped(self, module: torch.nn.Module, name: str) -> None:
+        """Say that a method which calls the module does not call what is compiled.
+
+        Raises:
+            CaptureError: It is Lightning that calls: nothing at all of the training would be compiled.
+        """
+        if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
+            raise CaptureError(
+                f"Lightning's Trainer calls {name}, which is not compiled: ms.compile compiles the call of a module.",
+                remedy="Compile what is inside, self.net = ms.compile(net), and give the Trainer the module itself.",
+            )
+        self.compiler.warn(f"{name}() is not compiled: it calls the original model, and what calls this one is.")
 
 
 def _takes_no_more() -> str:
@@ -303,6 +316,8 @@ def _refusal(error: Exception) -> CaptureError:
     )
 
 
+_RUN_ORIGINAL = frozenset(("training_step", "validation_step", "test_step", "predict_step", "generate"))
+"""Methods with which frameworks go around the call of a module."""
 _RETURN_SELF = frozenset(
     """
     train eval requires_grad_ apply to to_empty type float double half bfloat16 cpu cuda xpu ipu mtia share_memory
@@ -333,6 +348,8 @@ class CompiledModule(torch.nn.Module):
 
         @functools.wraps(value)
         def method(*args: Any, **kwargs: Any) -> Any:
+            if name in _RUN_ORIGINAL:
+                self._millstream.tell_unwrapped(original, name)
             result = value(*args, **kwargs)
             return self if result is original else result  # model.train() returns the compiled model
 

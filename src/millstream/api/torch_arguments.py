@@ -1,0 +1,89 @@
+"""What the arguments of ``torch.compile`` mean to ``ms.compile``, and our own among a backend's ``options``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from millstream.errors import ArgumentError
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+BACKENDS = ("inductor", "millstream")
+OPTIONS = ("engine", "streams", "policy", "memory", "copy_outputs", "strict")
+"""Arguments of ``ms.compile`` that ``torch.compile(backend="millstream", options=…)`` takes."""
+_OF_COMPILE_ONLY = ("freeze", "max_graphs")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for in ``torch.compile``'s words.
+
+    Attributes:
+        options: Options of TorchInductor.
+        strict: Raise rather than leave a part to Python.
+        notes: What was asked for and is not so, for the user.
+    """
+
+    options: dict[str, Any] | None
+    strict: bool
+    notes: tuple[str, ...] = ()
+
+
+def translate(
+    *,
+    mode: str | None,
+    fullgraph: bool,
+    dynamic: bool | None,
+    backend: str | None,
+    options: dict[str, Any] | None,
+    strict: bool,
+) -> Asked:
+    """Say what ``torch.compile``'s arguments mean here.
+
+    ``mode`` adds its options of TorchInductor to ``options``, whose values win; CUDA graphs are the engine ``graph``'s
+    own. ``fullgraph=True`` is ``strict=True``. ``dynamic=True`` is not done, and a note says so.
+
+    Raises:
+        ArgumentError: One of them has no meaning.
+    """
+    if mode is not None and mode not in MODES:
+        raise ArgumentError(f"mode={mode!r} is unknown; choose one of {', '.join(map(repr, MODES))}.")
+    if backend is not None and backend not in BACKENDS:
+        raise ArgumentError(
+            f"backend={backend!r}: ms.compile is a backend itself, whose kernels are TorchInductor's. "
+            f"Leave backend out, or call torch.compile(model, backend={backend!r})."
+        )
+    for name, value in (("fullgraph", fullgraph), ("dynamic", dynamic)):
+        if not isinstance(value, bool) and not (name == "dynamic" and value is None):
+            raise ArgumentError(f"{name}={value!r} is neither True nor False.")
+    notes = ()
+    if dynamic:
+        notes = (
+            "dynamic=True: every shape of inputs is compiled on its own; pad to a few lengths where there are many.",
+        )
+    return Asked(with_mode(mode, options), strict or fullgraph, notes)
+
+
+def with_mode(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Options of TorchInductor, those of a mode included, without its CUDA graphs."""
+    if mode in (None, "default"):
+        return options
+    of_mode = dict(torch._inductor.list_mode_options(mode))
+    of_mode.pop("triton.cudagraphs", None)
+    return {**of_mode, **(options or {})} or None
+
+
+def split_options(options: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate our own arguments from TorchInductor's options.
+
+    Raises:
+        ArgumentError: One is an argument of ``ms.compile`` that a backend cannot take.
+    """
+    options = options or {}
+    for name in _OF_COMPILE_ONLY:
+        if name in options:
+            raise ArgumentError(f"{name} is no option of a backend: call ms.compile(model, {name}={options[name]!r}).")
+    ours = {name: options[name] for name in OPTIONS if name in options}
+    return ours, {name: value for name, value in options.items() if name not in ours}

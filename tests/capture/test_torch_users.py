@@ -1,0 +1,148 @@
+"""What users of torch.compile bring along: its arguments, our options among its own, models that frameworks unwrap."""
+
+import warnings
+
+import filelock
+import pytest
+import torch
+from torch import nn
+
+import millstream as ms
+from millstream.api import dynamo_backend, executables
+from millstream.api.torch_arguments import MODES, split_options, translate
+from millstream.capture.lines import is_users
+
+PLAIN = {"mode": None, "fullgraph": False, "dynamic": None, "backend": None, "options": None, "strict": False}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_are_options_without_graphs_of_inductors(mode):
+    options = translate(**PLAIN | {"mode": mode}).options or {}
+    assert "triton.cudagraphs" not in options
+    assert options.get("max_autotune", False) == mode.startswith("max-autotune")
+
+
+def test_options_win_over_the_mode():
+    asked = translate(**PLAIN | {"mode": "max-autotune", "options": {"max_autotune": False, "epilogue_fusion": True}})
+    assert asked.options == {"max_autotune": False, "coordinate_descent_tuning": True, "epilogue_fusion": True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "fast"}, "mode='fast' is unknown; choose one of 'default', 'reduce-overhead'"),
+        ({"backend": "eager"}, "call torch.compile"),
+        ({"fullgraph": 1}, "fullgraph=1 is neither True nor False"),
+        ({"dynamic": "yes"}, "dynamic='yes' is neither"),
+    ],
+)
+def test_arguments_without_meaning_are_refused(arguments, message):
+    with pytest.raises(ms.ArgumentError, match=message):
+        ms.compile(nn.Linear(2, 2), **arguments)
+
+
+def test_dynamic_is_told_of():
+    with pytest.warns(ms.FallbackWarning, match="dynamic=True: every shape of inputs is compiled on its own"):
+        ms.compile(nn.Linear(2, 2), dynamic=True)
+
+
+def test_fullgraph_raises_where_the_graph_is_cut():
+    def cut(x):
+        return x.sum().item() + x
+
+    with pytest.raises(ms.CaptureError):
+        ms.compile(cut, fullgraph=True)(torch.ones(3))
+
+
+def test_what_torch_compile_is_given_compiles():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = ms.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False, backend="inductor")
+    x = torch.randn(3, 4)
+    assert torch.allclose(compiled(x), model(x), atol=1e-6)
+    assert executables(compiled)
+
+
+def test_options_of_the_backend_are_ours_and_inductors(monkeypatch):
+    seen = []
+    from millstream.api import compiling
+
+    build = compiling.build
+    monkeypatch.setattr(compiling, "build", lambda *args, **known: seen.append(known) or build(*args, **known))
+    options = {"streams": 2, "engine": "serial", "memory": 2.0, "epilogue_fusion": True}
+    model = nn.Linear(4, 4)
+    compiled = torch.compile(model, backend=dynamo_backend, options=options)
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        assert torch.allclose(compiled(x), model(x), atol=1e-6)
+    assert seen[0]["engine"] == "serial"
+    assert (seen[0]["scheduling"].streams, seen[0]["scheduling"].memory) == (2, 2.0)
+
+
+@pytest.mark.parametrize("options", [{"streams": "many"}, {"engine": "steam"}, {"no_such_option": 1}, {"freeze": True}])
+def test_wrong_options_of_the_backend_are_refused(options):
+    compiled = torch.compile(nn.Linear(4, 4), backend=dynamo_backend, options=options)
+    with pytest.raises(Exception, match=next(iter(options)) + "|steam"):
+        compiled(torch.randn(3, 4))
+
+
+def test_split_leaves_inductors_options_alone():
+    assert split_options({"streams": 2, "max_autotune": True}) == ({"streams": 2}, {"max_autotune": True})
+    assert split_options(None) == ({}, {})
+
+
+def test_recurrent_models_name_step():
+    compiled = ms.compile(nn.LSTM(4, 4))
+    with pytest.warns(ms.FallbackWarning, match=r"Dynamo does not trace nn.LSTM, but ms.step takes it|LSTM"):
+        compiled(torch.randn(2, 3, 4))
+
+
+class LightningModule(nn.Module):
+    """Called as Lightning's, by whose name it is known."""
+
+
+class Trained(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, x):
+        return self(x).sum()
+
+
+class Writer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def generate(self, x):
+        return self(self(x))
+
+
+def test_lightning_module_is_not_trained_uncompiled():
+    compiled = ms.compile(Trained())
+    with pytest.raises(ms.CaptureError, match=r"self.net = ms.compile\(net\)"):
+        compiled.training_step(torch.ones(1, 2))
+    assert compiled(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_methods_that_go_around_what_is_compiled_are_told_of_once():
+    model = Writer()
+    compiled = ms.compile(model)
+    x = torch.ones(1, 2)
+    with pytest.warns(ms.FallbackWarning, match=r"generate\(\) is not compiled"):
+        assert torch.equal(compiled.generate(x), model.generate(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled.generate(x)
+    with pytest.raises(ms.CaptureError, match="generate"):
+        ms.compile(model, strict=True).generate(x)
+
+
+def test_locks_of_inductors_cache_are_none_of_the_users_code():
+    assert not is_users(filelock.__file__)
