@@ -21,10 +21,12 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import should_assume_input_aligned
 
 from millstream._torch.tensors import without_autocast
 from millstream.errors import ArgumentError, LoweringError
+from millstream.lower import workarounds
 from millstream.lower.convolutions.ahead import Launch, compiling
 from millstream.lower.convolutions.channels import align_channels, puts_channels_last
 from millstream.lower.convolutions.conversions import take_conversions
@@ -35,16 +37,11 @@ from millstream.lower.convolutions.siblings import find_joint_launches, join_sib
 from millstream.lower.convolutions.split_k import find_split_launches, split_long_sums
 from millstream.lower.convolutions.strides import keep_strides
 from millstream.lower.convolutions.writers import find_launches
-from millstream.lower.fx_wrapper import SOUND, collect_wrappers
-from millstream.lower.kept_reads import KeepReads
-from millstream.lower.ordering import writes_stay_in_front
-from millstream.lower.patterns import multiply_before_adding, shuffles_match_nothing
-from millstream.lower.pooling import decompositions
+from millstream.lower.fx_wrapper import collect_wrappers
 from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
 from millstream.lower.randoms import random_decompositions
 from millstream.lower.shortcuts import shortcuts
-from millstream.lower.tiles import tiles_stay_within
 from millstream.lower.translate import translate
 
 #: Options for a second attempt when Inductor itself fails. PyTorch 2.11 asserts while it reorders the loops of a kernel
@@ -128,8 +125,7 @@ def compile_graph(
     options = dict(options or {})
     ask_early(inputs)
 
-    @writes_stay_in_front()
-    @tiles_stay_within()
+    @workarounds.lowering()
     def inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.STEP if step_state is not None else _phase(kwargs)
         static = frozenset(kwargs.get("static_input_idxs") or ()) if step_state is None else step_state
@@ -152,7 +148,7 @@ def compile_graph(
         refuse(errors[0], "on plain torch.compile")
         fresh = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
         try:
-            with inductor_config.patch({**SOUND, **options}):
+            with inductor_config.patch({**workarounds.options(), **options}):
                 return compile_fx_inner(fresh, example_inputs, **kwargs)
         except Exception as error:  # noqa: BLE001  as above: plain Python is always possible
             _forget_attempt()
@@ -165,12 +161,12 @@ def compile_graph(
         # A step's graph has its casts: its operators are not to be cast by what the caller is in.
         without_autocast() if step_state is not None else contextlib.nullcontext(),
         inductor_config.patch({"freezing": step_state is None and (freeze or inductor_config.freezing), **options}),
-        inductor_config.patch(joint_custom_post_pass=KeepReads(_user_pass(options))),
-        shuffles_match_nothing(),
+        inductor_config.patch(joint_custom_post_pass=workarounds.JointPasses(_user_pass(options))),
+        workarounds.tracing(),
         # A cached AOT artefact would skip the lowering, which is all we are here for.
         functorch_config.patch(enable_autograd_cache=False),
     ):
-        table = multiply_before_adding({**decompositions(), **random_decompositions()})
+        table = workarounds.decompose({**select_decomp_table(), **random_decompositions()})
         return compile_fx(gm, list(inputs), inner, decompositions=table)  # type: ignore[no-any-return, arg-type]
 
 

@@ -33,18 +33,13 @@ from millstream.lower.cpp_kernels import CppKernels
 from millstream.lower.operators import written_arguments
 from millstream.lower.tuning import keep_choice
 
-#: A kernel that reduces rows and columns at once, as large layer norms do in the backward pass, has a line of Python
-#: behind it, which the converter rejects; and what it reduces into a part of a concatenation is lost
-#: (pytorch/pytorch#193061, 2.10 to 2.13).
-SOUND: dict[str, Any] = {"triton.mix_order_reduction": False}
-
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so
 #: Inductor must not hand a dead buffer on; but only Inductor knows which kernels may write over an input that dies with
 #: them, and that it does. The converter of 2.11 rejects assertion lines. Where kernels start early (programmatic
 #: dependent launch), Inductor places their waits for its own order of kernels on one stream: wrong for plans on
-#: several.
+#: several. A kernel that reduces rows and columns at once has a line of Python after it, which the converter rejects.
 OPTIONS: dict[str, Any] = {
-    **SOUND,
+    "triton.mix_order_reduction": False,
     "fx_wrapper": True,
     "cpp_wrapper": False,
     "allow_buffer_reuse": False,

@@ -1,12 +1,10 @@
-"""What reads memory that is written in place stays behind the write.
+"""What reads memory that is written in place stays after the write.
 
-Inductor gives such memory another name behind each write, and each kernel depends on names. Where the loops of two C++
+Inductor gives such memory another name after each write, and each kernel depends on names. Where the loops of two C++
 kernels are made alike so that they can be fused, what they read is found out anew, and by the first name: the kernel
-may then be moved in front of the write, silently. It is so for gradients that are scattered into zeros, as those of
-nearest upsampling in a diffusion model's U-Net, or of max pooling (VGG): pytorch/pytorch#185873, mended behind 2.13,
-and #177816, behind 2.11.
-
-Private API of Inductor's scheduler; tried on torch 2.11 and 2.13.
+may then be moved before the write, silently. It is so for gradients that are scattered into zeros, as those of nearest
+upsampling in a diffusion model's U-Net, or of max pooling (VGG). 2.11 also drops dependencies here that no name shows
+(pytorch#177816).
 """
 
 from __future__ import annotations
@@ -18,10 +16,12 @@ from typing import Any
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.scheduler import SchedulerNode
 
+from millstream.lower.workarounds.registry import Workaround
+
 
 @contextlib.contextmanager
-def writes_stay_in_front() -> Iterator[None]:
-    """Keep the names, and what else is not found out anew. Not for several threads at once, as ``shortcuts``."""
+def _keep_names() -> Iterator[None]:
+    """Keep the names, and what else is not found out anew."""
     recompute = SchedulerNode.recompute_size_and_body
 
     def recompute_and_rename(self: SchedulerNode, *args: Any, **kwargs: Any) -> None:
@@ -36,3 +36,11 @@ def writes_stay_in_front() -> Iterator[None]:
         yield
     finally:
         SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign]
+
+
+WORKAROUND = Workaround(
+    "pytorch#185873",
+    "wrong gradients of upsampling and max pooling, on CPUs",
+    until=(2, 14),
+    lowering=_keep_names,
+)

@@ -1,29 +1,26 @@
 """Gradients of average pooling with ``ceil_mode``, whose last windows hang over the edge of the image.
 
-Eager divides by as much of a window as lies on the padded image. Inductor divides by the whole of it (pytorch#198119;
-seen on torch 2.11 and 2.13), so its own dividing is left out here.
+Eager divides by as much of a window as lies on the padded image. Inductor divides by the whole of it, so its own
+dividing is left out here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.decomposition import select_decomp_table
+
+from millstream.lower.workarounds.registry import Decompositions, Workaround
 
 aten = torch.ops.aten
 
-
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's decompositions, and those that its lowerings get wrong without. Tried on torch 2.11 and 2.13."""
-    own = {operator: partial(_divide_first, operator, dims) for operator, dims in _BACKWARD.items()}
-    return {**select_decomp_table(), **own}
-
-
 _BACKWARD = {aten.avg_pool2d_backward.default: 2, aten.avg_pool3d_backward.default: 3}
+
+
+def _divide_by_what_lies_on_the_image(table: Decompositions) -> Decompositions:
+    return {**table, **{operator: partial(_divide_first, operator, dims) for operator, dims in _BACKWARD.items()}}
 
 
 def _divide_first(operator: Any, dims: int, gradient: Tensor, image: Tensor, *options: Any) -> Any:
@@ -40,3 +37,10 @@ def _divide_first(operator: Any, dims: int, gradient: Tensor, image: Tensor, *op
         ends = (starts + kernel[i]).clamp(max=image.shape[i - dims] + padding[i])
         sizes = sizes[..., None] * (ends - starts)
     return operator(gradient / sizes, image, *window, ceil_mode, count_include_pad, 1)
+
+
+WORKAROUND = Workaround(
+    "pytorch#198119",
+    "wrong gradients of average pooling with ceil_mode",
+    decompose=_divide_by_what_lies_on_the_image,
+)

@@ -1,0 +1,96 @@
+"""Faults of PyTorch's compiler, and what is done about each: a module for every issue, in one list.
+
+Each says which versions need it, can be switched off (``MILLSTREAM_WITHOUT=pytorch#185873,pytorch#197039``), and has a
+test that fails as soon as PyTorch does without, so that it can go. All touch private parts of Inductor, tried on the
+versions that the package supports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from millstream.lower.workarounds import (
+    pytorch_167313,
+    pytorch_183988,
+    pytorch_185873,
+    pytorch_191837,
+    pytorch_193061,
+    pytorch_196681,
+    pytorch_197039,
+    pytorch_198119,
+)
+from millstream.lower.workarounds.registry import Decompositions, Workaround, without
+
+__all__ = ["WORKAROUNDS", "JointPasses", "Workaround", "decompose", "lowering", "options", "tracing", "without"]
+
+WORKAROUNDS: tuple[Workaround, ...] = (
+    pytorch_167313.WORKAROUND,
+    pytorch_183988.WORKAROUND,
+    pytorch_185873.WORKAROUND,
+    pytorch_191837.WORKAROUND,
+    pytorch_193061.WORKAROUND,
+    pytorch_196681.WORKAROUND,
+    pytorch_197039.WORKAROUND,
+    pytorch_198119.WORKAROUND,
+)
+
+
+def _applied() -> list[Workaround]:
+    return [each for each in WORKAROUNDS if each.applies]
+
+
+@contextlib.contextmanager
+def lowering() -> Iterator[None]:
+    """Change Inductor's scheduling and code generation inside the ``with`` block. Not for several threads at once."""
+    with contextlib.ExitStack() as stack:
+        for each in _applied():
+            stack.enter_context(each.lowering())
+        yield
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Change Inductor's passes over the joint graph inside the ``with`` block. Not for several threads at once."""
+    with contextlib.ExitStack() as stack:
+        for each in _applied():
+            stack.enter_context(each.tracing())
+        yield
+
+
+def decompose(table: Decompositions) -> dict[Any, Callable[..., Any]]:
+    """Add the decompositions that Inductor gets wrong without to a table."""
+    for each in _applied():
+        table = each.decompose(table)
+    return dict(table)
+
+
+def options() -> dict[str, Any]:
+    """Options under which Inductor is sound."""
+    return {name: value for each in _applied() for name, value in each.options.items()}
+
+
+class JointPasses(CustomGraphPass):  # type: ignore[misc]
+    """Our passes over the joint graph, as Inductor takes them.
+
+    Args:
+        after: A pass of the user's, or several, that come after; ``None`` for none.
+    """
+
+    def __init__(self, after: Callable[[torch.fx.Graph], None] | list[Any] | tuple[Any, ...] | None) -> None:
+        given = [] if after is None else [*after] if isinstance(after, (list, tuple)) else [after]
+        self._passes = [each.joint_pass for each in _applied() if each.joint_pass is not None] + given
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for each in self._passes:
+            each(graph)
+
+    def uuid(self) -> Any:
+        """What caches know the passes by."""
+        return "millstream.workarounds", [
+            getattr(each, "uuid", lambda each=each: repr(each))() for each in self._passes
+        ]

@@ -1,0 +1,75 @@
+"""What a workaround is, which of them apply to this PyTorch, and how one is switched off."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+#: Decompositions by operator, as AOT autograd takes them.
+Decompositions = Mapping[Any, Callable[..., Any]]
+#: A part of PyTorch changed for the length of a ``with`` block. Not for several threads at once.
+Patch = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def _as_it_is(table: Decompositions) -> Decompositions:
+    return table
+
+
+@dataclass(frozen=True)
+class Workaround:
+    """Something of PyTorch's that is wrong, and what is done about it.
+
+    Attributes:
+        issue: Where it was reported, ``pytorch#185873``; its name in ``MILLSTREAM_WITHOUT``.
+        effect: What happens without, in a few words.
+        until: The first version of PyTorch that does without; ``None`` while there is none.
+        lowering: Around Inductor's scheduling and code generation.
+        tracing: Around its passes over the graph of forward and backward.
+        decompose: Adds decompositions to a table.
+        joint_pass: Run on the graph of forward and backward before it is split.
+        options: Options of Inductor.
+    """
+
+    issue: str
+    effect: str
+    until: tuple[int, int] | None = None
+    lowering: Patch = contextlib.nullcontext
+    tracing: Patch = contextlib.nullcontext
+    decompose: Callable[[Decompositions], Decompositions] = _as_it_is
+    joint_pass: Callable[[torch.fx.Graph], None] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def applies(self) -> bool:
+        """Whether this PyTorch needs it, and it is not switched off."""
+        return (self.until is None or torch_version() < self.until) and self.issue not in _switched_off()
+
+
+_off: ContextVar[frozenset[str]] = ContextVar("workarounds that are off", default=frozenset())
+
+
+@contextlib.contextmanager
+def without(issues: Iterable[str]) -> Iterator[None]:
+    """Do without these workarounds inside the ``with`` block, as ``MILLSTREAM_WITHOUT`` does in a whole process."""
+    token = _off.set(_off.get() | frozenset(issues))
+    try:
+        yield
+    finally:
+        _off.reset(token)
+
+
+def _switched_off() -> frozenset[str]:
+    return _off.get() | frozenset(re.findall(r"[^\s,]+", os.environ.get("MILLSTREAM_WITHOUT", "")))
+
+
+def torch_version() -> tuple[int, int]:
+    """Major and minor version of PyTorch."""
+    major, minor, *_ = torch.__version__.split(".")
+    return int(major), int(minor)

@@ -1,0 +1,120 @@
+"""Workarounds for faults of PyTorch's: listed, switchable, and still needed.
+
+What each of them mends is tested where it belongs (``test_patterns``, ``test_tiles``, ...). Here the same programs run
+without: where one is right all the same, its xfail is strict and says that the workaround can go.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import millstream as ms
+from millstream.lower.workarounds import WORKAROUNDS, decompose, lowering, options, registry, tracing, without
+from tests.lower import test_kept_reads, test_ordering, test_patterns, test_pooling, test_tiles
+
+
+def shuffle():
+    x = torch.randn(4, 2)
+    result = ms.compile(lambda x: x[torch.randperm(4)], strict=True)(x)
+    assert torch.equal(result.sort(0).values, x.sort(0).values)
+
+
+def reduce_in_tiles():
+    test_tiles.test_results_are_right(test_tiles.reduce, (1, 8, 66, 66), 1)
+
+
+def fold_in_tiles():
+    test_tiles.test_results_are_right(test_tiles.fold, (1, 6, 196, 9, 32), 2)
+
+
+SHOWN_BY = {
+    "pytorch#167313": lambda: test_patterns.test_what_is_added_is_scaled("product first"),
+    "pytorch#183988": shuffle,
+    "pytorch#185873": lambda: test_ordering.test_gradients_of_upsampling_are_right("compile"),
+    "pytorch#191837": fold_in_tiles,
+    "pytorch#196681": reduce_in_tiles,
+    "pytorch#197039": lambda: test_kept_reads.assert_gradients_are_right(test_kept_reads.RunningScale()),
+    "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),
+}
+ON_A_GPU = {"pytorch#193061"}
+CORRUPTS_MEMORY = ("pytorch#191837", "pytorch#196681")
+WRONG = (AssertionError, ms.CaptureError, subprocess.CalledProcessError)
+
+
+def run_elsewhere(issue, *, without):
+    code = f"from tests.lower.test_workarounds import SHOWN_BY; SHOWN_BY[{issue!r}]()"
+    environment = {**os.environ, "MILLSTREAM_WITHOUT": without, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
+
+
+def by_issue(issue):
+    return next(each for each in WORKAROUNDS if each.issue == issue)
+
+
+def test_each_is_listed_once_and_shown_by_a_program():
+    issues = [each.issue for each in WORKAROUNDS]
+    assert len(set(issues)) == len(issues)
+    assert {*issues} == {*SHOWN_BY} | ON_A_GPU
+
+
+@pytest.mark.parametrize("issue", SHOWN_BY)
+@pytest.mark.xfail(
+    strict=True, reason="PyTorch is wrong without the workaround; where it is not, the workaround can go"
+)
+def test_pytorch_does_without(issue):
+    if not by_issue(issue).applies:
+        pytest.xfail("this PyTorch does without")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    if issue in CORRUPTS_MEMORY:  # and the process may die of it
+        run_elsewhere(issue, without=issue)
+    else:
+        with without([issue]):
+            SHOWN_BY[issue]()
+
+
+def test_a_shuffle_compiles():
+    shuffle()
+
+
+def test_a_process_is_right_with_them():
+    run_elsewhere(CORRUPTS_MEMORY[0], without="")
+
+
+def test_one_that_is_mended_is_left_out(monkeypatch):
+    mended = [each for each in WORKAROUNDS if each.until]
+    assert mended
+    monkeypatch.setattr(torch, "__version__", "2.14.0a0+git1234")
+    assert registry.torch_version() == (2, 14)
+    assert not any(each.applies for each in mended)
+
+
+def test_all_can_be_switched_off(monkeypatch):
+    assert options()
+    monkeypatch.setenv("MILLSTREAM_WITHOUT", ", ".join(each.issue for each in WORKAROUNDS))
+    assert not any(each.applies for each in WORKAROUNDS)
+    assert not options()
+    assert decompose({}) == {}
+
+
+@pytest.mark.parametrize("patch", [lowering, tracing])
+def test_what_was_patched_is_put_back(patch):
+    from torch._inductor import pattern_matcher
+    from torch._inductor.codegen.cpp import CppKernelProxy, CppTile2DKernel
+    from torch._inductor.scheduler import SchedulerNode
+
+    def patched():
+        return (
+            pattern_matcher.is_match,
+            CppTile2DKernel.store,
+            CppKernelProxy.aggregate_reduction_buffers,
+            SchedulerNode.recompute_size_and_body,
+        )
+
+    before = patched()
+    with patch():
+        assert patched() != before
+    assert patched() == before
