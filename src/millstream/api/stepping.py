@@ -16,7 +16,7 @@ from millstream.capture.step.step import P, R, Step
 from millstream.engine import Executable
 from millstream.engine import build as build_executable
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
-from millstream.lower import Lowered, compile_graph
+from millstream.lower import Lowered, compile_graph, describe_failure
 from millstream.passes import split_gradients
 
 if TYPE_CHECKING:
@@ -168,7 +168,8 @@ def _refuse(error: Exception, _: str) -> None:
     """A step that cannot be lowered is run eagerly by its caller, which is told why."""
     if isinstance(error, MillstreamError):
         raise error
-    raise CaptureError(f"The captured step could not be compiled ({type(error).__name__}: {error}).") from error
+    failure = describe_failure(error)
+    raise CaptureError(f"The captured step could not be compiled ({failure.reason}).", where=failure.where) from error
 
 
 def _same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:

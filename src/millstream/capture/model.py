@@ -26,7 +26,7 @@ from millstream._torch.hooks import count_hooks
 from millstream.capture.lines import is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
-from millstream.lower import Lowered, compile_graph
+from millstream.lower import Lowered, compile_graph, describe_failure
 
 #: Dynamo gives up on a function after this many versions; a user of many input shapes meets its default of 8 too soon.
 RECOMPILE_LIMIT = 64
@@ -133,11 +133,12 @@ class Compiler:
             warn_user(f"{self.name}: {reason}")
 
     def _refuse(self, error: Exception, instead: str) -> None:
+        failure = describe_failure(error)
         if self.strict or isinstance(error, ArgumentError):  # a wrong argument is nothing to work around
             raise (
-                error if isinstance(error, MillstreamError) else CaptureError(f"{type(error).__name__}: {error}")
+                error if isinstance(error, MillstreamError) else CaptureError(f"{failure.reason}.", where=failure.where)
             ) from error
-        self.warn(f"a graph runs {instead}, because it could not be lowered ({type(error).__name__}: {error}).")
+        self.warn(f"a graph runs {instead}, because it could not be lowered ({failure}).")
 
     def _release_oldest(self) -> None:
         for graph in sorted(self.graphs, key=lambda graph: graph.last_used)[: -self._max_graphs]:

@@ -7,6 +7,7 @@ from millstream.lower.program import Call, Layout, Program, Value, View
 
 if TYPE_CHECKING:
     from millstream.lower.compile import Lowered, Phase, check_options, compile_graph
+    from millstream.lower.failures import describe_failure
 
 __all__ = [
     "Call",
@@ -19,6 +20,7 @@ __all__ = [
     "ask_early",
     "check_options",
     "compile_graph",
+    "describe_failure",
 ]
 
 
@@ -27,5 +29,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from millstream.lower import compile as compiling
+    from millstream.lower import failures
 
-    return getattr(compiling, name)
+    return getattr(failures if hasattr(failures, name) else compiling, name)

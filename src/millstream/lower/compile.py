@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch._inductor
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -25,7 +26,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import should_assume_input_aligned
 
 from millstream._torch.tensors import without_autocast
-from millstream.errors import ArgumentError, LoweringError
+from millstream.errors import ArgumentError, LoweringError, MillstreamError
 from millstream.lower import workarounds
 from millstream.lower.convolutions.ahead import Launch, compiling
 from millstream.lower.convolutions.channels import align_channels, puts_channels_last
@@ -37,16 +38,13 @@ from millstream.lower.convolutions.siblings import find_joint_launches, join_sib
 from millstream.lower.convolutions.split_k import find_split_launches, split_long_sums
 from millstream.lower.convolutions.strides import keep_strides
 from millstream.lower.convolutions.writers import find_launches
+from millstream.lower.failures import other_tries
 from millstream.lower.fx_wrapper import collect_wrappers
 from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
 from millstream.lower.randoms import random_decompositions
 from millstream.lower.shortcuts import shortcuts
 from millstream.lower.translate import translate
-
-#: Options for a second attempt when Inductor itself fails. PyTorch 2.11 asserts while it reorders the loops of a kernel
-#: that updates several parameters at once.
-CAUTIOUS: dict[str, Any] = {"loop_ordering_after_fusion": False}
 
 
 class Phase(StrEnum):
@@ -131,21 +129,17 @@ def compile_graph(
         static = frozenset(kwargs.get("static_input_idxs") or ()) if step_state is None else step_state
         if step_state is None and not any(node.op.startswith("call") for node in graph.graph.nodes):
             return _boxed(lambda inputs: graph.forward(*inputs))
-        errors = []
-        for attempt in ({}, CAUTIOUS):
+
+        def attempt(without: dict[str, Any]) -> Any:
             # Inductor's passes rewrite the graph they are given; another attempt needs it as it was.
             fresh = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
-            try:
-                lowered = _lower(
-                    fresh, example_inputs, kwargs, f"{name}.{phase}", phase, static, {**options, **attempt}
-                )
-                return _boxed(finish(lowered))
-            except Exception as error:  # noqa: BLE001  whatever private Inductor code raises: plain Inductor is always possible
-                errors.append(getattr(error, "inner_exception", error))
-                _forget_attempt()
-                if not isinstance(errors[-1], AssertionError):
-                    break
-        refuse(errors[0], "on plain torch.compile")
+            settings = {**options, **without}
+            return _boxed(finish(_lower(fresh, example_inputs, kwargs, f"{name}.{phase}", phase, static, settings)))
+
+        try:
+            return _try_in_turn(attempt)
+        except Exception as error:  # noqa: BLE001  whatever private Inductor code raises: plain Inductor is always possible
+            refuse(error, "on plain torch.compile")
         fresh = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
         try:
             with inductor_config.patch({**workarounds.options(), **options}):
@@ -167,7 +161,35 @@ def compile_graph(
         functorch_config.patch(enable_autograd_cache=False),
     ):
         table = workarounds.decompose({**select_decomp_table(), **random_decompositions()})
-        return compile_fx(gm, list(inputs), inner, decompositions=table)  # type: ignore[no-any-return, arg-type]
+        original = copy.deepcopy(gm.graph)
+
+        def trace(without: dict[str, Any]) -> Any:
+            with inductor_config.patch(without):
+                return compile_fx(gm, list(inputs), inner, decompositions=table)  # type: ignore[arg-type]
+
+        try:
+            return _try_in_turn(trace)  # type: ignore[no-any-return]
+        except (MillstreamError, TorchDynamoException):
+            raise
+        except Exception as error:  # noqa: BLE001  of passes over the graph of forward and backward: likewise
+            refuse(error, "as plain Python")
+            gm.graph = original
+            return gm.forward
+
+
+def _try_in_turn(attempt: Callable[[dict[str, Any]], Any]) -> Any:
+    """Compile, and where that fails once more without what failed; the first error counts."""
+    try:
+        return attempt({})
+    except Exception as error:  # noqa: BLE001  raised again where nothing else helps
+        _forget_attempt()
+        first = getattr(error, "inner_exception", error)
+        for without in other_tries(first):
+            try:
+                return attempt(without)
+            except Exception:  # noqa: BLE001  as the first, which is told
+                _forget_attempt()
+        raise first from None
 
 
 def _user_pass(options: Mapping[str, Any]) -> Any:

@@ -35,6 +35,7 @@ class Workaround:
         decompose: Adds decompositions to a table.
         joint_pass: Run on the graph of forward and backward before it is split.
         options: Options of Inductor.
+        error: A part of the error that is raised without, if any is.
     """
 
     issue: str
@@ -45,6 +46,7 @@ class Workaround:
     decompose: Callable[[Decompositions], Decompositions] = _as_it_is
     joint_pass: Callable[[torch.fx.Graph], None] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
 
     @property
     def applies(self) -> bool:
