@@ -11,6 +11,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from millstream.device import context as device_context
+from millstream.device import guard as device_guard
 from millstream.errors import (
     ArgumentError,
     CaptureError,
@@ -24,6 +26,7 @@ from millstream.errors import (
     PlanError,
 )
 from millstream.feed import feed, fetch
+from millstream.manual import Parallel, aux_streams, dual_stream_backward, parallel, streams
 from millstream.report import Explanation
 
 if TYPE_CHECKING:
@@ -42,12 +45,19 @@ __all__ = [
     "InternalError",
     "LoweringError",
     "MillstreamError",
+    "Parallel",
     "PlanError",
+    "aux_streams",
     "compile",
+    "device_context",
+    "device_guard",
+    "dual_stream_backward",
     "explain",
     "feed",
     "fetch",
+    "parallel",
     "step",
+    "streams",
     "version_report",
 ]
 

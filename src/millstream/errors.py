@@ -81,6 +81,10 @@ class DeviceError(MillstreamError):
     """A place is unknown, absent, already closed, or has failed."""
 
 
+class StreamError(DeviceError):
+    """A stream is used where or when it cannot be, or work on streams is not ordered; the message says what to do."""
+
+
 class FeedError(MillstreamError):
     """A batch cannot be fed to the device; the message names the leaf and the remedy."""
 

@@ -100,6 +100,8 @@ class VirtualDevice:
         self.local = threading.local()
         self.free = {}  # stream -> size -> raw memory that the host has freed
         self.raw_of = {}  # address -> raw memory: never freed, so that late operations can be watched doing harm
+        self.starved = ()  # numbers of streams that run only where no other can
+        self.uses = {}  # address -> streams marked as using it
         self.num_pins = self.num_raw = self.num_queries = 0
         self.tick = 0  # the device's clock, in milliseconds: one operation takes one
         self.on_query = lambda: None
@@ -128,6 +130,27 @@ class VirtualDevice:
         finally:
             self.local.stream = before
 
+    def stream_id(self, stream):
+        return id(stream)
+
+    def current_stream_id(self):
+        return id(self.current_stream())
+
+    def entry(self, stream):
+        return lambda: setattr(self.local, "stream", stream)
+
+    def blas_handle(self):
+        return 1
+
+    def workspace_bytes(self):
+        return 64
+
+    def guard(self):
+        return nullcontext()
+
+    def mark_use(self, storage, stream):
+        self.uses.setdefault(storage.data_ptr(), set()).add(stream)
+
     def is_capturing(self):
         return self.capturing
 
@@ -143,8 +166,24 @@ class VirtualDevice:
                 raw = np.full(num_bytes, 0xEE, dtype=np.uint8)
                 self.raw_of[raw.ctypes.data] = raw
             token = raw[:]  # lives exactly as long as the storage of the tensor made from it
-            weakref.finalize(token, free.append, raw)
+            weakref.finalize(token, self._take_back, raw, free)
             return torch.from_numpy(token)
+
+    def _take_back(self, raw, free):
+        """What the host has freed: at once, or where streams are marked as using it, when they have caught up."""
+        streams = self.uses.pop(raw.ctypes.data, ())
+        left = [0]
+
+        def arrive():
+            left[0] -= 1
+            if not left[0]:
+                free.append(raw)
+
+        left[0] = len(streams)
+        for stream in streams:
+            stream.enqueue(arrive)
+        if not streams:
+            free.append(raw)
 
     def lend(self, memory, token):
         return lend_host(memory, token)
@@ -235,8 +274,9 @@ class VirtualDevice:
             runnable = [s for s in self.streams if s.queue and s.queue[0][0]()]
             if not runnable:
                 return False
+            hungry = [s for s in runnable if self.streams.index(s) not in self.starved]
             self.tick += 1
-            self.random.choice(runnable).queue.pop(0)[1]()
+            self.random.choice(hungry or runnable).queue.pop(0)[1]()
             return True
 
     def run_until(self, done):

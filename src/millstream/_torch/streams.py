@@ -8,6 +8,7 @@ Private APIs, one function or class each; tried on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -28,6 +29,16 @@ def is_capturing(index: int) -> bool:
         return captures
     with torch.cuda.device(index):
         return torch.cuda.is_current_stream_capturing()
+
+
+def stream_setter(stream: Any) -> Callable[[], Any]:
+    """What makes a CUDA stream, and its device, the calling thread's current one: 0.3 µs against 1.5."""
+    return functools.partial(
+        torch._C._cuda_setStream,
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
 
 
 @functools.cache

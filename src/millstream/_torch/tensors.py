@@ -146,3 +146,8 @@ def call_without_grad(function: Callable[[Any], Any], argument: Any) -> Any:
         return function(argument)
     finally:
         torch._C._set_grad_enabled(before)
+
+
+def tensor_over(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor of no elements that shares a storage. Public APIs only, but for its being possible at all."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,), (1,))

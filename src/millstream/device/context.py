@@ -33,6 +33,9 @@ from millstream.errors import ArgumentError, DeviceError
 MAX_STREAMS = 32
 """PyTorch has this many streams per device and priority and then hands out the same ones again."""
 
+MAX_LENT_STREAMS = 128
+"""So many kernels run at one time on any device of today: more streams could only take more workspaces."""
+
 
 class Closeable(Protocol):
     """Something that uses a context and must end before it."""
@@ -63,6 +66,8 @@ class DeviceContext:
         self._lock = threading.RLock()  # re-entrant: a finalizer may run while its own thread holds it
         self._streams: dict[int, Stream] = {}
         self._copy_streams: dict[str, Stream] = {}
+        self._lendable: dict[tuple[int, int], list[Stream]] = {}  # by thread and by the stream that they start from
+        self._lent: set[int] = set()  # identities of those that are out
         self._pools: dict[str, GraphPool] = {}
         self._graph_stream_handle: int | None = None
         self._graph_stream: Stream | None = None  # on which a graph of this place ran last
@@ -134,6 +139,59 @@ class DeviceContext:
                 stream = self._copy_streams[way]
         return stream
 
+    def lend_streams(self, base: Stream, count: int) -> list[Stream]:
+        """Lend streams for work that starts from ``base`` and is joined to it, to be given to ``return_streams``.
+
+        The same thread gets the same ones for the same base, lowest first. That keeps memory safe after the join: what
+        was allocated on such a stream and is freed later goes back to it, and whoever works there next starts from the
+        stream that used it.
+
+        Raises:
+            DeviceError: The context is closed, or ``MAX_LENT_STREAMS`` are out.
+        """
+        self._check_open()
+        key = threading.get_ident(), self._driver.stream_id(base)
+        with self._lock:
+            own = self._lendable.setdefault(key, [])
+            found = [stream for stream in own if id(stream) not in self._lent][:count]
+            while len(found) < count:
+                stream = self._take_idle() or self._make_distinct_stream(high_priority=False)
+                own.append(stream)
+                found.append(stream)
+            self._lent.update(map(id, found))
+        return found
+
+    def return_streams(self, streams: Sequence[Stream]) -> None:
+        """Take lent streams back: all work on them is joined to the stream that they started from."""
+        self._lent.difference_update(map(id, streams))
+
+    def _take_idle(self) -> Stream | None:
+        """When there are as many as there may be, one that another thread or base has left idle."""
+        if sum(map(len, self._lendable.values())) < MAX_LENT_STREAMS:
+            return None
+        for own in self._lendable.values():
+            for stream in own:
+                if id(stream) not in self._lent:
+                    with self.capture_lock:
+                        self._driver.synchronize()  # nothing tells when its last user was done with memory from it
+                    own.remove(stream)
+                    return stream
+        raise DeviceError(
+            f"{MAX_LENT_STREAMS} streams of {self.place} are in use at one time; fork fewer, or smaller groups."
+        )
+
+    @property
+    def streams(self) -> StreamPool:
+        """The numbered streams of this place as a sequence, and those of the copies by name."""
+        self._check_open()
+        return StreamPool(self)
+
+    @property
+    def handles(self) -> LibraryHandles:
+        """Handles and workspaces of libraries, which PyTorch makes when a stream first needs them."""
+        self._check_open()
+        return LibraryHandles(self)
+
     def current_stream(self) -> Stream:
         """The stream on which the calling thread's operators run on this place."""
         if self._end:  # asked for every batch, when nothing is in the processor's caches: one call less
@@ -144,6 +202,27 @@ class DeviceContext:
         """Run the body's operators on ``stream``; device and streams of the thread are restored afterwards."""
         self._check_open()
         return self._driver.on(stream)
+
+    def stream_id(self, stream: Stream) -> int:
+        """A number that no other stream of this place has."""
+        return self._driver.stream_id(stream)
+
+    def current_stream_id(self) -> int:
+        """``stream_id(current_stream())``, without making the object."""
+        return self._driver.current_stream_id()
+
+    def entry(self, stream: Stream) -> Callable[[], Any]:
+        """A function that makes ``stream`` the calling thread's current one, and restores nothing."""
+        return self._driver.entry(stream)
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Make this device the calling thread's current one for a while; afterwards restore device and streams."""
+        self._check_open()
+        return self._driver.guard()
+
+    def mark_use(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        """Let PyTorch's allocator, when the storage is freed, keep it until ``stream`` has done what it has by then."""
+        self._driver.mark_use(storage, stream)
 
     def is_capturing(self) -> bool:
         """Tell whether the calling thread's current stream on this place is being captured."""
@@ -367,6 +446,10 @@ class DeviceContext:
         self._check_open()
         self._driver.synchronize()
 
+    def wait(self) -> None:
+        """``synchronize``, by Paddle's name."""
+        self.synchronize()
+
     @property
     def capture_lock(self) -> threading.RLock:
         """Hold it while capturing a CUDA graph, and around every call that would end another thread's capture.
@@ -419,6 +502,8 @@ class DeviceContext:
             self._graph_stream = self._graph_stream_handle = None
             self._streams.clear()
             self._copy_streams.clear()
+            self._lendable.clear()
+            self._lent.clear()
 
     def __repr__(self) -> str:
         return f"<DeviceContext of {self.place}{', ' + self._end if self._end else ''}>"
@@ -431,9 +516,63 @@ class DeviceContext:
         # PyTorch hands its 32 streams out in turn, and others draw from the same 32: a full turn shows each of them.
         for _ in range(2 * MAX_STREAMS):
             stream = self._driver.make_stream(high_priority=high_priority)
-            if all(stream != other for other in (*self._streams.values(), *self._copy_streams.values())):
+            lendable = (lent for own in self._lendable.values() for lent in own)
+            if all(stream != other for other in (*self._streams.values(), *self._copy_streams.values(), *lendable)):
                 return stream
         raise DeviceError(f"PyTorch hands out no stream of {self.place} beyond the {len(self._streams)} in use.")
+
+
+class StreamPool(Sequence[Stream]):
+    """The streams of a context: ``pool[i]`` is ``context.stream(i)``, made on first use.
+
+    Attributes:
+        to_device: For copies to the device, of high priority.
+        to_host: For copies to the host, of high priority.
+    """
+
+    def __init__(self, owner: DeviceContext) -> None:
+        self._owner = owner
+
+    def __len__(self) -> int:
+        return MAX_STREAMS
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._owner.stream(each) for each in range(*index.indices(MAX_STREAMS))]
+        if index == MAX_STREAMS:
+            raise IndexError(index)  # ends an iteration
+        return self._owner.stream(index)
+
+    @property
+    def to_device(self) -> Stream:
+        """``context.copy_stream``."""
+        return self._owner.copy_stream
+
+    @property
+    def to_host(self) -> Stream:
+        """``context.fetch_stream``."""
+        return self._owner.fetch_stream
+
+    def __repr__(self) -> str:
+        return f"<streams of {self._owner.place}, {len(self._owner._streams)} made>"
+
+
+class LibraryHandles:
+    """What libraries keep for a context. Nothing is made before it is asked for."""
+
+    def __init__(self, owner: DeviceContext) -> None:
+        self._owner = owner
+
+    def blas(self, stream: Stream | None = None) -> int:
+        """The calling thread's cuBLAS handle, set to a stream (by default the current one); 0 on the CPU."""
+        driver = self._owner._driver
+        with self._owner.guard(), driver.on(stream or driver.current_stream()):
+            return driver.blas_handle()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What cuBLAS takes for each stream that multiplies matrices."""
+        return self._owner._driver.workspace_bytes()
 
 
 # --- the contexts of this process

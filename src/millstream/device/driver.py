@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream._torch.streams import RunOn, current_stream_handle, event_type, is_capturing
+from millstream._torch.streams import RunOn, current_stream_handle, event_type, is_capturing, stream_setter
+from millstream._torch.tensors import tensor_over
 from millstream.device.guard import guard
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
 from millstream.device.native import enqueuer, lender, with_pointer
@@ -83,6 +85,34 @@ class Driver(Protocol):
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Make ``stream`` (and its device) the calling thread's current one, and restore both."""
+        ...
+
+    def stream_id(self, stream: Stream) -> int:
+        """A number that no other stream of this device has."""
+        ...
+
+    def current_stream_id(self) -> int:
+        """That of the calling thread's current stream."""
+        ...
+
+    def entry(self, stream: Stream) -> Callable[[], Any]:
+        """What makes ``stream`` (and its device) the calling thread's current one."""
+        ...
+
+    def blas_handle(self) -> int:
+        """That of cuBLAS for the calling thread, set to its current stream; 0 where there is none."""
+        ...
+
+    def workspace_bytes(self) -> int:
+        """What cuBLAS takes for each stream."""
+        ...
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Make the device current, and restore device and streams."""
+        ...
+
+    def mark_use(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        """When the storage is freed, keep its memory until ``stream`` has done what it has been given by then."""
         ...
 
     def is_capturing(self) -> bool:
@@ -158,6 +188,33 @@ class CpuDriver:
     def on(self, stream: Stream) -> AbstractContextManager[Any]:  # noqa: ARG002
         """Do nothing: all streams of the CPU are the host itself."""
         return nullcontext()
+
+    def stream_id(self, stream: Stream) -> int:
+        """The object's."""
+        return id(stream)
+
+    def current_stream_id(self) -> int:
+        """That of the one stream."""
+        return id(self._current)
+
+    def entry(self, stream: Stream) -> Callable[[], Any]:  # noqa: ARG002
+        """Nothing: all streams of the CPU are the host itself."""
+        return _do_nothing
+
+    def blas_handle(self) -> int:
+        """None."""
+        return 0
+
+    def workspace_bytes(self) -> int:
+        """None."""
+        return 0
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Nothing to set."""
+        return nullcontext()
+
+    def mark_use(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        """Do nothing: whatever uses it is done."""
 
     def is_capturing(self) -> bool:
         """Never."""
@@ -253,6 +310,39 @@ class CudaDriver:
         """PyTorch's own stream context: sets the device too, and restores both."""
         return torch.cuda.stream(stream)  # type: ignore[arg-type]
 
+    def stream_id(self, stream: Any) -> int:
+        """CUDA's handle."""
+        handle: int = stream.cuda_stream
+        return handle
+
+    def current_stream_id(self) -> int:
+        """CUDA's handle."""
+        return current_stream_handle(self.place.index)
+
+    def entry(self, stream: Any) -> Callable[[], Any]:
+        """PyTorch's compiled function, with the stream bound to it."""
+        return stream_setter(stream)
+
+    def blas_handle(self) -> int:
+        """PyTorch's, made on first use."""
+        return int(torch.cuda.current_blas_handle())
+
+    def workspace_bytes(self) -> int:
+        """As PyTorch does: by ``CUBLAS_WORKSPACE_CONFIG``, or else 32 MiB from Hopper on and 4224 KiB before."""
+        config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+        pairs = re.findall(r":(\d+):(\d+)", config)
+        if pairs:
+            return 1024 * sum(int(size) * int(count) for size, count in pairs)
+        return (32768 if torch.cuda.get_device_capability(self.place.index) >= (9, 0) else 4224) * 1024
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """As everybody's."""
+        return guard(self.place)
+
+    def mark_use(self, storage: torch.UntypedStorage, stream: Any) -> None:
+        """By ``record_stream``."""
+        tensor_over(storage).record_stream(stream)
+
     def is_capturing(self) -> bool:
         """Ask the runtime about the current stream of this device; does not disturb a capture."""
         return is_capturing(self.place.index)
@@ -333,6 +423,10 @@ class CudaDriver:
     def synchronize(self) -> None:
         """Wait for all streams of the device, the user's included."""
         torch.cuda.synchronize(self.torch_device)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def capture_nothing(pool: GraphPool | None = None) -> torch.cuda.CUDAGraph:

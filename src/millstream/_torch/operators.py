@@ -1,0 +1,69 @@
+"""What PyTorch's dispatcher knows of an operator, and modes that see every operator. Tried on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+#: While an object of it lives, modes and subclasses of this thread see no operators.
+hide_operators: Any = torch._C._DisableTorchDispatch
+
+num_modes: Any = torch._C._len_torch_dispatch_stack
+"""How many modes see this thread's operators."""
+
+is_wrapper = is_traceable_wrapper_subclass
+"""Whether a tensor of a subclass is made of others, and has no memory of its own."""
+
+
+def names_of_overloads(name: str) -> list[str]:
+    """The overloads of one of PyTorch's own operators; none where there is no such operator."""
+    packet = getattr(torch.ops.aten, name, None)
+    return list(packet.overloads()) if isinstance(packet, torch._ops.OpOverloadPacket) else []
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether an operator is made of others; then its schema need not tell what it writes."""
+    name = operator.name()
+    if not torch._C._dispatch_has_kernel(name):  # of TorchScript's alone
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+
+
+def find_modes() -> list[Any]:
+    """The modes that see this thread's operators, the one that sees them first in front."""
+    return [torch._C._get_dispatch_stack_at(i) for i in reversed(range(torch._C._len_torch_dispatch_stack()))]
+
+
+def push_mode(mode: TorchDispatchMode) -> None:
+    """Let a mode see this thread's operators, before all others.
+
+    Not by entering it: PyTorch's compiler declines functions while it believes a mode of a user's to be active.
+    """
+    torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def remove_mode(mode: TorchDispatchMode) -> bool:
+    """Take a mode away, also from below others; return whether it was there."""
+    above: list[Any] = []
+    try:
+        while torch._C._len_torch_dispatch_stack():
+            top = torch._C._pop_torch_dispatch_stack(None)
+            if top is mode:
+                return True
+            above.append(top)
+        return False
+    finally:
+        for other in reversed(above):
+            torch._C._push_on_torch_dispatch_stack(other)
+
+
+def is_being_traced() -> bool:
+    """Whether operators of this thread are recorded into a graph rather than run."""
+    if torch.compiler.is_compiling():
+        return True
+    return any(
+        torch._C._get_dispatch_mode(key) is not None
+        for key in (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+    )

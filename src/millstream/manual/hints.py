@@ -1,0 +1,88 @@
+"""Streams written down inside a captured region: hints of the kernel graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from millstream._torch.hints import annotate_stream, current_stream_hint
+from millstream.errors import ArgumentError
+from millstream.manual.operators import find_function
+
+
+
+class HintedScope:
+    """What ``streams`` is while a graph is being captured: operators are noted as written for a stream.
+
+    Attributes:
+        num_streams: How many.
+    """
+
+    def __init__(self, num_streams: int) -> None:
+        self.num_streams = num_streams
+        self._names: list[str] = []
+
+    def __enter__(self) -> HintedScope:
+        # A stream is named by the way to it: "2.1" is stream 1 of a group opened on stream 2; 0 is the one it is opened on.
+        base = current_stream_hint()
+        group = f"{base}." if base else ""
+        self._names = [base, *(f"{group}{index}" for index in range(1, self.num_streams))]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._names = []
+
+    def __len__(self) -> int:
+        return self.num_streams
+
+    def __getitem__(self, index: int) -> HintedHandle:
+        if type(index) is not int or index < 0:
+            raise ArgumentError(f"Streams have numbers, from 0; {index!r} is none.")
+        return HintedHandle(self._names[index % self.num_streams])
+
+    def run(self, branches: Iterable[Callable[[], Any]]) -> list[Any]:
+        """Call functions without arguments, each noted as written for a stream; return the results."""
+        return [self[position](branch) for position, branch in enumerate(branches)]
+
+    def join(self) -> None:
+        """Do nothing: a kernel graph knows what depends on what."""
+
+    def wait(self, *tensors: Any) -> None:
+        """Do nothing: a kernel graph knows what depends on what."""
+
+
+class HintedHandle:
+    """One stream of a ``HintedScope``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._notes: list[AbstractContextManager[None]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = find_function(name).call
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with annotate_stream(self._name):
+                return call(*args, **kwargs)
+
+        return run
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call any function, noted as written for this stream."""
+        with annotate_stream(self._name):
+            return function(*args, **kwargs)
+
+    def __enter__(self) -> HintedHandle:
+        note = annotate_stream(self._name)
+        note.__enter__()
+        self._notes.append(note)
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._notes.pop().__exit__(*details)
+
+    @property
+    def stream(self) -> None:
+        """None: nothing is switched."""
+        return

@@ -1,0 +1,477 @@
+"""The streams of one thread and device while scopes are open: asks ``Ordering`` what to do, and does it.
+
+The outermost scope opens a session, and scopes within it share the session: so a tensor made in one group of streams
+and used in another is waited for like any other. While the session is open, a mode sees every operator of the thread
+(autograd's threads included: PyTorch hands modes on to them), finds the stream that it runs on, and orders it.
+
+What the mode cannot see: kernels launched past PyTorch's dispatcher, as Triton's are. Their arguments are to be named
+with ``s.wait``, or by calling them through ``s[i](...)``, ``s.run`` or ``ms.parallel``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from millstream._torch.modes import is_any_autocast_enabled
+from millstream._torch.operators import find_modes, hide_operators, is_wrapper, num_modes, push_mode, remove_mode
+from millstream.device import DeviceContext, Event, Stream
+from millstream.errors import StreamError
+from millstream.graph import Record
+from millstream.manual.operators import Effect, Function, recipe_of
+from millstream.manual.ordering import Memory, Ordering, Steps
+from millstream.manual.races import Trace
+
+LOOK_EVERY = 64
+"""So many storages are held before the host asks whether the device is done with them."""
+
+MOST_HELD, MOST_HELD_BYTES = 512, 1 << 30
+"""When more is held, all streams of the session wait for each other, and then it can go: so loops are bounded."""
+
+_get_ident = threading.get_ident
+
+
+class Session:
+    """See the module. Made by the outermost scope; ``close`` ends it.
+
+    Args:
+        context: Of the device.
+        check: Whether to keep a trace, and to look for races in it at the end.
+    """
+
+    def __init__(self, context: DeviceContext, *, check: bool = False) -> None:
+        base = context.current_stream()
+        self.context, self.closed = context, False
+        self.capturing = context.is_capturing()
+        self.trace = Trace(context.stream_id, str(context.place)) if check else None
+        self._ordering = Ordering()
+        self._owner = _get_ident()
+        self._lock = threading.Lock()  # autograd's threads come here, too
+        self._streams: list[Stream] = [base]
+        self._enter: list[Callable[[], Any]] = [context.entry(base)]
+        self._index_of = {context.stream_id(base): 0}
+        self._current = context.current_stream_id
+        self._events: dict[int, Event] = {}
+        self._memories: dict[int, Memory] = {}
+        self._marks: list[tuple[Event, int, int]] = []
+        self._look_at = LOOK_EVERY
+        self._opaque: list[Any] = []  # results whose memory cannot be told: kept to the end
+        self._guard = context.guard()
+        self._mode = _Mode(self)
+
+    def open(self) -> None:
+        """Make the device current, and begin to see operators."""
+        self._guard.__enter__()
+        if self.trace is not None:
+            event = self.context.acquire_event()
+            self.trace.start(self._streams[0], event)
+            self.context.release_event(event)
+        push_mode(self._mode)
+
+    def close(self) -> None:
+        """Stop seeing operators, and let everything go: all streams are joined."""
+        remove_mode(self._mode)
+        self.closed = True
+        if self.trace is not None:
+            self.trace.stop()
+        if self.context.closed:
+            return
+        if torch.is_grad_enabled():
+            self._protect_survivors()
+        for memory in self._ordering.release_all():
+            memory.kept = None
+        self._memories.clear()
+        self._opaque.clear()
+        for event in (*self._events.values(), *(event for event, _, _ in self._marks)):
+            self.context.release_event(event)
+        self._guard.__exit__()
+
+    # --- streams
+
+    def find(self) -> int | None:
+        """The index of the stream that is current; ``None`` where it is not the session's."""
+        return self._index_of.get(self._current())
+
+    def stream(self, index: int) -> Stream:
+        """The stream of that index."""
+        return self._streams[index]
+
+    def add(self, streams: Iterable[Stream]) -> list[int]:
+        """Number streams; those that had been here before have the numbers they had."""
+        indices = []
+        for stream in streams:
+            name = self.context.stream_id(stream)
+            index = self._index_of.get(name)
+            if index is None:
+                index = self._index_of[name] = self._ordering.add_stream()
+                self._streams.append(stream)
+                self._enter.append(self.context.entry(stream))
+            indices.append(index)
+        return indices
+
+    def fork(self, parent: int, children: list[int]) -> None:
+        """Let children start from here."""
+        self._do(self._ordering.fork(parent, children))
+
+    def join(self, parent: int, children: list[int]) -> None:
+        """Let the parent come after all that children have been given."""
+        if self.capturing != self.context.is_capturing():
+            return  # the capture has ended before the scope, and with it its events
+        self._do(self._ordering.join(parent, children))
+
+    def check_usable(self) -> None:
+        """Raise a clear error where the session's streams cannot be used from here.
+
+        Raises:
+            StreamError: The scope is over, belongs to another thread or process, or a capture has begun or ended.
+        """
+        if self.closed:
+            raise StreamError("This stream's scope is over: its streams can be used within their `with` only.")
+        if self.context.closed:
+            raise StreamError(f"{self.context!r} cannot be used any more, nor can streams that come from it.")
+        if _get_ident() != self._owner:
+            raise StreamError("A scope's streams belong to the thread that opened it; open one in each thread.")
+        if self.find() is None and not self.capturing and self.context.is_capturing():
+            raise StreamError(
+                "A CUDA graph is being captured, and this scope was opened before: its streams are not part of the "
+                "capture. Open the scope within it."
+            )
+
+    # --- one call on one stream
+
+    def call(self, index: int, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one of PyTorch's functions on a stream."""
+        if self.closed or _get_ident() != self._owner:
+            self.check_usable()
+        uses = self._plain_uses(args, kwargs) if function.is_plain and "out" not in kwargs else None
+        if uses is None or num_modes() != 1 or is_any_autocast_enabled() or self.trace is not None:
+            return self.run(index, function.call, args, kwargs)
+        before = self._index_of.get(self._current())
+        if before is None:
+            return self.run(index, function.call, args, kwargs)
+        writes = uses[:1] if function.writes_first else ()
+        self._use(index, uses[1:] if function.writes_first else uses, writes)
+        self._enter[index]()
+        hidden = hide_operators()
+        try:
+            result = function.call(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            del hidden
+            self._make_room()
+            hidden = hide_operators()
+            result = function.call(*args, **kwargs)
+        finally:
+            del hidden
+            self._enter[before]()
+        self._see_results(result, index)
+        return result
+
+    def run(self, index: int, function: Callable[..., Any], args: Iterable[Any] = (), kwargs: Any = None) -> Any:
+        """Run a function on a stream, which first waits for the tensors among its arguments."""
+        kwargs = kwargs or {}
+        with self.on(index):
+            self.wait(index, (*args, *kwargs.values()))  # the mode cannot see all that a compiled function does
+            return function(*args, **kwargs)
+
+    def on(self, index: int) -> _On:
+        """Make a stream current for a while."""
+        return _On(self, index)
+
+    def wait(self, index: int, values: Iterable[Any]) -> None:
+        """Let a stream come after the last writes of all tensors in some values, and count them as read there."""
+        memories = [memory for tensor in _tensors_in(values) if (memory := self._find(tensor)) is not None]
+        if memories:
+            with self._lock:
+                self._use(index, memories)
+
+    def _plain_uses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Memory] | None:
+        """The memories of plain tensors among arguments; ``None`` where there are others."""
+        uses: list[Memory] = []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(value)
+            if kind in _PLAIN:
+                storage = value.untyped_storage()
+                uses.append(self._memories.get(storage._cdata) or self._greet(value, storage))
+            elif kind in _SCALARS:
+                continue
+            elif kind is list or kind is tuple:
+                inner = self._plain_uses(tuple(value), {})
+                if inner is None:
+                    return None
+                uses += inner
+            elif isinstance(value, Tensor):
+                return None
+        return uses
+
+    # --- what the mode sees
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of PyTorch's, after what it has to wait for."""
+        recipe = recipe_of(func)
+        if self.closed or recipe.effect is Effect.VIEW:
+            return func(*args, **kwargs)
+        index = self._index_of.get(self._current())
+        if index is None:
+            return self._run_elsewhere(func, args, kwargs)
+        with self._lock:
+            reads, writes, is_opaque = self._uses(recipe.positions, recipe.names, args, kwargs)
+            if is_opaque or recipe.effect is Effect.REALLOCATE:
+                self._do(self._ordering.meet())
+            self._use(index, reads, writes)
+            if self.trace is not None:
+                self.trace.launch(str(func), self._streams[index], reads, writes)
+        try:
+            result = func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            with self._lock:
+                self._make_room()
+            result = func(*args, **kwargs)
+        with self._lock:
+            if recipe.effect is Effect.REALLOCATE:
+                for memory in writes or reads:
+                    memory.home, memory.num_bytes = index, 0
+            made = self._see_results(result, index)
+            if self.trace is not None:
+                self.trace.made(made)
+            if is_opaque:
+                self._opaque.append(result)
+                self._do(self._ordering.meet())
+        return result
+
+    def _uses(
+        self, positions: frozenset[int], names: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Memory], list[Memory], bool]:
+        """What an operator reads and what it writes, and whether it uses memory that cannot be told."""
+        reads: list[Memory] = []
+        writes: list[Memory] = []
+        is_opaque = False
+        named = ((key in names, value) for key, value in kwargs.items())
+        for is_written, value in (*((i in positions, value) for i, value in enumerate(args)), *named):
+            if type(value) in _SCALARS:
+                continue
+            for tensor in _tensors_in((value,)):
+                memory = self._find(tensor)
+                if memory is not None:
+                    (writes if is_written else reads).append(memory)
+                else:
+                    is_opaque = True
+        return reads, writes, is_opaque
+
+    def _run_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on a stream of somebody else's, who orders it; a trace tells whether they did."""
+        if self.trace is None:
+            return func(*args, **kwargs)
+        recipe = recipe_of(func)
+        with self._lock:
+            reads, writes, _ = self._uses(recipe.positions, recipe.names, args, kwargs)
+            self.trace.launch(str(func), self.context.current_stream(), reads, writes)
+        result = func(*args, **kwargs)
+        with self._lock:
+            self.trace.made(self._see_results(result, None))
+        return result
+
+    # --- memories
+
+    def _find(self, tensor: Tensor) -> Memory | None:
+        """The memory of a tensor, also one that nobody has seen yet; ``None`` where it has none that can be told."""
+        storage = _storage_of(tensor)
+        return storage and (self._memories.get(storage._cdata) or self._greet(tensor, storage))
+
+    def _greet(self, tensor: Tensor, storage: torch.UntypedStorage) -> Memory:
+        """Meet a storage that is older than the session."""
+        device = tensor.device
+        if storage.device.type == "meta":
+            return Memory(0, _nowhere)
+        if device.type != "cpu" and device != self.context.torch_device:
+            raise StreamError(
+                f"A tensor of {device} is used on a stream of {self.context.place}: move it there first, or open a "
+                f"scope with ms.streams(..., device={str(device)!r})."
+            )
+        memory = self._note(storage, None)
+        memory.lasting = tensor.is_leaf and tensor.requires_grad
+        return memory
+
+    def _note(self, storage: torch.UntypedStorage, home: int | None) -> Memory:
+        """Keep books on a storage for as long as it lives."""
+        key = storage._cdata
+        memory = Memory(home, weakref.ref(storage, functools.partial(self._memories.pop, key)))
+        self._memories[key] = memory
+        return memory
+
+    def _see_results(self, result: Any, index: int | None) -> list[Memory]:
+        """Note the storages that work on a stream has just made, or that somebody else's stream has."""
+        made = []
+        for tensor in (result,) if type(result) in _PLAIN else _tensors_in((result,)):
+            storage = _storage_of(tensor)
+            if storage is not None and storage._cdata not in self._memories and storage.device.type != "meta":
+                memory = self._note(storage, index)
+                made.append(memory)
+                if index is not None:
+                    self._ordering.make(memory, index)
+        return made
+
+    # --- waits and holds
+
+    def _use(self, index: int, reads: Sequence[Memory], writes: Sequence[Memory] = ()) -> None:
+        """Let a stream wait for what its next work needs, and hold what it uses away from home."""
+        ordering = self._ordering
+        marked = torch.is_grad_enabled()
+        steps = ordering.use(index, reads, writes, hold=not marked)
+        if steps:
+            self._do(steps)
+        if ordering.crossings:
+            self._protect(ordering.crossings, index, marked)
+
+    def _protect(self, memories: list[Memory], index: int, marked: bool) -> None:
+        """See that nobody frees what is used away from home: hold it, or where autograd may save it, mark it.
+
+        Autograd frees what it saved when the host is through with a node, in whatever thread; nothing of ours is called
+        there. So PyTorch's allocator is told, which then lets the memory rest until this stream has caught up.
+        """
+        for memory in memories:
+            storage = memory.reference()
+            if storage is None:
+                continue
+            num_bytes = storage.nbytes()
+            if memory.num_bytes > num_bytes:
+                raise StreamError(
+                    f"A tensor of {memory.num_bytes} bytes was freed (its storage was resized to {num_bytes}) while "
+                    f"other streams of this scope use it; free it after s.join()."
+                )
+            memory.num_bytes = num_bytes
+            if not marked:
+                memory.kept = storage
+            elif not memory.lasting:
+                self.context.mark_use(storage, self._streams[index])
+        if not marked and len(self._ordering.held) >= self._look_at and not self.capturing:
+            self._look()
+
+    def _look(self) -> None:
+        """Let go of what streams are done with; where too much is left, let them meet."""
+        ordering = self._ordering
+        while self._marks and self._marks[0][0].query():
+            event, stream, tick = self._marks.pop(0)
+            self.context.release_event(event)
+            ordering.reach(stream, tick)
+        self._let_go(ordering.release())
+        left = [memory for memory in ordering.held if not memory.lasting]
+        if len(left) > MOST_HELD or sum(memory.num_bytes for memory in left) > MOST_HELD_BYTES:
+            self._do(ordering.meet())
+            self._let_go(ordering.release_all())
+        elif not self._marks:
+            for stream, tick in ordering.unreached():
+                event = self.context.acquire_event()
+                event.record(self._streams[stream])
+                self._marks.append((event, stream, tick))
+        self._look_at = len(ordering.held) + LOOK_EVERY
+
+    def _let_go(self, memories: Iterable[Memory]) -> None:
+        for memory in memories:
+            memory.kept = None
+            memory.lasting |= memory.home is None and memory.reference() is not None  # somebody else has it still
+
+    def _make_room(self) -> None:
+        """When memory is short: wait for the device, and let go of all that is held."""
+        if self.capturing or not self._ordering.held:
+            raise  # noqa: PLE0704 - called where an error is being handled
+        for stream in self._streams:
+            stream.synchronize()
+        self._ordering.reach_all()
+        self._let_go(self._ordering.release_all())
+
+    def _protect_survivors(self) -> None:
+        """Mark what was made on other streams and lives on: the caller's stream uses it, and autograd may free it."""
+        for memory in list(self._memories.values()):
+            if memory.home and (storage := memory.reference()) is not None:
+                self.context.mark_use(storage, self._streams[0])
+
+    def _do(self, steps: Steps) -> None:
+        events, streams = self._events, self._streams
+        for step in steps:
+            event = events.get(step.event)
+            if event is None:
+                event = events[step.event] = self.context.acquire_event()
+            if type(step) is Record:
+                event.record(streams[step.stream])
+            else:
+                event.wait(streams[step.stream])
+
+
+class _On:
+    """Makes a stream of a session current for a while."""
+
+    __slots__ = ("_before", "_index", "_session")
+
+    def __init__(self, session: Session, index: int) -> None:
+        self._session, self._index = session, index
+
+    def __enter__(self) -> None:
+        session = self._session
+        session.check_usable()
+        session._do(session._ordering.wake(self._index))  # before anything is allocated: a capture must know the stream
+        self._before = session.context.current_stream()
+        session._enter[self._index]()
+
+    def __exit__(self, *_: object) -> None:
+        self._session.context.entry(self._before)()
+
+
+class _Mode(TorchDispatchMode):
+    """Shows a session the operators of a thread."""
+
+    def __init__(self, session: Session) -> None:  # pushed, never entered: PyTorch's own part is not needed
+        self.session = session
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Order an operator, and run it."""
+        for kind in types:
+            if kind not in _PLAIN and any(type(t) is kind and is_wrapper(t) for t in _tensors_in((args, kwargs))):
+                return NotImplemented  # its own operators, on the tensors that it is made of, come here next
+        return self.session.dispatch(func, args, kwargs or {})
+
+
+def find_session(context: DeviceContext) -> Session | None:
+    """The innermost open session of this thread to which the current stream of a device belongs."""
+    if not num_modes():
+        return None
+    for mode in find_modes():
+        if isinstance(mode, _Mode):
+            session = mode.session
+            if session.context is context and not session.closed and session.find() is not None:
+                return session
+    return None
+
+
+_PLAIN: frozenset[type] = frozenset((Tensor, torch.nn.Parameter))
+_SCALARS: frozenset[type] = frozenset((int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout))
+
+
+def _nowhere() -> None:
+    """Where the memory is of a tensor that has none."""
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and such as oneDNN packs
+        return None
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+        elif isinstance(value, dict):
+            yield from _tensors_in(value.values())
