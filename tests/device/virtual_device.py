@@ -136,6 +136,9 @@ class VirtualDevice:
     def current_stream_id(self):
         return id(self.current_stream())
 
+    def is_current(self):
+        return True
+
     def entry(self, stream):
         return lambda: setattr(self.local, "stream", stream)
 

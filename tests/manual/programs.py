@@ -57,7 +57,7 @@ def compute(call, which, a, b):
     return call("mul", call("sin", a), b)
 
 
-def run_program(steps, inputs, open_scope, num_streams, before=lambda position: None):
+def run_program(steps, inputs, open_scope, num_streams, before=lambda position: None, size=SIZE):  # noqa: PLR0912
     """Run it; returns the tensors that are left, in order.
 
     Args:
@@ -66,6 +66,7 @@ def run_program(steps, inputs, open_scope, num_streams, before=lambda position: 
         open_scope: ``open_scope(n)`` gives a scope of n streams.
         num_streams: For the outermost scope.
         before: Called before each step with its position.
+        size: Rows and columns of the inputs.
     """
     values = {f"x{i}": value for i, value in enumerate(inputs)}
     plain = lambda name, *args, **kwargs: getattr(torch, name)(*args, **kwargs)  # noqa: E731
@@ -79,7 +80,10 @@ def run_program(steps, inputs, open_scope, num_streams, before=lambda position: 
                     a, b = (values[name] for name in operands)
                     if kind == "op":
                         values[result] = compute(
-                            lambda name, *args, s=s, i=stream, **kwargs: getattr(s[i], name)(*args, **kwargs), which, a, b
+                            lambda name, *args, s=s, i=stream, **kwargs: getattr(s[i], name)(*args, **kwargs),
+                            which,
+                            a,
+                            b,
                         )
                     elif kind == "block":
                         with s[stream]:
@@ -90,10 +94,13 @@ def run_program(steps, inputs, open_scope, num_streams, before=lambda position: 
                 elif kind == "in_place":
                     a, b = (values[name] for name in operands)
                     with s[stream]:
-                        a.mul_(0.5) if which and a is not b else a.add_(b.detach(), alpha=0.25)
+                        if which or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr():
+                            a.mul_(0.5)
+                        else:
+                            a.add_(b, alpha=0.25)
                     del a, b
                 elif kind == "view":
-                    values[result] = values[operands[0]].t() if which % 2 else values[operands[0]].view(SIZE, SIZE)
+                    values[result] = values[operands[0]].t() if which % 2 else values[operands[0]].view(size, size)
                 elif kind == "free":
                     del values[operands[0]]
                 elif kind == "fork":

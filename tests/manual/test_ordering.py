@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.check import find_races
-from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Launch, Plan, Role, Wait
+from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Launch, Plan, Record, Role, Wait
 from millstream.manual.ordering import Memory, Ordering
 
 NUM_MEMORIES = 4
@@ -17,7 +17,12 @@ USES = st.tuples(
 )
 EVENTS = st.lists(
     st.one_of(
-        USES, USES, USES, USES, st.tuples(st.just("meet")), st.tuples(st.just("fork"), st.integers(0, 3), st.integers(1, 2))
+        USES,
+        USES,
+        USES,
+        USES,
+        st.tuples(st.just("meet")),
+        st.tuples(st.just("fork"), st.integers(0, 3), st.integers(1, 2)),
     ),
     max_size=25,
 )
@@ -30,7 +35,7 @@ class Issued:
         self.ordering = Ordering()
         self.memories = [Memory() for _ in range(NUM_MEMORIES)]
         self.steps, self.kernels = [], []
-        self.groups = []
+        self.groups, self.events = [], {}
         self.launch(0, [], ["before"])  # what the caller issued before the fork
 
     def launch(self, stream, reads, writes):
@@ -40,10 +45,19 @@ class Issued:
         )
         self.steps.append(Launch(kernel, stream))
 
+    def order(self, steps):
+        """Write steps down with an event for each record."""
+        for is_record, event, stream in steps:
+            if is_record:
+                self.events[event] = len(self.steps)
+            self.steps.append((Record if is_record else Wait)(self.events[event], stream))
+
     def use(self, stream, reads, writes):
         reads = reads - writes
-        self.steps += self.ordering.use(
-            stream, [self.memories[i] for i in sorted(reads)], [self.memories[i] for i in sorted(writes)]
+        self.order(
+            self.ordering.use(
+                stream, [self.memories[i] for i in sorted(reads)], [self.memories[i] for i in sorted(writes)]
+            )
         )
         # "before" is read by everything: so each fork is needed. Each kernel writes a word of its own for the join.
         self.launch(
@@ -52,13 +66,13 @@ class Issued:
 
     def fork(self, parent, count):
         children = [self.ordering.add_stream() for _ in range(count)]
-        self.steps += self.ordering.fork(parent, children)
+        self.order(self.ordering.fork(parent, children))
         self.groups.append((parent, children))
         return children
 
     def join(self):
         parent, children = self.groups.pop()
-        self.steps += self.ordering.join(parent, children)
+        self.order(self.ordering.join(parent, children))
 
     def plan(self, steps=None):
         names = dict.fromkeys(name for kernel in self.kernels for name in (*kernel.reads, *kernel.writes))
@@ -77,7 +91,7 @@ def issue(events):
         if event[0] == "use":
             issued.use(streams[event[1]], event[2], event[3])
         elif event[0] == "meet":
-            issued.steps += issued.ordering.meet()
+            issued.order(issued.ordering.meet())
         else:
             parent = streams[event[1]]
             child, *_ = issued.fork(parent, event[2])
@@ -150,7 +164,7 @@ def test_held_memory_goes_when_its_home_comes_after():
 
 def test_held_memory_goes_when_the_host_has_seen_the_end():
     ordering, memory, _, other = used_away_from_home()
-    (stream, tick), = ordering.unreached()
+    ((stream, tick),) = ordering.unreached()
     assert stream == other
     ordering.reach(stream, tick - 1)
     assert ordering.release() == []
@@ -178,4 +192,4 @@ def test_streams_that_do_nothing_are_not_waited_for():
     children = [ordering.add_stream() for _ in range(3)]
     assert len(ordering.fork(0, children)) == 1
     ordering.use(children[0], [])
-    assert [type(step).__name__ for step in ordering.join(0, children)] == ["Record", "Wait"]
+    assert [is_record for is_record, _, _ in ordering.join(0, children)] == [True, False]

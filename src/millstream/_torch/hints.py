@@ -1,4 +1,4 @@
-"""Notes on the nodes of a graph that is being captured. ``torch.fx.traceback`` is public; tried on torch 2.11 and 2.13."""
+"""Notes on the nodes of a graph that is being captured, by ``torch.fx.traceback``. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

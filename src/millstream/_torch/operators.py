@@ -63,6 +63,8 @@ def is_being_traced() -> bool:
     """Whether operators of this thread are recorded into a graph rather than run."""
     if torch.compiler.is_compiling():
         return True
+    if not num_modes():
+        return False
     return any(
         torch._C._get_dispatch_mode(key) is not None
         for key in (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)

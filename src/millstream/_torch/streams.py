@@ -22,6 +22,12 @@ def current_stream_handle(index: int) -> int:
     return handle
 
 
+def current_device() -> int:
+    """The calling thread's current CUDA device; CUDA is initialised."""
+    index: int = torch._C._cuda_getDevice()
+    return index
+
+
 def is_capturing(index: int) -> bool:
     """Whether that stream is being captured into a CUDA graph; does not disturb the capture."""
     if torch._C._cuda_getDevice() == index:

@@ -148,6 +148,25 @@ def call_without_grad(function: Callable[[Any], Any], argument: Any) -> Any:
         torch._C._set_grad_enabled(before)
 
 
-def tensor_over(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor of no elements that shares a storage. Public APIs only, but for its being possible at all."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,), (1,))
+def mark_use(storage: torch.UntypedStorage, stream: Any) -> None:
+    """``record_stream`` for a storage; modes do not see it."""
+    hidden = torch._C._DisableTorchDispatch()
+    try:
+        tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,), (1,))
+        tensor.record_stream(stream)
+    finally:
+        del hidden
+
+
+# A storage's ``_weak_ref()`` is a number; as long as it is not dropped, no other storage gets the first one's address.
+
+is_storage_gone: Any = torch.UntypedStorage._expired
+"""Whether the storage behind a weak reference has been freed."""
+
+drop_storage_reference: Any = torch.UntypedStorage._free_weak_ref
+"""Give a weak reference up."""
+
+
+def storage_behind(reference: int | None) -> torch.UntypedStorage | None:
+    """The storage behind a weak reference; ``None`` where it is gone."""
+    return None if reference is None else torch.UntypedStorage._new_with_weak_ptr(reference)

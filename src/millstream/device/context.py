@@ -211,6 +211,14 @@ class DeviceContext:
         """``stream_id(current_stream())``, without making the object."""
         return self._driver.current_stream_id()
 
+    def current_stream_getter(self) -> Callable[[], int]:
+        """What ``current_stream_id`` calls, for who asks often."""
+        return self._driver.current_stream_id
+
+    def is_current(self) -> bool:
+        """Whether this device is the calling thread's current one."""
+        return self._driver.is_current()
+
     def entry(self, stream: Stream) -> Callable[[], Any]:
         """A function that makes ``stream`` the calling thread's current one, and restores nothing."""
         return self._driver.entry(stream)

@@ -22,8 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream._torch.streams import RunOn, current_stream_handle, event_type, is_capturing, stream_setter
-from millstream._torch.tensors import tensor_over
+from millstream._torch.streams import (
+    RunOn,
+    current_device,
+    current_stream_handle,
+    event_type,
+    is_capturing,
+    stream_setter,
+)
+from millstream._torch.tensors import mark_use
 from millstream.device.guard import guard
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
 from millstream.device.native import enqueuer, lender, with_pointer
@@ -93,6 +100,10 @@ class Driver(Protocol):
 
     def current_stream_id(self) -> int:
         """That of the calling thread's current stream."""
+        ...
+
+    def is_current(self) -> bool:
+        """Whether it is the calling thread's current device."""
         ...
 
     def entry(self, stream: Stream) -> Callable[[], Any]:
@@ -197,6 +208,10 @@ class CpuDriver:
         """That of the one stream."""
         return id(self._current)
 
+    def is_current(self) -> bool:
+        """Always."""
+        return True
+
     def entry(self, stream: Stream) -> Callable[[], Any]:  # noqa: ARG002
         """Nothing: all streams of the CPU are the host itself."""
         return _do_nothing
@@ -271,6 +286,7 @@ class CudaDriver:
         self.place = place
         self.torch_device = place.torch_device
         self._anchors: list[torch.cuda.CUDAGraph] = []
+        self.current_stream_id = functools.partial(current_stream_handle, place.index)
         self._found: tuple[int, Stream] | None = None  # the stream that was current when somebody asked last
 
     def make_stream(self, *, high_priority: bool) -> Stream:
@@ -315,9 +331,9 @@ class CudaDriver:
         handle: int = stream.cuda_stream
         return handle
 
-    def current_stream_id(self) -> int:
-        """CUDA's handle."""
-        return current_stream_handle(self.place.index)
+    def is_current(self) -> bool:
+        """Ask the runtime."""
+        return current_device() == self.place.index
 
     def entry(self, stream: Any) -> Callable[[], Any]:
         """PyTorch's compiled function, with the stream bound to it."""
@@ -341,7 +357,7 @@ class CudaDriver:
 
     def mark_use(self, storage: torch.UntypedStorage, stream: Any) -> None:
         """By ``record_stream``."""
-        tensor_over(storage).record_stream(stream)
+        mark_use(storage, stream)
 
     def is_capturing(self) -> bool:
         """Ask the runtime about the current stream of this device; does not disturb a capture."""

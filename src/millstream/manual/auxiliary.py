@@ -24,8 +24,8 @@ def aux_streams(num_streams: int = 2, device: Device = None, *, workspace: int |
     """Fork auxiliary streams from the current one within an operator, and join them at the end of the ``with``.
 
     For the body of a custom operator or an ``autograd.Function``: cheaper than ``ms.streams``, because nothing watches
-    operators. The auxiliary streams come after everything that was issued before the ``with``, and the current one after
-    everything that was issued on them. What is made within the ``with`` is for the stream that made it until then.
+    operators. The auxiliary streams come after everything that was issued before the ``with``, and the current one
+    after everything that was issued on them. What is made within is for the stream that made it until then.
 
     >>> with ms.aux_streams(2) as (main, aux):
     ...     grad_input = grad @ weight  # on the current stream
@@ -39,7 +39,7 @@ def aux_streams(num_streams: int = 2, device: Device = None, *, workspace: int |
     Args:
         num_streams: How many, the current one included.
         device: Where; by default the current CUDA device, or the CPU where there is none.
-        workspace: Bytes that work on each auxiliary stream needs; by default what cuBLAS takes, asked for once a stream.
+        workspace: Bytes that work on each auxiliary stream needs; by default what cuBLAS takes, asked for once.
 
     Raises:
         ArgumentError: An argument has no meaning.

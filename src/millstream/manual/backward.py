@@ -1,8 +1,8 @@
 """``ms.dual_stream_backward``: the two gradients of a layer side by side, in eager mode.
 
-The gradient for a layer's input is on the way to the rest of the backward pass, that for its weight and bias is not. Each
-is computed by the kernels that PyTorch would have used, the second on an auxiliary stream; the results are the same
-bits. A layer's two gradients are joined before the next layer's begin.
+The gradient for a layer's input is on the way to the rest of the backward pass, that for its weight and bias is not.
+Each is computed by the kernels that PyTorch would have used, the second on an auxiliary stream; the results are the
+same bits. A layer's two gradients are joined before the next layer's begin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from millstream._torch.operators import is_being_traced
 from millstream.errors import ArgumentError
@@ -66,14 +65,15 @@ class _Convolution(torch.autograd.Function):
         return torch.convolution(x, weight, bias, *options)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
         x, weight, bias, *options = inputs
         ctx.save_for_backward(x, weight)
         ctx.bias_size = None if bias is None else list(bias.shape)
         ctx.options = options
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (grad,) = grads
         x, weight = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
 
@@ -83,7 +83,7 @@ class _Convolution(torch.autograd.Function):
             )
 
         nothing = [None] * len(ctx.options)
-        if not _is_worth_two(ctx, grad):
+        if not _is_worth_two(ctx):
             return (*compute(*needed), *nothing)
         (for_input, _, _), (_, for_weight, for_bias) = _side_by_side(
             lambda: compute(True, False, False), lambda: compute(False, True, needed[2]), grad.device
@@ -97,11 +97,12 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
         ctx.save_for_backward(inputs[0], inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        (grad,) = grads
         x, weight = ctx.saved_tensors
         needed = ctx.needs_input_grad
 
@@ -112,15 +113,15 @@ class _Linear(torch.autograd.Function):
             rows = _rows(grad)
             return rows.t() @ _rows(x) if needed[1] else None, rows.sum(0) if needed[2] else None
 
-        if not _is_worth_two(ctx, grad):
+        if not _is_worth_two(ctx):
             return (compute_input(), *compute_weight())
         for_input, for_others = _side_by_side(compute_input, compute_weight, grad.device)
         return (for_input, *for_others)
 
 
-def _is_worth_two(ctx: FunctionCtx, grad: Tensor) -> bool:
+def _is_worth_two(ctx: Any) -> bool:
     """Whether both gradients are wanted; not where gradients of gradients are: those are PyTorch's matter."""
-    return ctx.needs_input_grad[0] and ctx.needs_input_grad[1] and not torch.is_grad_enabled()  # type: ignore[attr-defined]
+    return bool(ctx.needs_input_grad[0] and ctx.needs_input_grad[1] and not torch.is_grad_enabled())
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -167,9 +168,8 @@ class _DualTransposed(nn.modules.conv._ConvTransposeNd):
         dims = len(self.kernel_size)
         if not _is_plain(input, self.weight, dims + 2):
             return super().forward(input, output_size)  # type: ignore[misc,no-any-return]
-        extra = self._output_padding(
-            input, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation
-        )
+        forms: Any = self.stride, self.padding, self.kernel_size, dims, self.dilation
+        extra = self._output_padding(input, output_size, *forms)
         options = self.stride, self.padding, self.dilation, True, tuple(extra), self.groups
         return _Convolution.apply(*_cast(input, self.weight, self.bias), *options)  # type: ignore[no-any-return]
 

@@ -29,7 +29,7 @@ def parallel(
     Args:
         branches: What to call.
         args: For each of them.
-        num_streams: At most so many streams; branches beyond begin again at the first. By default one for each branch, 8 at most.
+        num_streams: How many streams; branches beyond begin again at the first. By default one for each, 8 at most.
         device: Where; by default where the first tensor among the arguments is.
         kwargs: For each of them.
 

@@ -11,7 +11,6 @@ from millstream.errors import ArgumentError
 from millstream.manual.operators import find_function
 
 
-
 class HintedScope:
     """What ``streams`` is while a graph is being captured: operators are noted as written for a stream.
 
@@ -24,7 +23,7 @@ class HintedScope:
         self._names: list[str] = []
 
     def __enter__(self) -> HintedScope:
-        # A stream is named by the way to it: "2.1" is stream 1 of a group opened on stream 2; 0 is the one it is opened on.
+        # A stream is named by the way to it: "2.1" is stream 1 of a group that was opened on stream 2.
         base = current_stream_hint()
         group = f"{base}." if base else ""
         self._names = [base, *(f"{group}{index}" for index in range(1, self.num_streams))]

@@ -13,8 +13,9 @@ the events to record and the waits to enqueue.
   streams still do with it. So a storage that is used elsewhere is *held* until its home comes after that use, or until
   the host has seen an event after that use.
 
-Every mark is an event recorded at the end of a stream. Marks are made when somebody needs one, so a wait may cover
-later work of that stream than it has to: never less.
+Events are recorded at the end of a stream when somebody needs one, so a wait may cover later work of that stream than
+it has to: never less. Each stream has one event for that, and one for forks: a wait holds what was recorded when it was
+enqueued, so that both can be recorded again.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from millstream.graph import Record, Wait
+Step = tuple[bool, int, int]
+"""Whether an event is to be recorded, or else waited for; which event; on which stream."""
 
-Steps = list[Record | Wait]
+Steps = list[Step]
 _NOTHING: Steps = []
+_NO_STREAMS: frozenset[int] = frozenset()
 _BEFORE_ALL = -1  # a tick: not even what the parent had issued before the fork is known to be over
 
 
@@ -34,26 +37,27 @@ class Memory:
 
     Attributes:
         home: Stream whose pool the memory goes back to; ``None`` where it is older than the ordering.
+        reference: Leads to the storage while it lives; the caller's.
         writer: Stream of the last write.
         written: Its tick, 0 for none.
         readers: For each stream the tick of its last read since then.
         crossed: Streams other than ``home`` that use it and that it is held for.
-        reference: Finds the storage while it lives; the caller's.
         kept: The storage itself while it is held; the caller's.
         lasting: Whether somebody else keeps it for long, as a parameter: it counts for nothing in bounds.
         num_bytes: Its size when it was first held.
     """
 
-    __slots__ = ("crossed", "home", "kept", "lasting", "num_bytes", "readers", "reference", "writer", "written")
+    # Most storages never need the rest of these: they are made in every operator, and an attribute takes its time.
+    writer = 0
+    written = 0
+    crossed: frozenset[int] = _NO_STREAMS
+    kept: Any = None
+    lasting = False
+    num_bytes = 0
 
     def __init__(self, home: int | None = None, reference: Any = None) -> None:
         self.home, self.reference = home, reference
-        self.writer, self.written = 0, 0
         self.readers: dict[int, int] = {}
-        self.crossed: set[int] = set()
-        self.kept: Any = None
-        self.lasting = False
-        self.num_bytes = 0
 
 
 class _Mark:
@@ -75,10 +79,11 @@ class Ordering:
 
     def __init__(self) -> None:
         self._ticks: list[int] = []
-        self._seen: list[list[int]] = []  # per stream: the tick of each other stream that it comes after
+        # Per stream: the tick of each other stream that it comes after. Replaced, not changed: marks share these lists,
+        # and grow with them.
+        self._seen: list[list[int]] = []
         self._forks: list[int | None] = []  # per stream: the event that it must wait for before its next work
-        self._tails: list[int] = []  # per stream: its event, recorded again and again
-        self._marks: list[_Mark | None] = []  # per event
+        self._marks: list[_Mark | None] = []  # per event: two for each stream, its tail and its fork
         self._reached: list[int] = []  # per stream: the tick that the host knows to be over
         self.held: dict[Memory, None] = {}
         self.crossings: list[Memory] = []
@@ -93,15 +98,15 @@ class Ordering:
 
     def add_stream(self) -> int:
         """Number one more stream. Nothing orders it before it is forked."""
-        for seen in self._seen:
+        lists = [*self._seen, *(mark.seen for mark in self._marks if mark is not None)]
+        for seen in {id(seen): seen for seen in lists}.values():
             seen.append(0)
         index = len(self._ticks)
         self._seen.append([_BEFORE_ALL] * (index + 1))
         self._ticks.append(0)
         self._reached.append(0)
         self._forks.append(None)
-        self._marks.append(None)
-        self._tails.append(len(self._marks) - 1)
+        self._marks += [None, None]
         return index
 
     def fork(self, parent: int, children: Sequence[int]) -> Steps:
@@ -109,8 +114,7 @@ class Ordering:
         steps: Steps = []
         self._wake(parent, steps)
         self._ticks[parent] += 1  # a point of its own: whatever the parent is given next is not waited for
-        self._marks.append(None)
-        event = len(self._marks) - 1
+        event = 2 * parent + 1  # where children of an earlier fork have not begun, they wait for this one
         self._record(event, parent, steps)
         for child in children:
             self._forks[child] = event
@@ -143,13 +147,15 @@ class Ordering:
         self._ticks[awake[0]] += 1
         for stream in awake[1:]:
             if self._seen[stream][awake[0]] != _BEFORE_ALL:  # one that was never forked has done nothing
-                self._come_after(stream, awake[0], self._ticks[awake[0]], steps)
+                self._come_after_all(stream, {awake[0]: self._ticks[awake[0]]}, steps)
                 self._ticks[stream] += 1
         return steps
 
     # --- uses
 
-    def use(self, stream: int, reads: Sequence[Memory], writes: Sequence[Memory] = (), *, hold: bool = True) -> Steps:
+    def use(  # noqa: C901 - in every operator: each call would be one more
+        self, stream: int, reads: Sequence[Memory], writes: Sequence[Memory] = (), *, hold: bool = True
+    ) -> Steps:
         """Say that the next work on a stream uses storages; return what must be recorded and waited for first.
 
         Args:
@@ -158,42 +164,55 @@ class Ordering:
             writes: What it changes.
             hold: Whether to hold what is used away from home. ``crossings`` tells of it in either case.
         """
-        steps = _NOTHING
-        seen = self._seen[stream]
-        self.crossings = crossings = []
-        needs = {} if self._forks[stream] is None else self._fork_needs(stream)  # the tick of each other stream that this one must come after
+        steps, seen = _NOTHING, self._seen[stream]
+        tick = self._ticks[stream] + 1
+        needs: dict[int, int] | None = None  # the tick of each other stream that this one must come after
+        if self._forks[stream] is not None:
+            needs = self._fork_needs(stream)
+        crossings: list[Memory] | None = None
         for memory in reads:
-            if memory.writer != stream and seen[memory.writer] < memory.written > 0:
-                needs[memory.writer] = max(memory.written, needs.get(memory.writer, 0))
-        for memory in writes:
-            if memory.writer != stream and seen[memory.writer] < memory.written > 0:
-                needs[memory.writer] = max(memory.written, needs.get(memory.writer, 0))
-            for reader, tick in memory.readers.items():
-                if reader != stream and seen[reader] < tick:
-                    needs[reader] = max(tick, needs.get(reader, 0))
-        if needs:
-            steps = []
-            self._come_after_all(stream, needs, steps)
-        tick = self._ticks[stream] = self._ticks[stream] + 1
-        for memory in reads:
+            writer = memory.writer
+            if writer != stream and seen[writer] < memory.written > 0:
+                needs = needs or {}
+                needs[writer] = max(memory.written, needs.get(writer, 0))
             memory.readers[stream] = tick
             if memory.home != stream and stream not in memory.crossed:
+                crossings = crossings or []
                 crossings.append(memory)
-                memory.crossed.add(stream)
+                memory.crossed = memory.crossed | {stream}
         for memory in writes:
+            writer = memory.writer
+            if writer != stream and seen[writer] < memory.written > 0:
+                needs = needs or {}
+                needs[writer] = max(memory.written, needs.get(writer, 0))
+            for reader, read in memory.readers.items():
+                if reader != stream and seen[reader] < read:
+                    needs = needs or {}
+                    needs[reader] = max(read, needs.get(reader, 0))
             memory.writer, memory.written = stream, tick
             memory.readers.clear()
             if memory.home != stream and stream not in memory.crossed:
+                crossings = crossings or []
                 crossings.append(memory)
-                memory.crossed.add(stream)
+                memory.crossed = memory.crossed | {stream}
+        if needs:
+            steps = []
+            self._come_after_all(stream, needs, steps)
+        self._ticks[stream] = tick
+        self.crossings = crossings or []
         if hold and crossings:
-            self.held.update(dict.fromkeys(crossings))
+            for memory in crossings:
+                self.held[memory] = None
         return steps
 
     def make(self, memory: Memory, stream: int) -> None:
         """Say that the work issued last on a stream has allocated a storage and written it."""
         memory.home = memory.writer = stream
         memory.written = self._ticks[stream]
+
+    def tick_of(self, stream: int) -> int:
+        """The number of the work issued last on a stream."""
+        return self._ticks[stream]
 
     # --- what is held
 
@@ -226,7 +245,7 @@ class Ordering:
 
     def _let_go(self, memory: Memory) -> None:
         del self.held[memory]
-        memory.crossed = set()
+        memory.crossed = _NO_STREAMS
 
     def _may_go(self, memory: Memory) -> bool:
         uses = dict(memory.readers)
@@ -256,15 +275,25 @@ class Ordering:
 
     def _come_after_all(self, stream: int, needs: dict[int, int], steps: Steps) -> None:
         """Let a stream come after ticks of other ones, by as few waits as that takes."""
-        for other, tick in self._prune(stream, needs).items():
-            self._come_after(stream, other, tick, steps)
+        marks, fork = self._marks, self._forks[stream]
+        if len(needs) > 1:
+            needs = self._prune(stream, needs)
+        for other, tick in needs.items():
+            event = self._event_for(fork, other, tick)
+            if event is None:
+                event = 2 * other
+                marks[event] = _Mark(other, self._ticks[other], self._seen[other])
+                steps.append((True, event, other))
+            self._wait(event, stream, steps)
         self._forks[stream] = None
 
     def _prune(self, stream: int, needs: dict[int, int]) -> dict[int, int]:
         """Leave out what a stream comes after anyway when it waits for the rest."""
-        if len(needs) == 1:
+        seen = self._seen
+        if not any(seen[by][other] >= tick for other, tick in needs.items() for by in needs if by != other):
             return needs
-        seen_by = {other: self._seen_at(self._event_for(stream, other, tick), other) for other, tick in needs.items()}
+        fork = self._forks[stream]
+        seen_by = {other: self._seen_at(self._event_for(fork, other, tick), other) for other, tick in needs.items()}
         left = dict(needs)
         for candidate in needs:
             rest = [other for other in left if other != candidate]
@@ -274,24 +303,16 @@ class Ordering:
 
     def _seen_at(self, event: int | None, stream: int) -> list[int]:
         """What a stream had come after when an event was recorded; now, where it is to be recorded."""
-        seen = self._seen[stream] if event is None else self._mark_of(event).seen
-        return seen + [0] * (self.num_streams - len(seen))
+        return self._seen[stream] if event is None else self._mark_of(event).seen
 
-    def _event_for(self, stream: int, other: int, tick: int) -> int | None:
+    def _event_for(self, fork: int | None, other: int, tick: int) -> int | None:
         """An event that stands for a tick of another stream or a later one; ``None`` where one must be recorded."""
-        for event in (self._forks[stream], self._tails[other]):
-            mark = None if event is None else self._marks[event]
-            if mark is not None and mark.stream == other and mark.tick >= tick:
-                return event
-        return None
-
-    def _come_after(self, stream: int, other: int, tick: int, steps: Steps) -> None:
-        """Let a stream wait for a tick of another one."""
-        event = self._event_for(stream, other, tick)
-        if event is None:
-            event = self._tails[other]
-            self._record(event, other, steps)
-        self._wait(event, stream, steps)
+        if fork is not None:
+            mark = self._mark_of(fork)
+            if mark.stream == other and mark.tick >= tick:
+                return fork
+        tail = self._marks[2 * other]
+        return 2 * other if tail is not None and tail.tick >= tick else None
 
     def _mark_of(self, event: int) -> _Mark:
         mark = self._marks[event]
@@ -299,13 +320,13 @@ class Ordering:
         return mark
 
     def _record(self, event: int, stream: int, steps: Steps) -> None:
-        self._marks[event] = _Mark(stream, self._ticks[stream], list(self._seen[stream]))
-        steps.append(Record(event, stream))
+        self._marks[event] = _Mark(stream, self._ticks[stream], self._seen[stream])
+        steps.append((True, event, stream))
 
     def _wait(self, event: int, stream: int, steps: Steps) -> None:
-        mark, seen = self._mark_of(event), self._seen[stream]
-        for other, tick in enumerate(mark.seen):
-            if tick > seen[other]:
-                seen[other] = tick
-        seen[mark.stream] = max(seen[mark.stream], mark.tick)
-        steps.append(Wait(event, stream))
+        mark = self._mark_of(event)
+        # A new list: marks share the old one.
+        seen = self._seen[stream] = list(map(max, self._seen[stream], mark.seen))
+        if mark.tick > seen[mark.stream]:
+            seen[mark.stream] = mark.tick
+        steps.append((False, event, stream))

@@ -118,15 +118,12 @@ class Trace:
 
     def plan(self) -> Plan:
         """All of it as a plan."""
-        kernels = tuple(
-            Kernel(
-                index, name, KernelKind.LIBRARY, self._device, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)),
-                source=line,
-            )
-            for index, (name, reads, writes, line) in enumerate(self._launched)
-        )  # fmt: skip
-        buffers = tuple(Buffer(name, memory.num_bytes, self._device, Role.INPUT) for memory, name in self._names.items())
-        graph = KernelGraph("scope", kernels, buffers, tuple(self._names.values()))
+        kernels = []
+        for name, reads, writes, line in self._launched:
+            touched = tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes))
+            kernels.append(Kernel(len(kernels), name, KernelKind.LIBRARY, self._device, *touched, source=line))
+        buffers = [Buffer(name, memory.num_bytes, self._device, Role.INPUT) for memory, name in self._names.items()]
+        graph = KernelGraph("scope", tuple(kernels), tuple(buffers), tuple(self._names.values()))
         return Plan(graph, tuple(self._steps), num_streams=len(self._streams), policy="manual")
 
     def _number(self, stream: Any) -> int:
@@ -144,7 +141,7 @@ def _current(this: Any) -> Any:  # noqa: ARG001
     return torch.cuda.current_stream()
 
 
-_TELL: dict[str, Callable[..., None]] = {
+_TELL: dict[str, Callable[..., Any]] = {
     # What a watched method has done: the trace, its result, the object, its arguments.
     "record": lambda trace, _, event, stream=None: trace.record(event, stream or _current(event)),
     "wait": lambda trace, _, event, stream=None: trace.wait(event, stream or _current(event)),

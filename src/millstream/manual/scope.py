@@ -14,7 +14,7 @@ from millstream.device import MAX_STREAMS, DeviceContext, Place, Stream, context
 from millstream.errors import ArgumentError, StreamError
 from millstream.manual.hints import HintedScope
 from millstream.manual.operators import find_function
-from millstream.manual.session import Session, find_session
+from millstream.manual.session import Session, find_session, open_session
 
 Device: TypeAlias = DeviceContext | Place | torch.device | str | None
 
@@ -23,10 +23,10 @@ def streams(num_streams: int, device: Device = None, *, check: bool = False) -> 
     """Fork several streams from the current one, and join them at the end of the ``with``, also where it raises.
 
     ``s[0]`` is the stream that was current, and where everything runs that names no stream; ``s[1]`` and so on run
-    beside it. ``s[1].mm(a, b)`` runs one function of ``torch.nn.functional`` or ``torch`` there, ``with s[1]:`` a block,
-    ``s.run([f, g])`` functions beside each other. A number beyond the last begins again at the first. Whatever is used on
-    another stream than it was made on is waited for, and lives until that stream is done with it. A scope within a
-    scope takes streams of its own, as many as it says, and starts from the stream that it is opened on.
+    beside it. ``s[1].mm(a, b)`` runs one function of ``torch.nn.functional`` or ``torch`` there, ``with s[1]:`` a
+    block, ``s.run([f, g])`` functions beside each other. A number beyond the last begins again at the first. Whatever
+    is used on another stream than it was made on is waited for, and lives until that stream is done with it. A scope
+    within a scope takes streams of its own, as many as it says, and starts from the stream that it is opened on.
 
     >>> with ms.streams(2) as s:
     ...     left = s[0].mm(a, b)
@@ -63,9 +63,18 @@ def find_context(device: Device) -> DeviceContext:
     """The context of a device; by default that of the current CUDA device, or of the CPU where there is none."""
     if isinstance(device, DeviceContext):
         return device
+    found = _found.get(device)
+    if found is not None and not found.closed:
+        return found
     if device is None:
-        device = "cuda" if torch.cuda.is_initialized() or torch.cuda.is_available() else "cpu"
-    return context(device)
+        return find_context("cuda" if torch.cuda.is_initialized() or torch.cuda.is_available() else "cpu")
+    found = context(device)
+    if str(device) != "cuda":  # which is the device that is current
+        _found[device] = found
+    return found
+
+
+_found: dict[Device, DeviceContext] = {}  # to look a device up takes longer than to fork
 
 
 class Scope(AbstractContextManager["Scope"]):
@@ -75,49 +84,52 @@ class Scope(AbstractContextManager["Scope"]):
         num_streams: How many.
     """
 
-    __slots__ = ("_context", "_handles", "_indices", "_is_outermost", "_lent", "_session", "check", "num_streams")
+    __slots__ = ("_context", "_handles", "_indices", "_is_outermost", "_session", "check", "num_streams")
 
     def __init__(self, num_streams: int, context: DeviceContext, *, check: bool = False) -> None:
         self.num_streams, self.check = num_streams, check
         self._context = context
         self._session: Session | None = None
-        self._handles: list[StreamHandle] = []
+        self._handles: list[StreamHandle | None] = []
+        self._indices: list[int] = []
 
     def __enter__(self) -> Scope:
-        if self._handles:
+        if self._indices:
             raise StreamError("A scope can be entered once; call ms.streams again.")
-        context = self._context
-        session = find_session(context)
+        session = find_session(self._context)
         if self.check and session is not None:
             raise ArgumentError("check=True is for the outermost scope: it then covers the scopes within it, too.")
         self._is_outermost = session is None
-        self._lent = context.lend_streams(context.current_stream(), self.num_streams - 1)
         if session is None:
-            session = Session(context, check=self.check)
-            session.open()
-        self._session = session
+            session = open_session(self._context, check=self.check)
         parent = session.find()
         assert parent is not None, "the session is of the stream that is current"
-        self._indices = [parent, *session.add(self._lent)]
-        session.fork(parent, self._indices[1:])
-        self._handles = [StreamHandle(self, session, index) for index in self._indices]
+        try:
+            others = session.take(parent, self.num_streams - 1)
+        except BaseException:
+            if self._is_outermost:
+                session.close()
+            raise
+        session.fork(parent, others)
+        self._session, self._indices = session, [parent, *others]
+        self._handles = [None] * self.num_streams
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         session, self._session = self._session, None
         assert session is not None, "it was entered"
+        self._handles = []  # they refer to the scope
+        parent, *others = self._indices
+        trace = None
         try:
             if not session.context.closed:
-                session.join(self._indices[0], self._indices[1:])
+                session.join(parent, others)
+                session.give_back(parent, others)
         finally:
             if self._is_outermost:
-                session.close()
-            if not session.context.closed:
-                session.context.return_streams(self._lent)
-        if kind is None and self._is_outermost and session.trace is not None:
-            races = session.trace.describe_races()
-            if races:
-                raise StreamError(f"Work on streams of this scope is not ordered.\n{races}")
+                trace = session.close()
+        if kind is None and trace is not None and (races := trace.describe_races()):
+            raise StreamError(f"Work on streams of this scope is not ordered.\n{races}")
 
     def __len__(self) -> int:
         return self.num_streams
@@ -125,10 +137,13 @@ class Scope(AbstractContextManager["Scope"]):
     def __getitem__(self, index: int) -> StreamHandle:
         if self._session is None:
             raise _not_open()
-        try:
-            return self._handles[index % self.num_streams if index >= 0 else _bad_index(index)]
-        except TypeError:
-            raise ArgumentError(f"Streams have numbers, from 0; {index!r} is none.") from None
+        if type(index) is not int or index < 0:
+            _bad_index(index)
+        position = index % self.num_streams
+        handle = self._handles[position]
+        if handle is None:
+            handle = self._handles[position] = StreamHandle(self, self._session, self._indices[position])
+        return handle
 
     def run(self, branches: Iterable[Callable[[], Any]]) -> list[Any]:
         """Call functions without arguments, the first on stream 0, the next on stream 1 and so on; return the results.
@@ -162,10 +177,8 @@ class Scope(AbstractContextManager["Scope"]):
 class StreamHandle:
     """One stream of a scope: ``with s[1]:``, ``s[1].mm(a, b)``, ``s[1](function, a, b)``.
 
-    Its attributes are the functions of ``torch.nn.functional`` and ``torch``; it holds no state.
+    Its attributes are the functions of ``torch.nn.functional`` and ``torch``.
     """
-
-    __slots__ = ("_index", "_on", "_scope", "_session")
 
     def __init__(self, scope: Scope, session: Session, index: int) -> None:
         self._scope, self._session, self._index = scope, session, index
@@ -173,12 +186,14 @@ class StreamHandle:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = find_function(name)
+        scope, run, index = self._scope, self._session.call, self._index
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._scope._session is None:
+            if scope._session is None:
                 raise _not_open()
-            return self._session.call(self._index, function, args, kwargs)
+            return run(index, function, args, kwargs)
 
+        self.__dict__[name] = call  # looked up once in a scope
         return call
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -288,4 +303,3 @@ def _not_open() -> StreamError:
 
 def _bad_index(index: Any) -> int:
     raise ArgumentError(f"Streams have numbers, from 0; {index!r} is none.")
-

@@ -10,9 +10,7 @@ with ``s.wait``, or by calling them through ``s[i](...)``, ``s.run`` or ``ms.par
 
 from __future__ import annotations
 
-import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,15 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream._torch.modes import is_any_autocast_enabled
 from millstream._torch.operators import find_modes, hide_operators, is_wrapper, num_modes, push_mode, remove_mode
+from millstream._torch.tensors import drop_storage_reference, is_storage_gone, storage_behind
 from millstream.device import DeviceContext, Event, Stream
 from millstream.errors import StreamError
-from millstream.graph import Record
-from millstream.manual.operators import Effect, Function, recipe_of
+from millstream.manual.operators import Effect, Function, Recipe, recipe_of
 from millstream.manual.ordering import Memory, Ordering, Steps
 from millstream.manual.races import Trace
 
 LOOK_EVERY = 64
 """So many storages are held before the host asks whether the device is done with them."""
+
+CLEAN_EVERY = 1024
+"""So many storages are met before the books of those that are gone are thrown away."""
 
 MOST_HELD, MOST_HELD_BYTES = 512, 1 << 30
 """When more is held, all streams of the session wait for each other, and then it can go: so loops are bounded."""
@@ -39,59 +40,75 @@ _get_ident = threading.get_ident
 
 
 class Session:
-    """See the module. Made by the outermost scope; ``close`` ends it.
+    """See the module. ``open_session`` gives one, ``close`` ends it.
+
+    Making one takes longer than a scope may, so a closed one is kept for the next scope that starts from the same
+    stream of the same thread, with its streams, its events and what it knows of their order.
 
     Args:
         context: Of the device.
-        check: Whether to keep a trace, and to look for races in it at the end.
     """
 
-    def __init__(self, context: DeviceContext, *, check: bool = False) -> None:
+    def __init__(self, context: DeviceContext) -> None:
         base = context.current_stream()
-        self.context, self.closed = context, False
-        self.capturing = context.is_capturing()
-        self.trace = Trace(context.stream_id, str(context.place)) if check else None
+        self.context, self.closed = context, True
+        self.capturing = False
+        self.trace: Trace | None = None
         self._ordering = Ordering()
         self._owner = _get_ident()
         self._lock = threading.Lock()  # autograd's threads come here, too
         self._streams: list[Stream] = [base]
         self._enter: list[Callable[[], Any]] = [context.entry(base)]
         self._index_of = {context.stream_id(base): 0}
-        self._current = context.current_stream_id
+        self._current = context.current_stream_getter()
+        self._lent: dict[int, list[int]] = {}  # by the stream that they start from: those that no scope has
         self._events: dict[int, Event] = {}
         self._memories: dict[int, Memory] = {}
         self._marks: list[tuple[Event, int, int]] = []
         self._look_at = LOOK_EVERY
+        self._clean_at = CLEAN_EVERY
         self._opaque: list[Any] = []  # results whose memory cannot be told: kept to the end
-        self._guard = context.guard()
+        self._guard: Any = None
         self._mode = _Mode(self)
 
-    def open(self) -> None:
+    def open(self, *, capturing: bool, check: bool) -> None:
         """Make the device current, and begin to see operators."""
-        self._guard.__enter__()
-        if self.trace is not None:
+        self.closed, self.capturing = False, capturing
+        if not self.context.is_current():
+            self._guard = self.context.guard()
+            self._guard.__enter__()
+        if check:
+            self.trace = Trace(self.context.stream_id, str(self.context.place))
             event = self.context.acquire_event()
             self.trace.start(self._streams[0], event)
             self.context.release_event(event)
         push_mode(self._mode)
 
-    def close(self) -> None:
-        """Stop seeing operators, and let everything go: all streams are joined."""
+    def close(self) -> Trace | None:
+        """Stop seeing operators, and let everything go: all streams are joined. Return the trace, if there is one."""
         remove_mode(self._mode)
         self.closed = True
-        if self.trace is not None:
-            self.trace.stop()
+        trace, self.trace = self.trace, None
+        if trace is not None:
+            trace.stop()
         if self.context.closed:
-            return
+            _abandoned.append(self)  # in a forked child nothing of the parent's may be destroyed
+            return trace
         if torch.is_grad_enabled():
             self._protect_survivors()
-        for memory in self._ordering.release_all():
-            memory.kept = None
-        self._memories.clear()
+        self._let_go(self._ordering.release_all())
+        self._forget(self._memories)
         self._opaque.clear()
-        for event in (*self._events.values(), *(event for event, _, _ in self._marks)):
-            self.context.release_event(event)
-        self._guard.__exit__()
+        if self._current() != self.context.stream_id(self._streams[0]):
+            self._enter[0]()
+        if self._guard is not None:
+            self._guard.__exit__()
+            self._guard = None
+        _parked.sessions[self.context, self.context.stream_id(self._streams[0])] = self
+        return trace
+
+    def __del__(self) -> None:
+        self.context.return_streams(self._streams[1:])
 
     # --- streams
 
@@ -103,18 +120,21 @@ class Session:
         """The stream of that index."""
         return self._streams[index]
 
-    def add(self, streams: Iterable[Stream]) -> list[int]:
-        """Number streams; those that had been here before have the numbers they had."""
-        indices = []
-        for stream in streams:
-            name = self.context.stream_id(stream)
-            index = self._index_of.get(name)
-            if index is None:
-                index = self._index_of[name] = self._ordering.add_stream()
+    def take(self, parent: int, count: int) -> list[int]:
+        """Give a scope that starts from a stream so many others, the same ones each time."""
+        idle = self._lent.setdefault(parent, [])
+        if len(idle) < count:
+            for stream in self.context.lend_streams(self._streams[parent], count - len(idle)):
+                self._index_of[self.context.stream_id(stream)] = self._ordering.add_stream()
+                idle.append(len(self._streams))
                 self._streams.append(stream)
                 self._enter.append(self.context.entry(stream))
-            indices.append(index)
-        return indices
+        self._lent[parent] = idle[count:]
+        return idle[:count]
+
+    def give_back(self, parent: int, indices: list[int]) -> None:
+        """Take a scope's streams back: they are joined."""
+        self._lent[parent] = [*indices, *self._lent[parent]]
 
     def fork(self, parent: int, children: list[int]) -> None:
         """Let children start from here."""
@@ -147,18 +167,20 @@ class Session:
     # --- one call on one stream
 
     def call(self, index: int, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one of PyTorch's functions on a stream."""
-        if self.closed or _get_ident() != self._owner:
-            self.check_usable()
-        uses = self._plain_uses(args, kwargs) if function.is_plain and "out" not in kwargs else None
-        if uses is None or num_modes() != 1 or is_any_autocast_enabled() or self.trace is not None:
-            return self.run(index, function.call, args, kwargs)
+        """Run one of PyTorch's functions on a stream.
+
+        Where the arguments tell all that it uses, nothing watches it meanwhile.
+        """
         before = self._index_of.get(self._current())
-        if before is None:
+        uses = self._plain_uses(args, kwargs) if function.is_plain and _get_ident() == self._owner else None
+        if uses is None or before is None or num_modes() != 1 or is_any_autocast_enabled() or self.trace is not None:
             return self.run(index, function.call, args, kwargs)
-        writes = uses[:1] if function.writes_first else ()
-        self._use(index, uses[1:] if function.writes_first else uses, writes)
-        self._enter[index]()
+        if function.writes_first:
+            self._use(index, uses[1:], uses[:1])
+        else:
+            self._use(index, uses)
+        if index != before:
+            self._enter[index]()
         hidden = hide_operators()
         try:
             result = function.call(*args, **kwargs)
@@ -169,8 +191,16 @@ class Session:
             result = function.call(*args, **kwargs)
         finally:
             del hidden
-            self._enter[before]()
-        self._see_results(result, index)
+            if index != before:
+                self._enter[before]()
+        if type(result) is Tensor:
+            storage = result.untyped_storage()
+            key = storage._cdata
+            if key not in self._memories:
+                memory = self._memories[key] = Memory(index, storage._weak_ref())
+                memory.writer, memory.written = index, self._ordering.tick_of(index)
+        else:
+            self._see_results(result, index)
         return result
 
     def run(self, index: int, function: Callable[..., Any], args: Iterable[Any] = (), kwargs: Any = None) -> Any:
@@ -191,18 +221,23 @@ class Session:
             with self._lock:
                 self._use(index, memories)
 
-    def _plain_uses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Memory] | None:
+    def _plain_uses(self, args: Iterable[Any], kwargs: dict[str, Any]) -> list[Memory] | None:
         """The memories of plain tensors among arguments; ``None`` where there are others."""
         uses: list[Memory] = []
-        for value in (*args, *kwargs.values()) if kwargs else args:
+        memories = self._memories
+        if kwargs:
+            if "out" in kwargs:
+                return None
+            args = (*args, *kwargs.values())
+        for value in args:
             kind = type(value)
             if kind in _PLAIN:
                 storage = value.untyped_storage()
-                uses.append(self._memories.get(storage._cdata) or self._greet(value, storage))
+                uses.append(memories.get(storage._cdata) or self._greet(value, storage))
             elif kind in _SCALARS:
                 continue
             elif kind is list or kind is tuple:
-                inner = self._plain_uses(tuple(value), {})
+                inner = self._plain_uses(value, {})
                 if inner is None:
                     return None
                 uses += inner
@@ -221,7 +256,7 @@ class Session:
         if index is None:
             return self._run_elsewhere(func, args, kwargs)
         with self._lock:
-            reads, writes, is_opaque = self._uses(recipe.positions, recipe.names, args, kwargs)
+            reads, writes, is_opaque = self._uses(recipe, args, kwargs)
             if is_opaque or recipe.effect is Effect.REALLOCATE:
                 self._do(self._ordering.meet())
             self._use(index, reads, writes)
@@ -246,14 +281,16 @@ class Session:
         return result
 
     def _uses(
-        self, positions: frozenset[int], names: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Memory], list[Memory], bool]:
         """What an operator reads and what it writes, and whether it uses memory that cannot be told."""
+        if not recipe.positions and not recipe.names and (plain := self._plain_uses(args, kwargs)) is not None:
+            return plain, [], False
         reads: list[Memory] = []
         writes: list[Memory] = []
         is_opaque = False
-        named = ((key in names, value) for key, value in kwargs.items())
-        for is_written, value in (*((i in positions, value) for i, value in enumerate(args)), *named):
+        named = ((key in recipe.names, value) for key, value in kwargs.items())
+        for is_written, value in (*((i in recipe.positions, value) for i, value in enumerate(args)), *named):
             if type(value) in _SCALARS:
                 continue
             for tensor in _tensors_in((value,)):
@@ -270,7 +307,7 @@ class Session:
             return func(*args, **kwargs)
         recipe = recipe_of(func)
         with self._lock:
-            reads, writes, _ = self._uses(recipe.positions, recipe.names, args, kwargs)
+            reads, writes, _ = self._uses(recipe, args, kwargs)
             self.trace.launch(str(func), self.context.current_stream(), reads, writes)
         result = func(*args, **kwargs)
         with self._lock:
@@ -282,13 +319,13 @@ class Session:
     def _find(self, tensor: Tensor) -> Memory | None:
         """The memory of a tensor, also one that nobody has seen yet; ``None`` where it has none that can be told."""
         storage = _storage_of(tensor)
-        return storage and (self._memories.get(storage._cdata) or self._greet(tensor, storage))
+        return None if storage is None else self._memories.get(storage._cdata) or self._greet(tensor, storage)
 
     def _greet(self, tensor: Tensor, storage: torch.UntypedStorage) -> Memory:
         """Meet a storage that is older than the session."""
         device = tensor.device
         if storage.device.type == "meta":
-            return Memory(0, _nowhere)
+            return Memory(0)
         if device.type != "cpu" and device != self.context.torch_device:
             raise StreamError(
                 f"A tensor of {device} is used on a stream of {self.context.place}: move it there first, or open a "
@@ -299,11 +336,19 @@ class Session:
         return memory
 
     def _note(self, storage: torch.UntypedStorage, home: int | None) -> Memory:
-        """Keep books on a storage for as long as it lives."""
-        key = storage._cdata
-        memory = Memory(home, weakref.ref(storage, functools.partial(self._memories.pop, key)))
-        self._memories[key] = memory
+        """Keep books on a storage. The weak reference keeps its address from being another's before it is forgotten."""
+        if len(self._memories) >= self._clean_at:
+            dead = {key: each for key, each in self._memories.items() if is_storage_gone(each.reference)}
+            self._forget(dead)
+            self._clean_at = len(self._memories) + CLEAN_EVERY
+        memory = self._memories[storage._cdata] = Memory(home, storage._weak_ref())
         return memory
+
+    def _forget(self, memories: dict[int, Memory]) -> None:
+        """Keep no more books on storages."""
+        for key, memory in [*memories.items()]:
+            del self._memories[key]
+            drop_storage_reference(memory.reference)
 
     def _see_results(self, result: Any, index: int | None) -> list[Memory]:
         """Note the storages that work on a stream has just made, or that somebody else's stream has."""
@@ -336,7 +381,9 @@ class Session:
         there. So PyTorch's allocator is told, which then lets the memory rest until this stream has caught up.
         """
         for memory in memories:
-            storage = memory.reference()
+            if memory.kept is not None and not marked:
+                continue
+            storage = storage_behind(memory.reference)
             if storage is None:
                 continue
             num_bytes = storage.nbytes()
@@ -375,7 +422,9 @@ class Session:
     def _let_go(self, memories: Iterable[Memory]) -> None:
         for memory in memories:
             memory.kept = None
-            memory.lasting |= memory.home is None and memory.reference() is not None  # somebody else has it still
+            memory.lasting |= memory.home is None and not is_storage_gone(
+                memory.reference
+            )  # somebody else has it still
 
     def _make_room(self) -> None:
         """When memory is short: wait for the device, and let go of all that is held."""
@@ -389,19 +438,19 @@ class Session:
     def _protect_survivors(self) -> None:
         """Mark what was made on other streams and lives on: the caller's stream uses it, and autograd may free it."""
         for memory in list(self._memories.values()):
-            if memory.home and (storage := memory.reference()) is not None:
+            if memory.home and (storage := storage_behind(memory.reference)) is not None:
                 self.context.mark_use(storage, self._streams[0])
 
     def _do(self, steps: Steps) -> None:
         events, streams = self._events, self._streams
-        for step in steps:
-            event = events.get(step.event)
+        for is_record, number, index in steps:
+            event = events.get(number)
             if event is None:
-                event = events[step.event] = self.context.acquire_event()
-            if type(step) is Record:
-                event.record(streams[step.stream])
+                event = events[number] = self.context.acquire_event()
+            if is_record:
+                event.record(streams[index])
             else:
-                event.wait(streams[step.stream])
+                event.wait(streams[index])
 
 
 class _On:
@@ -451,12 +500,27 @@ def find_session(context: DeviceContext) -> Session | None:
     return None
 
 
+def open_session(context: DeviceContext, *, check: bool = False) -> Session:
+    """A session that starts from the current stream."""
+    session = _parked.sessions.pop((context, context.current_stream_id()), None)
+    if session is None:
+        session = Session(context)
+    session.open(capturing=context.is_capturing(), check=check)
+    return session  # type: ignore[no-any-return]
+
+
+class _Parked(threading.local):
+    """A thread's closed sessions, by context and by the identity of the stream that they start from."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[tuple[DeviceContext, int], Session] = {}
+
+
+_parked = _Parked()
+_abandoned: list[Session] = []
+
 _PLAIN: frozenset[type] = frozenset((Tensor, torch.nn.Parameter))
 _SCALARS: frozenset[type] = frozenset((int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout))
-
-
-def _nowhere() -> None:
-    """Where the memory is of a tensor that has none."""
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
