@@ -66,7 +66,7 @@ class Sweep:
     title: str
     list_cases: Callable[[], Sequence[str]]
     run: Callable[[str], Result]
-    limit_s: int = 300
+    limit_s: int = 1800
     chunk: int = 32
 
     @property

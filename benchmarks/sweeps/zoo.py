@@ -313,7 +313,6 @@ SWEEP = Sweep(
     "Zoo: timm and transformers through `ms.compile` and `ms.step` on the CPU",
     list_cases,
     run_case,
-    limit_s=900,
     chunk=8,
 )
 

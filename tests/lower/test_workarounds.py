@@ -7,6 +7,7 @@ without: where one is right all the same, its xfail is strict and says that the 
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -30,13 +31,44 @@ def fold_in_tiles():
     test_tiles.test_results_are_right(test_tiles.fold, (1, 6, 196, 9, 32), 2)
 
 
+def train_complex_parameters():
+    runs = []
+    for wrap in (lambda step: step, partial(ms.step, strict=True)):
+        torch.manual_seed(0)
+        model = [torch.nn.Parameter(torch.randn(3, 3, dtype=torch.complex64)) for _ in range(2)]
+        optimizer = torch.optim.SGD(model, 0.1, momentum=0.9, weight_decay=0.1)
+
+        def step(x, model=model, optimizer=optimizer):
+            loss = (x @ model[0] @ model[1]).abs().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        call, x = wrap(step), torch.randn(2, 3, dtype=torch.complex64)
+        runs.append([*(call(x) for _ in range(4)), *(each.detach() for each in model)])
+    for ours, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def unpool_channels_last():
+    x = torch.randn(1, 2, 4, 6).contiguous(memory_format=torch.channels_last)
+    pooled, indices = torch.nn.functional.max_pool2d(x, 2, return_indices=True)
+    expected = torch.nn.functional.max_unpool2d(pooled, indices, 2)
+    result = ms.compile(lambda x, i: torch.nn.functional.max_unpool2d(x, i, 2), strict=True)(pooled, indices)
+    assert torch.equal(result, expected)
+    assert result.stride() == expected.stride()
+
+
 SHOWN_BY = {
     "pytorch#167313": lambda: test_patterns.test_what_is_added_is_scaled("product first"),
     "pytorch#183988": shuffle,
     "pytorch#185873": lambda: test_ordering.test_gradients_of_upsampling_are_right("compile"),
+    "pytorch#187173": unpool_channels_last,
     "pytorch#191837": fold_in_tiles,
     "pytorch#196681": reduce_in_tiles,
     "pytorch#197039": lambda: test_kept_reads.assert_gradients_are_right(test_kept_reads.RunningScale()),
+    "pytorch#197094": train_complex_parameters,
     "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),
 }
 ON_A_GPU = {"pytorch#193061"}
@@ -76,8 +108,11 @@ def test_pytorch_does_without(issue):
             SHOWN_BY[issue]()
 
 
-def test_a_shuffle_compiles():
-    shuffle()
+@pytest.mark.parametrize("program", [shuffle, train_complex_parameters, unpool_channels_last])
+@pytest.mark.filterwarnings("ignore:.*complex")
+def test_with_it_the_program_is_right(program):
+    torch._dynamo.reset()
+    program()
 
 
 def test_a_process_is_right_with_them():

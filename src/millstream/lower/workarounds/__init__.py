@@ -18,10 +18,12 @@ from millstream.lower.workarounds import (
     pytorch_167313,
     pytorch_183988,
     pytorch_185873,
+    pytorch_187173,
     pytorch_191837,
     pytorch_193061,
     pytorch_196681,
     pytorch_197039,
+    pytorch_197094,
     pytorch_198119,
 )
 from millstream.lower.workarounds.registry import Decompositions, Workaround, without
@@ -32,10 +34,12 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_167313.WORKAROUND,
     pytorch_183988.WORKAROUND,
     pytorch_185873.WORKAROUND,
+    pytorch_187173.WORKAROUND,
     pytorch_191837.WORKAROUND,
     pytorch_193061.WORKAROUND,
     pytorch_196681.WORKAROUND,
     pytorch_197039.WORKAROUND,
+    pytorch_197094.WORKAROUND,
     pytorch_198119.WORKAROUND,
 )
 
