@@ -150,7 +150,7 @@ step = tokens = 0
 
 def test_globals_named_like_attributes_are_not_read():
     """``for step, batch in enumerate(…)`` at the top of a script, and ``optimizer.step()`` in the captured function."""
-    global step, tokens
+    global step, tokens  # noqa: PLW0603  as the loop of a script has them
     model = nn.ModuleDict({"tokens": nn.Linear(2, 2)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
