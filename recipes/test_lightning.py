@@ -39,7 +39,7 @@ class LitModule(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-# end of shown  # fmt: skip
+# end of shown
 
 
 # shown: lightning_manual
@@ -68,7 +68,7 @@ class ManualModule(L.LightningModule):
         steps.increment_completed()
 
 
-# end of shown  # fmt: skip
+# end of shown
 
 
 def test_automatic_optimization(loader, tmp_path):
