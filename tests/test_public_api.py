@@ -26,6 +26,7 @@ NAMES = [
     "Parallel",
     "PlanError",
     "aux_streams",
+    "callback",
     "compile",
     "device_context",
     "device_guard",

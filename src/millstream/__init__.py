@@ -30,7 +30,7 @@ from millstream.manual import Parallel, aux_streams, dual_stream_backward, paral
 from millstream.report import Explanation
 
 if TYPE_CHECKING:
-    from millstream.api import compile, explain, step, version_report
+    from millstream.api import callback, compile, explain, step, version_report
 
 __version__ = "0.1.0"
 
@@ -48,6 +48,7 @@ __all__ = [
     "Parallel",
     "PlanError",
     "aux_streams",
+    "callback",
     "compile",
     "device_context",
     "device_guard",
@@ -61,7 +62,7 @@ __all__ = [
     "version_report",
 ]
 
-_LATE = frozenset(("compile", "explain", "step", "version_report"))
+_LATE = frozenset(("callback", "compile", "explain", "step", "version_report"))
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from millstream.capture.effects.recorder import Recorder
 from millstream.capture.trace.modes import FunctionWatch
 from millstream.capture.trace.scalars import GraphScalar, Questions, math_takes_scalars
 
@@ -106,7 +107,7 @@ def test_functions_read_the_tensor(name, number, questions):
     function = FUNCTIONS[name]
     expected = function(0.25, *lists())
     number.tensor.fill_(0.25)  # what the graph will read in a later call
-    watch = FunctionWatch(lambda error: None, set())
+    watch = FunctionWatch(pytest.fail, set(), Recorder(questions))
     with watch:
         result = function(number, *lists())
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
@@ -114,22 +115,22 @@ def test_functions_read_the_tensor(name, number, questions):
 
 
 def test_a_function_that_takes_numbers_only_binds_the_graph_to_the_value(number, questions):
-    with FunctionWatch(lambda error: None, set()):
+    with FunctionWatch(pytest.fail, set(), Recorder(questions)):
         result = torch.nn.functional.leaky_relu(torch.tensor([-1.0]), number)
     assert result.item() == -VALUE
     assert not questions.allow([0.5])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_like_a_python_number_it_keeps_the_dtype(dtype, number):
-    with FunctionWatch(lambda error: None, set()):
+def test_like_a_python_number_it_keeps_the_dtype(dtype, number, questions):
+    with FunctionWatch(pytest.fail, set(), Recorder(questions)):
         assert (torch.ones(2, dtype=dtype) * number).dtype == dtype
         assert (torch.ones(2, dtype=torch.int64) * number).dtype == torch.float32
 
 
 def test_whole_numbers_stay_whole(questions):
     number = GraphScalar(3, torch.tensor(3.0, dtype=torch.float64), lambda numbers: numbers[0], questions)
-    with FunctionWatch(pytest.fail, set()):
+    with FunctionWatch(pytest.fail, set(), Recorder(questions)):
         assert (torch.tensor([2]) * number).dtype is torch.int64
         assert (torch.tensor([2.0]) * number).dtype is torch.float32
         assert torch.full((2,), number).dtype is torch.int64

@@ -397,15 +397,13 @@ def count_in_function():
 
 
 @pytest.mark.parametrize("make", [count_in_class, count_in_slot, count_in_function])
-def test_a_counter_is_refused(make):
+def test_a_counter_counts_with_one_graph(make):
     step, count = make()
-    captured = Step(step, build=interpret)
-    with pytest.warns(FallbackWarning, match=r"changes .*value"):
+    captured = Step(step, build=interpret, strict=True)
+    for number in range(1, 5):
         captured(torch.ones(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        captured(torch.ones(2))
-    assert count() == 2
+        assert (count(), type(count())) == (number, int)
+    assert [graph.num_runs for graph in captured.graphs] == [4]
 
 
 def test_the_reason_names_the_container():

@@ -113,6 +113,11 @@ def is_real(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_unknown(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is fake and no constant of the program: its values are not known. Tried on 2.11 and 2.13."""
+    return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
 def storage_id(tensor: Tensor) -> int:
     """A number that is equal exactly for tensors that share memory, fake or not. Tried on 2.11 and 2.13."""
     return int(tensor.untyped_storage()._cdata)

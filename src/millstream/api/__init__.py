@@ -1,9 +1,20 @@
 """The public functions: they compose capture, lowering, engines, feeding and reports, and decide nothing themselves."""
 
+from millstream.api.callbacks import callback
 from millstream.api.compiling import compile, dynamo_backend
 from millstream.api.environment import version_report
 from millstream.api.explaining import executables, explain, is_compiled
 from millstream.api.stepping import step
 from millstream.feed import feed
 
-__all__ = ["compile", "dynamo_backend", "executables", "explain", "feed", "is_compiled", "step", "version_report"]
+__all__ = [
+    "callback",
+    "compile",
+    "dynamo_backend",
+    "executables",
+    "explain",
+    "feed",
+    "is_compiled",
+    "step",
+    "version_report",
+]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from millstream.capture.model import Compiled, CompiledModule
+from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.step import Step
 from millstream.cost import Roofline
 from millstream.engine import Executable
@@ -29,15 +30,18 @@ def explain(compiled: Any) -> Explanation:
         ArgumentError: It is something else.
     """
     compiled = _function_of(compiled)
-    programs = tuple(_report(executable) for executable in executables(compiled))
     if isinstance(compiled, Step):
+        programs = tuple(
+            _report(executable, graph.effects.notes) for graph in compiled.graphs for executable in _behind(graph)
+        )
         return Explanation(getattr(compiled, "__name__", type(compiled).__name__), programs, tuple(compiled.fallbacks))
+    programs = tuple(map(_report, executables(compiled)))
     compiler = _compiled(compiled).compiler
     return Explanation(compiler.name, programs, tuple(compiler.fallbacks))
 
 
-def _report(executable: Executable) -> ProgramReport:
-    costs, notes = executable.costs, tuple(executable.notes)
+def _report(executable: Executable, effects: Sequence[str] = ()) -> ProgramReport:
+    costs, notes = executable.costs, (*executable.notes, *effects)
     if costs is None:
         costs = Roofline().estimate(executable.plan.graph)
         notes = (*notes, "times are calculated from bytes and operations: no kernel was measured")
@@ -71,9 +75,7 @@ def executables(compiled: Any) -> list[Executable]:
     """
     compiled = _function_of(compiled)
     if isinstance(compiled, Step):
-        return [
-            executable for record in compiled.graphs for executable in getattr(record.executable, "executables", ())
-        ]
+        return [executable for graph in compiled.graphs for executable in _behind(graph)]
     return [executable for graph in _compiled(compiled).compiler.graphs for executable in graph.executables]
 
 
@@ -81,6 +83,10 @@ def is_compiled(value: Any) -> bool:
     """Whether ``explain`` takes it: it is what ``ms.compile`` or ``ms.step`` returned."""
     function = _function_of(value)
     return isinstance(function, (Step, Compiled)) or issubclass(type(function), CompiledModule)
+
+
+def _behind(graph: StepGraph) -> Sequence[Executable]:
+    return getattr(graph.executable, "executables", ())
 
 
 def _function_of(compiled: Any) -> Any:

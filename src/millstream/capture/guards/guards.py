@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from millstream._torch.hooks import has_tensor_hooks, hooks_clock, hooks_for_all
+from millstream._torch.hooks import count_hooks, has_tensor_hooks, hooks_for_all
 from millstream._torch.tensors import layout_check
+from millstream.capture.effects.places import ValuePlace
 from millstream.capture.guards.native import QuickGuards, load_library
 from millstream.capture.state.attributes import Attributes, Items
 from millstream.capture.state.discover import MAX_ITEMS, MISSING
@@ -110,8 +111,8 @@ class Guards:
         held: Places whose tensors are read as if they were arguments: holder, key, form of
             the tensor.
         scalers: Gradient scalers, which must be between ``update`` and ``unscale_``.
-        hook_clock: Changes with the hooks; as it was when they were last looked at.
-        hook_state: Numbers of hooks of ``hooked``, and the hooks for all modules and optimizers.
+        hook_count: Number of hooks ever registered, when last looked at.
+        hook_state: Numbers of hooks of ``hooked``.
         quick: The same conditions, but for scalers and hooks, in compiled code.
     """
 
@@ -134,8 +135,8 @@ class Guards:
     owned: set[tuple[int, Any]] = field(default_factory=set)
     held: list[tuple[Any, Any, tuple[type, TensorMeta | None]]] = field(default_factory=list)
     scalers: list[GradScaler] = field(default_factory=list)
-    hook_clock: tuple[int, ...] = ()
-    hook_state: list[Any] = field(default_factory=list)
+    hook_count: int = -1
+    hook_state: list[int] = field(default_factory=list)
     quick: QuickGuards | None = None
 
     def expect(self, holder: Any, key: Any, value: Any, name: str | None = None) -> None:
@@ -169,7 +170,7 @@ class Guards:
 
     def note_hooks(self) -> None:
         """Remember which hooks there are now."""
-        self.hook_clock = hooks_clock()
+        self.hook_count = count_hooks()
         self.hook_state = self._hooks()
 
     def quicken(self, written: Sequence[Tensor]) -> None:
@@ -193,10 +194,10 @@ class Guards:
             ``None`` if anything differs. Otherwise the tensors whose gradient is not where it must be, and where that
             is.
         """
-        if self.hook_clock != hooks_clock():
+        if self.hook_count != count_hooks():
             if self.hook_state != self._hooks():
                 return None
-            self.hook_clock = hooks_clock()
+            self.hook_count = count_hooks()
         if self.scalers and not all(map(is_idle, self.scalers)):
             return None
         if not all(_form_of(look(holder, key)) == form for holder, key, form in self.held):
@@ -271,8 +272,8 @@ class Guards:
                 return Break(f"{name} has another shape, dtype or layout than before.", holder, key)
         return None if self.layouts() else Break("A parameter or other state was given another shape or layout.")
 
-    def _hooks(self) -> list[Any]:
-        counts: list[Any] = hooks_for_all()
+    def _hooks(self) -> list[int]:
+        counts: list[int] = []
         for item in self.hooked:
             if isinstance(item, Tensor):
                 counts.append(has_tensor_hooks(item))
@@ -300,7 +301,7 @@ def make_guards(
         homes: Gradients that are inputs of the graph.
     """
     guards = Guards()
-    outputs = (*traced.outputs, *(output for _, _, output in traced.effects))
+    outputs = (*traced.outputs, *(write.output for write in traced.effects.writes))
     returned = {id(output.value) for output in outputs if output.kind == "object"}
     returned |= {id(part.target) for _, part in walk(traced.structure, "") if isinstance(part, Reference)}
     used = {
@@ -343,31 +344,39 @@ def make_guards(
         for key, value in vars(scaler).items():
             if isinstance(value, SCALARS):
                 guards.plain.add(vars(scaler), key, value)
+    guards.copies += ((hooks, dict(hooks)) for hooks in hooks_for_all())
     guards.note_hooks()
     return guards
 
 
 def _add_readings(guards: Guards, request: Request, traced: Traced, used: Container[int]) -> None:
     """Expect the Python values that the step may have read."""
+    lifted = {(id(place.holder), place.key) for place in request.numbers if isinstance(place, ValuePlace)}
     for attributes, attribute, value in traced.reads:
-        guards.expect(attributes, attribute, value)
-    stored = {(id(holder), key) for holder, key, _ in traced.effects}  # and not known by a link
+        if (id(attributes), attribute) not in lifted:
+            guards.expect(attributes, attribute, value)
+    targets = traced.effects.targets
+    stored = {(id(write.holder), write.key) for write in traced.effects.writes}  # and not known by a link
     groups = {id(group) for _, optimizer in request.found.optimizers for group in optimizer.param_groups}
     counts = [place for place in request.numbers if isinstance(place, CountPlace)]
-    counted = {(id(entry), place.key) for place in counts for entry in place.entries}
+    counted = {(id(entry), place.key) for place in counts for entry in place.entries} | lifted
     for link in traced.used.links:
-        if id(link.holder) in groups or (id(link.holder), link.key) in counted:  # see _add_optimizer
+        is_counted = (id(link.holder), link.key) in counted
+        if id(link.holder) in groups or is_counted or id(link.holder) in targets:  # see _add_optimizer
             continue
         stored.discard((id(link.holder), link.key))
         # A tensor that the graph does not read may be another; what is no tensor may tell the step to make one.
         if not isinstance(link.value, Tensor) or id(link.value) in used:
             guards.expect(link.holder, link.key, link.value, link.name)
-    for holder, key, output in traced.effects:
+    for write in traced.effects.writes:
+        holder, key, output = write.holder, write.key, write.output
         is_new = not isinstance(holder, CellType) and look(holder, key) is MISSING
-        if is_new and output.kind != "object" and (id(holder), key) in stored:
+        is_made = output.kind != "object" or isinstance(output.value, SCALARS)
+        if is_new and is_made and (id(holder), key) in stored:
             guards.expect(holder, key, MISSING)
     for name, container in traced.used.watched:
-        guards.measure(name, container)
+        if id(container) not in targets:
+            guards.measure(name, container)
 
 
 def _add_tree(guards: Guards, root: nn.Module) -> None:

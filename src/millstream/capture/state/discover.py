@@ -36,6 +36,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
 
 from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
+from millstream.capture.effects.registry import PACKAGES
 from millstream.capture.lines import is_users, place_of
 from millstream.capture.state.attributes import ClassAttributes, Items, SlotAttributes
 from millstream.capture.state.executed import Ran
@@ -88,6 +89,7 @@ class Found:
         links: The steps on the way.
         sources: Names of iterators and queues that the code may ask.
         generators: Random generators of Python and NumPy, also those whose methods were met.
+        files: Open files.
         references: On how many ways a tensor, by id, was met, modules' parameters and buffers and optimizers apart.
     """
 
@@ -100,6 +102,7 @@ class Found:
     long: list[tuple[str, Any]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
+    files: list[Any] = field(default_factory=list)
     references: Counter[int] = field(default_factory=Counter)
     watched: list[tuple[str, Any]] = field(default_factory=list)
     cached: list[types.FunctionType] = field(default_factory=list)
@@ -195,6 +198,8 @@ class _Search:
             value = value.__self__  # as in ``from random import random``
         if isinstance(value, (*SCALARS, types.BuiltinFunctionType, Generator)) or id(value) in self._seen:
             return
+        if _package_of(value) in PACKAGES:
+            return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self.found.tensors.append((name, value))
@@ -215,7 +220,9 @@ class _Search:
         elif isinstance(value, GradScaler):
             if value.is_enabled():
                 self.found.scalers.append((name, value))
-        elif isinstance(value, _SOURCES) and not isinstance(value, io.IOBase):
+        elif isinstance(value, io.IOBase):
+            self.found.files.append(value)
+        elif isinstance(value, _SOURCES):
             self._sources.append((name, self._of_module))
         elif isinstance(value, types.FunctionType):
             self._visit_function(name, value)
@@ -289,7 +296,7 @@ class _Search:
                 self.follow(f"{module}.{variable}", vars(sys.modules[module]), variable)
         for variable in sorted(_names_in(code)):
             self.names.add(variable)
-            if variable in function.__globals__ and variable in _globals_in(code):
+            if variable in function.__globals__:
                 self.follow(variable, function.__globals__, variable)
         for variable in _globals_stored_by(code) - set(function.__globals__):
             self.found.links.append(Link(variable, function.__globals__, variable, MISSING))
@@ -436,17 +443,6 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=65536)
-def _globals_in(code: types.CodeType) -> frozenset[str]:
-    """Those of the names in some code that are globals: ``step`` of ``optimizer.step()`` is none."""
-    names = frozenset(
-        str(item.argval)
-        for item in dis.get_instructions(code)
-        if item.opname.endswith(("_NAME", "_GLOBAL", "_GLOBALS")) and item.opname != "IMPORT_NAME"
-    )
-    return names.union(*(_globals_in(part) for part in code.co_consts if isinstance(part, types.CodeType)))
-
-
-@functools.lru_cache(maxsize=65536)
 def _names_read(code: types.CodeType) -> frozenset[str]:
     """Those of the names in some code that are not only called as methods."""
     names = frozenset(str(item.argval) for item in dis.get_instructions(code) if not _is_method_load(item))
@@ -483,6 +479,12 @@ def _is_method_load(item: dis.Instruction) -> bool:
 def _globals_stored_by(code: types.CodeType) -> frozenset[str]:
     names = frozenset(str(item.argval) for item in dis.get_instructions(code) if item.opname == "STORE_GLOBAL")
     return names.union(*(_globals_stored_by(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+
+
+def _package_of(value: Any) -> str:
+    """Of a class or function, or of an object's class."""
+    module = getattr(value if isinstance(value, type | types.FunctionType) else type(value), "__module__", None)
+    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 @functools.cache

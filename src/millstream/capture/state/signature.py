@@ -41,6 +41,16 @@ class Value:
     value: Hashable
 
 
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The place of an ``int`` or ``float`` that may be another in each call."""
+
+    type: type
+
+
+_NUMBERS = {int: Number(int), float: Number(float)}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
     """An object that is no tensor, container or plain value: compared by identity and kept alive."""
@@ -71,14 +81,14 @@ class Container:
     default_factory: Callable[[], Any] | None = None
 
 
-Structure: TypeAlias = Leaf | Value | Reference | Container
+Structure: TypeAlias = Leaf | Value | Number | Reference | Container
 
 
 def is_same(now: Any, value: Any) -> bool:
     """Whether two plain values are equal; objects are the same by identity only."""
     if now is value:
         return True
-    if type(now) is not type(value):
+    if type(now) is not type(value) or issubclass(type(now), torch.SymFloat):  # a graph's scalar: not to be asked
         return False
     if isinstance(value, tuple):  # item by item: tensors in it would compare their values
         return len(now) == len(value) and all(map(is_same, now, value))
@@ -103,33 +113,50 @@ def meta_of(tensor: Tensor) -> TensorMeta:
         return (tensor.shape, tensor.dtype, tensor.device, (), gradient, False)
 
 
-def take_apart(value: Any, leaves: list[Tensor]) -> Structure:
+def take_apart(value: Any, leaves: list[Tensor], numbers: list[float] | None = None) -> Structure:
     """Append the tensors within ``value``, parameters apart, to ``leaves`` and return what remains.
 
     Args:
         value: Anything. A container that contains itself is not supported.
         leaves: Receives the tensors, depth first.
+        numbers: Receives the numbers, too, if given: then the structure has places for them.
 
     Returns:
         The structure; ``put_together`` reverses it.
     """
-    if isinstance(value, Tensor):
+    kind = type(value)
+    if issubclass(kind, Tensor):
         if isinstance(value, nn.Parameter):  # state that happens to be passed by hand
             return Reference(value)
         leaves.append(value)
         return LEAF
-    kind = type(value)
-    if isinstance(value, SCALARS) and not isinstance(value, torch.SymFloat):  # a graph's scalar passes for a number
+    if issubclass(kind, torch.SymFloat):  # a graph's scalar, which passes for a number, and is not to be asked
+        return Reference(value)
+    if isinstance(value, SCALARS):
+        if numbers is not None and kind in _NUMBERS:
+            numbers.append(value)  # type: ignore[arg-type]
+            return _NUMBERS[kind]
         return Value(kind, value)
     if isinstance(value, tuple | list):
-        return Container(kind, (), tuple(take_apart(item, leaves) for item in value))
+        return Container(kind, (), tuple(take_apart(item, leaves, numbers) for item in value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value))
-        return Container(kind, names, tuple(take_apart(getattr(value, name), leaves) for name in names))
+        return Container(kind, names, tuple(take_apart(getattr(value, name), leaves, numbers) for name in names))
     if isinstance(value, dict):
-        children = tuple(take_apart(item, leaves) for item in value.values())
+        children = tuple(take_apart(item, leaves, numbers) for item in value.values())
         return Container(kind, tuple(value), children, getattr(value, "default_factory", None))
     return Reference(value)
+
+
+def replace_numbers(structure: Structure, values: Iterator[Structure]) -> Structure:
+    """Put the next of ``values`` in the place of each number, depth first."""
+    if isinstance(structure, Number):
+        return next(values)
+    if isinstance(structure, Container):
+        return dataclasses.replace(
+            structure, children=tuple(replace_numbers(child, values) for child in structure.children)
+        )
+    return structure
 
 
 def put_together(structure: Structure, leaf: Callable[[], Any]) -> Any:
@@ -140,6 +167,7 @@ def put_together(structure: Structure, leaf: Callable[[], Any]) -> Any:
         return structure.value
     if isinstance(structure, Reference):
         return structure.target
+    assert isinstance(structure, Container)
     items = [put_together(child, leaf) for child in structure.children]
     kind = structure.type
     if issubclass(kind, tuple):

@@ -126,6 +126,10 @@ class Snapshot:
                     if _is_changed(after, before):
                         label = f"{name}.{key}" if isinstance(key, str) else name
                         found.setdefault((id(holder), key), Change(kind, label, holder, key, before, after))
+            elif isinstance(holder, list) and len(holder) == len(copy):
+                for index in (index for index, value in enumerate(copy) if _is_changed(holder[index], value)):
+                    change = Change(kind, f"{name}[{index}]", holder, index, copy[index], holder[index])
+                    found.setdefault((id(holder), index), change)
             elif differs(holder, copy):
                 found[id(holder), None] = Change(kind, name, holder, None, copy, holder)
         for name, holder, first in self._long.values():

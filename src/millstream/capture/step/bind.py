@@ -10,14 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from millstream.capture.effects.places import ArgumentPlace, ValuePlace
 from millstream.capture.guards import native
 from millstream.capture.guards.guards import make_guards
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted, find_mirrored, lift
-from millstream.capture.state.signature import RESOLVE_REMEDY, Leaf, Reference, Structure, is_lazy_view, walk_arguments
+from millstream.capture.state.signature import (
+    RESOLVE_REMEDY,
+    Leaf,
+    Number,
+    Reference,
+    Structure,
+    is_lazy_view,
+    walk_arguments,
+)
+from millstream.capture.state.snapshot import Change
 from millstream.capture.step.graph import HostTensor, Memory, Slot, StepGraph, adopt, is_alike
-from millstream.capture.step.request import Gradient, Request, Traced
-from millstream.capture.trace.patches.optimizers import CountPlace, NumberPlace, count_places, device_of, number_places
+from millstream.capture.step.request import Gradient, Place, Request, Traced
+from millstream.capture.trace.patches.optimizers import NumberPlace, count_places, is_number, number_places
 from millstream.errors import CaptureError
 
 
@@ -27,8 +37,9 @@ class Call:
 
     Attributes:
         key: What it has in common with the calls that the same graph may serve.
-        structure: Structure of ``(args, kwargs)``.
+        structure: Structure of ``(args, kwargs)``, with places for the numbers in ``given``.
         arguments: Its tensors.
+        given: Its numbers that were seen to change.
         args: Positional arguments as given.
         kwargs: Keyword arguments as given.
         parameters: Names of the function's parameters.
@@ -37,6 +48,7 @@ class Call:
     key: Any
     structure: Structure
     arguments: list[Tensor]
+    given: Sequence[float]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     parameters: Sequence[str]
@@ -50,6 +62,13 @@ class Call:
             name: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
             for name, tensor in zip(names, self.arguments, strict=True)
         }
+
+    def places(self, device: torch.device) -> Iterator[ArgumentPlace]:
+        """Where the numbers are that were seen to change, for graphs on ``device``."""
+        parts = walk_arguments(self.structure, self.parameters)
+        names = [name for name, part in parts if isinstance(part, Number)]
+        for name, value in zip(names, self.given, strict=True):
+            yield ArgumentPlace(name, device, value)
 
     def objects(self) -> Iterator[tuple[str, Any]]:
         """Names and objects among the arguments that are neither tensors nor plain values."""
@@ -69,13 +88,17 @@ class Workshop:
             graphs read what is there in each call.
         homes: For a tensor, by id, itself and the gradient that graphs read and write.
         counted: Keys under which optimizers were seen to count their steps, in their state or as attributes.
+        lifted: Other numbers of the user's that the step was seen to change: name, holder, key.
+        settled: Changes of other plain values that were seen.
     """
 
-    slots: dict[NumberPlace | CountPlace, Slot] = field(default_factory=dict)
+    slots: dict[Place, Slot] = field(default_factory=dict)
     cycled: set[NumberPlace] = field(default_factory=set)
     counted: set[tuple[Optimizer, str]] = field(default_factory=set)
     changing: dict[tuple[int, Any], Any] = field(default_factory=dict)
     homes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    lifted: dict[tuple[int, Any], tuple[str, Any, Any]] = field(default_factory=dict)
+    settled: set[Any] = field(default_factory=set)
 
     def make_request(self, function: Any, call: Call, roots: list[tuple[str, Any]], found: Found) -> Request:
         """Say what to trace.
@@ -98,11 +121,16 @@ class Workshop:
         if any(map(is_lazy_view, call.arguments)):
             raise CaptureError("An argument is a conjugated or negated view.", remedy=RESOLVE_REMEDY)
         state = [entry for entry in lift(found) if id(entry.tensor) not in arguments]
-        numbers: list[NumberPlace | CountPlace] = []
+        numbers: list[Place] = []
         for _, optimizer in found.optimizers:
             numbers += (place for place in number_places(optimizer) if place.key == "lr" or place in self.cycled)
             for key in sorted(key for counting, key in self.counted if counting is optimizer):
                 numbers += count_places(optimizer, key)
+        tensors = (*(entry.tensor for entry in state), *call.arguments)
+        device = next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
+        places = (ValuePlace(*place, device) for place in self.lifted.values())
+        numbers += (place for place in places if is_number(place.get()))
+        numbers += call.places(device)
         return Request(
             function=function,
             structure=call.structure,
@@ -118,22 +146,28 @@ class Workshop:
             numbers=numbers,
             changing=self.changing,
             mirrored=find_mirrored(state),
+            settled=self.settled,
         )
 
-    def note_counts(self, found: Found, changed: Iterable[tuple[Any, str]]) -> None:
+    def note_counts(self, found: Found, changes: Iterable[Change]) -> None:
         """Let graphs read numbers that the step itself changes.
 
         Args:
             found: What the step reaches.
-            changed: A parameter group, an entry of the state or an optimizer's attributes, and the number's key.
+            changes: Of a parameter group, an entry of the state, an optimizer's attributes, or objects of the user's.
         """
-        for holder, key in changed:
+        for change in changes:
+            is_optimizers = False
             for _, optimizer in found.optimizers:
-                if any(entry is holder for entry in (vars(optimizer), *optimizer.state.values())):
-                    self.counted.add((optimizer, key))
+                if any(entry is change.holder for entry in (vars(optimizer), *optimizer.state.values())):
+                    self.counted.add((optimizer, change.key))
+                    is_optimizers = True
                 for number, group in enumerate(optimizer.param_groups):
-                    if group is holder:
-                        self.cycled.add(NumberPlace(optimizer, number, key, None))
+                    if group is change.holder:
+                        self.cycled.add(NumberPlace(optimizer, number, change.key, None))
+                        is_optimizers = True
+            if not is_optimizers:
+                self.lifted[id(change.holder), change.key] = change.name, change.holder, change.key
 
     def assemble(self, call: Call, request: Request, traced: Traced, seconds: float) -> StepGraph:
         """Put real tensors to the inputs of a traced graph.
@@ -149,7 +183,7 @@ class Workshop:
             names.append(entry.name)
             if index in request.mirrored:
                 mirrors.append(self._mirror(entry, request.mirrored[index]))
-                static.append(mirrors[-1].tensor)
+                static.append(mirrors[-1].in_graph())
             else:
                 static.append(entry.tensor.detach())
         written_state = Memory(tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written)
@@ -170,9 +204,10 @@ class Workshop:
             names.append(f"{gradient.name}.grad")
             static.append(old if old is not None else self._home(gradient))
         homes = static[len(traced.state) :]
+        slots = [self._slot(place) for place in request.numbers]
         for index in traced.numbers:
             names.append(_name_number(request.found, request.numbers[index]))
-            static.append(self._slot(request.numbers[index]).tensor)
+            static.append(slots[index].in_graph())
         parameters = [
             request.state[index].tensor
             for index, is_written in zip(traced.state, traced.written, strict=False)
@@ -191,7 +226,7 @@ class Workshop:
             static=static,
             arguments=traced.arguments,
             places=[(holder, key) for _, holder, key in traced.replaced],
-            slots=[self._slot(place) for place in request.numbers],
+            slots=slots,
             mirrors=mirrors,
             numbers=[place.get() for place in request.numbers],
             questions=traced.questions,
@@ -239,19 +274,21 @@ class Workshop:
             known = self.homes[id(tensor)] = (tensor, torch.zeros_like(tensor, requires_grad=False))
         return known[1]
 
-    def _slot(self, place: NumberPlace | CountPlace) -> Slot:
+    def _slot(self, place: Place) -> Slot:
+        if isinstance(place, ArgumentPlace):
+            return Slot(place, place.value)
         if place not in self.slots:
-            value = place.get()
-            tensor = torch.full((), value, dtype=torch.float64, device=device_of(place.optimizer, place.group))
-            self.slots[place] = Slot(place, tensor, value)
+            self.slots[place] = Slot(place, place.get())
         return self.slots[place]
 
     def _mirror(self, entry: Lifted, device: torch.device) -> Slot:
         value = entry.tensor.item()
-        return Slot(HostTensor(entry.name, entry.tensor), entry.tensor.detach().to(device), value)
+        return Slot(HostTensor(entry.name, entry.tensor), value, entry.tensor.detach().to(device))
 
 
-def _name_number(found: Found, place: NumberPlace | CountPlace) -> str:
+def _name_number(found: Found, place: Place) -> str:
+    if isinstance(place, ValuePlace | ArgumentPlace):
+        return place.name
     name = next(name for name, optimizer in found.optimizers if optimizer is place.optimizer)
     item = "" if place.item is None else f"[{place.item}]"
     return f"{name}.{place.key}{item}[{place.group}]"

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, fx
 
 from millstream._torch.tensors import call_without_grad, storage_id
+from millstream.capture.effects.program import Effects, Output
+from millstream.capture.effects.values import Values
 from millstream.capture.guards.guards import Guards
 from millstream.capture.state.signature import LEAF, Structure, put_together
-from millstream.capture.state.snapshot import look, store
-from millstream.capture.step.request import Output
-from millstream.capture.trace.patches.optimizers import CountPlace, NumberPlace, is_number
+from millstream.capture.state.snapshot import look
+from millstream.capture.step.request import Place
+from millstream.capture.trace.patches.optimizers import is_number
 from millstream.capture.trace.scalars import Questions
 from millstream.device.likeness import Likeness
 
@@ -57,18 +59,26 @@ class Slot:
 
     Attributes:
         place: Where the number is kept.
-        tensor: 0-d, on the device of the graph.
-        value: What ``tensor`` holds.
+        value: The number.
+        tensor: It on the device of the graph, without dimensions; ``None`` as long as no graph reads it.
     """
 
-    place: NumberPlace | CountPlace | HostTensor
-    tensor: Tensor
+    place: Place | HostTensor
     value: float
+    tensor: Tensor | None = None
 
     def set(self, value: float) -> None:
         """Let graphs read ``value`` from now on."""
-        self.tensor.fill_(value)
+        if self.tensor is not None:
+            self.tensor.fill_(value)
         self.value = value
+
+    def in_graph(self) -> Tensor:
+        """The tensor that graphs read."""
+        if self.tensor is None:
+            assert not isinstance(self.place, HostTensor)
+            self.tensor = torch.full((), self.value, dtype=torch.float64, device=self.place.device)
+        return self.tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -89,14 +99,14 @@ class StepGraph:
         static: Its inputs before the arguments.
         arguments: Which arguments are inputs, and the device to which they must be brought, if any.
         places: Where tensors are that it reads as if they were arguments, counted on behind those: holder and key.
-        slots: Numbers of optimizers; those that it reads are among ``static``.
+        slots: Numbers that each call may change; the tensors of those that it reads are among ``static``.
         mirrors: Numbers in tensors on the host that it reads; among ``static``.
         numbers: Their values when last found to be fine.
         questions: What the program asked about them.
         left: Tensors and the gradient each gets after a run, where that is another.
         structure: Of the result.
         outputs: Tensors of the result.
-        effects: Entries to set after a run: holder, key, and where the value comes from.
+        effects: What to do on the host after a run.
         written: Those of ``static`` that it writes.
         parameters: The user's parameters that it writes.
         written_state: Memory of the user's state that it writes.
@@ -119,7 +129,7 @@ class StepGraph:
     left: list[tuple[Tensor, Tensor | None]]
     structure: Structure
     outputs: list[Output]
-    effects: list[tuple[Any, Any, Output]]
+    effects: Effects
     written: list[Tensor]
     parameters: list[Tensor]
     written_state: Memory
@@ -129,26 +139,35 @@ class StepGraph:
     looks: Likeness | None = None
     executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)
 
-    def fits(self, arguments: list[Tensor]) -> bool:
-        """Whether the graph may run now. If so, its numbers and gradients are brought into their places."""
+    def fits(self, arguments: list[Tensor], given: Sequence[float] = ()) -> bool:
+        """Whether the graph may run now. If so, its numbers and gradients are brought into their places.
+
+        Args:
+            arguments: Tensors among the arguments.
+            given: Numbers among them that each call brings.
+        """
         strays = self.guards.hold()
         if strays is None or not self.written_state.is_apart_from(
             self.complete(arguments), among_each_other=self.writes_arguments
         ):
             return False
-        numbers = [slot.place.get() for slot in self.slots]
+        numbers = self._numbers_now(given)
         if numbers != self.numbers:
             if not all(map(is_number, numbers)) or not self.questions.allow(numbers):
                 return False
             self.numbers = numbers
-        if not adopt(strays):
+        if any(ask() != answer for ask, answer in self.effects.conditions) or not adopt(strays):
             return False
         self.fill_slots()
         return True
 
-    def changed_number(self) -> str | None:
+    def _numbers_now(self, given: Sequence[float]) -> list[Any]:
+        kept = self.slots[: len(self.slots) - len(given)] if given else self.slots
+        return [*(slot.place.get() for slot in kept), *given]
+
+    def changed_number(self, given: Sequence[float]) -> str | None:
         """In a sentence, which number keeps the graph from running, if one does."""
-        numbers = [slot.place.get() for slot in self.slots]
+        numbers = self._numbers_now(given)
         if all(map(is_number, numbers)) and self.questions.allow(numbers):
             return None
         changed = zip(self.slots, self.numbers, numbers, strict=True)
@@ -178,8 +197,12 @@ class StepGraph:
         return [*self.static, *given]
 
     def run(self, arguments: list[Tensor]) -> Any:
-        """Run the graph and return the step's result."""
+        """Run the graph, do what else the step does, and return its result."""
         arguments = self.complete(arguments)
+        return self.finish(arguments, self.replay(arguments))
+
+    def replay(self, arguments: list[Tensor]) -> list[Tensor]:
+        """Run the graph for complete ``arguments``; returns its results."""
         results = call_without_grad(self.executable, self.inputs(arguments))
         # Kernels write behind autograd's back; an older graph that still needs a parameter must notice.
         if self.guards.quick is None:
@@ -189,18 +212,22 @@ class StepGraph:
         self.num_runs += 1
         for tensor, gradient in self.left:
             tensor.grad = gradient
-        if self.structure is LEAF and self.outputs[0].kind == "graph" and not self.effects:
+        return results
+
+    def finish(self, arguments: list[Tensor], results: list[Tensor]) -> Any:
+        """Do what the step does on the host, and return its result."""
+        if self.structure is LEAF and self.outputs[0].kind == "graph" and not self.effects.program:
             return results[0]
+        values = Values(self.numbers, results, self.effects.stacks)
 
         def value_of(output: Output) -> Any:
             if output.kind == "graph":
                 return results[output.index]
-            if output.kind == "number":
-                return output.value(self.numbers)
+            if output.kind == "host":
+                return output.value(values)
             return arguments[output.index] if output.kind == "argument" else output.value
 
-        for holder, key, output in self.effects:
-            store(holder, key, value_of(output))
+        self.effects.run(values, value_of)
         return put_together(self.structure, map(value_of, self.outputs).__next__)
 
     def release(self) -> None:

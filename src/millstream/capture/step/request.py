@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from millstream.capture.effects.places import ArgumentPlace, ValuePlace
+from millstream.capture.effects.program import Effects, Output
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted
 from millstream.capture.state.signature import Structure
+from millstream.capture.state.snapshot import Change
 from millstream.capture.trace.patches.optimizers import CountPlace, NumberPlace
 from millstream.capture.trace.scalars import Questions
+
+Place: TypeAlias = NumberPlace | CountPlace | ValuePlace | ArgumentPlace
+"""Where a number is that a graph is given anew in each call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +44,17 @@ class Request:
 
     Attributes:
         function: The user's function.
-        structure: Structure of ``(args, kwargs)``.
+        structure: Structure of ``(args, kwargs)``, with places for numbers that each call brings.
         arguments: The tensors among the arguments.
         roots: Where the search for what the function reaches begins.
         found: What it reaches.
         state: All tensors in ``found``.
         gradients: All tensors whose gradient may change.
-        numbers: Numbers to be read at run time.
+        numbers: Numbers to be read at run time; those among the arguments come last.
         changing: Places, by id of the holder and key, whose tensors are to be read as arguments are.
         mirrored: Positions in ``state`` of numbers on the host, and the device on which the graph reads them.
+        settled: Changes of plain values that were seen before; see ``FirstChange``.
+        style: Of text; see ``STYLES``.
     """
 
     function: Callable[..., Any]
@@ -56,24 +64,11 @@ class Request:
     found: Found
     state: list[Lifted]
     gradients: list[Gradient]
-    numbers: list[NumberPlace | CountPlace]
+    numbers: list[Place]
     changing: Container[tuple[int, Any]]
     mirrored: dict[int, torch.device]
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Where a part of the result comes from: from the graph, from the numbers, or it is an argument or state itself.
-
-    Attributes:
-        index: Number of the graph's result or of the argument; ``-1`` otherwise.
-        kind: ``"graph"``, ``"argument"``, ``"object"`` or ``"number"``.
-        value: The object, or a function that gives the number from all that are read at run time.
-    """
-
-    kind: str
-    index: int = -1
-    value: Any = None
+    settled: set[Any] = field(default_factory=set)
+    style: int = 0
 
 
 @dataclass
@@ -96,7 +91,7 @@ class Traced:
         questions: What the program asked about the numbers.
         used: What the code reaches that ran.
         reads: Module attributes that the program read.
-        effects: Entries to set after every call: holder, key, and where the value comes from.
+        effects: What to do on the host after every replay.
         optimizers: Those that stepped.
         writes_arguments: Whether the graph writes to an argument.
     """
@@ -114,7 +109,7 @@ class Traced:
     questions: Questions
     used: Found
     reads: list[tuple[dict[str, Any], str, Any]]
-    effects: list[tuple[Any, Any, Output]]
+    effects: Effects
     optimizers: list[Optimizer]
     writes_arguments: bool
 
@@ -124,10 +119,6 @@ class Traced:
 
 class StateMissing(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
     """State would be created now, of an optimizer or in a cache: only an eager call can give it values."""
-
-
-class EagerFirst(Exception):  # noqa: N818
-    """An eager call must come first, to create what only an eager call can create."""
 
 
 class FoundLate(Exception):  # noqa: N818 - a message to the step, which lifts the objects and traces again
@@ -142,9 +133,13 @@ class ServesOnce(Exception):  # noqa: N818 - a message to the step, which runs e
     """The graph depends on the very value of a number that the step changes: it would not serve again."""
 
 
-class NumbersChanged(Exception):  # noqa: N818 - a message to the step, which lifts them and traces again
-    """The step changes numbers that optimizers keep: holders and keys."""
+class FirstChange(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
+    """The step puts a plain value in the place of another for the first time: it may be the only time."""
 
-    def __init__(self, places: list[tuple[Any, Any]]) -> None:
+
+class NumbersChanged(Exception):  # noqa: N818 - a message to the step, which lifts them and traces again
+    """The step changes numbers that objects keep."""
+
+    def __init__(self, changes: list[Change]) -> None:
         super().__init__()
-        self.places = places
+        self.changes = changes

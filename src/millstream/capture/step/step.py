@@ -11,11 +11,14 @@ import contextlib
 import copy
 import functools
 import inspect
+import os
+import threading
 import time
 import types
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -24,22 +27,36 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from millstream._torch.dynamo import is_compiling
-from millstream._torch.hooks import OwnHook
 from millstream._torch.modes import is_any_autocast_enabled, modes_of_caller
 from millstream._torch.tensors import place_of_implementation
+from millstream.capture.effects.recorder import text_changed
 from millstream.capture.state.discover import Found, discover
-from millstream.capture.state.signature import meta_of, put_together, take_apart
+from millstream.capture.state.signature import (
+    Number,
+    Structure,
+    Value,
+    meta_of,
+    put_together,
+    replace_numbers,
+    take_apart,
+)
 from millstream.capture.step.bind import Call, Workshop
 from millstream.capture.step.graph import Build, StepGraph
-from millstream.capture.step.request import EagerFirst, FoundLate, NumbersChanged, ServesOnce, StateMissing
+from millstream.capture.step.request import (
+    FirstChange,
+    FoundLate,
+    NumbersChanged,
+    Request,
+    ServesOnce,
+    StateMissing,
+    Traced,
+)
 from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, number_places
 from millstream.capture.trace.patches.randomness import RandomState
-from millstream.capture.trace.tracer import trace_step, tracing_alone
+from millstream.capture.trace.tracer import trace_step
 from millstream.capture.trace.unsupported import check_modes, check_supported
 from millstream.device.likeness import Likeness
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
-from millstream.locks import ForkSafeLock
 from millstream.lower import ask_early
 
 MAX_LATE = 32
@@ -47,6 +64,12 @@ MAX_LATE = 32
 
 MAX_UNSERVING = 4
 """Graphs that would serve one call only: so many calls run eagerly, such as the first steps of a warm-up."""
+
+MOST_FORMS = 100
+"""Kinds of arguments whose numbers are remembered, to see which of them change."""
+
+MAX_FIRST = 8
+"""Calls that may run eagerly because the step sets a flag or the like for the first time, maybe the only time."""
 
 MAX_UNREADY = 20
 """Calls that may run eagerly while an optimizer has no state: a GradScaler skips steps until it finds its scale."""
@@ -65,6 +88,18 @@ class Fallback:
     error: CaptureError
 
 
+_steps: weakref.WeakValueDictionary[int, Step[Any, Any]] = weakref.WeakValueDictionary()
+
+
+def _start_afresh_after_fork() -> None:
+    """Another thread may have held a lock at that moment, and in the child nobody would release it."""
+    for step in [*_steps.values()]:
+        step._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh_after_fork)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -72,10 +107,10 @@ R = TypeVar("R")
 class Step(Generic[P, R]):
     """A training step that is captured whole, with its optimizers, and replayed.
 
-    A graph repeats what the function does to tensors. Changes of Python objects, random numbers of other libraries,
-    values that are read or printed: what of this can be noticed is refused. What cannot (a line in a log, the time of
-    day) happens when the step is traced and not again. While it is traced its tensors have no values: other threads
-    must not use them.
+    A graph repeats what the function does to tensors. What it prints, logs and counts, and schedulers' steps, are a
+    list of effects, done after the graph in each call. Other changes of Python objects, random numbers of other
+    libraries, values that decide: what of this can be noticed is refused. What cannot (the time of day) happens when
+    the step is traced and not again. While it is traced its tensors have no values: other threads must not use them.
 
     Args:
         function: Does forward, backward and optimizer step on objects that it finds in its closure, globals, bound
@@ -99,16 +134,19 @@ class Step(Generic[P, R]):
         self._parameters = _parameters_of(function)
         self._build = build
         self._workshop = Workshop()
-        self._lock = ForkSafeLock()
+        self._lock = threading.RLock()
+        _steps[id(self)] = self
         self._graphs: OrderedDict[int, StepGraph] = OrderedDict()
         self._by_key: dict[Any, list[StepGraph]] = {}
         self._last: tuple[Any, list[StepGraph]] = (None, [])  # saves hashing the key of the usual call
         self._usual: StepGraph | None = None  # that ran last, and has looks; saves making the key
+        self._varying: dict[Structure, frozenset[int]] = {}  # which numbers among the arguments change
+        self._numbers_before: dict[Structure, list[float]] = {}
         self._refused: dict[Any, CaptureError] = {}
         self._hopeless: CaptureError | None = None
         self._stepped: dict[int, Optimizer] = {}
         self._has_run = False
-        self._num_unready = self._num_unserving = 0
+        self._num_unready = self._num_unserving = self._num_first = 0
         self._num_fruitless = 0
         self._why = "Its arguments have another structure, shape or dtype every time."
 
@@ -133,7 +171,7 @@ class Step(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step."""
-        if is_compiling() or torch.is_inference_mode_enabled():  # part of another capture; no training
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # part of another capture; no training
             return self.function(*args, **kwargs)
         usual = self._usual
         arguments: list[Any] = [*args]
@@ -142,47 +180,78 @@ class Step(Generic[P, R]):
             if ambient == _ambient() and usual.fits(arguments):
                 return usual.run(arguments)
         self._usual = None
+        numbers: list[float] = []
+        given: Sequence[float] = ()
         if kwargs or not all(type(arg) is Tensor for arg in args):
             arguments = []
-            form: Any = take_apart((args, kwargs), arguments)
+            form: Any = take_apart((args, kwargs), arguments, numbers)
         else:  # tensors only, the usual case: their number says it all
             form = len(args)
+        if numbers:
+            form, given = self._split_numbers(form, numbers)
         key = (form, _ambient(), *map(meta_of, arguments))
-        if (graph := self._find(key, arguments)) is not None:
-            return graph.run(arguments)
-        with self._lock.lock:
-            if (graph := self._find(key, arguments)) is not None:  # captured by another thread meanwhile
-                return graph.run(arguments)
-            arguments = []
-            structure = take_apart((args, kwargs), arguments)
-            return self._call_slowly(Call(key, structure, arguments, args, kwargs, self._parameters))
-
-    def _find(self, key: Any, arguments: list[Tensor]) -> StepGraph | None:
-        """The graph that fits, ready to run."""
         last_key, graphs = self._last
         if key != last_key:
             graphs = self._by_key.get(key, [])
             self._last = (key, graphs)
         for graph in graphs:
-            if graph.fits(arguments):
+            if graph.fits(arguments, given):
                 self._graphs.move_to_end(id(graph))
                 self._usual = graph
-                return graph
-        return None
+                return graph.run(arguments)
+        with self._lock:
+            return self._call_slowly(self._make_call(args, kwargs))
+
+    def _split_numbers(self, form: Any, numbers: Sequence[float]) -> tuple[Any, list[float]]:
+        """Tell numbers among the arguments that are part of the form from those that each call brings."""
+        varying = self._varying.get(form, frozenset())
+        fixed = tuple(number for index, number in enumerate(numbers) if index not in varying)
+        return (form, fixed), [number for index, number in enumerate(numbers) if index in varying]
+
+    def _make_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Look at the arguments; numbers that are others than they were before are brought by each call from now on."""
+        arguments: list[Tensor] = []
+        numbers: list[float] = []
+        structure = take_apart((args, kwargs), arguments, numbers)
+        form: Any = structure
+        varying: Set[int] = frozenset()
+        given: Sequence[float] = ()
+        if numbers:
+            if len(self._numbers_before) > MOST_FORMS:
+                self._numbers_before.clear()
+            before = self._numbers_before.setdefault(structure, numbers)
+            changed = (index for index, number in enumerate(numbers) if before[index] != number)
+            varying = self._varying[structure] = self._varying.get(structure, frozenset()).union(changed)
+            form, given = self._split_numbers(structure, numbers)
+        elif not kwargs and all(type(arg) is Tensor for arg in args):
+            form = len(args)
+        parts = (Number(type(n)) if i in varying else Value(type(n), n) for i, n in enumerate(numbers))
+        key = (form, _ambient(), *map(meta_of, arguments))
+        return Call(key, replace_numbers(structure, parts), arguments, given, args, kwargs, self._parameters)
 
     def _call_slowly(self, call: Call) -> Any:
         if self._hopeless is not None or call.key in self._refused:
             return self.function(*call.args, **call.kwargs)
         error: CaptureError | None = None
         try:
-            return self._capture(call)
-        except EagerFirst:
-            pass
+            found = discover(self._roots(call))
+            check_supported(found)
+            check_modes()
+            if not self._is_unready(found):
+                self._look_back(call, found)
+                return self._capture(call, found)
         except StateMissing as missing:
             if self._num_unready == MAX_UNREADY:
                 error = CaptureError(
                     f"The step creates new state ({missing}) again and again.",
                     remedy="Give every parameter a gradient in the first call, and caches room for all they are asked.",
+                )
+        except FirstChange:
+            self._num_first += 1
+            if self._num_first > MAX_FIRST:
+                error = CaptureError(
+                    "The step puts ever other values into Python objects.",
+                    remedy="Keep what changes in numbers or tensors, or set it outside of the step.",
                 )
         except ServesOnce as number:
             self._num_unserving += 1
@@ -220,7 +289,7 @@ class Step(Generic[P, R]):
         def note(optimizer: Optimizer, *_: Any) -> None:
             self._stepped[id(optimizer)] = optimizer
 
-        handle = register_optimizer_step_post_hook(OwnHook(note))
+        handle = register_optimizer_step_post_hook(note)
         try:
             return _detached(self.function(*call.args, **call.kwargs))
         finally:
@@ -231,7 +300,7 @@ class Step(Generic[P, R]):
         for graph in list(self._by_key.get(call.key, ())):
             change = graph.guards.broken()
             if change is None:
-                self._why = graph.changed_number() or self._why
+                self._why = graph.changed_number(call.given) or self._why
                 continue
             self._why = change.reason
             for _, optimizer in found.optimizers:
@@ -253,20 +322,13 @@ class Step(Generic[P, R]):
     def _is_fruitless(self) -> bool:
         return self._num_fruitless > 2 * self.max_graphs
 
-    def _capture(self, call: Call) -> Any:
+    def _capture(self, call: Call, found: Found) -> Any:
         """Trace, build, run and keep a graph for ``call``; a failure leaves everything as it was."""
         counts = CountsOnDevice()
+        ask_early(call.arguments)
         try:
-            with tracing_alone():
-                found = discover(self._roots(call))
-                check_supported(found)
-                check_modes()
-                if self._is_unready(found):
-                    raise EagerFirst
-                self._look_back(call, found)
-                ask_early(call.arguments)
-                graph = self._trace(call, found, counts)
-            result = self._build_and_run(call, graph)
+            graph = self._trace(call, found, counts)
+            arguments, results = self._build_and_run(call, graph)
         except BaseException:
             counts.undo()
             raise
@@ -274,7 +336,7 @@ class Step(Generic[P, R]):
         if graph.guards.quick is not None:
             graph.looks = _looks_of(call)
         self._keep(graph)
-        return result
+        return graph.finish(arguments, results)
 
     def _trace(self, call: Call, found: Found, counts: CountsOnDevice) -> StepGraph:
         roots, where = list(self._roots(call)), ""
@@ -284,7 +346,7 @@ class Step(Generic[P, R]):
                 counts.move(optimizer)
             request = self._workshop.make_request(self.function, call, roots, found)
             try:
-                traced = trace_step(request)
+                traced = _trace_twice(request)
             except FoundLate as late:
                 roots.append((late.name, late.value))
                 where = late.where
@@ -292,7 +354,7 @@ class Step(Generic[P, R]):
                 check_supported(found)
                 continue
             except NumbersChanged as changed:
-                self._workshop.note_counts(found, changed.places)
+                self._workshop.note_counts(found, changed.changes)
                 continue
             return self._workshop.assemble(call, request, traced, time.perf_counter() - start)
         raise CaptureError(
@@ -301,8 +363,12 @@ class Step(Generic[P, R]):
             remedy="Make tensors arguments, or make them with PyTorch functions inside of the step.",
         )
 
-    def _build_and_run(self, call: Call, graph: StepGraph) -> Any:
-        """Build the graph and run it for the first time; a failure leaves everything as it was."""
+    def _build_and_run(self, call: Call, graph: StepGraph) -> tuple[list[Tensor], list[Tensor]]:
+        """Build the graph and run it for the first time; a failure leaves everything as it was.
+
+        Returns:
+            The complete arguments, and the graph's results.
+        """
         start = time.perf_counter()
         random_state = RandomState()
         # On the host, so that a large model does not need its state twice on the device.
@@ -313,7 +379,7 @@ class Step(Generic[P, R]):
             graph.fill_slots()
             with torch.no_grad():
                 graph.executable = self._build(graph.gm, graph.inputs(arguments), frozenset(range(len(graph.static))))
-            result = graph.run(call.arguments)
+            results = graph.replay(arguments)
         except BaseException as error:
             with torch.no_grad():
                 for tensor, backup in zip(graph.written, backups, strict=True):
@@ -329,7 +395,7 @@ class Step(Generic[P, R]):
                 remedy="Please report it; the step works without ms.step.",
             ) from error
         graph.capture_seconds = graph.trace_seconds + time.perf_counter() - start
-        return result
+        return arguments, results
 
     def _keep(self, graph: StepGraph) -> None:
         self._usual = None
@@ -365,6 +431,20 @@ class Step(Generic[P, R]):
                 for _, optimizer in discover(self._roots(call)).optimizers:
                     move_counts_to_host(optimizer)
         return self.function(*call.args, **call.kwargs)
+
+
+def _trace_twice(request: Request) -> Traced:
+    """Trace; where text holds values that are known later, do so again with other stand-ins, and compare.
+
+    Raises:
+        CaptureError: They differ: the step looks at the characters.
+    """
+    traced = trace_step(request)
+    if traced.effects.outline is not None:
+        again = trace_step(replace(request, style=1))
+        if again.effects.outline != traced.effects.outline:
+            raise text_changed(next((call.where for call in traced.effects.calls), ""))
+    return traced
 
 
 def _looks_of(call: Call) -> Likeness | None:

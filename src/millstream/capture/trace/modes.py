@@ -12,22 +12,24 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millstream._torch.tensors import is_real
+from millstream._torch.tensors import is_real, is_unknown
 from millstream._torch.tracing import (
     VALUE_NEEDED,
     graph_being_traced,
+    is_higher_order,
     mean_what,
     next_sequence_number,
     patched,
     running_sequence_number,
 )
+from millstream.capture.effects.recorder import Recorder
 from millstream.capture.lines import describe, here, user_frames
 from millstream.capture.trace.patches.checkpointing import RandomRecords
-from millstream.capture.trace.scalars import GraphScalar, run_with_scalars
+from millstream.capture.trace.scalars import GraphScalar, is_scalar, run_with_scalars
 from millstream.errors import CaptureError
 
 aten = torch.ops.aten
@@ -50,10 +52,16 @@ VALUE_READERS = {
 }
 """What users do with values, by the name of the function they call."""
 
-_ALWAYS_REFUSED = frozenset({"numpy", "__array__", "__repr__", "__format__"})
+_ALWAYS_REFUSED = frozenset({"numpy", "__array__"})
 """Those which give an answer for a fake tensor, though a wrong one, or fail obscurely."""
 
-READ_REMEDY = "Return the tensor and read its value outside of the step; for a branch use torch.where."
+MOST_READ = 256
+"""Numbers that a step may read from tensors, of which each costs a node of the graph; ``tolist()`` reads its own."""
+
+READ_REMEDY = (
+    "Read it with .item(), whose value can be formatted, logged, stored and returned, or outside of the step; for a"
+    " branch use torch.where."
+)
 SHAPE_REMEDY = "Use torch.where or a mask that multiplies, so that shapes do not depend on values."
 
 
@@ -74,10 +82,11 @@ class FunctionWatch(TorchFunctionMode):
         moved: By id, tensors whose ``.data`` was assigned, and what has the memory that they had at first.
     """
 
-    def __init__(self, refuse: Callable[[CaptureError], None], lifted: set[int]) -> None:
+    def __init__(self, refuse: Callable[[CaptureError], None], lifted: set[int], recorder: Recorder) -> None:
         super().__init__()
         self._refuse = refuse
         self._lifted = lifted
+        self._recorder = recorder
         self.calling = ""
         self.moved: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -88,9 +97,11 @@ class FunctionWatch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _ALWAYS_REFUSED:
             self._fail(VALUE_READERS[name], READ_REMEDY)
+        if name in _READ_LATER and is_unknown(args[0]):
+            return self._read_later(name, *args)
         if name in ("register_hook", "register_post_accumulate_grad_hook") and id(args[0]) in self._lifted:
             self._fail("The step registers a hook on a parameter or other state.", "Register it outside of the step.")
-        if any(isinstance(arg, np.ndarray) for arg in args):
+        if any(issubclass(type(arg), np.ndarray) for arg in args):
             self._fail(*_NUMPY_READ)
         if name == "__set__" and getattr(func, "__self__", None) is _DATA:
             return self._set_data(func, *args)
@@ -101,6 +112,18 @@ class FunctionWatch(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self.calling = before
+
+    def _read_later(self, name: str, tensor: Tensor, *how: Any, **_: Any) -> Any:
+        """Numbers and text that are known after the replay."""
+        if name == "__format__" and tensor.dim() == 0:
+            return self._recorder.text(tensor, lambda value: format(value, *how))
+        if name in ("__repr__", "__format__"):
+            return self._recorder.text(tensor, _repr_as(tensor))
+        if tensor.numel() != 1 or tensor.dtype.is_complex:
+            self._fail(VALUE_READERS[name], READ_REMEDY)
+        if len(self._recorder.kept) >= MOST_READ:
+            self._fail(f"The step reads more than {MOST_READ} numbers from tensors.", READ_REMEDY)
+        return self._recorder.item(tensor)
 
     def _set_data(self, func: Callable[..., Any], tensor: Tensor, value: Tensor) -> None:
         """``tensor.data = value`` gives ``tensor`` other memory, which no operator does: a tracer does not see it."""
@@ -127,6 +150,20 @@ class FunctionWatch(TorchFunctionMode):
         raise error
 
 
+_READ_LATER = frozenset({"item", "__repr__", "__format__"})
+"""What can be had after the replay."""
+
+
+def _repr_as(traced: Tensor) -> Callable[[Tensor], str]:
+    """How to show a tensor whose values are there as one that autograd knows."""
+    node = traced.grad_fn
+    before = "Parameter containing:\n" if isinstance(traced, nn.Parameter) else ""
+    if node is None and not traced.requires_grad:
+        return lambda value: before + repr(value)
+    shown = "requires_grad=True" if node is None else f"grad_fn=<{type(node).__name__}>"
+    return lambda value: before + repr(value.detach().requires_grad_()).replace("requires_grad=True", shown)
+
+
 _NUMPY_READ = ("The step reads a NumPy array.", "Make a tensor of it outside of the step and pass that.")
 
 
@@ -138,6 +175,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         functions: The function mode in force, for the names of what users call.
         randoms: Random results of checkpointed regions.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, refuse: Callable[[Exception], None], functions: FunctionWatch, randoms: RandomRecords) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -159,12 +198,20 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fail(
                 CaptureError("The step gives a tensor other memory with set_().", where=here(), remedy="Use copy_().")
             )
+        if is_higher_order(func) and func.name() not in _HIGHER_ORDER:
+            self._fail(
+                CaptureError(
+                    f"The step uses the higher-order operator {func.name()}, which is not captured.",
+                    where=here(),
+                    remedy="Use torch.where, or write out what it does.",
+                )
+            )
         last = next(iter(reversed(self._graph.nodes)))
         try:
             replacement = _REPLACEMENTS.get(func)
             if replacement is not None:
                 return replacement(*args, **kwargs)
-            if torch.Tag.nondeterministic_seeded in func.tags:
+            if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
                 return self._run_random(func, args, kwargs)
             return func(*args, **kwargs)
         except VALUE_NEEDED:
@@ -228,7 +275,7 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
 
 def _scalars_in(values: Any) -> Iterator[GraphScalar]:
     for value in values:
-        if isinstance(value, GraphScalar):
+        if is_scalar(value):
             yield value
         elif isinstance(value, list | tuple):
             yield from _scalars_in(value)
@@ -255,6 +302,9 @@ def _update_scale(
     growth_tracker.copy_(torch.where(failed | grows, torch.zeros_like(successes), successes))
     return scale
 
+
+_HIGHER_ORDER = frozenset({"flex_attention", "flex_attention_backward"})
+"""Operators with functions for arguments that TorchInductor compiles within a graph."""
 
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default})
 """Operators that turn a constant of the program into a tensor of the graph."""

@@ -1,4 +1,4 @@
-"""What a step returns: which of it a graph gives anew in each call, and what could not be put together again."""
+"""What a step returns: objects with tensors inside could not be put together again."""
 
 from __future__ import annotations
 
@@ -7,43 +7,20 @@ import functools
 from collections import deque
 from collections.abc import Container as Container_
 from collections.abc import Iterator, Mapping, ValuesView
-from dataclasses import replace
 from types import FunctionType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from millstream._torch.tensors import FakeTensor
-from millstream.capture.state.signature import LEAF, Container, Reference, Structure, walk
-from millstream.capture.step.request import Output
-from millstream.capture.trace.scalars import GraphScalar
+from millstream.capture.effects.values import holds_token
+from millstream.capture.state.signature import Reference, Structure, walk
+from millstream.capture.trace.scalars import is_scalar
 from millstream.errors import CaptureError
 
 MOST_SEARCHED = 10_000
 """Objects of a result that are looked into: of many more it can only be said that they are the user's own."""
-
-
-def find_outputs(structure: Structure, tensors: Iterator[Output]) -> Iterator[Output]:
-    """What is to be had of a result, in order: tensors, and numbers that depend on the optimizer's."""
-    for _, part in walk(structure, ""):
-        if part is LEAF:
-            yield next(tensors)
-        elif _is_graph_scalar(part):
-            yield Output("number", value=part.target.of)
-
-
-def _is_graph_scalar(part: Structure) -> TypeGuard[Reference]:
-    return isinstance(part, Reference) and isinstance(part.target, GraphScalar)
-
-
-def make_numbers_leaves(structure: Structure) -> Structure:
-    """Let the places of graph scalars be filled in each call."""
-    if _is_graph_scalar(structure):
-        return LEAF
-    if isinstance(structure, Container):
-        return replace(structure, children=tuple(map(make_numbers_leaves, structure.children)))
-    return structure
 
 
 def check_returned(structure: Structure, state: Container_[int]) -> None:
@@ -71,9 +48,13 @@ def check_returned(structure: Structure, state: Container_[int]) -> None:
 
 
 def _holds_new_tensors(value: Any, state: Container_[int], seen: set[int]) -> bool:
-    """Whether tensors made while tracing can be reached from a value without a call."""
+    """Whether tensors, numbers or text made while tracing can be reached from a value without a call."""
+    if is_scalar(value):
+        return True
     if isinstance(value, FakeTensor):
         return id(value) not in state
+    if isinstance(value, str):
+        return holds_token(value)
     if id(value) in seen or len(seen) > MOST_SEARCHED or isinstance(value, (nn.Module, Optimizer, type, ModuleType)):
         return False
     seen.add(id(value))

@@ -1,8 +1,10 @@
-"""Python numbers that a captured graph reads at run time: learning rates, cycled hyperparameters, counted steps.
+"""Python numbers that a captured graph reads at run time, or that the host reads from its results.
 
-While tracing, a ``GraphScalar`` stands where the number stood. Arithmetic with it becomes part of the graph; a
-comparison is answered with the present value and remembered, because another answer needs another graph; whoever takes
-it for a plain ``float`` gets one, which is remembered as well.
+While tracing, a ``GraphScalar`` stands where a learning rate, a counted step or a number of the user's stood.
+Arithmetic with it becomes part of the graph; a comparison is answered with the present value and remembered, because
+another answer needs another graph; whoever takes it for a plain ``float`` gets one, which is remembered as well. A
+``HostScalar`` stands for what ``.item()`` gives: nobody knows its value yet, so that only arithmetic and text can be
+made of it.
 
 **Contract**
 - A graph depends on the value of a number only through its tensor and through the questions in ``Questions``.
@@ -17,13 +19,16 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from millstream._torch.tracing import patched
+from millstream.capture.effects.values import Always, Expression, Leaf, Texts
+from millstream.capture.lines import here
+from millstream.errors import CaptureError
 
 Numbers: TypeAlias = Sequence[float]
 """Values of all numbers that a graph reads, in the order in which they were lifted."""
@@ -35,9 +40,17 @@ LOOKAHEAD = 1000
 
 @dataclass(slots=True)
 class Questions:
-    """What the traced program asked about the values of its numbers, and the answers."""
+    """What the traced program asked about the values of its numbers.
+
+    Attributes:
+        asked: Questions and the answers.
+        refused: What it asked of values that nobody knows yet.
+        texts: Text made of them.
+    """
 
     asked: list[tuple[Callable[[Numbers], Any], Any]] = field(default_factory=list)
+    refused: list[CaptureError] = field(default_factory=list)
+    texts: Texts = field(default_factory=Texts)
 
     def allow(self, numbers: Numbers) -> bool:
         """Whether a program with these numbers would get the same answers, so that the graph holds for it."""
@@ -69,13 +82,21 @@ class GraphScalar(torch.SymFloat):
         tensor: A 0-d float64 tensor that the graph reads.
         of: The same value from the lifted numbers.
         questions: Receives what the program asks.
+        is_users: Whether it is a number of the user's, which may be whole in one call and not in the next.
     """
 
-    def __init__(self, value: float, tensor: Tensor, of: Callable[[Numbers], Any], questions: Questions) -> None:
+    is_known = True
+    needs: frozenset[Leaf] = frozenset()
+    origin = ""
+
+    def __init__(
+        self, value: Any, tensor: Tensor | None, of: Expression, questions: Questions, *, is_users: bool = False
+    ) -> None:
         self.value = value
         self.tensor = tensor
         self.of = of
         self.questions = questions
+        self.is_users = is_users
         self._casts: dict[torch.dtype, Tensor] = {}
         # With each parameter an optimizer computes the same of the one number of its steps: the graph does it once.
         self._known: dict[tuple[Any, ...], tuple[Any, GraphScalar]] = {}
@@ -89,18 +110,28 @@ class GraphScalar(torch.SymFloat):
     @property
     def is_whole(self) -> bool:
         """Whether the number is an integer, and not one by chance."""
-        return isinstance(self.value, int | np.integer)
+        answer = isinstance(self.value, int | np.integer)
+        if self.is_users:
+            of = self.of
+            self._ask((GraphScalar,), None, lambda numbers: isinstance(of(numbers), int | np.integer), answer)
+        return answer
 
     def as_tensor_for(self, other: Tensor | None) -> Tensor:
         """The tensor in the dtype in which a Python number takes part in an operation with ``other``."""
-        dtype = torch.int64 if self.is_whole else torch.get_default_dtype()
         if other is not None and other.dtype in (torch.float64, torch.complex128):
             dtype = torch.float64
         elif other is not None and (other.is_floating_point() or other.is_complex()):
             dtype = torch.float32
+        else:
+            dtype = torch.int64 if self.is_whole else torch.get_default_dtype()
         if dtype not in self._casts:
-            self._casts[dtype] = self.tensor.to(dtype)
+            self._casts[dtype] = self.in_graph().to(dtype)
         return self._casts[dtype]
+
+    def in_graph(self) -> Tensor:
+        """The tensor that holds it at run time."""
+        assert self.tensor is not None
+        return self.tensor
 
     def plain(self) -> int | float:
         """The present value, on which the graph depends from here on."""
@@ -120,30 +151,75 @@ class GraphScalar(torch.SymFloat):
         return hash(float(self))
 
     def __repr__(self) -> str:
-        return repr(self.value)
+        return self._text(repr)
+
+    def __str__(self) -> str:
+        return self._text(str)
+
+    def __format__(self, spec: str) -> str:
+        if self.is_known:
+            format(self.value, spec)  # for its error
+        return self._text(lambda value: format(value, spec))
+
+    def _text(self, make: Callable[[Any], str]) -> str:
+        of = self.of
+        return self.questions.texts.token(lambda values: make(of(values)), self.needs)
+
+    def __round__(self, digits: int | None = None) -> GraphScalar:
+        return self.apply(
+            lambda value: round(value, digits),
+            lambda tensor: torch.round(tensor, decimals=digits or 0),
+            what=(round, digits),
+            is_whole=self.is_whole if digits is not None else True,
+        )
 
     def __neg__(self) -> GraphScalar:
-        return self.apply(operator.neg)
+        return self.apply(operator.neg, is_whole=self.is_whole)
 
     def __pos__(self) -> GraphScalar:
         return self
 
     def __abs__(self) -> GraphScalar:
-        return self.apply(abs)
+        return self.apply(abs, is_whole=self.is_whole)
 
-    def apply(self, function: Callable[[Any], Any], to_tensor: Callable[[Tensor], Tensor] | None = None) -> GraphScalar:
-        """A function of the number, and its form for tensors if that is another."""
-        of = self.of
+    def apply(
+        self,
+        function: Callable[[Any], Any],
+        to_tensor: Callable[[Tensor], Tensor] | None = None,
+        *,
+        what: tuple[Any, ...] = (),
+        is_whole: bool = False,
+    ) -> GraphScalar:
+        """A function of the number, its form for tensors if that is another, and what kind of number it gives."""
+        of, tensor = self.of, self.tensor
         return self._once(
-            (function,),
+            what or (function,),
             None,
-            lambda: GraphScalar(
-                function(self.value),
-                (to_tensor or function)(self.tensor),
+            lambda: self._make(
+                function(self.value) if self.is_known else None,
+                None if tensor is None else (to_tensor or function)(tensor),
                 lambda numbers: function(of(numbers)),
-                self.questions,
+                is_whole=is_whole,
             ),
         )
+
+    def _make(
+        self, value: Any, tensor: Tensor | None, of: Expression, *, other: Any = None, is_whole: bool = False
+    ) -> GraphScalar:
+        """What was computed from the number, and maybe from another."""
+        parts = [part for part in (self, other) if is_scalar(part)]
+        unknown = next((part for part in parts if not part.is_known), None)
+        if unknown is None:
+            return GraphScalar(value, tensor, of, self.questions, is_users=any(part.is_users for part in parts))
+        needs = frozenset[Leaf]().union(*(part.needs for part in parts))
+        return HostScalar(tensor, of, self.questions, needs, is_whole=is_whole, origin=unknown.origin)
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise that the step does something for which a value must be known that is not; told also if swallowed."""
+        remedy = HOST_REMEDY if self.needs else "Do that outside of the step, after it."
+        error = CaptureError(f"{what} {self.origin}.", where=here(), remedy=remedy)
+        self.questions.refused.append(error)
+        raise error
 
     def _once(self, what: tuple[Any, ...], other: Any, compute: Callable[[], GraphScalar]) -> GraphScalar:
         key = _key_of(what, other)
@@ -159,13 +235,78 @@ class GraphScalar(torch.SymFloat):
             self.questions.asked.append((of, answer))
 
 
+class HostScalar(GraphScalar):
+    """A number that the host knows only after the graph has run.
+
+    Args:
+        tensor: A 0-d float64 tensor with it, ``None`` if the graph cannot have it.
+        of: Gives it from ``Values``.
+        questions: Receives what the program asks, which is refused.
+        needs: What ``of`` reads of the graph's results.
+        is_whole: Whether it is an integer.
+        origin: Where it comes from, for people.
+    """
+
+    is_known = False
+
+    def __init__(
+        self,
+        tensor: Tensor | None,
+        of: Expression,
+        questions: Questions,
+        needs: frozenset[Leaf],
+        *,
+        is_whole: bool,
+        origin: str,
+    ) -> None:
+        super().__init__(None, tensor, of, questions)
+        self.needs = needs
+        self.origin = origin
+        self._is_whole = is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        return self._is_whole
+
+    def in_graph(self) -> Tensor:
+        if self.tensor is None:
+            self.refuse("The step computes with")
+        return self.tensor
+
+    def plain(self) -> NoReturn:
+        self.refuse("The step makes a plain number of")
+
+
+HOST_REMEDY = (
+    "Its value is known after the step: format it with f-strings, log it, return it; for a branch use torch.where, or"
+    " decide in ms.callback(function, value)."
+)
+
+
+def is_scalar(value: Any) -> TypeGuard[GraphScalar]:
+    """Whether it is a scalar of a graph; unlike ``isinstance``, asks it nothing."""
+    return issubclass(type(value), GraphScalar)
+
+
+def is_tensor(value: Any) -> bool:
+    """The same of tensors."""
+    return issubclass(type(value), Tensor)
+
+
 def _key_of(what: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
-    return *what, type(other), id(other) if isinstance(other, GraphScalar) else other
+    return *what, type(other), id(other) if is_scalar(other) else other
 
 
-def _parts_of(other: Any) -> tuple[Any, Any, Callable[[Numbers], Any]]:
+def _parts_of(other: Any) -> tuple[Any, Any, Expression]:
     """Of a scalar or a plain number: its value, what stands for it in the graph, and how numbers give it."""
-    return (other.value, other.tensor, other.of) if isinstance(other, GraphScalar) else (other, other, lambda _: other)
+    return (other.value, other.tensor, other.of) if is_scalar(other) else (other, other, Always(other))
+
+
+def _gives_whole(function: Callable[..., Any], left: GraphScalar, right: Any) -> bool:
+    """Whether an operator gives an integer."""
+    if function is operator.truediv or not left.is_whole:
+        return False
+    return right.is_whole if is_scalar(right) else isinstance(right, int)
 
 
 def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callable[[GraphScalar, Any], Any]:
@@ -175,19 +316,21 @@ def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callabl
         return function(right, left) if swapped else function(left, right)
 
     def method(self: GraphScalar, other: Any) -> Any:
-        if isinstance(other, Tensor):
+        if is_tensor(other):
             return combine(self.as_tensor_for(other), other)
         own = self.of
-        if not isinstance(other, int | float):  # as scalars are, too
+        if not (is_scalar(other) or isinstance(other, int | float)):
             return NotImplemented
         value, tensor, of = _parts_of(other)
+        is_known = self.is_known and (not is_scalar(other) or other.is_known)
 
         def compute() -> GraphScalar:
-            return GraphScalar(
-                combine(self.value, value),
-                combine(self.tensor, tensor),
+            return self._make(
+                combine(self.value, value) if is_known else None,
+                None if self.tensor is None or tensor is None else combine(self.tensor, tensor),
                 lambda numbers: combine(own(numbers), of(numbers)),
-                self.questions,
+                other=other,
+                is_whole=not is_known and _gives_whole(function, self, other),
             )
 
         return self._once((function, swapped), other, compute)
@@ -199,11 +342,14 @@ def _comparing(function: Callable[[Any, Any], Any]) -> Callable[[GraphScalar, An
     """Make the method for a comparison."""
 
     def method(self: GraphScalar, other: Any) -> Any:
-        if isinstance(other, Tensor):
+        if is_tensor(other):
             return function(self.as_tensor_for(other), other)
         own = self.of
-        if not isinstance(other, int | float):
+        if not (is_scalar(other) or isinstance(other, int | float)):
             return NotImplemented
+        for part in (self, other):
+            if is_scalar(part) and not part.is_known:
+                part.refuse("The step branches on")
         value, _, of = _parts_of(other)
         answer = bool(function(self.value, value))
         self._ask((function,), other, lambda numbers: bool(function(own(numbers), of(numbers))), answer)
@@ -221,6 +367,21 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(GraphScalar, f"__{_name}__", _comparing(getattr(operator, _name)))
 
 
+def _refusing(what: str) -> Callable[[HostScalar], NoReturn]:
+    """Make the method for what needs a value."""
+    return lambda self: self.refuse(what)
+
+
+for _name, _what in {
+    "float": "The step makes a float of",
+    "int": "The step makes an int of",
+    "index": "The step indexes with",
+    "bool": "The step branches on",
+    "hash": "The step looks something up by",
+}.items():
+    setattr(HostScalar, f"__{_name}__", _refusing(_what))
+
+
 _TAKE_TENSORS = frozenset(
     """
     add radd sub subtract rsub mul multiply rmul div divide true_divide rdiv rtruediv pow rpow float_power remainder
@@ -236,7 +397,7 @@ def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     if name.startswith("_foreach_"):
         return _run_foreach(name.removeprefix("_foreach_"), function, args, kwargs)
     plain = name.rstrip("_")
-    if plain in ("add", "sub", "subtract") and isinstance(kwargs.get("alpha"), GraphScalar):
+    if plain in ("add", "sub", "subtract") and is_scalar(kwargs.get("alpha")):
         alpha = kwargs["alpha"]
         rest = {key: value for key, value in kwargs.items() if key != "alpha"}
         return function(args[0], _times(args[1], alpha), *args[2:], **rest)
@@ -245,13 +406,13 @@ def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     if plain == "lerp" and (scalar := _scalar_at(args, kwargs, 2, "weight")) is not None:
         moved = args[0] + (args[1] - args[0]) * scalar.as_tensor_for(args[0])
         return args[0].copy_(moved) if name.endswith("_") else moved
-    like = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    like = next((arg for arg in args if is_tensor(arg)), None)
 
     def as_tensor(value: Any) -> Any:
-        return value.as_tensor_for(like) if isinstance(value, GraphScalar) else value
+        return value.as_tensor_for(like) if is_scalar(value) else value
 
     def as_number(value: Any) -> Any:
-        return value.plain() if isinstance(value, GraphScalar) else value
+        return value.plain() if is_scalar(value) else value
 
     if plain.strip("_") in _TAKE_TENSORS:
         try:
@@ -270,7 +431,7 @@ def math_takes_scalars() -> Iterator[None]:
         function, of_tensor = getattr(math, name), getattr(torch, name)
 
         def compute(*args: Any) -> Any:
-            if not any(isinstance(arg, GraphScalar) for arg in args):
+            if not any(is_scalar(arg) for arg in args):
                 return function(*args)
             return args[0] ** args[1] if name == "pow" else args[0].apply(function, of_tensor)
 
@@ -286,24 +447,24 @@ _OF_MATH = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos
 
 
 def _times(value: Any, scalar: GraphScalar) -> Any:
-    return value * scalar.as_tensor_for(value) if isinstance(value, Tensor) else value * scalar
+    return value * scalar.as_tensor_for(value) if is_tensor(value) else value * scalar
 
 
 def _tensor_of(value: Any, like: Tensor) -> Tensor:
-    if isinstance(value, GraphScalar):
+    if is_scalar(value):
         return value.as_tensor_for(like)
-    return value if isinstance(value, Tensor) else torch.full((), value, dtype=like.dtype, device=like.device)
+    return value if is_tensor(value) else torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def _scalar_at(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> GraphScalar | None:
     value = kwargs.get(name, args[position] if len(args) > position else None)
-    return value if isinstance(value, GraphScalar) else None
+    return value if is_scalar(value) else None
 
 
 def _run_foreach(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forms with lists of tensors stay one foreach operator, which compilers fuse over the whole list."""
     plain = name.rstrip("_")
-    if isinstance(args[0], GraphScalar):  # number ** tensors
+    if is_scalar(args[0]):  # number ** tensors
         return [getattr(torch, plain)(args[0].as_tensor_for(tensor), tensor) for tensor in args[1]]
     tensors = list(args[0])
 
@@ -311,13 +472,13 @@ def _run_foreach(name: str, function: Callable[..., Any], args: tuple[Any, ...],
         return [scalar.as_tensor_for(tensor) for tensor in tensors]
 
     def replaced(value: Any) -> Any:
-        if isinstance(value, GraphScalar):
+        if is_scalar(value):
             return spread(value)
-        if isinstance(value, list | tuple) and any(isinstance(item, GraphScalar) for item in value):
+        if isinstance(value, list | tuple) and any(is_scalar(item) for item in value):
             return [_tensor_of(item, like) for item, like in zip(value, tensors, strict=True)]
         return value
 
-    if plain in ("add", "sub") and isinstance(kwargs.get("alpha"), GraphScalar):
+    if plain in ("add", "sub") and is_scalar(kwargs.get("alpha")):
         return function(tensors, torch._foreach_mul(args[1], spread(kwargs["alpha"])))
     if plain in ("addcmul", "addcdiv"):
         factor = kwargs.get("value", kwargs.get("scalars", args[3] if len(args) > 3 else 1))

@@ -17,10 +17,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType, FunctionType
 from typing import Any, NoReturn
 
@@ -29,8 +30,6 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from millstream._torch.dynamo import compile_lock
-from millstream._torch.hooks import OwnHook
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, is_real, is_same_view, storage_id
 from millstream._torch.tracing import (
     graph_being_traced,
@@ -40,11 +39,23 @@ from millstream._torch.tracing import (
     trace_aten,
     unchecked_distributions,
 )
+from millstream.capture.effects.outputs import outputs_recorded
+from millstream.capture.effects.places import ArgumentPlace, ValuePlace
+from millstream.capture.effects.program import Effects, Output, Write
+from millstream.capture.effects.recorder import Recorder, open_structure
+from millstream.capture.effects.values import Always, Nth, holds_token
 from millstream.capture.lines import here, is_asked_by_user, place_of
 from millstream.capture.state.discover import MISSING, discover
 from millstream.capture.state.executed import CodeWatch, Ran, stand_in
-from millstream.capture.state.lift import TRACING, Lifted, become_fake, check_apart, lift
-from millstream.capture.state.signature import Structure, put_together, take_apart
+from millstream.capture.state.lift import Lifted, become_fake, check_apart, lift
+from millstream.capture.state.signature import (
+    SCALARS,
+    Reference,
+    Structure,
+    put_together,
+    replace_numbers,
+    take_apart,
+)
 from millstream.capture.state.snapshot import (
     Change,
     Kind,
@@ -53,29 +64,29 @@ from millstream.capture.state.snapshot import (
     selects_behaviour,
 )
 from millstream.capture.step.request import (
+    FirstChange,
     FoundLate,
     NumbersChanged,
-    Output,
     Request,
     ServesOnce,
     StateMissing,
     Traced,
 )
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch, fits
-from millstream.capture.trace.outputs import check_returned, find_outputs, make_numbers_leaves
+from millstream.capture.trace.outputs import check_returned
 from millstream.capture.trace.patches.caches import caches_unfilled
 from millstream.capture.trace.patches.checkpointing import RandomRecords, checkpoints_reuse_randoms
 from millstream.capture.trace.patches.optimizers import (
-    device_of,
     is_number,
+    is_schedulers,
     narrow_counts,
-    schedulers_are_refused,
+    schedulers_are_recorded,
     traceable,
     widen_counts,
 )
 from millstream.capture.trace.patches.randomness import RandomState, other_generators_refused
 from millstream.capture.trace.patches.scaler import is_idle, steps_are_masked
-from millstream.capture.trace.scalars import GraphScalar, Questions, math_takes_scalars
+from millstream.capture.trace.scalars import GraphScalar, Questions, is_scalar, is_tensor, math_takes_scalars
 from millstream.capture.trace.unsupported import check_sources
 from millstream.errors import CaptureError
 from millstream.passes.cleanup import (
@@ -88,6 +99,18 @@ from millstream.passes.cleanup import (
     written_inputs,
     written_storages,
 )
+
+_TRACING = threading.RLock()
+"""Tracing patches classes and modules: one thread at a time. A forked child has another one: nobody would open this."""
+
+
+def _start_afresh_after_fork() -> None:
+    global _TRACING  # noqa: PLW0603
+    _TRACING = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh_after_fork)
 
 _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
 """What must be known before tracing begins."""
@@ -104,6 +127,8 @@ _OPTIMIZERS = (Kind.OPTIMIZER, Kind.GROUP, Kind.STATE)
 
 SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
 
+CALLBACK_REMEDY = "Move this out of the step, or let ms.callback do it, as in ms.callback(losses.append, loss)."
+
 
 def trace_step(request: Request) -> Traced:
     """Record the step of ``request``.
@@ -115,18 +140,8 @@ def trace_step(request: Request) -> Traced:
         NumbersChanged: It lacks numbers.
         ServesOnce: The graph would not serve again.
     """
-    with tracing_alone():
+    with _TRACING:
         return _Tracer(request).trace()
-
-
-@contextlib.contextmanager
-def tracing_alone() -> Iterator[None]:
-    """While one thread traces, no other does, nor looks for what to trace; PyTorch's compilers wait.
-
-    The order of the locks is the same everywhere: a thread that waits for a tensor to be real again may be compiling.
-    """
-    with compile_lock(), TRACING.lock:
-        yield
 
 
 @dataclass
@@ -136,7 +151,8 @@ class _Tracer:
     questions: Questions = field(default_factory=Questions)
     stepped: list[Optimizer] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
-    effects: list[tuple[Any, Any, Output]] = field(default_factory=list)
+    effects: Effects = field(default_factory=Effects)
+    written: dict[tuple[int, Any], Change] = field(default_factory=dict)
     memory: set[int] = field(default_factory=set)
     moved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -147,6 +163,11 @@ class _Tracer:
     failure: Exception | None = None
     ran: Ran = field(default_factory=lambda: Ran(attributes=set()))
     numbers: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.questions.texts.style = self.request.style
+        own = {id(container) for _, container in self.request.found.containers}
+        self.recorder = Recorder(self.questions, own, self._note_writes)
 
     def trace(self) -> Traced:
         request = self.request
@@ -177,7 +198,7 @@ class _Tracer:
                         gm = self._record(inputs)
                     finally:
                         self.snapshot.restore()
-        except (CaptureError, StateMissing, FoundLate, NumbersChanged, ServesOnce):
+        except (CaptureError, StateMissing, FoundLate, NumbersChanged, FirstChange, ServesOnce):
             raise
         except ForeignTensor as foreign:
             if not foreign.tensor.is_leaf:
@@ -188,7 +209,7 @@ class _Tracer:
                 ) from None
             raise FoundLate("a tensor", foreign.tensor, foreign.where) from None
         except Exception as error:
-            raise _failure(error) from error
+            raise self._failure(error) from error
         finally:
             used = random_state.what_changed()
             if used or sys.exc_info()[0] is not None:
@@ -201,24 +222,26 @@ class _Tracer:
         except CaptureError:
             raise
         except Exception as error:
-            raise _failure(error) from error
+            raise self._failure(error) from error
 
     def _record(self, inputs: list[Tensor]) -> fx.GraphModule:
         randoms = RandomRecords()
         watched = {id(entry.tensor) for entry in self.request.state}
 
         def run_step() -> Any:
-            given = put_together(self.request.structure, iter(self.request.arguments).__next__)
+            numbers = (place.get() for place in self.request.numbers if isinstance(place, ArgumentPlace))
+            structure = replace_numbers(self.request.structure, map(Reference, numbers))
+            given = put_together(structure, iter(self.request.arguments).__next__)
             args, kwargs = given
             with CodeWatch(self.ran, self._on_code):
                 if self.ran.codes is None:
                     self._check_sources()
                 result = self.request.function(*args, **kwargs)
-            self._check_arguments(given)
+            self._check_arguments(given, structure)
             return result
 
         def body() -> Sequence[Tensor]:
-            functions = FunctionWatch(self._note_failure, watched)
+            functions = FunctionWatch(self._note_failure, watched, self.recorder)
             with (
                 OperatorWatch(self._note_failure, functions, randoms),
                 functions,
@@ -228,7 +251,9 @@ class _Tracer:
             ):
                 self.moved, self.memory = functions.moved, set(map(storage_id, self._inputs()))
                 counts = widen_counts(optimizer for _, optimizer in self.request.found.optimizers)
-                result = run_step()
+                with self.recorder.active(), outputs_recorded(self.recorder) as self.record_files:
+                    self.record_files(self.request.found.files)
+                    result = run_step()
                 self._raise_failure()
                 with torch.no_grad():
                     narrow_counts(counts, self.stepped)
@@ -262,6 +287,7 @@ class _Tracer:
             request.roots += late
             request.found = found
             self.snapshot.add(found)
+            self.record_files(found.files)
             self.random_state.add(found)
         self._check_sources()
 
@@ -272,15 +298,23 @@ class _Tracer:
             except CaptureError as error:
                 self._report(error)
 
-    def _check_arguments(self, given: Any) -> None:
+    def _check_arguments(self, given: Any, before: Structure) -> None:
         """Refuse changes of containers among the arguments: the function was given copies of them."""
         leaves: list[Tensor] = []
         structure = take_apart(given, leaves)
-        if structure != self.request.structure or [*map(id, leaves)] != [*map(id, self.request.arguments)]:
+        if structure != before or [*map(id, leaves)] != [*map(id, self.request.arguments)]:
             raise CaptureError(
                 "The step changes a container among its arguments, which a graph would not do again.",
                 remedy="Return what it would put there.",
             )
+
+    def _failure(self, error: Exception) -> CaptureError:
+        message = self.questions.texts.readable(f"Tracing failed: {type(error).__name__}: {error}")
+        return CaptureError(
+            message.splitlines()[0],
+            where=place_of(error),
+            remedy="If the line also fails without ms.step, correct it; otherwise keep it out of the step.",
+        )
 
     def _note_failure(self, error: Exception) -> None:
         self.failure = self.failure or error
@@ -289,18 +323,19 @@ class _Tracer:
         """The first refusal counts, also when the user's function caught it and went on."""
         if self.failure is not None:
             raise self.failure
+        if self.questions.refused:
+            raise self.questions.refused[0]
 
     @contextlib.contextmanager
     def _numbers_replaced(self) -> Iterator[list[Tensor]]:
         """Put graph scalars in the places of the numbers; yields the tensors that they read."""
         places = self.request.numbers
         values = self.numbers = [place.get() for place in places]
-        tensors = [
-            torch.empty((), dtype=torch.float64, device=device_of(place.optimizer, place.group)) for place in places
-        ]
+        tensors = [torch.empty((), dtype=torch.float64, device=place.device) for place in places]
         try:
             for index, (place, value, tensor) in enumerate(zip(places, values, tensors, strict=True)):
-                place.set(GraphScalar(value, tensor, _Nth(index), self.questions))
+                is_users = isinstance(place, ValuePlace | ArgumentPlace)
+                place.set(GraphScalar(value, tensor, Nth(index), self.questions, is_users=is_users))
             yield tensors
         finally:
             for place, value in zip(places, values, strict=True):
@@ -330,9 +365,12 @@ class _Tracer:
             if optimizer not in self.stepped:
                 self.stepped.append(optimizer)
 
-        handle = register_optimizer_step_pre_hook(OwnHook(on_step))
+        handle = register_optimizer_step_pre_hook(on_step)
         try:
-            with schedulers_are_refused(self._note_failure, meet), other_generators_refused(self._note_failure):
+            with (
+                schedulers_are_recorded(self.recorder, self._note_failure, meet),
+                other_generators_refused(self._note_failure),
+            ):
                 yield
         finally:
             handle.remove()
@@ -348,50 +386,72 @@ class _Tracer:
             for gradient in self.request.gradients
         ]
 
-    def _keep_changes(self) -> list[Change]:
-        """Note what is to be copied into the state of optimizers; refuse what a graph cannot do to Python objects.
+    def _keep_changes(self) -> list[Change]:  # noqa: C901  one line per kind of change
+        """Note what becomes of optimizers' state and of Python objects; refuse what no graph can do again.
 
         Returns:
-            Where else the function stored tensors.
+            Where the function stored tensors.
         """
         given = {*map(id, self.request.arguments), *(id(entry.tensor) for entry in self.request.state)}
         stored: list[Change] = []
         counted: list[Change] = []
-        for change in self.snapshot.changes():
+        settled: set[Any] = set()
+        for change in self._note_writes():
             before, after = change.before, change.after
             is_users = change.kind in (Kind.PLAIN, Kind.MODULE)
-            if change.kind in _OPTIMIZERS and is_number(before) and is_number(after):
-                counted.append(change)
+            if _is_write(change):
+                if is_number(before) and is_number(after):
+                    counted.append(change)
+                elif change.key != "training":
+                    settled.add((id(change.holder), change.key, _form_of(before), _form_of(after)))
+            elif is_schedulers(after):
+                pass  # it puts it there itself
             elif id(before) in given and not is_users and fits(after, before):
                 self.copies.append((before, after))
             elif change.kind is Kind.STATE:
                 raise StateMissing(change.name)
             elif change.kind is Kind.GROUP:
-                raise CaptureError(
-                    f"The step changes {change.name} from {before} to {after}.",
-                    remedy="Change it outside of the step.",
-                )
-            elif change.kind is Kind.MODULE and change.key == "training":
-                self.effects.append((change.holder, change.key, Output("object", value=after)))
+                raise CaptureError(f"The step changes {change.name}.", remedy="Change it outside of the step.")
             elif isinstance(after, FakeTensor) and change.is_entry:
                 if after.requires_grad and after.is_leaf and id(after) not in given:
                     raise _needs_gradient(change.name)
                 stored.append(change)
             elif change.kind is not Kind.SCALER and not (change.kind is Kind.OPTIMIZER and change.key in _NOTES):
                 raise _side_effect(change)
-        self._keep_numbers(counted)
+        self._check_numbers(counted)
+        if not settled <= self.request.settled:
+            self.request.settled |= settled
+            raise FirstChange
         return stored
 
-    def _keep_numbers(self, changes: list[Change]) -> None:
-        """Note what becomes of numbers that the function has changed; ask for those that are no scalars yet."""
-        if new := [(change.holder, change.key) for change in changes if not isinstance(change.before, GraphScalar)]:
+    def _note_writes(self) -> list[Change]:
+        """Add to the effects what has become of Python's values since it was last asked; returns all that differs."""
+        changes = self.snapshot.changes()
+        now = {(id(change.holder), change.key): change for change in changes if _is_write(change)}
+        undone = [replace(change, after=change.before) for place, change in self.written.items() if place not in now]
+        for change in (*now.values(), *undone):
+            place = id(change.holder), change.key
+            if place not in self.written or self.written[place].after is not change.after:
+                self.written[place] = change
+                self.recorder.program.append(Write(change.holder, change.key, self._output_of(change.after)))
+        return changes
+
+    def _output_of(self, value: Any) -> Output:
+        if is_scalar(value) or (isinstance(value, str) and holds_token(value)):
+            return self.recorder.host_output(value)
+        return Output("object", value=value)
+
+    def _check_numbers(self, changes: list[Change]) -> None:
+        """Ask for numbers that the function has changed and that are no scalars yet; see that the graph will serve."""
+        if new := [change for change in changes if not is_scalar(change.before)]:
             raise NumbersChanged(new)
         successors: dict[int, Any] = {}
         for change in changes:
             after = change.after
-            of: Any = after.of if isinstance(after, GraphScalar) else _Always(after)
-            self.effects.append((change.holder, change.key, Output("number", value=of)))
-            successors[change.before.of.index] = of
+            if not is_scalar(after):
+                successors[change.before.of.index] = Always(after)
+            elif after.is_known:
+                successors[change.before.of.index] = after.of
         if successors and not self.questions.allow_again(self.numbers, successors):
             raise ServesOnce(str(self.request.numbers[min(successors)]))
 
@@ -482,7 +542,8 @@ class _Tracer:
     def _take_outputs(self, result: Any, stored: list[Change]) -> list[Tensor]:
         leaves: list[Tensor] = []
         structure = take_apart(result, leaves)
-        self.structure = make_numbers_leaves(structure)
+        parts: list[Any] = []
+        self.structure = open_structure(structure, iter(leaves), parts)
         check_returned(self.structure, {id(entry.tensor) for entry in self.request.state})
         self._note_replaced(stored, leaves)
         arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
@@ -509,12 +570,14 @@ class _Tracer:
                 results.append(plain)
             return Output("graph", index_of[id(leaf)])
 
-        self.outputs += find_outputs(structure, map(take, leaves))
+        self.outputs += (take(part) if is_tensor(part) else self.recorder.host_output(part) for part in parts)
+        program = self.recorder.program
         for change in stored:
             output = take(change.after)
-            self.effects.append((change.holder, change.key, output))
+            program.append(Write(change.holder, change.key, output))
             if output.kind == "graph":
                 self.stored[storage_id(change.after)] = change.name
+        self.effects = self.recorder.finish(self.outputs, results)
         return results
 
     def _copy_back(self) -> None:
@@ -539,6 +602,8 @@ class _Tracer:
                     f"{entry.name} is passed as an argument, too.", remedy="Pass a clone, or use it by its name only."
                 )
         drop_idle_nodes(gm)
+        if self.questions.texts.made:
+            self.effects.outline = self.recorder.outline, [str(node.target) for node in gm.graph.nodes]
         subtract_powers_exactly(gm)
         move_constants(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -600,28 +665,19 @@ class _Tracer:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Nth:
-    index: int
-
-    def __call__(self, numbers: Sequence[float]) -> float:
-        return numbers[self.index]
-
-
-@dataclass(frozen=True, slots=True)
-class _Always:
-    value: Any
-
-    def __call__(self, numbers: Sequence[float]) -> Any:  # noqa: ARG002
-        return self.value
+def _is_write(change: Change) -> bool:
+    """Whether a call can do the change again after the replay: a plain value or number in one place."""
+    if change.kind in (Kind.STATE, Kind.GROUP) or (change.kind is Kind.OPTIMIZER and change.key in _NOTES):
+        is_ours = is_number(change.before) and is_number(change.after)
+    else:
+        is_ours = change.kind is not Kind.SCALER
+    after = change.after
+    return is_ours and change.is_entry and not is_schedulers(after) and (is_scalar(after) or isinstance(after, SCALARS))
 
 
-def _failure(error: Exception) -> CaptureError:
-    return CaptureError(
-        f"Tracing failed: {type(error).__name__}: {error}".splitlines()[0],
-        where=place_of(error),
-        remedy="If the line also fails without ms.step, correct it; otherwise keep it out of the step.",
-    )
+def _form_of(value: Any) -> Any:
+    """What tells one plain value from another; numbers are all alike, as the next graph is given them anew."""
+    return float if is_number(value) else value if isinstance(value, SCALARS) else type(value)
 
 
 def _needs_gradient(name: str) -> CaptureError:
@@ -645,4 +701,4 @@ def _side_effect(change: Change) -> CaptureError:
         what = f"stores a tensor in {change.name}"
     else:
         what = f"changes {change.name}"
-    return CaptureError(f"The step {what}, which a graph would not do again.", remedy=SIDE_EFFECT_REMEDY)
+    return CaptureError(f"The step {what}, which a graph would not do again.", remedy=CALLBACK_REMEDY)

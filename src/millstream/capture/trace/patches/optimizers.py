@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from millstream._torch.tracing import patched
+from millstream.capture.effects.recorder import Recorder
+from millstream.capture.effects.values import Returned
 from millstream.capture.lines import here
+from millstream.capture.trace.scalars import is_scalar
 from millstream.errors import CaptureError
 
 _TRACEABLE = {"capturable": True, "fused": False, "foreach": True}
@@ -42,6 +46,11 @@ class NumberPlace:
 
     def __str__(self) -> str:
         return f"param_groups[{self.group}][{self.key!r}]"
+
+    @property
+    def device(self) -> torch.device:
+        """Where a graph wants the number."""
+        return device_of(self.optimizer, self.group)
 
     def get(self) -> Any:
         """The number as it is now, or whatever stands in its place."""
@@ -80,6 +89,11 @@ class CountPlace:
 
     def __str__(self) -> str:
         return f"{type(self.optimizer).__name__}'s {self.key}"
+
+    @property
+    def device(self) -> torch.device:
+        """Where a graph wants the number."""
+        return device_of(self.optimizer, self.group)
 
     def __hash__(self) -> int:
         return hash((id(self.optimizer), self.group, self.key))
@@ -126,7 +140,9 @@ def is_number(value: Any) -> bool:
 
     While tracing, a graph's scalar is one.
     """
-    return isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool)
+    return is_scalar(value) or (
+        isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool)
+    )
 
 
 def number_places(optimizer: Optimizer) -> Iterator[NumberPlace]:
@@ -191,26 +207,47 @@ def narrow_counts(counts: Iterable[_Count], stepped: Container[Optimizer]) -> No
 
 
 @contextlib.contextmanager
-def schedulers_are_refused(
-    refuse: Callable[[Exception], None], on_rates: Callable[[Optimizer], None]
+def schedulers_are_recorded(
+    recorder: Recorder, refuse: Callable[[Exception], None], meet: Callable[[Optimizer], None]
 ) -> Iterator[None]:
-    """For the length of the context, stepping a scheduler raises: a graph would not do it again.
+    """For the length of the context, let schedulers step after each replay, instead of now.
 
-    And its last learning rates are those of its optimizer, which a graph reads anew each time; ``on_rates`` is told of
-    that before.
+    Until then nobody knows the numbers that a step leaves: those of its optimizer, and its own, can be put into text
+    and stored, and nothing else. A scheduler's last learning rates are those of its optimizer, which a graph reads anew
+    each time.
+
+    Args:
+        recorder: Gets the calls.
+        refuse: Told of what cannot be done after a replay.
+        meet: Told of optimizers before they are looked at.
     """
+    own: list[tuple[dict[str, Any], str, Any]] = []
 
-    def step(scheduler: LRScheduler, *_: Any, **__: Any) -> None:
-        error = CaptureError(
-            f"The step calls {type(scheduler).__name__}.step(), which a graph would not do again.",
-            where=here(),
-            remedy="Call the scheduler outside of the step, after it.",
-        )
-        refuse(error)
-        raise error
+    def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        optimizer = scheduler.optimizer
+        meet(optimizer)
+        kind = type(scheduler).__name__
+        if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups if not is_scalar(group["lr"])):
+            error = CaptureError(
+                f"The step calls {kind}.step(), which writes a learning rate that is a tensor.",
+                where=here(),
+                remedy="Call the scheduler outside of the step, after it, or make the rate a float.",
+            )
+            refuse(error)
+            raise error
+        places = list(number_places(optimizer))
+        attributes = [key for key, value in vars(scheduler).items() if is_number(value)]
+        call = functools.partial(_step_scheduler, scheduler, places, attributes)
+        number = recorder.call(call, *args, is_state=True, **kwargs)
+        origin = f"a number that {kind}.step() changes in the same call"
+        for part, place in enumerate(places):
+            place.set(recorder.returned(number, part, _is_whole(place.get()), origin))
+        for part, key in enumerate(attributes, len(places)):
+            own.append((vars(scheduler), key, vars(scheduler)[key]))
+            vars(scheduler)[key] = recorder.returned(number, part, _is_whole(vars(scheduler)[key]), origin)
 
     def rates_of(scheduler: LRScheduler) -> list[Any]:
-        on_rates(scheduler.optimizer)
+        meet(scheduler.optimizer)
         return [group["lr"] for group in scheduler.optimizer.param_groups]
 
     with contextlib.ExitStack() as patches:
@@ -218,7 +255,30 @@ def schedulers_are_refused(
             if "step" in vars(kind):
                 patches.enter_context(patched(kind, "step", step))
         patches.enter_context(patched(LRScheduler, "get_last_lr", rates_of))
-        yield
+        try:
+            yield
+        finally:
+            for holder, key, value in reversed(own):
+                holder[key] = value
+
+
+def _step_scheduler(
+    scheduler: LRScheduler, places: list[NumberPlace], attributes: list[str], *args: Any, **kwargs: Any
+) -> list[Any]:
+    """Step it; returns the numbers that it leaves."""
+    scheduler.step(*args, **kwargs)
+    return [*(place.get() for place in places), *(vars(scheduler).get(key) for key in attributes)]
+
+
+def _is_whole(number: Any) -> bool:
+    return bool(number.is_whole) if is_scalar(number) else isinstance(number, int | np.integer)
+
+
+def is_schedulers(value: Any) -> bool:
+    """Whether a number, or a tuple of numbers, is what a scheduler will have put there after the replay."""
+    if isinstance(value, tuple):
+        return any(map(is_schedulers, value))
+    return is_scalar(value) and isinstance(value.of, Returned)
 
 
 def _with_subclasses(kind: type[LRScheduler]) -> list[type[LRScheduler]]:

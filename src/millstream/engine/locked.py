@@ -10,26 +10,26 @@ import threading
 from weakref import WeakSet
 
 
-class ForkSafeLock:
-    """Holds a lock, and in a forked child another one: ``with holder.lock: ...``.
+class Locked:
+    """Has a lock, and in a forked child another one.
 
     It is not the same one, opened: the fork may come from within a call that holds it, and that goes on to release it.
 
     Attributes:
-        lock: For one thread at a time; re-entrant.
+        lock: For one thread at a time.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
         _all.add(self)
 
 
-_all: WeakSet[ForkSafeLock] = WeakSet()
+_all: WeakSet[Locked] = WeakSet()
 
 
 def _start_afresh_after_fork() -> None:
     for each in list(_all):
-        each.lock = threading.RLock()
+        each.lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,0 +1,162 @@
+"""What writes to people: while a step is traced, calls of it are recorded instead of made.
+
+``registry.py`` lists libraries; ``print``, open files and ``logging`` need more than a list.
+All of it holds for the tracing thread alone.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from millstream._torch.tracing import patched
+from millstream.capture.effects.recorder import Recorder
+from millstream.capture.effects.registry import REGISTERED
+
+_OTHERS = frozenset(("torch", "millstream", "warnings", "logging", "py"))
+"""Packages whose own messages are about the tracing, not of the step."""
+
+_OF_MOMENT = frozenset(
+    "msg args exc_info created msecs relativeCreated thread threadName process processName taskName message".split()
+)
+"""Attributes of a log record that are made anew."""
+
+
+@contextmanager
+def outputs_recorded(recorder: Recorder) -> Iterator[Callable[[Iterable[Any]], None]]:
+    """For the length of the context ``recorder`` gets what this thread prints, logs and writes.
+
+    Yields a function that takes open files: what is written to them is recorded from then on, too.
+    """
+    with ExitStack() as patches:
+        streams = {id(stream): name for name in ("stderr", "stdout") if (stream := getattr(sys, name)) is not None}
+        patches.enter_context(patched(builtins, "print", _printing(recorder, streams)))
+        known = {*streams}
+        for name in streams.values():
+            patches.enter_context(_stream_recorded(recorder, getattr(sys, name), name))
+
+        def add(files: Iterable[Any]) -> None:
+            for file in files:
+                if id(file) not in known:
+                    known.add(id(file))
+                    patches.enter_context(_stream_recorded(recorder, file, file))
+
+        patches.enter_context(_logs_recorded(recorder))
+        for module, owner, names in REGISTERED:
+            found = sys.modules.get(module)
+            holder = getattr(found, owner, None) if owner else found
+            for kind in _with_subclasses(holder) if isinstance(holder, type) else [holder]:
+                for name in names.split():
+                    if kind is not None and name in vars(kind):
+                        patches.enter_context(_calls_recorded(recorder, kind, name))
+        yield add
+
+
+def _printing(recorder: Recorder, streams: dict[int, str]) -> Callable[..., None]:
+    def record(
+        *values: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: Any = False
+    ) -> None:
+        if not recorder.is_active:  # somebody has kept this function
+            original(*values, sep=sep, end=end, file=file, flush=flush)
+            return
+        file = sys.stdout if file is None else file
+        if file is not None:
+            recorder.call(_print, *map(str, values), sep=sep, end=end, file=streams.get(id(file), file), flush=flush)
+
+    original = builtins.print
+    return record
+
+
+def _print(*texts: str, file: Any, **how: Any) -> None:
+    print(*texts, file=getattr(sys, file) if isinstance(file, str) else file, **how)
+
+
+@contextmanager
+def _stream_recorded(recorder: Recorder, stream: Any, name: Any) -> Iterator[None]:
+    """Record what is written to ``stream``; ``name``, the stream or the name that it has in ``sys``, is written to."""
+    with ExitStack() as patches:
+        for method in ("write", "writelines", "flush"):
+            original = getattr(stream, method, None)
+            if original is None:
+                continue
+
+            def choose(*args: Any, original: Callable[..., Any] = original, method: str = method) -> Any:
+                if not recorder.is_active or _is_of_others(sys._getframe(1)):
+                    return original(*args)
+                recorder.call(_write, name, method, *args)
+                return len(args[0]) if method == "write" else None
+
+            try:
+                setattr(stream, method, choose)
+            except (AttributeError, TypeError):  # of a kind that takes no attributes
+                continue
+            patches.callback(delattr, stream, method)
+        yield
+
+
+def _write(stream: Any, method: str, *args: Any) -> None:
+    getattr(getattr(sys, stream) if isinstance(stream, str) else stream, method)(*args)
+
+
+@contextmanager
+def _logs_recorded(recorder: Recorder) -> Iterator[None]:
+    enabled, handling = logging.Logger.isEnabledFor, logging.Logger.handle
+
+    def is_enabled(logger: logging.Logger, level: int) -> bool:
+        if not recorder.is_active or logger.name.partition(".")[0] in _OTHERS:
+            return enabled(logger, level)
+        if sys._getframe(2).f_globals.get("__name__") == "logging":  # the one that called what `patched` has put there
+            return True  # asked again after each replay
+        answer = enabled(logger, level)
+        recorder.conditions.append((functools.partial(enabled, logger, level), answer))
+        return answer
+
+    def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if not recorder.is_active or logger.name.partition(".")[0] in _OTHERS:
+            handling(logger, record)
+            return
+        fields = {key: value for key, value in vars(record).items() if key not in _OF_MOMENT}
+        if record.exc_info:
+            fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
+        is_wanted = functools.partial(enabled, logger, record.levelno)
+        recorder.call(_log, logger, record.msg, record.args, fields, is_wanted=is_wanted)
+
+    with patched(logging.Logger, "isEnabledFor", is_enabled), patched(logging.Logger, "handle", handle):
+        yield
+
+
+def _log(logger: logging.Logger, message: Any, args: Any, fields: dict[str, Any]) -> None:
+    logger.handle(logging.makeLogRecord({**fields, "msg": message, "args": args}))
+
+
+@contextmanager
+def _calls_recorded(recorder: Recorder, owner: Any, name: str) -> Iterator[None]:
+    """Record calls of one function of a module or class, for this thread."""
+    raw, bound = vars(owner)[name], getattr(owner, name)
+    is_of_class = isinstance(raw, classmethod | staticmethod)
+
+    @functools.wraps(bound)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_active:
+            return bound(*args, **kwargs)
+        recorder.call(bound, *args, **kwargs)
+        return None
+
+    setattr(owner, name, staticmethod(choose) if is_of_class else choose)
+    try:
+        yield
+    finally:
+        setattr(owner, name, raw)
+
+
+def _is_of_others(frame: Any) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _OTHERS
+
+
+def _with_subclasses(kind: type) -> list[type]:
+    return [kind, *(found for child in kind.__subclasses__() for found in _with_subclasses(child))]

@@ -1,0 +1,154 @@
+"""The host effects of a graph, in the order of the program: pure data, and how they run after a replay.
+
+**Contract**
+- After every replay each effect runs once, in order, on the caller's thread, before the call returns.
+- Where one raises, later calls of outputs are left out, as in eager Python; everything that belongs to the state is
+  still done, because the tensors have moved on. Then the first error is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from millstream.capture.effects.values import Expression, Leaf, Values
+from millstream.capture.state.signature import Structure, put_together
+from millstream.capture.state.snapshot import store
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a part of the result comes from: from the graph, from the host, or it is an argument or state itself.
+
+    Attributes:
+        index: Number of the graph's result or of the argument; ``-1`` otherwise.
+        kind: ``"graph"``, ``"argument"``, ``"object"`` or ``"host"``.
+        value: The object, or an expression.
+        needs: What the expression reads of the graph's results.
+    """
+
+    kind: str
+    index: int = -1
+    value: Any = None
+    needs: frozenset[Leaf] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """``location := expression``.
+
+    Attributes:
+        holder: A dict, list or closure cell, or attributes in the form of a dict.
+        key: Key or index in the holder.
+        output: What to put there.
+    """
+
+    holder: Any
+    key: Any
+    output: Output
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of something that is no tensor operation.
+
+    Attributes:
+        function: What to call.
+        structure: Of its arguments, ``(args, kwargs)``.
+        expressions: What stands in the places of leaves.
+        needs: What those read of the graph's results.
+        where: The user's line.
+        is_state: Whether it changes state that belongs to the step, as a scheduler's step does.
+        is_wanted: Asked first: whether to call at all.
+        number: By which ``Returned`` finds what it returns.
+    """
+
+    function: Callable[..., Any]
+    structure: Structure
+    expressions: tuple[Expression, ...]
+    needs: frozenset[Leaf]
+    where: str
+    is_state: bool = False
+    is_wanted: Callable[[], bool] | None = None
+    number: int = -1
+
+    def run(self, values: Values) -> None:
+        """Call it."""
+        if self.is_wanted is not None and not self.is_wanted():
+            return
+        given = iter(self.expressions)
+        args, kwargs = put_together(self.structure, lambda: next(given)(values))
+        values.returned[self.number] = self.function(*args, **kwargs)
+
+
+Effect: TypeAlias = Write | Call
+
+
+@dataclass
+class Effects:
+    """What a graph's call does on the host.
+
+    Attributes:
+        program: In order.
+        stacks: Which of the graph's results hold numbers for the host.
+        conditions: Questions that the program asked of the host, and their answers.
+        waits: The user's lines whose values the host waits for.
+        outline: The same for two traces that differ in the ``STYLES`` of text alone; ``None`` where there is no text.
+    """
+
+    program: list[Effect] = field(default_factory=list)
+    stacks: list[int] = field(default_factory=list)
+    conditions: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+    outline: Any = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What they cost, for people."""
+        if not self.waits:
+            return []
+        return [f"the host waits for the device once a call, for values at {', '.join(self.waits)}"]
+
+    @property
+    def targets(self) -> set[int]:
+        """By id, objects whose methods are called: what they hold is none of the step's."""
+        functions = (part for call in self.calls for part in (call.function, *getattr(call.function, "args", ())))
+        return {id(owner) for part in functions if (owner := getattr(part, "__self__", None)) is not None}
+
+    @property
+    def writes(self) -> list[Write]:
+        """Those that put something into a Python object."""
+        return [effect for effect in self.program if isinstance(effect, Write)]
+
+    @property
+    def calls(self) -> list[Call]:
+        """The others."""
+        return [effect for effect in self.program if isinstance(effect, Call)]
+
+    def run(self, values: Values, value_of: Callable[[Output], Any]) -> None:
+        """Do everything; raises the first error, at the end."""
+        failure: BaseException | None = None
+        for effect in self.program:
+            try:
+                if isinstance(effect, Write):
+                    store(effect.holder, effect.key, value_of(effect.output))
+                elif failure is None or effect.is_state:
+                    effect.run(values)
+            except BaseException as error:  # noqa: BLE001  also Ctrl-C: the state is made whole first
+                if failure is None:
+                    failure = error
+                    if isinstance(effect, Call):
+                        error.add_note(f"Raised after a captured step, which is done, by its effect at {effect.where}.")
+        if failure is not None:
+            raise failure
+
+
+def all_needs(effects: Iterable[Effect], outputs: Sequence[Output]) -> list[Leaf]:
+    """What effects and results read of the graph's results, each once, in a fixed order."""
+    needs: dict[Leaf, None] = {}
+    for effect in effects:
+        needs |= dict.fromkeys(effect.needs if isinstance(effect, Call) else effect.output.needs)
+    for output in outputs:
+        needs |= dict.fromkeys(output.needs)
+    return list(needs)

@@ -1,0 +1,214 @@
+"""Makes the list of effects while a step is traced: what is called is noted, not called."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from millstream.capture.effects.program import Call, Effect, Effects, Output, all_needs
+from millstream.capture.effects.values import Expression, Item, Leaf, Returned, TextChanged, Whole, holds_token
+from millstream.capture.lines import here
+from millstream.capture.state import signature
+from millstream.capture.state.signature import LEAF, Reference, Structure, Value, take_apart, walk
+from millstream.capture.trace.scalars import HostScalar, Questions, is_scalar
+from millstream.errors import CaptureError
+
+TEXT_REMEDY = "Format the value itself, as in f'{value:>10.3f}', and put the text together with f-strings."
+
+_active = threading.local()
+
+
+def recorder_of_thread() -> Recorder | None:
+    """What records the step that this thread is tracing, if it is."""
+    return getattr(_active, "recorder", None)
+
+
+@dataclass
+class Recorder:
+    """Effects of one trace.
+
+    Attributes:
+        questions: Receives what is asked of values.
+        own: By id, containers that are the user's: they are passed on as they are, not as copies.
+        before_call: Adds the changes of Python objects so far, that a call may look at.
+        program: The effects so far, in order.
+        conditions: See ``Effects``.
+        kept: What effects may read of the graph: leaves and tensors that have the value at that point.
+        lines: The user's lines of those.
+    """
+
+    questions: Questions
+    own: Container[int] = frozenset()
+    before_call: Callable[[], object] = lambda: None
+    program: list[Effect] = field(default_factory=list)
+    conditions: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
+    kept: dict[Leaf, Tensor] = field(default_factory=dict)
+    lines: dict[Leaf, str] = field(default_factory=dict)
+    outline: list[Any] = field(default_factory=list)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it records what this thread does now."""
+        return recorder_of_thread() is self
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """For the length of the context, be what records this thread's step."""
+        before = recorder_of_thread()
+        _active.recorder = self
+        try:
+            yield
+        finally:
+            _active.recorder = before
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        is_state: bool = False,
+        is_wanted: Callable[[], bool] | None = None,
+        **kwargs: Any,
+    ) -> int:
+        """Note a call, to be made after each replay; returns its number, see ``Returned``."""
+        self.before_call()
+        where = here()
+        leaves: list[Any] = []
+        structure = signature.Container(
+            tuple,
+            (),
+            (
+                signature.Container(tuple, (), tuple(self._part(arg, leaves) for arg in args)),
+                signature.Container(dict, tuple(kwargs), tuple(self._part(arg, leaves) for arg in kwargs.values())),
+            ),
+        )
+        pairs = [self._expression(leaf) for leaf in leaves]
+        number = len(self.program)
+        plain = [part.value for _, part in walk(structure, "") if isinstance(part, Value)]
+        self.outline.append((plain, [self._outline(leaf) for leaf in leaves]))
+        needs = frozenset[Leaf]().union(*(needs for _, needs in pairs))
+        expressions = tuple(expression for expression, _ in pairs)
+        self.program.append(Call(function, structure, expressions, needs, where, is_state, is_wanted, number))
+        return number
+
+    def item(self, tensor: Tensor) -> HostScalar:
+        """The number in a tensor, as it is at this point of the program."""
+        with torch.no_grad():
+            kept = tensor.detach().reshape(()).clone()
+            leaf = Item()
+            self.kept[leaf], self.lines[leaf] = kept, here()
+            is_whole = not (kept.is_floating_point() or kept.is_complex())
+            number = kept.to(torch.float64)
+        origin = "a tensor's value, read with .item()"
+        return HostScalar(number, leaf, self.questions, frozenset((leaf,)), is_whole=is_whole, origin=origin)
+
+    def text(self, tensor: Tensor, make: Callable[[Tensor], str]) -> str:
+        """Text made from a tensor, as it is at this point."""
+        leaf = self._keep(tensor)
+        return self.questions.texts.token(lambda values: make(leaf(values)), frozenset((leaf,)))
+
+    def returned(self, call: int, part: int, is_whole: bool, origin: str) -> HostScalar:
+        """A number that a call noted here will return, in a list."""
+        return HostScalar(None, Returned(call, part), self.questions, frozenset(), is_whole=is_whole, origin=origin)
+
+    def host_output(self, value: Any) -> Output:
+        """How a scalar, or text with tokens, is had after a replay."""
+        expression, needs = self._expression(value)
+        self.outline.append(self._outline(value))
+        return Output("host", value=expression, needs=needs)
+
+    def finish(self, outputs: Sequence[Output], results: list[Tensor]) -> Effects:
+        """Add what effects and ``outputs`` need to the results of the graph: numbers of one type as one tensor."""
+        items: dict[tuple[torch.dtype, torch.device], list[Item]] = {}
+        needs = all_needs(self.program, outputs)
+        for leaf in needs:
+            tensor = self.kept[leaf]
+            if isinstance(leaf, Item):
+                items.setdefault((tensor.dtype, tensor.device), []).append(leaf)
+            else:
+                leaf.index = len(results)
+                results.append(tensor)
+        stacks: list[int] = []
+        for number, item in enumerate(item for group in items.values() for item in group):
+            item.index = number
+        for group in items.values():
+            stacks.append(len(results))
+            results.append(torch.stack([self.kept[item] for item in group]))
+        waits = sorted({self.lines[leaf] for leaf in needs})
+        return Effects(self.program, stacks, self.conditions, waits)
+
+    def _part(self, value: Any, leaves: list[Any]) -> Structure:
+        if id(value) in self.own:
+            return Reference(value)
+        tensors: list[Tensor] = []
+        structure = take_apart(value, tensors)
+        return open_structure(structure, iter(tensors), leaves, parameters=True)
+
+    def _expression(self, value: Any) -> tuple[Expression, frozenset[Leaf]]:
+        if is_scalar(value):
+            return value.of, value.needs
+        if isinstance(value, str):
+            try:
+                template = self.questions.texts.template(value)
+            except TextChanged:
+                raise text_changed(here()) from None
+            return template, template.needs
+        leaf = self._keep(value)
+        return leaf, frozenset((leaf,))
+
+    def _outline(self, value: Any) -> Any:
+        return self.questions.texts.outline(value) if isinstance(value, str) else type(value)
+
+    def _keep(self, tensor: Tensor) -> Leaf:
+        leaf = Whole()
+        with torch.no_grad():
+            self.kept[leaf], self.lines[leaf] = tensor.detach().clone(), here()
+        return leaf
+
+
+def text_changed(where: str) -> CaptureError:
+    """The refusal of text that depends on the characters of a value that is known later."""
+    return CaptureError(
+        "The step cuts, pads or compares text with a value in it that is known after the step.",
+        where=where,
+        remedy=TEXT_REMEDY,
+    )
+
+
+def open_structure(
+    structure: Structure, tensors: Iterator[Any], leaves: list[Any], *, parameters: bool = False
+) -> Structure:
+    """Let scalars and text with tokens, whose values are known later, be leaves like tensors.
+
+    Args:
+        structure: What ``take_apart`` gave.
+        tensors: Its leaves.
+        leaves: Receives those, the scalars and the text, in the order of the new leaves.
+        parameters: Whether parameters shall be leaves, too.
+    """
+    if structure is LEAF:
+        leaves.append(next(tensors))
+        return LEAF
+    if isinstance(structure, Reference) and (
+        is_scalar(structure.target) or (parameters and isinstance(structure.target, nn.Parameter))
+    ):
+        leaves.append(structure.target)
+        return LEAF
+    if isinstance(structure, Value) and isinstance(structure.value, str) and holds_token(structure.value):
+        leaves.append(structure.value)
+        return LEAF
+    if isinstance(structure, Value) and isinstance(structure.value, bytes):
+        if holds_token(structure.value.decode(errors="ignore")):
+            raise text_changed(here())
+        return structure
+    if isinstance(structure, signature.Container):
+        if any(isinstance(key, str) and holds_token(key) for key in structure.keys):
+            raise text_changed(here())
+        children = (open_structure(child, tensors, leaves, parameters=parameters) for child in structure.children)
+        return replace(structure, children=tuple(children))
+    return structure

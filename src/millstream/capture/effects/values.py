@@ -1,0 +1,177 @@
+"""Values that are known on the host only after a replay, as expressions, and text with places for them.
+
+While tracing, a number read from a tensor has no value. Text made from it holds a *token* where the value will stand; a
+``Template`` is such text, taken apart at its tokens. Nothing here touches a device or PyTorch.
+
+**Contract**
+- An expression is a function of ``Values`` alone: it gives the same for the same values.
+- Text that was changed as a function of the tokens' characters (cut, padded, compared by length) is either refused or
+  gives another template under the other ``STYLES``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Expression: TypeAlias = Callable[[Any], Any]
+"""Gives a value from ``Values``; from a plain list of numbers where it reads nothing else."""
+
+
+class Values:
+    """What expressions read after a replay.
+
+    Args:
+        numbers: Numbers that the graph read.
+        tensors: Its results.
+        stacks: Which of the results hold numbers that the host reads, in order.
+    """
+
+    def __init__(self, numbers: Sequence[Any], tensors: Sequence[Any], stacks: Sequence[int]) -> None:
+        self._numbers = numbers
+        self._stacks = stacks
+        self._items: list[Any] | None = None
+        self.tensors = tensors
+        self.returned: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        return self._numbers[index]
+
+    def item(self, index: int) -> Any:
+        """A number from a tensor. The first one waits for the device, and brings all."""
+        if self._items is None:
+            self._items = [value for stack in self._stacks for value in self.tensors[stack].tolist()]
+        return self._items[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Nth:
+    """A number that the graph reads."""
+
+    index: int
+
+    def __call__(self, numbers: Any) -> Any:
+        return numbers[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """The same in every call."""
+
+    value: Any
+
+    def __call__(self, _: Any) -> Any:
+        return self.value
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """A number in a tensor; its index is given when all that are needed are known."""
+
+    index: int = -1
+
+    def __call__(self, values: Any) -> Any:
+        return values.item(self.index)
+
+
+@dataclass(slots=True, eq=False)
+class Whole:
+    """A tensor among the graph's results; its index is given like that of an ``Item``."""
+
+    index: int = -1
+
+    def __call__(self, values: Any) -> Any:
+        return values.tensors[self.index]
+
+
+@dataclass(slots=True, eq=False)
+class Returned:
+    """Part of what a call in the list of effects has returned."""
+
+    call: int
+    part: int
+
+    def __call__(self, values: Any) -> Any:
+        return values.returned[self.call][self.part]
+
+
+Leaf: TypeAlias = Item | Whole
+"""What brings a tensor's values into an expression."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Text with places for values.
+
+    Attributes:
+        parts: Text, and expressions that give text.
+        needs: What the expressions read.
+    """
+
+    parts: tuple[str | Expression, ...]
+    needs: frozenset[Leaf]
+
+    def __call__(self, values: Any) -> str:
+        return "".join(part if isinstance(part, str) else part(values) for part in self.parts)
+
+
+_START, _END = "\U0010f0f0", "\U0010f0f1"
+"""Characters for private use, which nobody else is likely to have in a text."""
+
+STYLES = ((_START + "vX", _END), (f"  {_START}nan -inf,1.5E+00\t|{'w' * 40} vX", f"{_END} "))
+"""What stands around the number of a token, short and long: text computed alike from both depends on neither."""
+
+
+class TextChanged(Exception):  # noqa: N818 - a message to the tracer, which knows the line
+    """A token was cut or changed: the text depends on the characters of a value that is not known yet."""
+
+
+@dataclass
+class Texts:
+    """The tokens of one trace.
+
+    Attributes:
+        style: Which of ``STYLES`` they have.
+        made: For each token the expression of its text, and what that reads.
+    """
+
+    style: int = 0
+    made: list[tuple[Expression, frozenset[Leaf]]] = field(default_factory=list)
+
+    def token(self, of: Expression, needs: frozenset[Leaf]) -> str:
+        """Text that stands for what ``of`` will give."""
+        before, after = STYLES[self.style]
+        self.made.append((of, needs))
+        return f"{before}{len(self.made) - 1}{after}"
+
+    def template(self, text: str) -> Template:
+        """Take a text apart at its tokens.
+
+        Raises:
+            TextChanged: One of them is no longer what it was.
+        """
+        before, after = map(re.escape, STYLES[self.style])
+        pieces = re.split(f"{before}([0-9]+){after}", text)
+        if any(holds_token(piece) for piece in pieces):
+            raise TextChanged
+        made = [self.made[int(number)] for number in pieces[1::2]]
+        parts = [made[index // 2][0] if index % 2 else piece for index, piece in enumerate(pieces)]
+        return Template(tuple(part for part in parts if part != ""), frozenset().union(*(needs for _, needs in made)))
+
+    def outline(self, text: str) -> tuple[Any, ...]:
+        """The text's parts, with tokens by their numbers: equal under both styles where nothing depends on them."""
+        before, after = map(re.escape, STYLES[self.style])
+        pieces = re.split(f"{before}([0-9]+){after}", text)
+        return tuple(int(piece) if index % 2 else piece for index, piece in enumerate(pieces))
+
+    def readable(self, text: str) -> str:
+        """The same with an ellipsis for each token, for messages."""
+        before, after = map(re.escape, STYLES[self.style])
+        return re.sub(f"{before}[0-9]+{after}", "…", text)
+
+
+def holds_token(text: str) -> bool:
+    """Whether there is a token in a text, or what is left of one."""
+    return _START in text or _END in text

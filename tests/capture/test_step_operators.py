@@ -1,0 +1,98 @@
+"""Operators that are not PyTorch's own: captured, or named with the reason."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
+
+from millstream.capture import Step
+from millstream.errors import CaptureError
+from tests.capture.worlds import World, check, interpret
+
+
+@torch.library.custom_op("millstream_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+scaled.register_fake(lambda x, factor: torch.empty_like(x))
+scaled.register_autograd(
+    lambda ctx, grad: (grad * ctx.factor, None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", inputs[1]),
+)
+
+
+@torch.library.custom_op("millstream_tests::doubled_in_place", mutates_args=("x",))
+def doubled_in_place(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+@torch.library.custom_op("millstream_tests::without_fake", mutates_args=())
+def without_fake(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.cos()
+
+
+def in_place(x):
+    doubled_in_place(x)
+    return x
+
+
+def attended(x):
+    queries = x.detach().reshape(1, 1, 6, 4)
+    return flex_attention(queries, queries, queries, score_mod=lambda score, b, h, i, j: score + (i - j))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: scaled(x, 3.0), lambda x: in_place(x * 1), Sine.apply],
+    ids=["custom", "in place", "autograd"],
+)
+def test_custom_operators_are_captured(function):
+    def make():
+        model = nn.Linear(4, 4)
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x):
+            loss = model(x).square().mean() + function(model(x).detach()).mean() + Sine.apply(model(x)).mean()
+            loss = loss + scaled(model(x), 0.5).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss
+
+        return World(step, [model], [opt])
+
+    check(make, [(torch.randn(6, 4),) for _ in range(4)])
+
+
+def test_flex_attention_is_captured():
+    x = torch.randn(6, 4)
+    captured = Step(attended, build=interpret, strict=True)
+    for _ in range(2):
+        torch.testing.assert_close(captured(x), attended(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (without_fake, "no fake impl registered"),
+        (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "higher-order operator cond"),
+    ],
+    ids=["without fake", "cond"],
+)
+def test_others_are_named_with_the_line(function, reason):
+    with pytest.raises(CaptureError, match=reason) as caught:
+        Step(lambda x: function(x), build=interpret, strict=True)(torch.ones(3))
+    assert caught.value.where.startswith(__file__)
