@@ -15,6 +15,7 @@ Training:
 - ``compile loop fused``: the same with the fused optimizer
 - ``compile loop compiled optimizer``: the same with torch.compile on the optimizer's step as well
 - ``step graph``: forward, backward and optimizer captured by hand in one CUDA graph around torch.compile
+- ``max-autotune step graph``: the same with searched matrix products and convolutions
 - ``cudnn``: the loop with ``nn.LSTM`` in place of the custom cell
 
 The memory of ``inductor graph`` and ``step graph`` is the smaller of two builds: one as it comes, one with Inductor's
@@ -41,6 +42,7 @@ from benchmarks.sides import WARM_CALLS, Side, capture, timed
 
 Call = Callable[..., Tensor]
 MEMORY_PLANNING: dict[str, Any] = {"memory_planning": True}
+MAX_AUTOTUNE: dict[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True}  # as the mode of that name
 
 # --- inference -------------------------------------------------------------------------------------------------------
 
@@ -271,8 +273,8 @@ def build_training(
     problem: Training, name: str, judge: TrainingJudge | None = None, *, plan_memory: bool = True
 ) -> Side:
     """Build a training baseline by its name; arguments as for ``build_inference``."""
-    if name == "step graph":
-        return build_step_graph(problem, judge, plan_memory=plan_memory)
+    if name in ("step graph", "max-autotune step graph"):
+        return build_step_graph(problem, judge, name, plan_memory=plan_memory)
     side = trainee(problem, fused=name == "compile loop fused")
     run: Any = side.model
     match name:
@@ -297,17 +299,18 @@ def build_training(
     return Side(name, verdict, lambda: step(*problem.batches[1]), None, build_s)
 
 
-def build_step_graph(problem: Training, judge: TrainingJudge | None, *, plan_memory: bool) -> Side:
+def build_step_graph(problem: Training, judge: TrainingJudge | None, name: str, *, plan_memory: bool) -> Side:
     """Build the whole step, captured by hand: the strongest peer on one stream."""
-    side, first_loss, captured = capture_step(problem, {})
+    options = MAX_AUTOTUNE if name.startswith("max-autotune") else {}
+    side, first_loss, captured = capture_step(problem, options)
     peak = captured.peak_bytes
     if plan_memory:
-        peak = smaller_peak(peak, lambda: capture_step(problem, MEMORY_PLANNING)[2])
+        peak = smaller_peak(peak, lambda: capture_step(problem, {**options, **MEMORY_PLANNING})[2])
     verdict = Verdict(True, 0.0)
     if judge:
         verdict = judge.judge(judge.results(side, captured.call, captured.replay, (first_loss,)))
     call = captured.call
-    return Side("step graph", verdict, lambda: call(*problem.batches[1]), captured.replay, captured.build_s, peak)
+    return Side(name, verdict, lambda: call(*problem.batches[1]), captured.replay, captured.build_s, peak)
 
 
 def capture_step(problem: Training, options: dict[str, Any]) -> tuple[Trainee, Tensor, Captured]:

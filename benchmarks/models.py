@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.networks import (
+    Gpt2,
     Recommender,
     Towers,
     Transformer,
@@ -306,6 +307,51 @@ TRAINING = (
     ),
 )
 
+
+def gpt2(small: bool) -> nn.Module:
+    return Gpt2(2, 64, 4, vocab=128, length=32) if small else Gpt2()
+
+
+def vit_base(small: bool) -> nn.Module:
+    """ViT-base with patches of 16; its last layer is zero as it comes, and would hide every other gradient."""
+    from torchvision.models import VisionTransformer
+
+    model = (
+        VisionTransformer(32, 16, 2, 4, 64, 128, num_classes=1000) if small else torchvision_model("vit_b_16", small)
+    )
+    nn.init.normal_(model.heads.head.weight, std=0.02)
+    return model
+
+
+ADAMW = {"lr": 3e-4, "weight_decay": 0.1}
+
+LARGE = (
+    TrainingCase(
+        "gpt2 small b8 T1024",
+        gpt2,
+        lambda small: language(128 if small else 50304, 8, 1024, tiny=(2, 32))(small),
+        torch.optim.AdamW,
+        ADAMW,
+        clip=1.0,
+        estimate_s=150,
+    ),
+    TrainingCase(
+        "vit_b_16 b64",
+        vit_base,
+        labelled(shape(64, 3, 224, 224, tiny=(4, 3, 32, 32)), 1000),
+        torch.optim.AdamW,
+        ADAMW,
+        estimate_s=150,
+    ),
+    TrainingCase(
+        "resnet50 b256",
+        partial(torchvision_model, "resnet50"),
+        labelled(shape(256, 3, 224, 224, tiny=(8, 3, 64, 64)), 1000),
+        torch.optim.SGD,
+        SGD,
+        estimate_s=150,
+    ),
+)
 
 # --- small ones ------------------------------------------------------------------------------------------------------
 

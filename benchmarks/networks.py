@@ -221,6 +221,18 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
+class Gpt2(Transformer):
+    """GPT-2 small: 12 layers of 768, 124 million parameters; the head has the weights of the embedding."""
+
+    def __init__(
+        self, layers: int = 12, width: int = 768, heads: int = 12, vocab: int = 50304, length: int = 1024
+    ) -> None:
+        super().__init__(layers, width, heads, vocab, length)  # 50257 tokens, padded to a multiple of 64 as is usual
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.tokens.weight
+
+
 # --- convolutional ---------------------------------------------------------------------------------------------------
 
 

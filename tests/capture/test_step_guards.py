@@ -466,13 +466,13 @@ def test_a_forked_child_has_locks_of_its_own():
         """
         import importlib, os, threading, warnings
         from millstream.capture import Step
-        from millstream.capture.trace import tracer
+        from millstream.capture.state.lift import TRACING
         fetch = importlib.import_module("millstream.feed.fetch")
         warnings.simplefilter("ignore")  # about threads in who forks
 
         step, held, done = Step(print, build=None), threading.Event(), threading.Event()
         def hold():
-            with tracer._TRACING, step._lock, fetch._fetchers_lock:
+            with TRACING.lock, step._lock.lock, fetch._fetchers_lock:
                 held.set()
                 done.wait()
         thread = threading.Thread(target=hold)
@@ -480,7 +480,7 @@ def test_a_forked_child_has_locks_of_its_own():
         held.wait()
         child = os.fork()
         if child == 0:
-            locks = tracer._TRACING, step._lock, fetch._fetchers_lock
+            locks = TRACING.lock, step._lock.lock, fetch._fetchers_lock
             os._exit(sum(not lock.acquire(timeout=1) for lock in locks))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         done.set()

@@ -145,5 +145,28 @@ def test_methods_that_go_around_what_is_compiled_are_told_of_once():
         ms.compile(model, strict=True).generate(x)
 
 
+step = tokens = 0
+
+
+def test_globals_named_like_attributes_are_not_read():
+    """``for step, batch in enumerate(…)`` at the top of a script, and ``optimizer.step()`` in the captured function."""
+    global step, tokens  # noqa: PLW0603  as the loop of a script has them
+    model = nn.ModuleDict({"tokens": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @ms.step(strict=True)
+    def train_step(x):
+        loss = model.tokens(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for step in range(4):
+        tokens = torch.full((1, 2), float(step))
+        train_step(tokens)
+    assert len(executables(train_step)) == 1
+
+
 def test_locks_of_inductors_cache_are_none_of_the_users_code():
     assert not is_users(filelock.__file__)

@@ -142,7 +142,6 @@ def test_hooks_registered_and_removed_later(register, inner):
 def test_where_dynamo_takes_no_more_forms_strict_is_an_error_of_ours(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(compile_module, "RECOMPILE_LIMIT", 2)
-    monkeypatch.setattr(compile_module, "_limit", threading.local())
     compiled = ms.compile(lambda x: x.sin() * 2, strict=True)
     with dynamo_config.patch(recompile_limit=2):
         for size in (2, 3):
@@ -151,19 +150,43 @@ def test_where_dynamo_takes_no_more_forms_strict_is_an_error_of_ours(monkeypatch
             compiled(torch.ones(4))
 
 
-def test_other_threads_take_as_many_forms():
+def test_threads_take_as_many_forms_and_others_keep_their_limit():
     """In PyTorch 2.13 each thread has a configuration of its own."""
     torch._dynamo.reset()
-    compiled, limits = ms.compile(lambda x: x.cos() * 2), []
+    seen, theirs = [], []
 
     def call():
-        compiled(torch.ones(3))
-        limits.append(dynamo_config.recompile_limit)
+        before = dynamo_config.recompile_limit
+        compiled = ms.compile(lambda x: x.cos() * 2)
+        for size in range(2, 13):
+            compiled(torch.ones(size))
+        seen.append((len(compiled.compiler.graphs), dynamo_config.recompile_limit == before))
 
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert limits == [compile_module.RECOMPILE_LIMIT]
+    assert seen == [(11, True)]
+
+    def graph(gm, inputs):
+        theirs.append(dynamo_config.recompile_limit)
+        return gm.forward
+
+    torch.compile(lambda x: x.sin() + 1, backend=graph)(torch.ones(3))
+    assert theirs == [8]
+
+
+def test_freezing_is_asked_for_by_our_calls_only():
+    from torch._dynamo.variables import builder
+
+    before = builder.is_parameter_freezing
+    model = nn.Linear(4, 2).eval()
+    compiled = ms.compile(model, freeze=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(torch.ones(3, 4)), model(torch.ones(3, 4)))
+    assert builder.is_parameter_freezing is before
+    with pytest.raises(TypeError), torch.no_grad():
+        compiled("no tensor")
+    assert builder.is_parameter_freezing is before
 
 
 @pytest.mark.parametrize("wrap", ["compiled twice", "part of a model", "by torch.compile"])

@@ -5,7 +5,6 @@ Tried on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from millstream.heap import instances
 
 
 def data_parallel_wrappers() -> list[nn.Module]:
@@ -25,7 +26,7 @@ def data_parallel_wrappers() -> list[nn.Module]:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
     kinds = (DistributedDataParallel, *_fully_sharded())
-    return [thing for thing in _all_objects() if issubclass(type(thing), kinds)]
+    return instances(kinds)
 
 
 def _fully_sharded() -> Iterator[type[nn.Module]]:
@@ -33,16 +34,6 @@ def _fully_sharded() -> Iterator[type[nn.Module]]:
     for name in ("FullyShardedDataParallel", "FSDPModule"):
         if (kind := getattr(module, name, None)) is not None:
             yield kind
-
-
-def _all_objects() -> list[Any]:
-    if gc.get_freeze_count():  # ``gc.get_objects()`` leaves out what was frozen
-        gc.unfreeze()
-        try:
-            return gc.get_objects()
-        finally:
-            gc.freeze()
-    return gc.get_objects()
 
 
 def call_around(wrapper: DistributedDataParallel, compiled: Callable[..., Any]) -> Callable[..., Any]:

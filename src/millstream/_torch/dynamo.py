@@ -2,31 +2,148 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
+import threading
 from collections import Counter
+from collections.abc import Callable
+from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
 
+from millstream._torch.tracing import OneThreads
 
-def freeze_for_backends() -> None:
-    """Let Dynamo make parameters attributes of graphs, for Inductor to fold, where the backend has ``freezes`` set.
+
+def is_compiling() -> bool:
+    """Whether this thread is compiling or tracing. While any thread is, PyTorch says so to all of them."""
+    flag: Any = torch.compiler.is_compiling()
+    return flag is not False and bool(flag) and _compiles_here()
+
+
+def compile_lock() -> Any:
+    """What Dynamo holds while it compiles, in all threads together; re-entrant."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
+def compiles_elsewhere() -> bool:
+    """Whether another thread is compiling or tracing."""
+    lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    if lock is None:
+        return False
+    if is_free := lock.acquire(blocking=False):
+        lock.release()
+    return not is_free
+
+
+def _compiles_here() -> bool:
+    return isinstance(torch.compiler._is_compiling_flag, OneThreads) or not compiles_elsewhere()
+
+
+_compiles_here._dynamo_marked_constant = True  # type: ignore[attr-defined] # Dynamo asks while it compiles
+
+
+class DuringCalls:
+    """Settings of Dynamo that hold in this thread while a function of ours is called, and for nobody else.
+
+    A recompilation limit, unless the user's own is higher; and parameters as attributes of graphs, for Inductor to
+    fold, where the backend that Dynamo compiles for has ``freezes`` set.
+
+    Args:
+        freezes: Whether any backend may have it set.
+    """
+
+    def __init__(self, *, freezes: bool) -> None:
+        self._freezes = freezes
+
+    def begin(self, limit: int) -> Any:
+        """Let the settings hold; returns what ``end`` needs."""
+        if self._freezes:
+            _freezing.begin()
+        return _begin_limit(limit)
+
+    def end(self, token: Any) -> None:
+        """Put back what was there."""
+        _end_limit(token)
+        if self._freezes:
+            _freezing.end()
+
+
+@functools.cache
+def _limit_entry() -> Any:
+    config: Any = importlib.import_module("torch._dynamo.config")
+    return config._config["recompile_limit"]
+
+
+def _begin_limit(limit: int) -> Any:
+    entry = _limit_entry()
+    override = entry.user_override
+    if isinstance(override, ContextVar):  # since 2.12; Dynamo's configuration itself would take 10 µs
+        now = override.get()
+        return None if isinstance(now, int) and now >= limit else override.set(limit)
+    with _limits:  # of all threads: the first call raises it, and the last one puts it back
+        if not _raised:
+            _raised.append(override)
+            if not isinstance(override, int) or override < limit:
+                entry.user_override = limit
+        _raised.append(limit)
+    return _limits
+
+
+def _end_limit(token: Any) -> None:
+    if isinstance(token, Token):
+        token.var.reset(token)
+    elif token is _limits:
+        with _limits:
+            _raised.pop()
+            if len(_raised) == 1:
+                _limit_entry().user_override = _raised.pop()
+
+
+_limits = threading.Lock()
+_raised: list[Any] = []
+
+
+class _Freezing:
+    """Dynamo's question whether to freeze, answered by the backend it compiles for, while any call may want that.
 
     Inductor's own option is that of all backends, and in torch 2.11 of all threads. Tried on 2.11 and 2.13.
     """
+
+    def __init__(self) -> None:
+        self._lock, self._num_calls = threading.Lock(), 0
+        self._before: Any = None
+
+    def begin(self) -> None:
+        from torch._dynamo.variables import builder
+
+        with self._lock:
+            self._num_calls += 1
+            if self._num_calls == 1:
+                self._before = builder.is_parameter_freezing
+                builder.is_parameter_freezing = functools.partial(_is_freezing, self._before)
+
+    def end(self) -> None:
+        from torch._dynamo.variables import builder
+
+        with self._lock:
+            self._num_calls -= 1
+            if not self._num_calls:
+                builder.is_parameter_freezing = self._before
+
+
+_freezing = _Freezing()
+
+
+def _is_freezing(asked_before: Callable[[], bool]) -> bool:
     from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables import builder
 
-    if getattr(builder.is_parameter_freezing, "asks_backends", False):
-        return
-    asked_before = builder.is_parameter_freezing
-
-    def is_parameter_freezing() -> bool:
-        if asked_before():
-            return True
-        return not torch.is_grad_enabled() and _freezes(InstructionTranslator.current_tx().output.compiler_fn)
-
-    is_parameter_freezing.asks_backends = True  # type: ignore[attr-defined]
-    builder.is_parameter_freezing = is_parameter_freezing
+    if asked_before():
+        return True
+    return not torch.is_grad_enabled() and _freezes(InstructionTranslator.current_tx().output.compiler_fn)
 
 
 def _freezes(backend: Any) -> bool:

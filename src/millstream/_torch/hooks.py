@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,16 +22,38 @@ def hooks_of_all_modules() -> tuple[Any, ...]:
     return *nn_module._global_forward_pre_hooks.values(), *nn_module._global_forward_hooks.values()
 
 
-def hooks_for_all() -> tuple[dict[int, Any], ...]:
-    """Where hooks are that run whenever any module is called, or any optimizer steps. Tried on 2.11 and 2.13."""
-    return (
-        nn_module._global_forward_pre_hooks,
-        nn_module._global_forward_hooks,
-        nn_module._global_backward_pre_hooks,
-        nn_module._global_backward_hooks,
-        _global_optimizer_pre_hooks,
-        _global_optimizer_post_hooks,
-    )
+_FOR_ALL: tuple[dict[int, Any], ...] = (
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_forward_hooks,
+    nn_module._global_backward_pre_hooks,
+    nn_module._global_backward_hooks,
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+)
+"""Where hooks are that run whenever any module is called, or any optimizer steps."""
+
+
+def hooks_clock() -> tuple[int, ...]:
+    """Numbers that change when a hook is registered, or one that is for all modules or optimizers removed.
+
+    Tried on 2.11 and 2.13.
+    """
+    return (RemovableHandle.next_id, *map(len, _FOR_ALL))
+
+
+def hooks_for_all() -> list[Any]:
+    """Hooks that run whenever any module is called, or any optimizer steps, but for our own."""
+    return [hook for hooks in _FOR_ALL for hook in [*hooks.values()] if not isinstance(hook, OwnHook)]
+
+
+class OwnHook:
+    """A hook that we register for the length of a trace: captured steps of other threads do not depend on it."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._function(*args, **kwargs)
 
 
 def hooks_of_module(module: torch.nn.Module) -> tuple[Any, ...]:

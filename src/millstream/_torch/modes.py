@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
+from millstream._torch.dynamo import compiles_elsewhere
+
 
 def is_any_autocast_enabled() -> bool:
     """Whether this thread computes in other types on any device; asked in every call. Tried on 2.11 and 2.13."""
@@ -20,7 +22,7 @@ def modes_of_caller() -> tuple[Any, ...]:
     """
     functions, dispatches = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    looking = torch.is_anomaly_enabled()
+    looking = torch.is_anomaly_enabled() and not compiles_elsewhere()  # AOT autograd sets it, for all threads
     if not (functions or dispatches or saving or looking):
         return ()
     modes: list[Any] = [torch._C._get_function_stack_at(i) for i in range(functions)]

@@ -4,31 +4,70 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._decomp import decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributions import Distribution
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise when a program needs a value, or a shape that depends on values."""
 
 
+class OneThreads:
+    """A flag of PyTorch's whole process that has one value for the thread that sets it and another for all others.
+
+    Who keeps it after the context has ended, having meant to restore what was there, keeps what was there before.
+
+    Args:
+        inside: For this thread.
+        outside: For other threads, and for all of them in the end.
+    """
+
+    def __init__(self, inside: bool, outside: Any) -> None:
+        self._inside, self._outside = inside, outside
+        self._thread: int | None = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return self._inside if threading.get_ident() == self._thread else bool(self._outside)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def end(self) -> None:
+        """Be the same for all threads from now on."""
+        self._thread = None
+
+
 @contextlib.contextmanager
-def unchecked_distributions() -> Iterator[None]:
-    """For the length of the context, distributions do not look at their parameters' values, as under torch.compile."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
+def _flagged(owner: Any, name: str, value: bool) -> Iterator[None]:
+    """Give a flag of PyTorch's another value for this thread."""
+    before = getattr(owner, name)
+    flag = OneThreads(value, before)
+    setattr(owner, name, flag)
     try:
         yield
     finally:
-        Distribution.set_default_validate_args(before)
+        flag.end()
+        setattr(owner, name, before)
+
+
+def unchecked_distributions() -> AbstractContextManager[None]:
+    """For the length of the context, distributions do not look at their parameters' values, as under torch.compile."""
+    return _flagged(Distribution, "_validate_args", value=False)
 
 
 @contextlib.contextmanager
@@ -48,40 +87,91 @@ def patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[
         setattr(owner, name, original)
 
 
-@contextlib.contextmanager
-def pretend_compiling() -> Iterator[None]:
+def pretend_compiling() -> AbstractContextManager[None]:
     """Make ``torch.compiler.is_compiling()`` true, so that optimizers read no values. Tried on 2.11 and 2.13."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return _flagged(torch.compiler, "_is_compiling_flag", value=True)
 
 
-@contextlib.contextmanager
-def plain_recurrence() -> Iterator[None]:
+def plain_recurrence() -> AbstractContextManager[None]:
     """Let ``nn.LSTM`` and ``nn.GRU`` on the CPU be recorded as the operators they consist of. Tried on 2.11 and 2.13.
 
     oneDNN's operator for a whole layer has a backward that cannot be run from a graph: it gives no workspace to fake
-    tensors.
+    tensors. PyTorch's own decomposition, which the Python dispatcher runs, asks this function whether to use it.
     """
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
+    return patched(decompositions, "select_one_layer_lstm_function", lambda *_: decompositions.one_layer_lstm)
+
+
+class _EagerHere:
+    """PyTorch's stance towards what is compiled: for this thread, to run it as plain Python."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+        self._thread: int | None = threading.get_ident()
+
+    @property
+    def stance(self) -> str:
+        return "force_eager" if threading.get_ident() == self._thread else str(self._before.stance)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._before, name)
+
+    def end(self) -> None:
+        self._thread = None
 
 
 @contextlib.contextmanager
 def no_compiled_modules() -> Iterator[None]:
-    """Let what is ``torch.compile``d run as plain Python, so that it is traced. Tried on 2.11 and 2.13."""
-    if "torch._dynamo" not in sys.modules:
+    """Let what is ``torch.compile``d run as plain Python in this thread, so that it is traced. Tried on 2.11 and 2.13.
+
+    ``torch.compiler.set_stance`` is for all threads.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    before = dynamo._stance
+    dynamo._stance = stance = _EagerHere(before)
+    try:
         yield
+    finally:
+        stance.end()
+        dynamo._stance = before
+
+
+_TRACE = inspect.unwrap(vars(fx.Tracer)["trace"])  # Dynamo puts a wrapper around it
+
+
+def traces_unnoticed() -> AbstractContextManager[None]:
+    """For the length of the context, FX in this thread leaves the whole process alone. Tried on 2.11 and 2.13.
+
+    FX sets a flag of the process while it traces, at which compiled functions of all threads raise; two threads at once
+    leave it on for good. It also replaces methods of ``nn.Module``, which ``make_fx`` has no use for: that records
+    operators.
+    """
+    assert isinstance(_TRACE, FunctionType)
+    assert "_is_fx_tracing_flag" in _TRACE.__code__.co_names
+
+    def trace(self: fx.Tracer, *args: Any, **kwargs: Any) -> fx.Graph:
+        own = {**_TRACE.__globals__, "_is_fx_tracing_flag": False}
+        if isinstance(self, PythonKeyTracer):
+            own |= _NOTHING_PATCHED
+        private = FunctionType(_TRACE.__code__, own, _TRACE.__name__, _TRACE.__defaults__, _TRACE.__closure__)
+        return private(self, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return patched(fx.Tracer, "trace", trace)
+
+
+class _NoPatcher:
+    def patch_method(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+_NOTHING_PATCHED: dict[str, Any] = {
+    "_new_patcher": lambda: contextlib.nullcontext(_NoPatcher()),
+    "_patch_wrapped_functions": lambda *_: None,
+    "_autowrap_check": lambda *_: None,
+}
+"""What FX's tracer finds in place of its own globals."""
 
 
 def trace_aten(body: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -95,7 +185,7 @@ def trace_aten(body: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -
         with enable_python_dispatcher():
             return list(body())
 
-    with torch.autograd.set_multithreading_enabled(False):
+    with torch.autograd.set_multithreading_enabled(False), traces_unnoticed():
         return make_fx(flat, _disable_torch_fn_metadata_mode=True)(*inputs)
 
 

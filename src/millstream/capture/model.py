@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Un
 from torch.nn.parallel import DistributedDataParallel
 
 from millstream._torch.data_parallel import call_around
-from millstream._torch.dynamo import freeze_for_backends, known_obstacles, num_refused_forms
+from millstream._torch.dynamo import DuringCalls, is_compiling, known_obstacles, num_refused_forms
 from millstream._torch.hooks import count_hooks
 from millstream.capture.lines import is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
@@ -77,8 +76,6 @@ class Compiler:
     ) -> None:
         self._new_builder = new_builder
         self.freezes = freeze
-        if freeze:
-            freeze_for_backends()
         self.name, self.strict, self._max_graphs, self._options = name, strict, max_graphs, options
         self.num_runs = 0  # of graphs; a clock for their use
         self.graphs: list[Graph] = []
@@ -175,7 +172,6 @@ class _Hooks:
         return tuple(number for hooks in own for number in hooks)
 
 
-_limit = threading.local()
 _GIVES_UP = ("Hard failure due to fullgraph", "found no compiled frames")
 """Of Dynamo's errors with ``fullgraph=True``: nothing of the user's went wrong, but nothing is compiled either."""
 
@@ -194,6 +190,7 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], compiler: Compiler) -> None:
         functools.update_wrapper(self, function, updated=())
         self.compiler = compiler
+        self._settings = DuringCalls(freezes=compiler.freezes)
         self._reported = 0
         self._has_nothing = False
         self._num_refused = num_refused_forms()
@@ -211,15 +208,13 @@ class Compiled:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # part of another capture
+        if is_compiling():  # part of another capture
             return self._function(*args, **kwargs)
-        if not hasattr(_limit, "is_raised"):  # from PyTorch 2.13 on, each thread has its own
-            dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
-            _limit.is_raised = True
         breaks, num_runs = len(dynamo_utils.graph_break_reasons), self.compiler.num_runs
         obstacles = None if self.compiler.graphs else known_obstacles()
         if self._hooks is not None and (numbers := self._hooks.changed()) is not None:
             self._call = self._call_for(numbers)
+        settings = self._settings.begin(RECOMPILE_LIMIT)
         try:
             result = self._call(*args, **kwargs)
         except BackendCompilerFailed as failure:  # Dynamo's wrapping of what our backend raised
@@ -234,6 +229,8 @@ class Compiled:
                     f"Dynamo captures no more of it ({str(error).strip().splitlines()[0]}). {_takes_no_more()}"
                 ) from error
             raise
+        finally:
+            self._settings.end(settings)
         if obstacles is not None and not self.compiler.graphs:
             self._report_nothing([*(known_obstacles() - obstacles)])
         elif len(self.compiler.graphs) != self._reported or len(dynamo_utils.graph_break_reasons) > breaks:
@@ -300,8 +297,9 @@ class Compiled:
 
 
 def _takes_no_more() -> str:
+    limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
     return (
-        f"Dynamo takes {dynamo_config.recompile_limit} forms of inputs and state of one function; all models of one of "
+        f"Dynamo takes {limit} forms of inputs and state of one function; all models of one of "
         "PyTorch's own classes are one to it, and where it refuses a part of one it takes none any more."
     )
 

@@ -19,16 +19,16 @@ from millstream.engine.choice import (
     propose,
     recall,
 )
-from millstream.engine.locked import Locked
 from millstream.engine.measure import CostMeter, to_measure
 from millstream.engine.source import compile_plan
 from millstream.engine.store import Store
 from millstream.graph import CHOSEN, Candidate, Plan
+from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered
 
 SHARE_OF_COMPILING, LEAST_S = 0.2, 1.0  # trials end after this part of the time that compiling took, or this many s
 
-_guard = Locked()
+_guard = ForkSafeLock()
 _tables: dict[str, CostTable] = {}  # by device: what this process has read and measured so far
 
 

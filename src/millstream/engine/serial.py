@@ -8,14 +8,14 @@ import torch
 
 from millstream.device import guard
 from millstream.engine.arena import bind_arena
-from millstream.engine.locked import Locked
 from millstream.engine.source import Run, compile_plan
 from millstream.graph import Plan
+from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered
 from millstream.schedule import assign_offsets
 
 
-class SerialEngine(Locked):
+class SerialEngine(ForkSafeLock):
     """Runs a one-stream plan by calling its kernels in order.
 
     On the CPU, temporaries live in one arena laid out once, so that a call allocates nothing but its outputs. On a GPU

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from millstream.device import DeviceContext, guard
-from millstream.engine.locked import Locked
 from millstream.engine.source import Run, compile_plan
 from millstream.graph import Plan
+from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered
 
 
-class StreamsEngine(Locked):
+class StreamsEngine(ForkSafeLock):
     """Runs a plan by issuing its kernels on the streams of one place.
 
     Memory comes from PyTorch's allocator, each buffer under the stream of its first writer. A block that is free again

@@ -26,6 +26,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import should_assume_input_aligned
 
 from millstream._torch.tensors import without_autocast
+from millstream._torch.tracing import traces_unnoticed
 from millstream.errors import ArgumentError, LoweringError, MillstreamError
 from millstream.lower import workarounds
 from millstream.lower.convolutions.ahead import Launch, compiling
@@ -151,6 +152,7 @@ def compile_graph(
 
     with (
         compile_lock,  # in torch 2.11 options are those of all threads
+        traces_unnoticed(),
         torch.no_grad() if step_state is not None else contextlib.nullcontext(),
         # A step's graph has its casts: its operators are not to be cast by what the caller is in.
         without_autocast() if step_state is not None else contextlib.nullcontext(),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from millstream._torch.hooks import count_hooks, has_tensor_hooks, hooks_for_all
+from millstream._torch.hooks import has_tensor_hooks, hooks_clock, hooks_for_all
 from millstream._torch.tensors import layout_check
 from millstream.capture.effects.places import ValuePlace
 from millstream.capture.guards.native import QuickGuards, load_library
@@ -111,8 +111,8 @@ class Guards:
         held: Places whose tensors are read as if they were arguments: holder, key, form of
             the tensor.
         scalers: Gradient scalers, which must be between ``update`` and ``unscale_``.
-        hook_count: Number of hooks ever registered, when last looked at.
-        hook_state: Numbers of hooks of ``hooked``.
+        hook_clock: Changes with the hooks; as it was when they were last looked at.
+        hook_state: Numbers of hooks of ``hooked``, and the hooks for all modules and optimizers.
         quick: The same conditions, but for scalers and hooks, in compiled code.
     """
 
@@ -135,8 +135,8 @@ class Guards:
     owned: set[tuple[int, Any]] = field(default_factory=set)
     held: list[tuple[Any, Any, tuple[type, TensorMeta | None]]] = field(default_factory=list)
     scalers: list[GradScaler] = field(default_factory=list)
-    hook_count: int = -1
-    hook_state: list[int] = field(default_factory=list)
+    hook_clock: tuple[int, ...] = ()
+    hook_state: list[Any] = field(default_factory=list)
     quick: QuickGuards | None = None
 
     def expect(self, holder: Any, key: Any, value: Any, name: str | None = None) -> None:
@@ -170,7 +170,7 @@ class Guards:
 
     def note_hooks(self) -> None:
         """Remember which hooks there are now."""
-        self.hook_count = count_hooks()
+        self.hook_clock = hooks_clock()
         self.hook_state = self._hooks()
 
     def quicken(self, written: Sequence[Tensor]) -> None:
@@ -194,10 +194,10 @@ class Guards:
             ``None`` if anything differs. Otherwise the tensors whose gradient is not where it must be, and where that
             is.
         """
-        if self.hook_count != count_hooks():
+        if self.hook_clock != hooks_clock():
             if self.hook_state != self._hooks():
                 return None
-            self.hook_count = count_hooks()
+            self.hook_clock = hooks_clock()
         if self.scalers and not all(map(is_idle, self.scalers)):
             return None
         if not all(_form_of(look(holder, key)) == form for holder, key, form in self.held):
@@ -272,8 +272,8 @@ class Guards:
                 return Break(f"{name} has another shape, dtype or layout than before.", holder, key)
         return None if self.layouts() else Break("A parameter or other state was given another shape or layout.")
 
-    def _hooks(self) -> list[int]:
-        counts: list[int] = []
+    def _hooks(self) -> list[Any]:
+        counts: list[Any] = hooks_for_all()
         for item in self.hooked:
             if isinstance(item, Tensor):
                 counts.append(has_tensor_hooks(item))
@@ -344,7 +344,6 @@ def make_guards(
         for key, value in vars(scaler).items():
             if isinstance(value, SCALARS):
                 guards.plain.add(vars(scaler), key, value)
-    guards.copies += ((hooks, dict(hooks)) for hooks in hooks_for_all())
     guards.note_hooks()
     return guards
 

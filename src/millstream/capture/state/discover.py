@@ -296,7 +296,7 @@ class _Search:
                 self.follow(f"{module}.{variable}", vars(sys.modules[module]), variable)
         for variable in sorted(_names_in(code)):
             self.names.add(variable)
-            if variable in function.__globals__:
+            if variable in function.__globals__ and variable in _globals_in(code):
                 self.follow(variable, function.__globals__, variable)
         for variable in _globals_stored_by(code) - set(function.__globals__):
             self.found.links.append(Link(variable, function.__globals__, variable, MISSING))
@@ -440,6 +440,17 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)
+
+
+@functools.lru_cache(maxsize=65536)
+def _globals_in(code: types.CodeType) -> frozenset[str]:
+    """Those of the names in some code that are globals: ``step`` of ``optimizer.step()`` is none."""
+    names = frozenset(
+        str(item.argval)
+        for item in dis.get_instructions(code)
+        if item.opname.endswith(("_NAME", "_GLOBAL", "_GLOBALS")) and item.opname != "IMPORT_NAME"
+    )
+    return names.union(*(_globals_in(part) for part in code.co_consts if isinstance(part, types.CodeType)))
 
 
 @functools.lru_cache(maxsize=65536)

@@ -6,7 +6,6 @@ code would read need not be the same in each call.
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from millstream.capture.lines import is_ours, is_users
+from millstream.heap import objects_of_types
 
 WHOLE = ("__dict__", "__getstate__")
 """Attributes with all others in them; the second is what copies are made from."""
@@ -70,16 +70,14 @@ class CodeWatch:
         self._tool: int | None = None
 
     def __enter__(self) -> None:
-        for function in gc.get_objects():
-            if type(function) is FunctionType and is_users(function.__code__.co_filename):
+        for function in objects_of_types([FunctionType]):
+            if is_users(function.__code__.co_filename):
                 self._functions.setdefault(id(function.__code__), []).append(function)
         if sys.version_info >= (3, 12):
             self._monitor()
         elif sys.gettrace() is None:
             self._ran.codes = self._codes
             sys.settrace(self._trace)
-            self._threads_before = threading.gettrace()
-            threading.settrace(self._trace)
 
     def _monitor(self) -> None:
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
@@ -104,10 +102,10 @@ class CodeWatch:
                 monitoring.register_callback(self._tool, monitoring.events.PY_START, None)
                 monitoring.free_tool_id(self._tool)
         elif self._ran.codes is not None:
-            threading.settrace(self._threads_before)  # type: ignore[arg-type]
-            if sys.gettrace() == self._trace:
+            is_watched = sys.gettrace() == self._trace  # the code has not set another, or none
+            if is_watched:
                 sys.settrace(None)
-            else:  # the code has set another, or none: from there on nobody watched
+            if not is_watched or threading.Thread.start.__code__ in self._codes:  # nobody watched what that did
                 self._ran.codes = None
         self._functions.clear()
 

@@ -8,7 +8,8 @@ changes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from millstream._torch.tensors import FakeTensorMode, swap_contents
+from millstream._torch.tensors import FakeTensor, FakeTensorMode, swap_contents
 from millstream.capture.state.discover import Found, walk_parameters
 from millstream.capture.state.signature import is_lazy_view
 from millstream.errors import CaptureError
+from millstream.locks import ForkSafeLock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,9 +126,44 @@ def find_mirrored(state: Sequence[Lifted]) -> dict[int, torch.device]:
     }
 
 
+TRACING = ForkSafeLock()
+"""Held while tensors of the user's are fake, and PyTorch is patched: one thread at a time."""
+
+LONGEST_WAIT = 300.0
+"""Seconds that another thread waits for tensors that are being traced. Then it has a lock that the step waits for."""
+
+
+def _stand_in_for(thread: int) -> type[FakeTensor]:
+    """A class of fake tensors that are so for one thread only; others wait until the tensors are real again.
+
+    What another thread does with such a tensor comes here before PyTorch's C++ code has looked into it, so that after
+    the wait it finds the real tensor in the same object.
+    """
+
+    class TracedTensor(FakeTensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            if threading.get_ident() == thread:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            if not TRACING.lock.acquire(timeout=LONGEST_WAIT):
+                raise CaptureError(
+                    f"A tensor is being traced by ms.step in another thread, and was not free in {LONGEST_WAIT:.0f} s.",
+                    remedy="Do not hold a lock here that the step waits for.",
+                )
+            TRACING.lock.release()
+            return func(*args, **(kwargs or {}))
+
+    return TracedTensor
+
+
 @contextlib.contextmanager
 def become_fake(tensors: Sequence[Tensor], mode: FakeTensorMode, devices: Mapping[int, torch.device]) -> Iterator[None]:
     """For the length of the context, make ``tensors`` fake: same objects, no values, autograd leaves as before.
+
+    Other threads that use one of them wait until the context ends, which holds ``TRACING`` for that.
 
     Gradients of the tensors are fake too where they are among ``tensors``, and absent otherwise. Whatever happens,
     afterwards every tensor is what it was; the fake gradients and contents are gone.
@@ -140,6 +177,9 @@ def become_fake(tensors: Sequence[Tensor], mode: FakeTensorMode, devices: Mappin
     with mode:
         for index, device in devices.items():
             fakes[index] = torch.empty_like(fakes[index], device=device)
+    kind = _stand_in_for(threading.get_ident())
+    for fake in fakes:
+        fake.__class__ = kind
     fake_of = {id(tensor): fake for tensor, fake in zip(tensors, fakes, strict=True)}
     for tensor, fake in zip(tensors, fakes, strict=True):
         if fake.is_leaf:

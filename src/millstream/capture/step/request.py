@@ -121,6 +121,10 @@ class StateMissing(Exception):  # noqa: N818 - a message to the step, which runs
     """State would be created now, of an optimizer or in a cache: only an eager call can give it values."""
 
 
+class EagerFirst(Exception):  # noqa: N818
+    """An eager call must come first, to create what only an eager call can create."""
+
+
 class FoundLate(Exception):  # noqa: N818 - a message to the step, which lifts the objects and traces again
     """Objects that discovery missed showed up while tracing."""
 

@@ -11,11 +11,8 @@ import contextlib
 import copy
 import functools
 import inspect
-import os
-import threading
 import time
 import types
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -27,6 +24,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from millstream._torch.dynamo import is_compiling
+from millstream._torch.hooks import OwnHook
 from millstream._torch.modes import is_any_autocast_enabled, modes_of_caller
 from millstream._torch.tensors import place_of_implementation
 from millstream.capture.effects.recorder import text_changed
@@ -43,6 +42,7 @@ from millstream.capture.state.signature import (
 from millstream.capture.step.bind import Call, Workshop
 from millstream.capture.step.graph import Build, StepGraph
 from millstream.capture.step.request import (
+    EagerFirst,
     FirstChange,
     FoundLate,
     NumbersChanged,
@@ -53,10 +53,11 @@ from millstream.capture.step.request import (
 )
 from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, number_places
 from millstream.capture.trace.patches.randomness import RandomState
-from millstream.capture.trace.tracer import trace_step
+from millstream.capture.trace.tracer import trace_step, tracing_alone
 from millstream.capture.trace.unsupported import check_modes, check_supported
 from millstream.device.likeness import Likeness
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
+from millstream.locks import ForkSafeLock
 from millstream.lower import ask_early
 
 MAX_LATE = 32
@@ -87,18 +88,6 @@ class Fallback:
     signature: dict[str, str]
     error: CaptureError
 
-
-_steps: weakref.WeakValueDictionary[int, Step[Any, Any]] = weakref.WeakValueDictionary()
-
-
-def _start_afresh_after_fork() -> None:
-    """Another thread may have held a lock at that moment, and in the child nobody would release it."""
-    for step in [*_steps.values()]:
-        step._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_afresh_after_fork)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,8 +123,7 @@ class Step(Generic[P, R]):
         self._parameters = _parameters_of(function)
         self._build = build
         self._workshop = Workshop()
-        self._lock = threading.RLock()
-        _steps[id(self)] = self
+        self._lock = ForkSafeLock()
         self._graphs: OrderedDict[int, StepGraph] = OrderedDict()
         self._by_key: dict[Any, list[StepGraph]] = {}
         self._last: tuple[Any, list[StepGraph]] = (None, [])  # saves hashing the key of the usual call
@@ -171,7 +159,7 @@ class Step(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step."""
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # part of another capture; no training
+        if is_compiling() or torch.is_inference_mode_enabled():  # part of another capture; no training
             return self.function(*args, **kwargs)
         usual = self._usual
         arguments: list[Any] = [*args]
@@ -190,6 +178,15 @@ class Step(Generic[P, R]):
         if numbers:
             form, given = self._split_numbers(form, numbers)
         key = (form, _ambient(), *map(meta_of, arguments))
+        if (graph := self._find(key, arguments, given)) is not None:
+            return graph.run(arguments)
+        with self._lock.lock:
+            call = self._make_call(args, kwargs)
+            graph = self._find(call.key, call.arguments, call.given)  # which another thread may have captured meanwhile
+            return self._call_slowly(call) if graph is None else graph.run(call.arguments)
+
+    def _find(self, key: Any, arguments: list[Tensor], given: Sequence[float]) -> StepGraph | None:
+        """The graph that fits, ready to run."""
         last_key, graphs = self._last
         if key != last_key:
             graphs = self._by_key.get(key, [])
@@ -198,9 +195,8 @@ class Step(Generic[P, R]):
             if graph.fits(arguments, given):
                 self._graphs.move_to_end(id(graph))
                 self._usual = graph
-                return graph.run(arguments)
-        with self._lock:
-            return self._call_slowly(self._make_call(args, kwargs))
+                return graph
+        return None
 
     def _split_numbers(self, form: Any, numbers: Sequence[float]) -> tuple[Any, list[float]]:
         """Tell numbers among the arguments that are part of the form from those that each call brings."""
@@ -234,12 +230,9 @@ class Step(Generic[P, R]):
             return self.function(*call.args, **call.kwargs)
         error: CaptureError | None = None
         try:
-            found = discover(self._roots(call))
-            check_supported(found)
-            check_modes()
-            if not self._is_unready(found):
-                self._look_back(call, found)
-                return self._capture(call, found)
+            return self._capture(call)
+        except EagerFirst:
+            pass
         except StateMissing as missing:
             if self._num_unready == MAX_UNREADY:
                 error = CaptureError(
@@ -289,7 +282,7 @@ class Step(Generic[P, R]):
         def note(optimizer: Optimizer, *_: Any) -> None:
             self._stepped[id(optimizer)] = optimizer
 
-        handle = register_optimizer_step_post_hook(note)
+        handle = register_optimizer_step_post_hook(OwnHook(note))
         try:
             return _detached(self.function(*call.args, **call.kwargs))
         finally:
@@ -322,12 +315,19 @@ class Step(Generic[P, R]):
     def _is_fruitless(self) -> bool:
         return self._num_fruitless > 2 * self.max_graphs
 
-    def _capture(self, call: Call, found: Found) -> Any:
+    def _capture(self, call: Call) -> Any:
         """Trace, build, run and keep a graph for ``call``; a failure leaves everything as it was."""
         counts = CountsOnDevice()
-        ask_early(call.arguments)
         try:
-            graph = self._trace(call, found, counts)
+            with tracing_alone():
+                found = discover(self._roots(call))
+                check_supported(found)
+                check_modes()
+                if self._is_unready(found):
+                    raise EagerFirst
+                self._look_back(call, found)
+                ask_early(call.arguments)
+                graph = self._trace(call, found, counts)
             arguments, results = self._build_and_run(call, graph)
         except BaseException:
             counts.undo()

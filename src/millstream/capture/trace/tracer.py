@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,8 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from millstream._torch.dynamo import compile_lock
+from millstream._torch.hooks import OwnHook
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, is_real, is_same_view, storage_id
 from millstream._torch.tracing import (
     graph_being_traced,
@@ -47,7 +48,7 @@ from millstream.capture.effects.values import Always, Nth, holds_token
 from millstream.capture.lines import here, is_asked_by_user, place_of
 from millstream.capture.state.discover import MISSING, discover
 from millstream.capture.state.executed import CodeWatch, Ran, stand_in
-from millstream.capture.state.lift import Lifted, become_fake, check_apart, lift
+from millstream.capture.state.lift import TRACING, Lifted, become_fake, check_apart, lift
 from millstream.capture.state.signature import (
     SCALARS,
     Reference,
@@ -100,18 +101,6 @@ from millstream.passes.cleanup import (
     written_storages,
 )
 
-_TRACING = threading.RLock()
-"""Tracing patches classes and modules: one thread at a time. A forked child has another one: nobody would open this."""
-
-
-def _start_afresh_after_fork() -> None:
-    global _TRACING  # noqa: PLW0603
-    _TRACING = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_afresh_after_fork)
-
 _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
 """What must be known before tracing begins."""
 
@@ -140,8 +129,18 @@ def trace_step(request: Request) -> Traced:
         NumbersChanged: It lacks numbers.
         ServesOnce: The graph would not serve again.
     """
-    with _TRACING:
+    with tracing_alone():
         return _Tracer(request).trace()
+
+
+@contextlib.contextmanager
+def tracing_alone() -> Iterator[None]:
+    """While one thread traces, no other does, nor looks for what to trace; PyTorch's compilers wait.
+
+    The order of the locks is the same everywhere: a thread that waits for a tensor to be real again may be compiling.
+    """
+    with compile_lock(), TRACING.lock:
+        yield
 
 
 @dataclass
@@ -365,7 +364,7 @@ class _Tracer:
             if optimizer not in self.stepped:
                 self.stepped.append(optimizer)
 
-        handle = register_optimizer_step_pre_hook(on_step)
+        handle = register_optimizer_step_pre_hook(OwnHook(on_step))
         try:
             with (
                 schedulers_are_recorded(self.recorder, self._note_failure, meet),

@@ -10,26 +10,26 @@ import threading
 from weakref import WeakSet
 
 
-class Locked:
-    """Has a lock, and in a forked child another one.
+class ForkSafeLock:
+    """Holds a lock, and in a forked child another one: ``with holder.lock: ...``.
 
     It is not the same one, opened: the fork may come from within a call that holds it, and that goes on to release it.
 
     Attributes:
-        lock: For one thread at a time.
+        lock: For one thread at a time; re-entrant.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         _all.add(self)
 
 
-_all: WeakSet[Locked] = WeakSet()
+_all: WeakSet[ForkSafeLock] = WeakSet()
 
 
 def _start_afresh_after_fork() -> None:
     for each in list(_all):
-        each.lock = threading.Lock()
+        each.lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

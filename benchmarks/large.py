@@ -1,0 +1,23 @@
+"""Suite ``large``: steps at the size people train at, where the GPU is full; ``--long`` adds searched kernels."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.models import LARGE, TrainingCase
+from benchmarks.results import Row
+from benchmarks.suite import Settings, run_suite
+from benchmarks.training import run_case
+
+BASELINES = ("step graph", "compile loop fused")
+LONG = ("max-autotune step graph",)
+
+
+def run_large(case: TrainingCase, settings: Settings) -> list[Row]:
+    """Build, judge and time all sides of a case."""
+    wanted = BASELINES + (LONG if settings.long or settings.baselines else ())
+    return run_case(case, settings, wanted)
+
+
+if __name__ == "__main__":
+    sys.exit(run_suite("large", LARGE, run_large))

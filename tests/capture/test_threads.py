@@ -1,0 +1,306 @@
+"""While one thread captures a step, others never notice; those that use the same tensors wait."""
+
+import importlib
+import math
+import os
+import random
+import select
+import threading
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+from millstream.capture import Step
+from tests.capture.worlds import interpret
+from tests.processes import output_of
+
+PATIENCE = 60  # seconds until a thread that should not wait is said to hang
+
+
+class Model(nn.Module):
+    """Calls ``during`` while it is traced."""
+
+    def __init__(self, during):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.recurrent = nn.LSTM(4, 4)
+        self.during = during
+
+    def forward(self, x):
+        if torch.compiler.is_compiling():
+            self.during()
+        return self.layer(self.recurrent(x)[0])
+
+
+def make_step(model, **options):
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Step(step, build=interpret, **options)
+
+
+@pytest.fixture
+def during_a_trace():
+    """Runs a check in another thread while a step is traced here, which neither reaches the check nor what it uses."""
+
+    def run(check):
+        (asked, ask), (answered, answer) = os.pipe(), os.pipe()
+        outcomes = []
+
+        def serve():
+            while os.read(asked, 1):
+                try:
+                    check()
+                    outcomes.append("fine")
+                except BaseException:  # noqa: BLE001 - raised in another thread
+                    outcomes.append(traceback.format_exc())
+                os.write(answer, b"!")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+
+        def wait():
+            os.write(ask, b"?")
+            if select.select([answered], [], [], PATIENCE)[0]:
+                os.read(answered, 1)
+
+        step = make_step(Model(wait))
+        for _ in range(2):
+            step(torch.ones(3, 1, 4))
+        os.close(ask)
+        thread.join(PATIENCE)
+        for end in (asked, answered, answer):
+            os.close(end)
+        assert outcomes == ["fine"]
+        assert len(step.graphs) == 1
+
+    return run
+
+
+def test_flags_of_the_process_are_as_ever(during_a_trace, monkeypatch):
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # Dynamo, once imported, turns it off
+    call, getattribute = nn.Module.__call__, nn.Module.__getattr__
+
+    def check():
+        assert not torch.compiler.is_compiling()
+        assert torch.fx._symbolic_trace._is_fx_tracing_flag is False
+        assert torch._C._get_mkldnn_enabled()
+        assert not torch.is_anomaly_enabled()
+        assert torch._dynamo.eval_frame._stance.stance == "default"
+        assert nn.Module.__call__ is call
+        assert nn.Module.__getattr__ is getattribute
+        with pytest.raises(ValueError, match="scale"):
+            torch.distributions.Normal(0.0, -1.0)
+
+    importlib.import_module("torch._dynamo")
+    during_a_trace(check)
+    check()
+    assert type(torch.compiler._is_compiling_flag) is bool
+    assert type(torch.distributions.Distribution._validate_args) is bool
+    assert type(torch._dynamo.eval_frame._stance) is torch._dynamo.eval_frame.DynamoStance
+
+
+def test_compiled_functions_run_compiled(during_a_trace):
+    runs = []
+
+    def backend(gm, inputs):
+        return lambda *values: runs.append(1) or gm(*values)
+
+    compiled = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    compiled(torch.ones(2))
+    before = len(runs)
+    during_a_trace(lambda: compiled(torch.ones(2)))
+    assert len(runs) > before
+
+
+def test_random_numbers_seeds_and_optimizers_work(during_a_trace):
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def check():
+        random.random()
+        torch.manual_seed(0)
+        assert torch.rand(3).isfinite().all()
+        nn.functional.dropout(other(torch.ones(2, 2)).sum(), 0.5).backward()
+        optimizer.step()
+        scheduler.step()
+        torch.utils.checkpoint.checkpoint(other, torch.ones(2, 2), use_reentrant=False).sum().backward()
+
+    during_a_trace(check)
+
+
+def test_captured_steps_of_other_tensors_are_replayed_without_waiting(during_a_trace):
+    other = make_step(Model(lambda: None))
+    for _ in range(4):
+        other(torch.ones(3, 1, 4))
+    (graph,) = other.graphs
+    runs = graph.num_runs
+    during_a_trace(lambda: other(torch.ones(3, 1, 4)))
+    assert graph.num_runs > runs
+    assert other.graphs == [graph]
+
+
+USES = {
+    "value": lambda tensor: math.isfinite(tensor.sum().item()),
+    "in a list": lambda tensor: math.isfinite(torch.stack([tensor, tensor]).sum().item()),
+    "product": lambda tensor: type(tensor @ torch.ones(4, 1)) is torch.Tensor,
+    "shape": lambda tensor: tensor.shape == (2, 4),
+    "memory": lambda tensor: tensor.data_ptr() != 0,
+    "detached": lambda tensor: type(tensor.detach()) is torch.Tensor,
+    "in a module": lambda tensor: type(nn.functional.linear(torch.ones(3, 4), tensor)) is torch.Tensor,
+}
+
+
+def test_tensors_that_are_traced_are_waited_for():
+    """No other thread meets a fake tensor."""
+    (asked, ask), (answered, answer) = os.pipe(), os.pipe()
+    outcomes = {}
+
+    def wait():
+        os.write(ask, b"?" * len(USES))
+        while select.select([answered], [], [], 0.3)[0]:  # those that do not wait would answer
+            os.read(answered, 1)
+
+    model = Model(wait)
+    step = make_step(model)
+    weight = model.layer.weight
+
+    def use(name):
+        os.read(asked, 1)
+        try:
+            outcomes[name] = USES[name](weight)
+        except BaseException:  # noqa: BLE001 - raised in another thread
+            outcomes[name] = traceback.format_exc()
+        os.write(answer, b"!")
+
+    threads = [threading.Thread(target=use, args=(name,)) for name in USES]
+    for thread in threads:
+        thread.start()
+    for _ in range(2):
+        step(torch.ones(3, 1, 4))
+    for thread in threads:
+        thread.join(PATIENCE)
+    for end in (asked, ask, answered, answer):
+        os.close(end)
+    assert outcomes == dict.fromkeys(USES, True)
+
+
+def test_a_step_that_is_captured_in_one_thread_is_replayed_in_those_that_waited():
+    model = nn.Linear(4, 2)
+    step = make_step_of(model)
+    step(torch.ones(3, 4))
+    barrier = threading.Barrier(4)
+
+    def call():
+        barrier.wait()
+        step(torch.ones(3, 4))
+
+    run_together([call] * 4)
+    assert len(step.graphs) == 1
+    assert step.graphs[0].num_runs == 4
+
+
+def make_step_of(model, seed=None):
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Step(step, build=interpret)
+
+
+def run_together(calls):
+    errors = []
+
+    def guarded(call):
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - raised in another thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_eight_threads_capture_and_replay_while_two_call_compiled_models():
+    def world(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        return make_step_of(model), torch.randn(3, 4)
+
+    def train(step, x, losses):
+        losses += (step(x).item() for _ in range(200))
+
+    alone = []
+    for seed in range(8):
+        losses = []
+        train(*world(seed), losses)
+        alone.append(losses)
+    worlds = [world(seed) for seed in range(8)]
+    together = [[] for _ in worlds]
+    served, stop = [], threading.Event()
+
+    def serve():
+        compiled = torch.compile(nn.Linear(4, 2), backend="eager")
+        x = torch.ones(2, 4)
+        expected = compiled(x)
+        while not stop.is_set():
+            assert torch.equal(compiled(x), expected)
+            served.append(1)
+
+    def work():
+        try:
+            run_together([lambda w=w, out=out: train(*w, out) for w, out in zip(worlds, together, strict=True)])
+        finally:
+            stop.set()
+
+    run_together([serve, serve, work])
+    assert together == alone
+    assert all(len(step.graphs) == 1 and not step.fallbacks for step, _ in worlds)
+    assert served
+
+
+def test_an_uncompiled_function_can_be_compiled_after_captures_at_once():
+    """In a process of its own: what is left behind would be left for good."""
+    said = output_of(
+        """
+        import threading, torch
+        from millstream.capture import Step
+        from tests.capture.worlds import interpret
+        def trial(barrier):
+            model = torch.nn.Linear(8, 4)
+            optimizer = torch.optim.Adam(model.parameters(), 0.01)
+            def step(x):
+                loss = model(x).square().mean(); loss.backward(); optimizer.step(); optimizer.zero_grad(); return loss
+            step = Step(step, build=interpret)
+            for _ in range(3): barrier.wait(); step(torch.randn(6, 8))
+            assert step.graphs and not step.fallbacks, step.fallbacks
+        for _ in range(4):
+            barrier = threading.Barrier(4)
+            threads = [threading.Thread(target=trial, args=(barrier,)) for _ in range(4)]
+            for thread in threads: thread.start()
+            for thread in threads: thread.join()
+        print(torch.fx._symbolic_trace._is_fx_tracing_flag, torch.compiler._is_compiling_flag)
+        compiled = torch.compile(torch.nn.Linear(8, 4), backend="eager")
+        print(tuple(compiled(torch.randn(6, 8)).shape))
+        """
+    )
+    assert said.split("\n")[:2] == ["False False", "(6, 4)"]

@@ -1,0 +1,57 @@
+"""Every example runs, captures what it is there to show, and falls back nowhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+STEPS = 4
+#: Compiled objects of each example, and how many graphs each has in the end.
+GRAPHS = {
+    "char_rnn": {"train_step": 1},
+    "digits_cnn": {"train_step": 1},
+    "gan": {"train_step": 1},
+    "lora": {"pretrain_step": 1, "finetune_step": 1},
+    "metrics": {"train_step": 1},
+    "mixed_precision": {"train_step": 1},
+    "serving": {"model": 3},
+    "small_gpt": {"train_step": 1},
+}
+COUNT = """
+import runpy, sys, warnings
+from millstream import FallbackWarning
+from millstream.api import executables, is_compiled
+warnings.simplefilter("error", FallbackWarning)
+names = runpy.run_path(sys.argv[1], run_name="__main__")
+print("graphs:", sorted((name, len(executables(each))) for name, each in names.items() if is_compiled(each)))
+"""
+
+
+def run_example(name, *arguments):
+    """Run an example in a fresh process that has no other module's compilations, and return what it printed."""
+    code = COUNT.replace("sys.argv[1]", repr(str(ROOT / "examples" / f"{name}.py")))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_listed():
+    assert sorted(GRAPHS) == sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_example(name, tmp_path):
+    own = [tmp_path] if name == "small_gpt" else []
+    printed = run_example(name, STEPS, *own)
+    assert f"graphs: {sorted(GRAPHS[name].items())}" in printed
+    if name == "small_gpt":
+        assert f"saved gpt.pt after step {2 * STEPS}" in run_example(name, STEPS, *own)
