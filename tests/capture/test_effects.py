@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import types
+import warnings
 
 import pytest
 import torch
@@ -248,6 +249,18 @@ def test_a_level_that_changes_counts():
         return ()
 
     compare(step, calls=9, graphs=2, arguments=change)
+
+
+def test_warnings_are_given_in_each_call():
+    def step(x):
+        warnings.warn(f"large: {x.max().item():.1f}", RuntimeWarning, stacklevel=1)
+        return x + 1
+
+    captured = Step(step, build=interpret, strict=True)
+    for number in range(3):
+        with pytest.warns(RuntimeWarning, match=f"large: {number}.0") as caught:
+            captured(torch.full((2,), float(number)))
+        assert [(each.filename, each.lineno) for each in caught] == [(__file__, step.__code__.co_firstlineno + 1)]
 
 
 def test_a_stream_given_later_is_used():

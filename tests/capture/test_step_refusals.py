@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import random
 import threading
@@ -31,7 +32,7 @@ class Base:
         self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
         self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         self.scheduler = lr_scheduler.StepLR(self.opt, 2)
-        self.history = []
+        self.history, self.kept = [], {}
         self.count = 0
         self.average = swa_utils.AveragedModel(nn.Linear(4, 3))
 
@@ -82,6 +83,33 @@ def cuts_text(base, x, y):
 def rate_read_again(base, x, y):
     base.scheduler.step()
     return base.finish(base.loss(x, y))
+
+
+def key_of_text(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    base.kept[f"{loss.item():.3f}"] = 1
+    return loss
+
+
+def result_by_text(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    return {f"{loss.item():.3f}": loss}
+
+
+def key_of_count(base, x, y):
+    base.count += 1
+    base.kept[base.count] = 1
+    return base.finish(base.loss(x, y))
+
+
+@functools.lru_cache
+def weight_of(count):
+    return 1 / count
+
+
+def cached_by_count(base, x, y):
+    base.count += 1
+    return base.finish(base.loss(x, y)) * weight_of(base.count)
 
 
 def long_list(base, x, y):
@@ -190,6 +218,10 @@ REFUSED = {
     pads_text: ("cuts, pads or compares text", "pads_text", "Format the value itself"),
     cuts_text: ("cuts, pads or compares text", "", "Format the value itself"),
     rate_read_again: ("a number that StepLR.step() changes in the same call", "", "after it"),
+    key_of_text: ("changes base.kept", "", "ms.callback"),
+    result_by_text: ("a key that is another in each call", "", "ms.callback"),
+    key_of_count: ("changes base.kept", "", "ms.callback"),
+    cached_by_count: ("weight_of, which has a cache", "", "__wrapped__"),
     long_list: ("more than 256 numbers", "long_list", "outside of the step"),
     swallowed: ("makes a float of a tensor's value", "swallowed", "f-strings"),
     branch: ("branches on a tensor's value", "branch", "torch.where"),
@@ -240,7 +272,7 @@ def fingerprint(base):
         "flags": [dict(group, params=None) for group in base.opt.param_groups],
         "requires_grad": [tensor.requires_grad for tensor in tensors],
         "modes": [module.training for module in base.model.modules()],
-        "python": (list(base.history), base.count, vars(base).get("last"), random.getstate()),
+        "python": (list(base.history), dict(base.kept), base.count, vars(base).get("last"), random.getstate()),
         "scheduler": {key: value for key, value in vars(base.scheduler).items() if not callable(value)},
         "optimizer": set(vars(base.opt)),
         "module": [set(vars(module)) for module in base.model.modules()],

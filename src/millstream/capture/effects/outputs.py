@@ -10,6 +10,7 @@ import builtins
 import functools
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from millstream._torch.tracing import patched
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.effects.registry import REGISTERED
+from millstream.capture.lines import is_users
 
 _OTHERS = frozenset(("torch", "millstream", "warnings", "logging", "py"))
 """Packages whose own messages are about the tracing, not of the step."""
@@ -47,6 +49,7 @@ def outputs_recorded(recorder: Recorder) -> Iterator[Callable[[Iterable[Any]], N
                     patches.enter_context(_stream_recorded(recorder, file, file))
 
         patches.enter_context(_logs_recorded(recorder))
+        patches.enter_context(_warnings_recorded(recorder))
         for module, owner, names in REGISTERED:
             found = sys.modules.get(module)
             holder = getattr(found, owner, None) if owner else found
@@ -132,6 +135,27 @@ def _logs_recorded(recorder: Recorder) -> Iterator[None]:
 
 def _log(logger: logging.Logger, message: Any, args: Any, fields: dict[str, Any]) -> None:
     logger.handle(logging.makeLogRecord({**fields, "msg": message, "args": args}))
+
+
+@contextmanager
+def _warnings_recorded(recorder: Recorder) -> Iterator[None]:
+    original = warnings.warn
+
+    def warn(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **kwargs: Any) -> None:
+        frame = sys._getframe(2)  # beyond what `patched` has put there
+        if not recorder.is_active or args or kwargs or not is_users(frame.f_code.co_filename):
+            original(message, category, stacklevel + 2, *args, **kwargs)
+            return
+        for _ in range(stacklevel - 1):
+            frame = frame.f_back or frame
+        place = {"filename": frame.f_code.co_filename, "lineno": frame.f_lineno, "module": frame.f_globals["__name__"]}
+        registry = frame.f_globals.setdefault("__warningregistry__", {})
+        kind = type(message) if isinstance(message, Warning) else category or UserWarning
+        tell = functools.partial(warnings.warn_explicit, category=kind, registry=registry, **place)
+        recorder.call(tell, message if isinstance(message, Warning) else str(message))
+
+    with patched(warnings, "warn", warn):
+        yield
 
 
 @contextmanager

@@ -207,8 +207,12 @@ def open_structure(
             raise text_changed(here())
         return structure
     if isinstance(structure, signature.Container):
-        if any(isinstance(key, str) and holds_token(key) for key in structure.keys):
-            raise text_changed(here())
+        if any(is_scalar(key) or (isinstance(key, str) and holds_token(key)) for key in structure.keys):
+            raise CaptureError(
+                "The step makes a dict with a key that is another in each call.",
+                where=here(),
+                remedy="Use a list of pairs, or make the dict in ms.callback.",
+            )
         children = (open_structure(child, tensors, leaves, parameters=parameters) for child in structure.children)
         return replace(structure, children=tuple(children))
     return structure

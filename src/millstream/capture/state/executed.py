@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from types import CellType, CodeType, FrameType, FunctionType, TracebackType
@@ -59,10 +59,16 @@ class CodeWatch:
     Args:
         ran: Where it is noted.
         on_code: Called with its frame before code of the user's runs for the first time; may raise an error there.
+        always: Code before which that is called each time.
     """
 
-    def __init__(self, ran: Ran, on_code: Callable[[FrameType, list[FunctionType]], None]) -> None:
-        self._ran, self._on_code = ran, on_code
+    def __init__(
+        self,
+        ran: Ran,
+        on_code: Callable[[FrameType, list[FunctionType]], None],
+        always: Container[CodeType] = frozenset(),
+    ) -> None:
+        self._ran, self._on_code, self._always = ran, on_code, always
         self._codes: set[CodeType] = set()
         self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet
         self._met: dict[int, CodeType] = {}  # by id: code that says the same in another place is equal
@@ -124,7 +130,7 @@ class CodeWatch:
         if threading.get_ident() != self._thread:
             self._codes.add(code)
             return id(code) not in self._met
-        waiting, is_new = self._functions.get(id(code), []), id(code) not in self._met
+        waiting, is_new = self._functions.get(id(code), []), id(code) not in self._met or code in self._always
         if not is_new and not (waiting and code.co_freevars):
             return False
         self._met[id(code)] = code
@@ -134,7 +140,7 @@ class CodeWatch:
             waiting.remove(function)
         if is_users(code.co_filename) and (is_new or functions):
             self._on_code(frame, functions)
-        return bool(waiting and code.co_freevars)
+        return bool(waiting and code.co_freevars) or code in self._always
 
 
 def functions_of(frame: FrameType, functions: list[FunctionType]) -> list[FunctionType]:

@@ -156,7 +156,10 @@ class StepGraph:
             if not all(map(is_number, numbers)) or not self.questions.allow(numbers):
                 return False
             self.numbers = numbers
-        if any(ask() != answer for ask, answer in self.effects.conditions) or not adopt(strays):
+        conditions = self.effects.conditions
+        if conditions and any(ask() != answer for ask, answer in conditions):
+            return False
+        if not adopt(strays):
             return False
         self.fill_slots()
         return True

@@ -444,6 +444,7 @@ def _trace_twice(request: Request) -> Traced:
         again = trace_step(replace(request, style=1))
         if again.effects.outline != traced.effects.outline:
             raise text_changed(next((call.where for call in traced.effects.calls), ""))
+        traced.effects.outline = None
     return traced
 
 

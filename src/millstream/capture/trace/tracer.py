@@ -232,7 +232,8 @@ class _Tracer:
             structure = replace_numbers(self.request.structure, map(Reference, numbers))
             given = put_together(structure, iter(self.request.arguments).__next__)
             args, kwargs = given
-            with CodeWatch(self.ran, self._on_code):
+            cached = {function.__code__ for function in self.request.found.cached}
+            with CodeWatch(self.ran, self._on_code, cached):
                 if self.ran.codes is None:
                     self._check_sources()
                 result = self.request.function(*args, **kwargs)
@@ -275,6 +276,16 @@ class _Tracer:
         """Before code runs that discovery has not seen look at it, too; stop before code that asks an iterator."""
         request = self.request
         known = request.found
+        if any(frame.f_code is function.__code__ for function in known.cached) and any(
+            map(is_scalar, frame.f_locals.values())
+        ):
+            self._report(
+                CaptureError(
+                    f"The step calls {frame.f_code.co_name}, which has a cache, with a number that changes.",
+                    where=here(),
+                    remedy="Call what is behind the cache: function.__wrapped__.",
+                )
+            )
         if not functions and frame.f_code not in known.codes:
             functions = [stand_in(frame)]
         late = [(function.__qualname__, function) for function in functions if id(function) not in known.functions]
@@ -670,7 +681,9 @@ def _is_write(change: Change) -> bool:
         is_ours = is_number(change.before) and is_number(change.after)
     else:
         is_ours = change.kind is not Kind.SCALER
-    after = change.after
+    after, key = change.after, change.key
+    if is_scalar(key) or (isinstance(key, str) and holds_token(key)):
+        return False
     return is_ours and change.is_entry and not is_schedulers(after) and (is_scalar(after) or isinstance(after, SCALARS))
 
 
