@@ -200,6 +200,8 @@ def differences(ours: Any, theirs: Any, exact: Any, values: bool, strides: bool)
     """Say what differs between two leaves. Strides of gradients are nobody's promise."""
     if type(ours) is not type(theirs):
         yield f"{type(ours).__name__} instead of {type(theirs).__name__}"
+    elif not isinstance(theirs, (Tensor, int, float, complex, str)):
+        return  # modules among arguments, types: each call has its own, or the same
     elif not isinstance(theirs, Tensor):
         if ours != theirs and not (ours != ours and theirs != theirs):
             yield f"{ours!r} instead of {theirs!r}"
@@ -223,7 +225,9 @@ def strides_of(value: Tensor) -> list[int]:
 def same(ours: Any, theirs: Any, exact: Any = None) -> bool:
     """Whether two leaves have the same value, within rounding or within a few times eager's own error."""
     if not isinstance(theirs, Tensor):
-        return ours == theirs or (ours != ours and theirs != theirs)
+        return (
+            not isinstance(theirs, (int, float, complex, str)) or ours == theirs or (ours != ours and theirs != theirs)
+        )
     if theirs.layout is not torch.strided:
         ours, theirs, exact = ours.to_dense(), theirs.to_dense(), None
     try:

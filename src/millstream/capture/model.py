@@ -10,17 +10,19 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 from torch.nn.parallel import DistributedDataParallel
 
 from millstream._torch.data_parallel import call_around
 from millstream._torch.dynamo import DuringCalls, is_compiling, known_obstacles, num_refused_forms
+from millstream._torch.dynamo_errors import drop_logs_of_fake_tensors, raised_before_running
 from millstream._torch.hooks import count_hooks
 from millstream.capture.lines import is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
@@ -172,6 +174,8 @@ class _Hooks:
         return tuple(number for hooks in own for number in hooks)
 
 
+_SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
+
 _GIVES_UP = ("Hard failure due to fullgraph", "found no compiled frames")
 """Of Dynamo's errors with ``fullgraph=True``: nothing of the user's went wrong, but nothing is compiled either."""
 
@@ -193,10 +197,12 @@ class Compiled:
         self._settings = DuringCalls(freezes=compiler.freezes)
         self._reported = 0
         self._has_nothing = False
+        self._scripted = _find_scripted(function)
         self._num_refused = num_refused_forms()
         self._function = function
         self._hooks = _Hooks(function) if isinstance(function, torch.nn.Module) else None
         self._calls: dict[tuple[int, ...], Callable[..., Any]] = {}
+        drop_logs_of_fake_tensors(Compiled.__call__.__code__)
         self._call = self._call_for(())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
@@ -210,6 +216,8 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # part of another capture
             return self._function(*args, **kwargs)
+        if self._scripted:
+            self.compiler.warn(self._scripted)
         breaks, num_runs = len(dynamo_utils.graph_break_reasons), self.compiler.num_runs
         obstacles = None if self.compiler.graphs else known_obstacles()
         if self._hooks is not None and (numbers := self._hooks.changed()) is not None:
@@ -223,14 +231,30 @@ class Compiled:
             raise
         except (Unsupported, UserError) as error:  # with ``fullgraph=True`` only
             raise _refusal(error) from error
-        except (FailOnRecompileLimitHit, RuntimeError) as error:
+        except Exception as error:
             if self.compiler.strict and any(told in str(error) for told in _GIVES_UP):
                 raise CaptureError(
-                    f"Dynamo captures no more of it ({str(error).strip().splitlines()[0]}). {_takes_no_more()}"
+                    f"Dynamo captures no more of it ({_first_line(error)}). {_takes_no_more()}"
                 ) from error
-            raise
+            has_begun = self.compiler.num_runs > num_runs or len(dynamo_utils.graph_break_reasons) > breaks
+            if has_begun or not raised_before_running(error, is_users):
+                raise
+            refused = error
+        else:
+            self._report_call(breaks, num_runs, obstacles)
+            return result
         finally:
             self._settings.end(settings)
+        # It is mostly the user's own mistake: raised as in eager mode, without twenty lines of Dynamo's.
+        result = self._function(*args, **kwargs)
+        if self.compiler.strict:
+            raise _refusal(refused) from refused
+        told = f"{type(refused).__name__}: {_first_line(refused)}"
+        self.compiler.warn(f"a call has run as plain Python, as Dynamo cannot trace it ({told}).")
+        return result
+
+    def _report_call(self, breaks: int, num_runs: int, obstacles: Counter[str] | None) -> None:
+        """Tell the user what became of a call, if that is news."""
         if obstacles is not None and not self.compiler.graphs:
             self._report_nothing([*(known_obstacles() - obstacles)])
         elif len(self.compiler.graphs) != self._reported or len(dynamo_utils.graph_break_reasons) > breaks:
@@ -238,10 +262,11 @@ class Compiled:
         elif self.compiler.num_runs == num_runs and num_refused_forms() > self._num_refused:
             self._num_refused = num_refused_forms()
             self.compiler.warn(f"new forms of inputs run as plain Python. {_takes_no_more()}")
-        return result
 
     def _call_for(self, hooks: tuple[int, ...]) -> Callable[..., Any]:
         """What to call with these hooks. Dynamo takes what it captured for one backend for no other."""
+        if isinstance(self._function, _SCRIPTED):
+            return self._function
         if hooks not in self._calls:
             backend, function = functools.partial(self.compiler), self._function
             is_wrapper = isinstance(function, DistributedDataParallel)  # whose own forward is Python by design
@@ -258,7 +283,7 @@ class Compiled:
         """Tell the user what Dynamo left to Python while it captured."""
         self._reported = len(self.compiler.graphs)
         for reason in dynamo_utils.graph_break_reasons[breaks:]:
-            where, first = "", str(reason.reason).strip().splitlines()[0]
+            where, first = "", _first_line(reason.reason)
             if reason.user_stack:
                 frame = reason.user_stack[-1]
                 if frame.filename == __file__:
@@ -270,16 +295,13 @@ class Compiled:
 
     def _report_nothing(self, obstacles: list[str]) -> None:
         """Tell the user once that Dynamo captured nothing at all, if there was something to capture."""
-        if not obstacles and isinstance(self._function, torch.nn.Module):
-            # It says why only when it first meets a function, and that may have been in another model.
-            parts = [part for part in self._function.modules() if isinstance(part, torch.nn.RNNBase)]
-            if parts:
-                obstacles = [f"Dynamo does not trace nn.{type(parts[0]).__name__}, but ms.step takes it"]
-            elif next(self._function.parameters(), None) is not None:
-                obstacles = ["Dynamo does not say why"]
+        if isinstance(self._function, torch.nn.Module):
+            obstacles = obstacles or _guess_obstacles(self._function)
+        if self._scripted:
+            return  # that was told
         if obstacles and not self._has_nothing:
             self._has_nothing = True
-            reasons = ", ".join(dict.fromkeys(each.strip().splitlines()[0] for each in obstacles))
+            reasons = ", ".join(dict.fromkeys(map(_first_line, obstacles)))
             self.compiler.warn(f"nothing of it is captured ({reasons}); it runs as plain Python.")
 
     def tell_unwrapped(self, module: torch.nn.Module, name: str) -> None:
@@ -296,6 +318,30 @@ class Compiled:
         self.compiler.warn(f"{name}() is not compiled: it calls the original model, and what calls this one is.")
 
 
+def _find_scripted(function: Callable[..., Any]) -> str:
+    """Why Dynamo does not see into a function or a part of a module, if ``torch.jit`` has made it."""
+    parts = function.named_modules() if isinstance(function, torch.nn.Module) else [("", function)]
+    for path, part in parts:
+        if isinstance(part, _SCRIPTED):
+            return (
+                f"{path or 'it'} runs as it is, for Dynamo does not see into what torch.jit has made. "
+                "Use the module or function that it was made from."
+            )
+    return ""
+
+
+def _guess_obstacles(root: torch.nn.Module) -> list[str]:
+    """Why Dynamo may capture nothing: it says so only when it first meets a function, maybe in another model."""
+    parts = [part for part in root.modules() if isinstance(part, torch.nn.RNNBase)]
+    if parts:
+        return [f"Dynamo does not trace nn.{type(parts[0]).__name__}, but ms.step takes it"]
+    return ["Dynamo does not say why"] if next(root.parameters(), None) is not None else []
+
+
+def _first_line(text: object) -> str:
+    return str(text).strip().partition("\n")[0]
+
+
 def _takes_no_more() -> str:
     limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
     return (
@@ -309,7 +355,7 @@ def _refusal(error: Exception) -> CaptureError:
     own = [frame for frame in stack if is_users(frame.filename)]
     where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     return CaptureError(
-        f"Dynamo cannot trace all of it ({str(error).strip().splitlines()[0]}).",
+        f"Dynamo cannot trace all of it ({_first_line(error)}).",
         where=where,
         remedy="Without strict=True, that part runs as plain Python.",
     )

@@ -220,6 +220,8 @@ class Writer:
         text = f"{target}({', '.join(args)})"
         if self.observe is not None:
             text = self._observed(kernel, text)
+        where = self.program.graph.kernels[kernel].source
+        text += f"  # {where}" if where else ""  # a traceback shows it
         if not call.results:
             self.lines.append(text)
         elif call.results[0][0] is None:

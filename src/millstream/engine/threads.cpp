@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <stdexcept>
 #include <functional>
 #include <optional>
 #include <string>
@@ -202,12 +203,23 @@ struct Plan {
   // this thread alone, and must not stay so.
   void keep(const std::exception_ptr& found, int kernel) {
     const Lock lock;
-    if (!PyErr_Occurred()) torch::translate_exception_to_python(found);
+    if (!PyErr_Occurred()) translate(found);
     PyObject* exception = take_exception();
     if (stopped.exchange(true)) {
       Py_XDECREF(exception);
     } else {
       error = exception, failed = kernel;
+    }
+  }
+
+  // As PyTorch does, but for what kernels throw on an index out of range, which is an IndexError in eager mode.
+  static void translate(const std::exception_ptr& found) {
+    try {
+      std::rethrow_exception(found);
+    } catch (const std::out_of_range& error) {
+      PyErr_SetString(PyExc_IndexError, error.what());
+    } catch (...) {
+      torch::translate_exception_to_python(found);
     }
   }
 

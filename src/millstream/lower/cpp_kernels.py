@@ -53,6 +53,9 @@ static PyObject* call(void (*kernel)(T...), PyObject* const* arguments, Py_ssize
     if (count != sizeof...(T)) return PyErr_Format(PyExc_TypeError, "expected %zu arguments", sizeof...(T));
     try {{
         kernel(parse<T>(arguments[I])...);
+    }} catch (const std::out_of_range& error) {{
+        PyErr_SetString(PyExc_IndexError, error.what());
+        return nullptr;
     }} catch (const std::exception& error) {{
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.what());
         return nullptr;

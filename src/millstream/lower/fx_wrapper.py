@@ -219,7 +219,7 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
 
     def define_kernel(self, kernel_name: str, kernel_body: str, *args: Any, gpu: bool = True, **kwargs: Any) -> None:
         if not gpu:
-            self.cpp_kernels.add(kernel_name, for_threads(kernel_body))
+            self.cpp_kernels.add(kernel_name, raise_index_errors(for_threads(kernel_body)))
         super().define_kernel(kernel_name, kernel_body, *args, gpu=gpu, **kwargs)
 
     def codegen_device_copy(self, src: Any, dst: Any, non_blocking: Any) -> None:  # noqa: ARG002
@@ -338,6 +338,22 @@ def for_threads(body: str) -> str:
         body,
     )
     return body if "_integral(" in body else re.sub(r".*inductor_cpu_integer_div_error.*\n", "", body)
+
+
+def raise_index_errors(body: str) -> str:
+    """Let a C++ kernel throw what becomes an ``IndexError``, as in eager mode, where an index is out of range."""
+    return re.sub(
+        r"\b(?:AOTI_)?TORCH_CHECK\((?P<test>.*), \"index out of bounds(?:[^\"]*< (?P<size>\d+)L|[^\"]*)\"\);",
+        lambda found: (
+            f"if (C10_UNLIKELY(!({found['test']}))) "
+            f'throw std::out_of_range("index out of range{_of_size(found["size"])}");'
+        ),
+        body,
+    )
+
+
+def _of_size(size: str | None) -> str:
+    return f": a dimension has {size} elements" if size else ""
 
 
 def declare_arguments(body: str) -> list[str]:

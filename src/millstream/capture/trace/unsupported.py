@@ -80,6 +80,10 @@ def check_sources(found: Found) -> None:
 
 def _check_module(name: str, root: nn.Module) -> None:
     for path, module in root.named_modules(prefix=name):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path} is a module of torch.jit, which no trace sees into.", remedy="Use the module it was made from."
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise CaptureError(f"{path} gives sparse gradients.", remedy="Make it with sparse=False.")
         if has_backward_hooks(module):
