@@ -100,3 +100,13 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 def has_global_backward_hooks() -> bool:
     """Whether the user registered one on all modules. Tried on 2.11 and 2.13."""
     return bool(nn_module._global_backward_hooks) or bool(nn_module._global_backward_pre_hooks)
+
+
+def current_backward_pass() -> int:
+    """A number of the backward pass that is running in this thread; -1 where none is."""
+    return int(torch._C._current_graph_task_id())
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have a function called when the backward pass that is running in this thread is done."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

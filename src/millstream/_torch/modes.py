@@ -15,6 +15,10 @@ def is_any_autocast_enabled() -> bool:
     return bool(torch._C._is_any_autocast_enabled())
 
 
+#: ``is_any_autocast_enabled`` without a call of Python's.
+any_autocast: Any = torch._C._is_any_autocast_enabled
+
+
 def modes_of_caller() -> tuple[Any, ...]:
     """What of this thread sees or changes each operator: devices as such, the rest as names; asked in every call.
 

@@ -69,3 +69,8 @@ def is_being_traced() -> bool:
         torch._C._get_dispatch_mode(key) is not None
         for key in (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
     )
+
+
+def is_transformed() -> bool:
+    """Whether operators are being transformed, as by ``torch.func.grad``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

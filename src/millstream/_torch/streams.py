@@ -39,12 +39,7 @@ def is_capturing(index: int) -> bool:
 
 def stream_setter(stream: Any) -> Callable[[], Any]:
     """What makes a CUDA stream, and its device, the calling thread's current one: 0.3 µs against 1.5."""
-    return functools.partial(
-        torch._C._cuda_setStream,
-        stream_id=stream.stream_id,
-        device_index=stream.device_index,
-        device_type=stream.device_type,
-    )
+    return functools.partial(torch._C._cuda_setStream, stream.stream_id, stream.device_index, stream.device_type)
 
 
 @functools.cache

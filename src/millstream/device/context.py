@@ -68,6 +68,7 @@ class DeviceContext:
         self._copy_streams: dict[str, Stream] = {}
         self._lendable: dict[tuple[int, int], list[Stream]] = {}  # by thread and by the stream that they start from
         self._lent: set[int] = set()  # identities of those that are out
+        self._num_moved = 0  # how many of them have gone from one thread or base to another
         self._pools: dict[str, GraphPool] = {}
         self._graph_stream_handle: int | None = None
         self._graph_stream: Stream | None = None  # on which a graph of this place ran last
@@ -161,9 +162,22 @@ class DeviceContext:
             self._lent.update(map(id, found))
         return found
 
-    def return_streams(self, streams: Sequence[Stream]) -> None:
-        """Take lent streams back: all work on them is joined to the stream that they started from."""
+    def return_streams(self, streams: Sequence[Stream]) -> int:
+        """Take lent streams back: all work on them is joined to the stream that they started from.
+
+        Returns:
+            What ``lend_again`` asks for.
+        """
         self._lent.difference_update(map(id, streams))
+        return self._num_moved
+
+    def lend_again(self, streams: Sequence[Stream], ticket: int) -> bool:
+        """Lend the same streams to who has returned them; False where they may be somebody else's by now."""
+        with self._lock:
+            if ticket != self._num_moved or self._end:
+                return False
+            self._lent.update(map(id, streams))
+        return True
 
     def _take_idle(self) -> Stream | None:
         """When there are as many as there may be, one that another thread or base has left idle."""
@@ -175,6 +189,7 @@ class DeviceContext:
                     with self.capture_lock:
                         self._driver.synchronize()  # nothing tells when its last user was done with memory from it
                     own.remove(stream)
+                    self._num_moved += 1
                     return stream
         raise DeviceError(
             f"{MAX_LENT_STREAMS} streams of {self.place} are in use at one time; fork fewer, or smaller groups."

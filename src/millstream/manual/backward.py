@@ -2,11 +2,22 @@
 
 The gradient for a layer's input is on the way to the rest of the backward pass, that for its weight and bias is not.
 Each is computed by the kernels that PyTorch would have used, the second on an auxiliary stream; the results are the
-same bits. A layer's two gradients are joined before the next layer's begin.
+same bits.
+
+**How it is kept safe**
+- A layer's weight and bias go through a *gate*, a node of autograd that is recorded on the auxiliary stream and passes
+  its gradient on as it is. So autograd takes their gradients to be made there, and lets whatever uses them, and in the
+  end the caller, wait for that stream by its own rules. Nothing else waits: the pass goes on beside them.
+- What the auxiliary stream reads was allocated on the layer's stream. It is held until that stream has come after its
+  use: at the latest when ``MOST_PENDING`` later layers, or ``MOST_PENDING_BYTES``, are issued. That bounds memory.
+- Where memory for the second gradient is not to be had, it is computed after the first.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,12 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from millstream._torch.operators import is_being_traced
+from millstream._torch.hooks import after_backward, current_backward_pass
+from millstream._torch.operators import is_being_traced, is_transformed
+from millstream.device import DeviceContext, Event, Stream, context
 from millstream.errors import ArgumentError
-from millstream.manual.auxiliary import aux_streams
 
 Model = TypeVar("Model", bound=nn.Module)
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+MOST_PENDING, MOST_PENDING_BYTES = 4, 32 << 20
 
 
 def dual_stream_backward(model: Model, *, enabled: bool = True) -> Model:
@@ -27,7 +41,8 @@ def dual_stream_backward(model: Model, *, enabled: bool = True) -> Model:
 
     For models that run eagerly or are captured in a CUDA graph by hand; ``ms.step`` needs none of it. Layers of
     exactly the classes ``nn.Conv1d`` to ``Conv3d``, ``nn.ConvTranspose1d`` to ``3d`` and ``nn.Linear`` take part. They
-    stay where they are, with their parameters and hooks; their class becomes a subclass of what it was.
+    stay where they are, with their parameters and hooks; their class becomes a subclass of what it was. On the CPU, and
+    under ``MILLSTREAM_ENGINE=serial``, they compute one gradient after the other.
 
     Args:
         model: Changed in place.
@@ -48,28 +63,112 @@ def dual_stream_backward(model: Model, *, enabled: bool = True) -> Model:
     return model
 
 
-def _side_by_side(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
-    """Run ``first`` on the current stream and ``second`` beside it; after it, where there is no memory for both."""
-    with aux_streams(2, device) as (_, aux):
+class _Side:
+    """The auxiliary stream beside one stream, and what is pending there."""
+
+    def __init__(self, context: DeviceContext, main: Stream) -> None:
+        self.context, self.main = context, main
+        (self.stream,) = lent = context.lend_streams(main, 1)
+        context.return_streams(lent)  # others of this thread may use it between: that only orders them
+        self._pending: deque[tuple[Event, int, tuple[Tensor, ...]]] = deque()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self._pass = -1  # of the last backward pass
+
+    def compute(self, first: Callable[[], Any], second: Callable[[], Any], *used: Tensor) -> tuple[Any, Any]:
+        """Compute the first thing on the neighbour and the second beside it, or after it where memory is short.
+
+        Args:
+            first: What the backward pass waits for.
+            second: What it does not wait for.
+            used: What ``second`` reads that was allocated on the neighbour.
+        """
+        event = self.context.acquire_event()
+        event.record(self.main)
         one = first()
+        event.wait(self.stream)
         try:
-            return one, aux(second)
+            with self.context.on(self.stream):
+                other = second()
         except torch.OutOfMemoryError:
-            pass
-    return one, second()
+            self._finish()
+            event.record(self.stream)
+            event.wait(self.main)
+            self.context.release_event(event)
+            return one, second()
+        event.record(self.stream)
+        with self._lock:
+            self._pending.append((event, sum(tensor.nbytes for tensor in used), used))
+            self._num_bytes += self._pending[-1][1]
+            while len(self._pending) > MOST_PENDING or (
+                self._num_bytes > MOST_PENDING_BYTES and len(self._pending) > 1
+            ):
+                self._join_oldest()
+            if self._pass != current_backward_pass():
+                self._pass = current_backward_pass()
+                after_backward(self._finish)
+        return one, other
+
+    def _finish(self) -> None:
+        with self._lock:
+            while self._pending:
+                self._join_oldest()
+
+    def _join_oldest(self) -> None:
+        """Let the neighbour come after the oldest use; then what was used may be freed."""
+        event, num_bytes, _ = self._pending.popleft()
+        event.wait(self.main)
+        self._num_bytes -= num_bytes
+        self.context.release_event(event)
+
+
+class _Sides(threading.local):
+    """A thread's auxiliary streams, by context and by the identity of the stream that they are beside."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[DeviceContext, int], _Side] = {}
+
+    def find(self, x: Tensor) -> _Side | None:
+        """The one beside the current stream; ``None`` where there is but one stream."""
+        if x.device.type != "cuda" or os.environ.get("MILLSTREAM_ENGINE") == "serial":
+            return None
+        found = context(x.device)
+        key = found, found.current_stream_id()
+        side = self.found.get(key)
+        if side is None:
+            side = self.found[key] = _Side(found, found.current_stream())
+        return side
+
+
+_sides = _Sides()
+
+
+class _Gate(torch.autograd.Function):
+    """Passes a parameter on, and its gradient, which is made on the stream that is current when it is called."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:  # noqa: ARG004
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ARG004
+        return grads[0]
+
+
+_gate: Callable[[Tensor], Tensor] = _Gate.apply  # type: ignore[assignment]
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-        return torch.convolution(x, weight, bias, *options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
-        x, weight, bias, *options = inputs
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, side: _Side | None, dtype: Any, *options: Any
+    ) -> Tensor:
+        cast = _cast(weight, dtype)
+        ctx.save_for_backward(x, cast)
+        ctx.side, ctx.options = side, options
         ctx.bias_size = None if bias is None else list(bias.shape)
-        ctx.options = options
+        ctx.dtypes = weight.dtype, weight.dtype if bias is None else bias.dtype
+        return torch.convolution(x, cast, None if bias is None else _cast(bias, dtype), *options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -78,30 +177,31 @@ class _Convolution(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]
 
         def compute(*mask: bool) -> Gradients:
-            return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+            for_input, for_weight, for_bias = torch.ops.aten.convolution_backward(
                 grad, x, weight, ctx.bias_size, *ctx.options, list(mask)
             )
+            return for_input, _cast_back(for_weight, ctx.dtypes[0]), _cast_back(for_bias, ctx.dtypes[1])
 
-        nothing = [None] * len(ctx.options)
+        nothing = [None] * (2 + len(ctx.options))
         if not _is_worth_two(ctx):
             return (*compute(*needed), *nothing)
-        (for_input, _, _), (_, for_weight, for_bias) = _side_by_side(
-            lambda: compute(True, False, False), lambda: compute(False, True, needed[2]), grad.device
+        (for_input, _, _), (_, for_weight, for_bias) = ctx.side.compute(
+            lambda: compute(True, False, False), lambda: compute(False, True, needed[2]), grad, x
         )
         return (for_input, for_weight, for_bias, *nothing)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, side: _Side | None, dtype: Any) -> Tensor:
+        cast = _cast(weight, dtype)
+        ctx.save_for_backward(x, cast)
+        ctx.side = side
+        ctx.dtypes = weight.dtype, weight.dtype if bias is None else bias.dtype
+        return F.linear(x, cast, None if bias is None else _cast(bias, dtype))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
-        ctx.save_for_backward(inputs[0], inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (grad,) = grads
         x, weight = ctx.saved_tensors
         needed = ctx.needs_input_grad
@@ -109,23 +209,34 @@ class _Linear(torch.autograd.Function):
         def compute_input() -> Tensor | None:
             return (_rows(grad) @ weight).view(x.shape) if needed[0] else None
 
-        def compute_weight() -> tuple[Tensor | None, Tensor | None]:
+        def compute_others() -> tuple[Tensor | None, Tensor | None]:
             rows = _rows(grad)
-            return rows.t() @ _rows(x) if needed[1] else None, rows.sum(0) if needed[2] else None
+            for_weight = rows.t() @ _rows(x) if needed[1] else None
+            for_bias = rows.sum(0) if needed[2] else None
+            return _cast_back(for_weight, ctx.dtypes[0]), _cast_back(for_bias, ctx.dtypes[1])
 
         if not _is_worth_two(ctx):
-            return (compute_input(), *compute_weight())
-        for_input, for_others = _side_by_side(compute_input, compute_weight, grad.device)
-        return (for_input, *for_others)
+            return (compute_input(), *compute_others(), None, None)
+        for_input, others = ctx.side.compute(compute_input, compute_others, grad, x)
+        return (for_input, *others, None, None)
 
 
 def _is_worth_two(ctx: Any) -> bool:
     """Whether both gradients are wanted; not where gradients of gradients are: those are PyTorch's matter."""
-    return bool(ctx.needs_input_grad[0] and ctx.needs_input_grad[1] and not torch.is_grad_enabled())
+    needed = ctx.needs_input_grad
+    return bool(ctx.side is not None and needed[0] and needed[1] and not torch.is_grad_enabled())
 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None or tensor.dtype is torch.float64 else tensor.to(dtype)
+
+
+def _cast_back(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if gradient is None else gradient.to(dtype)
 
 
 def _is_plain(x: Any, weight: Tensor, num_dims: int | None) -> bool:
@@ -137,17 +248,22 @@ def _is_plain(x: Any, weight: Tensor, num_dims: int | None) -> bool:
         and weight.requires_grad
         and (x.dim() >= 2 if num_dims is None else x.dim() == num_dims)
         and not is_being_traced()
+        and not is_transformed()
     )
 
 
-def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Cast as autocast would, where it is on."""
-    kind = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    is_cast = [t is not None and t.is_floating_point() and t.dtype is not torch.float64 for t in tensors]
-    return [t.to(dtype) if cast and t is not None else t for t, cast in zip(tensors, is_cast, strict=True)]
+def _apply(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """Call one of the functions above, casting as autocast would; parameters go through gates on the other stream."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    side = _sides.find(x)
+    if side is not None:
+        with side.context.on(side.stream):
+            weight = _gate(weight)
+            bias = None if bias is None else _gate(bias)
+    x = _cast(x, dtype)
+    with torch.autocast(kind, enabled=False):
+        return function.apply(x, weight, bias, side, dtype, *options)  # type: ignore[no-any-return]
 
 
 class _DualConvolution(nn.modules.conv._ConvNd):
@@ -160,7 +276,7 @@ class _DualConvolution(nn.modules.conv._ConvNd):
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)  # noqa: A001
             padding = (0,) * dims
         options = self.stride, padding, self.dilation, False, (0,) * dims, self.groups
-        return _Convolution.apply(*_cast(input, weight, bias), *options)  # type: ignore[no-any-return]
+        return _apply(_Convolution, input, weight, bias, *options)
 
 
 class _DualTransposed(nn.modules.conv._ConvTransposeNd):
@@ -171,7 +287,7 @@ class _DualTransposed(nn.modules.conv._ConvTransposeNd):
         forms: Any = self.stride, self.padding, self.kernel_size, dims, self.dilation
         extra = self._output_padding(input, output_size, *forms)
         options = self.stride, self.padding, self.dilation, True, tuple(extra), self.groups
-        return _Convolution.apply(*_cast(input, self.weight, self.bias), *options)  # type: ignore[no-any-return]
+        return _apply(_Convolution, input, self.weight, self.bias, *options)
 
 
 class DualConv1d(_DualConvolution, nn.Conv1d):
@@ -205,7 +321,7 @@ class DualLinear(nn.Linear):
         """Apply the layer."""
         if not _is_plain(input, self.weight, None):
             return super().forward(input)
-        return _Linear.apply(*_cast(input, self.weight, self.bias))  # type: ignore[no-any-return]
+        return _apply(_Linear, input, self.weight, self.bias)
 
 
 _DUAL: dict[type[nn.Module], type[nn.Module]] = {

@@ -154,7 +154,11 @@ class Ordering:
     # --- uses
 
     def use(  # noqa: C901 - in every operator: each call would be one more
-        self, stream: int, reads: Sequence[Memory], writes: Sequence[Memory] = (), *, hold: bool = True
+        self,
+        stream: int,
+        reads: Sequence[Memory],
+        writes: Sequence[Memory] = (),
+        hold: bool = True,
     ) -> Steps:
         """Say that the next work on a stream uses storages; return what must be recorded and waited for first.
 

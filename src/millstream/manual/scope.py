@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -14,7 +15,7 @@ from millstream.device import MAX_STREAMS, DeviceContext, Place, Stream, context
 from millstream.errors import ArgumentError, StreamError
 from millstream.manual.hints import HintedScope
 from millstream.manual.operators import find_function
-from millstream.manual.session import Session, find_session, open_session
+from millstream.manual.session import Session, find_session, open_session, scope_is_over
 
 Device: TypeAlias = DeviceContext | Place | torch.device | str | None
 
@@ -136,7 +137,7 @@ class Scope(AbstractContextManager["Scope"]):
 
     def __getitem__(self, index: int) -> StreamHandle:
         if self._session is None:
-            raise _not_open()
+            raise scope_is_over()
         if type(index) is not int or index < 0:
             _bad_index(index)
         position = index % self.num_streams
@@ -155,7 +156,7 @@ class Scope(AbstractContextManager["Scope"]):
     def join(self) -> None:
         """Let the caller's stream come after all that was given to the scope's so far."""
         if self._session is None:
-            raise _not_open()
+            raise scope_is_over()
         self._session.check_usable()
         self._session.join(self._indices[0], self._indices[1:])
         self._session.fork(self._indices[0], self._indices[1:])
@@ -166,7 +167,7 @@ class Scope(AbstractContextManager["Scope"]):
         Only needed where a kernel is launched past PyTorch's dispatcher, as by Triton.
         """
         if self._session is None:
-            raise _not_open()
+            raise scope_is_over()
         self._session.check_usable()
         index = self._session.find()
         if index is None:
@@ -185,26 +186,19 @@ class StreamHandle:
         self._on: list[AbstractContextManager[None]] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        function = find_function(name)
-        scope, run, index = self._scope, self._session.call, self._index
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if scope._session is None:
-                raise _not_open()
-            return run(index, function, args, kwargs)
-
+        call = functools.partial(self._session.call, self._scope, self._index, find_function(name))
         self.__dict__[name] = call  # looked up once in a scope
         return call
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call any function on this stream, which first waits for the tensors among its arguments."""
         if self._scope._session is None:
-            raise _not_open()
+            raise scope_is_over()
         return self._session.run(self._index, function, args, kwargs)
 
     def __enter__(self) -> StreamHandle:
         if self._scope._session is None:
-            raise _not_open()
+            raise scope_is_over()
         on = self._session.on(self._index)
         on.__enter__()
         self._on.append(on)
@@ -240,7 +234,7 @@ class SerialScope(AbstractContextManager["SerialScope"]):
 
     def __getitem__(self, index: int) -> SerialHandle:
         if self._is_over:
-            raise _not_open()
+            raise scope_is_over()
         if type(index) is not int or index < 0:
             _bad_index(index)
         return _HERE
@@ -252,12 +246,12 @@ class SerialScope(AbstractContextManager["SerialScope"]):
     def join(self) -> None:
         """Do nothing: all is in order."""
         if self._is_over:
-            raise _not_open()
+            raise scope_is_over()
 
     def wait(self, *tensors: Any) -> None:  # noqa: ARG002
         """Do nothing: all is in order."""
         if self._is_over:
-            raise _not_open()
+            raise scope_is_over()
 
 
 class SerialHandle:
@@ -295,10 +289,6 @@ def _run_branch(handle: Any, position: int, branch: Callable[[], Any]) -> Any:
     except Exception as error:
         error.add_note(f"Raised in branch {position}.")
         raise
-
-
-def _not_open() -> StreamError:
-    return StreamError("This scope is not open: use its streams within `with ms.streams(...) as s:` only.")
 
 
 def _bad_index(index: Any) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millstream._torch.modes import is_any_autocast_enabled
+from millstream._torch.modes import any_autocast
 from millstream._torch.operators import find_modes, hide_operators, is_wrapper, num_modes, push_mode, remove_mode
 from millstream._torch.tensors import drop_storage_reference, is_storage_gone, storage_behind
 from millstream.device import DeviceContext, Event, Stream
@@ -37,6 +37,7 @@ MOST_HELD, MOST_HELD_BYTES = 512, 1 << 30
 """When more is held, all streams of the session wait for each other, and then it can go: so loops are bounded."""
 
 _get_ident = threading.get_ident
+_grad_enabled = torch.is_grad_enabled
 
 
 class Session:
@@ -69,10 +70,13 @@ class Session:
         self._clean_at = CLEAN_EVERY
         self._opaque: list[Any] = []  # results whose memory cannot be told: kept to the end
         self._guard: Any = None
+        self._ticket = 0
         self._mode = _Mode(self)
 
-    def open(self, *, capturing: bool, check: bool) -> None:
-        """Make the device current, and begin to see operators."""
+    def open(self, *, capturing: bool, check: bool) -> bool:
+        """Make the device current, and begin to see operators; False where its streams are somebody else's by now."""
+        if len(self._streams) > 1 and not self.context.lend_again(self._streams[1:], self._ticket):
+            return False
         self.closed, self.capturing = False, capturing
         if not self.context.is_current():
             self._guard = self.context.guard()
@@ -83,6 +87,7 @@ class Session:
             self.trace.start(self._streams[0], event)
             self.context.release_event(event)
         push_mode(self._mode)
+        return True
 
     def close(self) -> Trace | None:
         """Stop seeing operators, and let everything go: all streams are joined. Return the trace, if there is one."""
@@ -104,11 +109,9 @@ class Session:
         if self._guard is not None:
             self._guard.__exit__()
             self._guard = None
+        self._ticket = self.context.return_streams(self._streams)
         _parked.sessions[self.context, self.context.stream_id(self._streams[0])] = self
         return trace
-
-    def __del__(self) -> None:
-        self.context.return_streams(self._streams[1:])
 
     # --- streams
 
@@ -153,7 +156,7 @@ class Session:
             StreamError: The scope is over, belongs to another thread or process, or a capture has begun or ended.
         """
         if self.closed:
-            raise StreamError("This stream's scope is over: its streams can be used within their `with` only.")
+            raise scope_is_over()
         if self.context.closed:
             raise StreamError(f"{self.context!r} cannot be used any more, nor can streams that come from it.")
         if _get_ident() != self._owner:
@@ -166,19 +169,28 @@ class Session:
 
     # --- one call on one stream
 
-    def call(self, index: int, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one of PyTorch's functions on a stream.
+    def call(  # noqa: PLR0912 - in every operator: each call would be one more
+        self, scope: Any, index: int, function: Function, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run one of PyTorch's functions on a stream of a scope.
 
         Where the arguments tell all that it uses, nothing watches it meanwhile.
         """
+        if scope._session is None:
+            raise scope_is_over()
         before = self._index_of.get(self._current())
         uses = self._plain_uses(args, kwargs) if function.is_plain and _get_ident() == self._owner else None
-        if uses is None or before is None or num_modes() != 1 or is_any_autocast_enabled() or self.trace is not None:
+        if uses is None or before is None or num_modes() != 1 or any_autocast() or self.trace is not None:
             return self.run(index, function.call, args, kwargs)
+        ordering, marked = self._ordering, _grad_enabled()
         if function.writes_first:
-            self._use(index, uses[1:], uses[:1])
+            steps = ordering.use(index, uses[1:], uses[:1], not marked)
         else:
-            self._use(index, uses)
+            steps = ordering.use(index, uses, (), not marked)
+        if steps:
+            self._do(steps)
+        if ordering.crossings:
+            self._protect(ordering.crossings, index, marked)
         if index != before:
             self._enter[index]()
         hidden = hide_operators()
@@ -198,7 +210,9 @@ class Session:
             key = storage._cdata
             if key not in self._memories:
                 memory = self._memories[key] = Memory(index, storage._weak_ref())
-                memory.writer, memory.written = index, self._ordering.tick_of(index)
+                ordering.make(memory, index)
+                if len(self._memories) > self._clean_at:
+                    self._clean()
         else:
             self._see_results(result, index)
         return result
@@ -337,12 +351,15 @@ class Session:
 
     def _note(self, storage: torch.UntypedStorage, home: int | None) -> Memory:
         """Keep books on a storage. The weak reference keeps its address from being another's before it is forgotten."""
-        if len(self._memories) >= self._clean_at:
-            dead = {key: each for key, each in self._memories.items() if is_storage_gone(each.reference)}
-            self._forget(dead)
-            self._clean_at = len(self._memories) + CLEAN_EVERY
+        if len(self._memories) > self._clean_at:
+            self._clean()
         memory = self._memories[storage._cdata] = Memory(home, storage._weak_ref())
         return memory
+
+    def _clean(self) -> None:
+        """Keep no more books on storages that are gone."""
+        self._forget({key: each for key, each in self._memories.items() if is_storage_gone(each.reference)})
+        self._clean_at = len(self._memories) + CLEAN_EVERY
 
     def _forget(self, memories: dict[int, Memory]) -> None:
         """Keep no more books on storages."""
@@ -368,7 +385,7 @@ class Session:
         """Let a stream wait for what its next work needs, and hold what it uses away from home."""
         ordering = self._ordering
         marked = torch.is_grad_enabled()
-        steps = ordering.use(index, reads, writes, hold=not marked)
+        steps = ordering.use(index, reads, writes, not marked)
         if steps:
             self._do(steps)
         if ordering.crossings:
@@ -453,6 +470,11 @@ class Session:
                 event.wait(streams[index])
 
 
+def scope_is_over() -> StreamError:
+    """The error for a scope that is used outside of its ``with``."""
+    return StreamError("This scope is not open: use its streams within `with ms.streams(...) as s:` only.")
+
+
 class _On:
     """Makes a stream of a session current for a while."""
 
@@ -503,10 +525,11 @@ def find_session(context: DeviceContext) -> Session | None:
 def open_session(context: DeviceContext, *, check: bool = False) -> Session:
     """A session that starts from the current stream."""
     session = _parked.sessions.pop((context, context.current_stream_id()), None)
-    if session is None:
+    capturing = context.is_capturing()
+    if session is None or not session.open(capturing=capturing, check=check):
         session = Session(context)
-    session.open(capturing=context.is_capturing(), check=check)
-    return session  # type: ignore[no-any-return]
+        session.open(capturing=capturing, check=check)
+    return session
 
 
 class _Parked(threading.local):
