@@ -385,3 +385,22 @@ def test_compiled_functions_wait_for_their_arguments():
             doubled = s[1].mul(x, 2.0)
             result = s[2](compiled, doubled)
     assert torch.equal(result, expected)
+
+
+def test_tensor_that_is_freed_in_a_branch_is_told():
+    a = torch.ones(1000, device="cuda")
+    with torch.no_grad(), ms.streams(3) as s:
+        b = s[1].add(a, 1.0)
+        s[2].add(b, 1.0)
+        b.untyped_storage().resize_(0)
+        with pytest.raises(StreamError, match="freed"):
+            s.wait(b)
+        del b
+    torch.cuda.synchronize()
+
+
+def test_tensor_of_another_device_is_refused():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with ms.streams(2, "cuda:0") as s, pytest.raises(StreamError, match="cuda:1"):
+        s[1].add(torch.ones(1, device="cuda:1"), 1.0)

@@ -43,7 +43,8 @@ class VirtualTorch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         recipe = recipe_of(func)
-        if recipe.effect is Effect.VIEW:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if recipe.effect is Effect.VIEW or (given and not any(map(self._is_virtual, given))):
             return func(*args, **kwargs)
         with torch.no_grad():
             forms = func(*_to_meta(args), **{**_to_meta(kwargs), **({"device": "meta"} if "device" in kwargs else {})})
@@ -89,6 +90,9 @@ class VirtualTorch(TorchDispatchMode):
         made = torch.empty(0, dtype=form.dtype).set_(raw.untyped_storage(), *form_of)
         del hidden
         return made
+
+    def _is_virtual(self, tensor):
+        return tensor.untyped_storage().data_ptr() in self.device.raw_of
 
     def _over_raw(self, tensor):
         """The same bytes, without keeping them from being freed; memory of the host as it is."""

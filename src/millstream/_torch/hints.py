@@ -16,9 +16,15 @@ def annotate_stream(name: str) -> AbstractContextManager[None]:
     return torch.fx.traceback.annotate({STREAM: name})
 
 
-def current_stream_hint() -> str:
-    """The name of the stream that operators are noted for at present; empty where there is none."""
-    return str(torch.fx.traceback.current_meta.get("custom", {}).get(STREAM, ""))
+def current_stream_hint() -> str | None:
+    """The name of the stream that operators are noted for at present; ``None`` where there is none."""
+    hint = torch.fx.traceback.current_meta.get("custom", {}).get(STREAM)
+    return None if hint is None else str(hint)
+
+
+def note_stream_hint(node: Any, name: str) -> None:
+    """Note a node as written for a stream."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), STREAM: name}
 
 
 def stream_hint_of(node: Any) -> str | None:

@@ -10,7 +10,7 @@ import torch
 
 from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.model import Builder, Compiled, Compiler, compile_module
-from millstream.engine import ENGINES, Family, Scheduling, build
+from millstream.engine import ENGINES, HAND_STREAMS, Family, Scheduling, build
 from millstream.errors import ArgumentError, warn_user
 from millstream.lower import check_options
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         """What both may be told."""
 
         engine: str | None
-        streams: int | Literal["auto"]
+        streams: int | Literal["auto", "manual"]
         policy: str | None
         memory: float | int
         copy_outputs: bool
@@ -57,7 +57,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     model: Callable[..., Any] | None = None,
     *,
     engine: str | None = None,
-    streams: int | Literal["auto"] = "auto",
+    streams: int | Literal["auto", "manual"] = "auto",
     policy: str | None = None,
     memory: float | int = 1.25,
     freeze: bool = False,
@@ -172,11 +172,17 @@ def new_builder(engine: str | None, scheduling: Scheduling, copy_outputs: bool, 
 def scheduling_of(streams: int | str, policy: str | None, memory: float | int) -> Scheduling:
     """Turn the arguments into what the engines take; ``"auto"`` leaves the number of streams open.
 
+    ``"manual"`` takes those that are written down in the program.
+
     Raises:
         ArgumentError: One of them has no meaning.
     """
+    if streams == "manual":
+        if policy not in (None, "manual"):
+            raise ArgumentError(f"streams='manual' says which streams; policy={policy!r} has nothing to decide.")
+        return Scheduling(HAND_STREAMS, "manual", memory)
     if streams != "auto" and not isinstance(streams, int):
-        raise ArgumentError(f"streams={streams!r} is no number of streams; give 1 or more, or 'auto'.")
+        raise ArgumentError(f"streams={streams!r} is no number of streams; give 1 or more, 'auto' or 'manual'.")
     return Scheduling(None if streams == "auto" else streams, policy, memory)  # type: ignore[arg-type]
 
 

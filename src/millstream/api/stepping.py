@@ -35,7 +35,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     fn: Callable[..., Any] | None = None,
     *,
     engine: str | None = None,
-    streams: int | Literal["auto"] = "auto",
+    streams: int | Literal["auto", "manual"] = "auto",
     policy: str | None = None,
     memory: float | int = 1.25,
     copy_outputs: bool = True,

@@ -2,13 +2,14 @@
 
 from millstream.engine.build import ENGINES, Engine, Executable, build
 from millstream.engine.captured import Family
-from millstream.engine.choice import Scheduling
+from millstream.engine.choice import HAND_STREAMS, Scheduling
 from millstream.engine.cuda_graph import CudaGraphEngine
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
 
 __all__ = [
     "ENGINES",
+    "HAND_STREAMS",
     "CudaGraphEngine",
     "Engine",
     "Executable",

@@ -14,7 +14,7 @@ from millstream.cost import Costs, Roofline
 from millstream.device import context
 from millstream.device.native import why_not_build
 from millstream.engine.captured import Family
-from millstream.engine.choice import MOST_STREAMS, Scheduling
+from millstream.engine.choice import HAND_STREAMS, MOST_STREAMS, Scheduling
 from millstream.engine.cuda_graph import CudaGraphEngine
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
@@ -209,10 +209,12 @@ def with_environment(scheduling: Scheduling) -> Scheduling:
     number = os.environ.get("MILLSTREAM_NSTREAMS")
     if not number:
         return scheduling
+    if number == "manual":
+        return replace(scheduling, streams=HAND_STREAMS, policy="manual")
     try:
         return replace(scheduling, streams=None if number == "auto" else int(number))
     except ValueError as error:
-        possible = f"give 1 to {MOST_STREAMS}, or 'auto'"
+        possible = f"give 1 to {MOST_STREAMS}, 'auto' or 'manual'"
         raise ArgumentError(f"MILLSTREAM_NSTREAMS={number!r} is no number of streams; {possible}.") from error
 
 

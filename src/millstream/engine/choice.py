@@ -30,6 +30,7 @@ STREAM_COUNTS = (8, 6, 4, 3, 2)
 TRIED_POLICIES = ("list", "slack", "chains")  # the first with all variants, the others with the first one
 #: What a wait is taken to cost, as a factor, and whether memory is packed: what is right differs from graph to graph.
 VARIANTS = ((1.0, True), (1.0, False), (4.0, True))
+HAND_STREAMS = 8  # ``streams="manual"`` takes as many as are written down, and at most so many
 MOST_STREAMS = 1024  # more than any device runs at one time; a plan keeps books for each
 MARGIN = 0.01  # by so much several streams must be faster than one: below it the difference is noise
 HOPEFUL = 1.15  # candidates predicted within this factor of the best one are timed
@@ -150,11 +151,14 @@ def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Pr
     serial = plan_serial(graph)
     budget = scheduling.budget_bytes(serial)
     proposals = [_assess(serial, costs)]
-    if scheduling.serial or critical_path_ns(graph, costs) > (1 - MARGIN) * costs.total_ns:
+    by_hand = scheduling.policy == "manual"
+    if scheduling.serial or (not by_hand and critical_path_ns(graph, costs) > (1 - MARGIN) * costs.total_ns):
         return proposals
     seen = {serial.steps}
     counts = STREAM_COUNTS if scheduling.streams is None else (scheduling.streams,)
     policies = TRIED_POLICIES if scheduling.policy is None else (scheduling.policy,)
+    if scheduling.policy is None and graph.has_hints:
+        policies = (*policies, "manual")
     for variant, num_streams, policy in product(VARIANTS, counts, policies):
         if variant is not VARIANTS[0] and policy != policies[0]:
             continue

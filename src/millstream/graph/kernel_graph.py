@@ -73,6 +73,8 @@ class Kernel:
         source: The user's line it comes from: ``file:line in function``, or empty.
         parts: Those of ``writes`` of which it writes only a part of its own. Kernels that write parts of one buffer
             need no order among each other.
+        hint: The stream that its author wrote it for, by hand: ``"1"``, or ``"2.1"`` for stream 1 of a group opened on
+            stream 2; empty for the caller's. ``None`` where nothing is said.
     """
 
     id: int
@@ -87,6 +89,7 @@ class Kernel:
     ops: tuple[str, ...] = ()
     source: str = ""
     parts: tuple[str, ...] = ()
+    hint: str | None = None
 
     @property
     def label(self) -> str:
@@ -142,6 +145,11 @@ class KernelGraph:
             owners[buffer.id] = owner
             owners.update(dict.fromkeys(chain, owner))
         return owners
+
+    @cached_property
+    def has_hints(self) -> bool:
+        """Whether a kernel is written for another stream than the caller's."""
+        return any(kernel.hint for kernel in self.kernels)
 
     def writes_part(self, kernel: int, storage: str) -> bool:
         """Tell whether a kernel writes only a part of its own of a storage."""

@@ -178,6 +178,8 @@ def _format_effects(kernel: Kernel) -> str:
         parts.append(f"ops {_names(kernel.ops)}")
     if kernel.source:
         parts.append(f"from {_quote(kernel.source)}")
+    if kernel.hint is not None:
+        parts.append(f"for {_quote(kernel.hint)}")
     return "  ".join(parts)
 
 
@@ -373,8 +375,9 @@ def _parse_kernel(line: _Line) -> Kernel:
     flops = line.integer("the number of operations") if line.optional("flops") else 0
     ops = line.names("the fused operators as (...)") if line.optional("ops") else ()
     source = line.name("the source line") if line.optional("from") else ""
-    line.end("'allocates', 'parts', 'bytes', 'flops', 'ops' or 'from', in this order, or the end of the line")
-    return Kernel(number, name, kind, device, reads, writes, allocates, num_bytes, flops, ops, source, parts)
+    hint = line.name("the stream it is written for") if line.optional("for") else None
+    line.end("'allocates', 'parts', 'bytes', 'flops', 'ops', 'from' or 'for', in this order, or the end of the line")
+    return Kernel(number, name, kind, device, reads, writes, allocates, num_bytes, flops, ops, source, parts, hint)
 
 
 def _parse_layout(reader: _Reader) -> MemoryLayout:

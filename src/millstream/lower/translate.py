@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from millstream._torch.tensors import ALIGNMENT_BYTES, realign
+from millstream._torch.hints import stream_hint_of
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies
 from millstream.lower.convolutions.writers import arguments_of, convolve_relu, find_epilogue, find_join, find_writer
@@ -241,6 +242,7 @@ class _Translator:
                 ops=(writer.ops if writer is not None else ()) or op_names(origins),
                 source=next(filter(None, map(source_line, origins)), ""),
                 parts=parts,
+                hint=hint_of(origins),
             )
         )
         if writer is not None:
@@ -483,6 +485,11 @@ def op_name(node: torch.fx.Node) -> str:
     """Short name of an operator: ``relu`` for ``aten.relu.default``; the node's own for what Inductor put in."""
     packet = getattr(node.target, "overloadpacket", None)
     return str(packet.__name__) if packet is not None else re.sub(r"_\d+$", "", node.name)
+
+
+def hint_of(origins: Iterable[torch.fx.Node]) -> str | None:
+    """The stream that a kernel was written for; of several the first by name, as somebody has fused what is there."""
+    return min((hint for origin in origins if (hint := stream_hint_of(origin)) is not None), default=None)
 
 
 def source_line(node: torch.fx.Node) -> str:

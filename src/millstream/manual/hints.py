@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from millstream._torch.hints import annotate_stream, current_stream_hint
 from millstream.errors import ArgumentError
-from millstream.manual.operators import find_function
+from millstream.manual.operators import look_up
 
 
 class HintedScope:
@@ -24,7 +23,7 @@ class HintedScope:
 
     def __enter__(self) -> HintedScope:
         # A stream is named by the way to it: "2.1" is stream 1 of a group that was opened on stream 2.
-        base = current_stream_hint()
+        base = current_stream_hint() or ""
         group = f"{base}." if base else ""
         self._names = [base, *(f"{group}{index}" for index in range(1, self.num_streams))]
         return self
@@ -56,10 +55,10 @@ class HintedHandle:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._notes: list[AbstractContextManager[None]] = []
+        self._blocks: list[Iterator[None]] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        call = find_function(name).call
+        call = look_up(name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with annotate_stream(self._name):
@@ -73,15 +72,20 @@ class HintedHandle:
             return function(*args, **kwargs)
 
     def __enter__(self) -> HintedHandle:
-        note = annotate_stream(self._name)
-        note.__enter__()
-        self._notes.append(note)
+        block = _block(self._name)  # a generator: Dynamo enters contexts of PyTorch's by ``with`` alone
+        next(block)
+        self._blocks.append(block)
         return self
 
-    def __exit__(self, *details: Any) -> None:
-        self._notes.pop().__exit__(*details)
+    def __exit__(self, *_: object) -> None:
+        next(self._blocks.pop(), None)
 
     @property
     def stream(self) -> None:
         """None: nothing is switched."""
         return
+
+
+def _block(name: str) -> Iterator[None]:
+    with annotate_stream(name):
+        yield

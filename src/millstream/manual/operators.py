@@ -83,9 +83,8 @@ _READING = frozenset(
 )
 
 
-@functools.cache
-def find_function(name: str) -> Function:
-    """Look a name up in ``torch.nn.functional``, then in ``torch``.
+def look_up(name: str) -> Callable[..., Any]:
+    """Find a function by its name in ``torch.nn.functional`` or ``torch``, in this order.
 
     Raises:
         AttributeError: Neither has a function of that name.
@@ -93,10 +92,16 @@ def find_function(name: str) -> Function:
     for module in (F, torch):
         call = getattr(module, name, None)
         if not name.startswith("_") and callable(call) and not isinstance(call, (type, types.ModuleType)):
-            return _classify(call)
+            return call  # type: ignore[no-any-return]
     raise AttributeError(
         f"Neither torch.nn.functional nor torch has a function {name!r}; for one of your own write s[i](function, ...)."
     )
+
+
+@functools.cache
+def find_function(name: str) -> Function:
+    """``look_up``, and what the function does to its arguments."""
+    return _classify(look_up(name))
 
 
 def _classify(call: Callable[..., Any]) -> Function:

@@ -85,7 +85,7 @@ class Scope(AbstractContextManager["Scope"]):
         num_streams: How many.
     """
 
-    __slots__ = ("_context", "_handles", "_indices", "_is_outermost", "_session", "check", "num_streams")
+    __slots__ = ("_context", "_handles", "_indices", "_session", "check", "num_streams")
 
     def __init__(self, num_streams: int, context: DeviceContext, *, check: bool = False) -> None:
         self.num_streams, self.check = num_streams, check
@@ -100,16 +100,15 @@ class Scope(AbstractContextManager["Scope"]):
         session = find_session(self._context)
         if self.check and session is not None:
             raise ArgumentError("check=True is for the outermost scope: it then covers the scopes within it, too.")
-        self._is_outermost = session is None
         if session is None:
             session = open_session(self._context, check=self.check)
+        session.num_scopes += 1
         parent = session.find()
         assert parent is not None, "the session is of the stream that is current"
         try:
             others = session.take(parent, self.num_streams - 1)
         except BaseException:
-            if self._is_outermost:
-                session.close()
+            session.leave()
             raise
         session.fork(parent, others)
         self._session, self._indices = session, [parent, *others]
@@ -127,8 +126,7 @@ class Scope(AbstractContextManager["Scope"]):
                 session.join(parent, others)
                 session.give_back(parent, others)
         finally:
-            if self._is_outermost:
-                trace = session.close()
+            trace = session.leave()
         if kind is None and trace is not None and (races := trace.describe_races()):
             raise StreamError(f"Work on streams of this scope is not ordered.\n{races}")
 

@@ -1,6 +1,6 @@
 """The streams of one thread and device while scopes are open: asks ``Ordering`` what to do, and does it.
 
-The outermost scope opens a session, and scopes within it share the session: so a tensor made in one group of streams
+The first scope opens a session, and scopes within it share the session: so a tensor made in one group of streams
 and used in another is waited for like any other. While the session is open, a mode sees every operator of the thread
 (autograd's threads included: PyTorch hands modes on to them), finds the stream that it runs on, and orders it.
 
@@ -41,7 +41,7 @@ _grad_enabled = torch.is_grad_enabled
 
 
 class Session:
-    """See the module. ``open_session`` gives one, ``close`` ends it.
+    """See the module. ``open_session`` gives one, ``leave`` ends it.
 
     Making one takes longer than a scope may, so a closed one is kept for the next scope that starts from the same
     stream of the same thread, with its streams, its events and what it knows of their order.
@@ -53,7 +53,7 @@ class Session:
     def __init__(self, context: DeviceContext) -> None:
         base = context.current_stream()
         self.context, self.closed = context, True
-        self.capturing = False
+        self.capturing, self.num_scopes = False, 0
         self.trace: Trace | None = None
         self._ordering = Ordering()
         self._owner = _get_ident()
@@ -89,8 +89,16 @@ class Session:
         push_mode(self._mode)
         return True
 
-    def close(self) -> Trace | None:
-        """Stop seeing operators, and let everything go: all streams are joined. Return the trace, if there is one."""
+    def leave(self) -> Trace | None:
+        """End a scope; with the last one, the session. Return the trace then, if there is one.
+
+        Scopes need not end in the order in which they were opened: generators may hold some.
+        """
+        self.num_scopes -= 1
+        return None if self.num_scopes else self._close()
+
+    def _close(self) -> Trace | None:
+        """Stop seeing operators, and let everything go: all streams are joined."""
         remove_mode(self._mode)
         self.closed = True
         trace, self.trace = self.trace, None
@@ -398,9 +406,7 @@ class Session:
         there. So PyTorch's allocator is told, which then lets the memory rest until this stream has caught up.
         """
         for memory in memories:
-            if memory.kept is not None and not marked:
-                continue
-            storage = storage_behind(memory.reference)
+            storage = storage_behind(memory.reference) if memory.kept is None else memory.kept
             if storage is None:
                 continue
             num_bytes = storage.nbytes()

@@ -99,6 +99,36 @@ def assign_slack(
     return builder.finish()
 
 
+def assign_given(
+    chosen: Sequence[int],
+    predecessors: Sequence[Sequence[int]],
+    durations_ns: Sequence[int],
+    wait_ns: int,
+    num_streams: int,
+    lookahead: int | None = None,  # noqa: ARG001  # an Assign's signature
+) -> Assignment:
+    """Put each kernel on the stream that somebody has chosen for it, in the order of the program.
+
+    Args:
+        chosen: By kernel.
+        predecessors: As for the others, and so on.
+        durations_ns: Likewise.
+        wait_ns: Likewise.
+        num_streams: Likewise.
+        lookahead: Without meaning here.
+    """
+    free_ns = [0] * num_streams
+    starts: list[int] = []
+    for kernel, stream in enumerate(chosen):
+        ends = [
+            starts[other] + durations_ns[other] + (wait_ns if chosen[other] != stream else 0)
+            for other in predecessors[kernel]
+        ]
+        starts.append(max([free_ns[stream], *ends]))
+        free_ns[stream] = starts[kernel] + durations_ns[kernel]
+    return Assignment.of(chosen, starts, durations_ns)
+
+
 def assign_chains(
     predecessors: Sequence[Sequence[int]],
     durations_ns: Sequence[int],

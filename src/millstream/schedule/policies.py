@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -12,7 +13,7 @@ from millstream.cost import Costs
 from millstream.errors import ArgumentError
 from millstream.graph import KernelGraph, Plan, derive_dependencies
 from millstream.schedule.allocation import place_allocations
-from millstream.schedule.assignment import Assign, assign_chains, assign_list, assign_slack
+from millstream.schedule.assignment import Assign, assign_chains, assign_given, assign_list, assign_slack
 from millstream.schedule.delay import delay_kernels, sources
 from millstream.schedule.lifetimes import peak_bytes
 from millstream.schedule.reuse import share_memory
@@ -63,12 +64,27 @@ def _plan_serial(
     return plan_serial(graph)
 
 
+def _plan_by_hand(
+    graph: KernelGraph,
+    costs: Costs,
+    num_streams: int,
+    lookahead: int | None = None,  # noqa: ARG001  # the author has said what may run beside what
+    packed: bool = False,
+) -> Plan:
+    if not graph.has_hints:
+        return plan_serial(graph)
+    hints = list(dict.fromkeys(["", *(kernel.hint or "" for kernel in graph.kernels)]))
+    chosen = [hints.index(kernel.hint or "") % num_streams for kernel in graph.kernels]
+    return _Assigned("manual", functools.partial(assign_given, chosen))(graph, costs, num_streams, None, packed)
+
+
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "serial": _plan_serial,
         "chains": _Assigned("chains", assign_chains),
         "slack": _Assigned("slack", assign_slack),
         "list": _Assigned("list", assign_list),
+        "manual": _plan_by_hand,
     }
 )
 """Policies by name; see ``plan_serial`` and the functions ``assign_*`` for what they do."""

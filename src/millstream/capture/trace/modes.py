@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from millstream._torch.hints import current_stream_hint, note_stream_hint
 from millstream._torch.tensors import is_real, is_unknown
 from millstream._torch.tracing import (
     VALUE_NEEDED,
@@ -184,7 +185,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._functions = functions
         self._randoms = randoms
         self._graph = graph_being_traced()
-        self._forward_lines: dict[int, str] = {}
+        self._forward_lines: dict[int, tuple[str, str | None]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -250,12 +251,14 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         sequence = running_sequence_number()
         if sequence is None:
-            text = describe(user_frames())
-            self._forward_lines[next_sequence_number() - 1] = text
+            text, hint = describe(user_frames()), current_stream_hint()
+            self._forward_lines[next_sequence_number() - 1] = text, hint
         else:
-            text = self._forward_lines.get(sequence) or describe(user_frames())
+            text, hint = self._forward_lines.get(sequence) or (describe(user_frames()), None)
         while node is not last:
             node.meta["stack_trace"] = text
+            if hint is not None:
+                note_stream_hint(node, hint)
             node.meta["in_backward"] = sequence is not None
             node = node.prev
 
