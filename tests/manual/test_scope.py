@@ -17,7 +17,6 @@ from millstream.manual.scope import SerialScope
 from tests.device.virtual_device import make_virtual_context
 from tests.manual.virtual_torch import VirtualTorch
 
-
 CONTEXTS = sys.modules["millstream.device.context"]  # a function has the module's name
 
 
@@ -420,5 +419,9 @@ def test_unsynchronised_foreign_stream_is_told_with_two_lines(machine):
 
 
 def test_check_is_for_the_outermost_scope(machine):
-    with ms.streams(2, machine[0]), pytest.raises(ArgumentError, match="outermost"), ms.streams(2, machine[0], check=True):
+    with (
+        ms.streams(2, machine[0]),
+        pytest.raises(ArgumentError, match="outermost"),
+        ms.streams(2, machine[0], check=True),
+    ):
         pass

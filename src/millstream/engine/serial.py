@@ -8,6 +8,7 @@ import torch
 
 from millstream.device import guard
 from millstream.engine.arena import bind_arena
+from millstream.engine.checked import wanted_check
 from millstream.engine.source import Run, compile_plan
 from millstream.graph import Plan
 from millstream.locks import ForkSafeLock
@@ -19,7 +20,8 @@ class SerialEngine(ForkSafeLock):
     """Runs a one-stream plan by calling its kernels in order.
 
     On the CPU, temporaries live in one arena laid out once, so that a call allocates nothing but its outputs. On a GPU
-    they come from PyTorch's allocator, which is free of cost there and shares memory with everything else.
+    they come from PyTorch's allocator, which is free of cost there and shares memory with everything else. Where the
+    environment asks for it, each kernel is checked; see ``checked``.
     """
 
     name = "serial"
@@ -28,11 +30,14 @@ class SerialEngine(ForkSafeLock):
         super().__init__()  # the arena serves one call at a time
         self.lowered, self.plan = lowered, plan
         self._place = next((name for name in sorted(lowered.program.devices) if name != "cpu"), "cpu")
+        self._check = wanted_check(lowered.program)
         self._run: Run | None = (
             None  # made by the first call: engines are built while PyTorch compiles, among fake tensors
         )
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
+        if self._check is not None:
+            self._check.check_inputs(inputs)
         if self._place != "cpu":
             with guard(self._place):  # the wrapper allocates on the current device
                 return (self._run or self._prepare({}))(inputs)
@@ -45,5 +50,5 @@ class SerialEngine(ForkSafeLock):
             self._run = None
 
     def _prepare(self, bound: dict[str, torch.Tensor]) -> Run:
-        self._run = compile_plan(self.lowered.program, self.plan, bound)
+        self._run = compile_plan(self.lowered.program, self.plan, bound, observe=self._check)
         return self._run

@@ -35,7 +35,8 @@ from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
 from millstream.lower.program import Program, Value
 
 #: ``observe(kernel, launch, written) -> result``: launches a kernel in its own way. Launching it again would write
-#: other values to these tensors, because it updates some of them in place.
+#: other values to these tensors, because it updates some of them in place. One with ``sees_all`` is shown all tensors
+#: that are written.
 Observe = Callable[[int, Callable[[], Any], tuple[torch.Tensor, ...]], Any]
 
 #: Names that the text gives a meaning of its own, and those that become such with a number behind them.
@@ -237,7 +238,10 @@ class Writer:
         entry = self.program.graph.kernels[kernel]
         updates = set(entry.reads) & set(entry.writes)
         stored = {*self.program.inputs, *self.program.layouts, *self.program.constants, *self.names}
-        written = [self._value(name) for name in entry.writes if name in stored - {*entry.allocates}] if updates else []
+        is_shown = updates or getattr(self.observe, "sees_all", False)
+        written = (
+            [self._value(name) for name in entry.writes if name in stored - {*entry.allocates}] if is_shown else []
+        )
         return f"observe({kernel}, lambda: {text}, ({''.join(name + ', ' for name in written)}))"
 
     def _write_free(self, buffer: str) -> None:

@@ -23,8 +23,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream._torch.hints import stream_hint_of
+from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies
 from millstream.lower.convolutions.writers import arguments_of, convolve_relu, find_epilogue, find_join, find_writer

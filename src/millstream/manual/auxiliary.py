@@ -12,7 +12,8 @@ import torch
 from millstream._torch.operators import is_being_traced, num_modes
 from millstream.device import MAX_STREAMS, DeviceContext, Stream
 from millstream.errors import ArgumentError, DeviceError
-from millstream.manual.operators import find_function
+from millstream.manual.hints import HintedStreams
+from millstream.manual.operators import look_up
 from millstream.manual.scope import Device, Scope, SerialHandle, find_context
 from millstream.manual.session import find_session
 
@@ -20,7 +21,9 @@ _HERE = SerialHandle()
 _tried: set[tuple[DeviceContext, int]] = set()  # streams that have had their workspace
 
 
-def aux_streams(num_streams: int = 2, device: Device = None, *, workspace: int | None = None) -> AuxStreams:
+def aux_streams(
+    num_streams: int = 2, device: Device = None, *, workspace: int | None = None
+) -> AuxStreams | HintedStreams:
     """Fork auxiliary streams from the current one within an operator, and join them at the end of the ``with``.
 
     For the body of a custom operator or an ``autograd.Function``: cheaper than ``ms.streams``, because nothing watches
@@ -32,9 +35,9 @@ def aux_streams(num_streams: int = 2, device: Device = None, *, workspace: int |
     ...     with aux:
     ...         grad_weight = grad.T @ input  # beside it
 
-    Both are the current stream where there is only one: on the CPU, while a graph is being captured by
-    ``torch.compile``, ``ms.compile`` or ``ms.step``, under ``MILLSTREAM_ENGINE=serial``, and where streams or memory
-    for a second workspace are not to be had. Within a CUDA graph's capture they are captured.
+    Both are the current stream where there is only one: on the CPU, under ``MILLSTREAM_ENGINE=serial``, and where
+    streams or memory for a second workspace are not to be had. Within a CUDA graph's capture they are captured; in what
+    ``torch.compile``, ``ms.compile`` and ``ms.step`` trace they are hints, as in ``ms.streams``.
 
     Args:
         num_streams: How many, the current one included.
@@ -48,7 +51,9 @@ def aux_streams(num_streams: int = 2, device: Device = None, *, workspace: int |
         raise ArgumentError(f"aux_streams({num_streams!r}) is no number of streams; give 1 to {MAX_STREAMS}.")
     if workspace is not None and (type(workspace) is not int or workspace < 0):
         raise ArgumentError(f"workspace={workspace!r} is no number of bytes.")
-    if num_streams == 1 or is_being_traced() or os.environ.get("MILLSTREAM_ENGINE") == "serial":
+    if is_being_traced():
+        return HintedStreams(num_streams)
+    if num_streams == 1 or os.environ.get("MILLSTREAM_ENGINE") == "serial":
         return AuxStreams(num_streams, None, workspace)
     context = find_context(device)
     return AuxStreams(num_streams, None if context.place.kind == "cpu" else context, workspace)
@@ -106,7 +111,7 @@ class AuxHandle:
         self._on: list[AbstractContextManager[Any]] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        call = find_function(name).call
+        call = look_up(name)
         return lambda *args, **kwargs: self(call, *args, **kwargs)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -50,6 +50,20 @@ class HintedScope:
         """Do nothing: a kernel graph knows what depends on what."""
 
 
+class HintedStreams:
+    """What ``aux_streams`` is while a graph is being captured."""
+
+    def __init__(self, num_streams: int) -> None:
+        self._scope = HintedScope(num_streams)
+
+    def __enter__(self) -> tuple[HintedHandle, ...]:
+        scope = self._scope.__enter__()
+        return tuple([scope[index] for index in range(scope.num_streams)])
+
+    def __exit__(self, *_: object) -> None:
+        self._scope.__exit__()
+
+
 class HintedHandle:
     """One stream of a ``HintedScope``."""
 

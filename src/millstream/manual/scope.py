@@ -14,7 +14,7 @@ from millstream._torch.operators import is_being_traced
 from millstream.device import MAX_STREAMS, DeviceContext, Place, Stream, context
 from millstream.errors import ArgumentError, StreamError
 from millstream.manual.hints import HintedScope
-from millstream.manual.operators import find_function
+from millstream.manual.operators import find_function, look_up
 from millstream.manual.session import Session, find_session, open_session, scope_is_over
 
 Device: TypeAlias = DeviceContext | Place | torch.device | str | None
@@ -258,7 +258,7 @@ class SerialHandle:
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return find_function(name).call
+        return look_up(name)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 from typing import Protocol
@@ -72,7 +72,7 @@ def _plan_by_hand(
     packed: bool = False,
 ) -> Plan:
     if not graph.has_hints:
-        return plan_serial(graph)
+        return replace(plan_serial(graph), policy="manual")
     hints = list(dict.fromkeys(["", *(kernel.hint or "" for kernel in graph.kernels)]))
     chosen = [hints.index(kernel.hint or "") % num_streams for kernel in graph.kernels]
     return _Assigned("manual", functools.partial(assign_given, chosen))(graph, costs, num_streams, None, packed)
