@@ -34,6 +34,17 @@ LEAF = Leaf()
 
 
 @dataclass(frozen=True, slots=True)
+class Again:
+    """The place of a tensor that has been met before.
+
+    Attributes:
+        index: Which of the tensors, each counted once.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Value:
     """A Python value, compared by type and value: ``True``, ``1`` and ``1.0`` differ."""
 
@@ -81,7 +92,7 @@ class Container:
     default_factory: Callable[[], Any] | None = None
 
 
-Structure: TypeAlias = Leaf | Value | Number | Reference | Container
+Structure: TypeAlias = Leaf | Again | Value | Number | Reference | Container
 
 
 def is_same(now: Any, value: Any) -> bool:
@@ -159,9 +170,45 @@ def replace_numbers(structure: Structure, values: Iterator[Structure]) -> Struct
     return structure
 
 
+def has_same(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of ``tensors`` occurs twice."""
+    return len({*map(id, tensors)}) != len(tensors)
+
+
+def merge_same(structure: Structure, leaves: list[Tensor]) -> Structure:
+    """Keep each of ``leaves`` once, and say in the structure where it is met again."""
+    positions: dict[int, int] = {}
+    tensors = iter(tuple(leaves))
+    leaves.clear()
+
+    def merge(part: Structure) -> Structure:
+        if isinstance(part, Container):
+            return dataclasses.replace(part, children=tuple(map(merge, part.children)))
+        if not isinstance(part, Leaf):
+            return part
+        tensor = next(tensors)
+        if id(tensor) in positions:
+            return Again(positions[id(tensor)])
+        positions[id(tensor)] = len(leaves)
+        leaves.append(tensor)
+        return part
+
+    return merge(structure)
+
+
+def spread_same(structure: Structure, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The tensors of a structure as often as it has them: for ``put_together``."""
+    once = iter(tensors)
+    for _, part in walk(structure, ""):
+        if isinstance(part, Leaf):
+            yield next(once)
+        elif isinstance(part, Again):
+            yield tensors[part.index]
+
+
 def put_together(structure: Structure, leaf: Callable[[], Any]) -> Any:
-    """Build a value of ``structure``, whose tensors come from calls of ``leaf``, depth first."""
-    if isinstance(structure, Leaf):
+    """Build a value of ``structure``, whose tensors come from calls of ``leaf``, depth first, each time it is met."""
+    if isinstance(structure, Leaf | Again):
         return leaf()
     if isinstance(structure, Value):
         return structure.value

@@ -113,7 +113,7 @@ class Snapshot:
             self._copies.setdefault(id(holder), (kind, name, holder, copy))
 
     def changes(self) -> list[Change]:
-        """Everything that differs now."""
+        """Everything that differs now, but for what caches keep by the type of a traced tensor."""
         found: dict[tuple[int, Any], Change] = {}
         for name, holder, key, before in self._links.values():
             after = look(holder, key)
@@ -123,7 +123,7 @@ class Snapshot:
             if isinstance(holder, dict | Attributes):
                 for key in [*copy, *(key for key in holder if key not in copy)]:
                     before, after = copy.get(key, MISSING), holder.get(key, MISSING)
-                    if _is_changed(after, before):
+                    if _is_changed(after, before) and (not is_type_of_tracing(key) or _is_traced(after)):
                         label = f"{name}.{key}" if isinstance(key, str) else name
                         found.setdefault((id(holder), key), Change(kind, label, holder, key, before, after))
             elif isinstance(holder, list) and len(holder) == len(copy):
@@ -183,6 +183,11 @@ def _is_traced(value: Any) -> bool:
     if type(value) in (tuple, list, dict):
         return any(map(_is_traced, value.values() if type(value) is dict else value))
     return isinstance(value, FakeTensor)
+
+
+def is_type_of_tracing(key: Any) -> bool:
+    """Whether it is a type that tensors have while they are traced only."""
+    return isinstance(key, type) and issubclass(key, FakeTensor)
 
 
 def _take_out(containers: Iterable[tuple[str, Any, list[Any]]]) -> None:

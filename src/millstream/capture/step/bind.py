@@ -107,8 +107,6 @@ class Workshop:
             CaptureError: Arguments are not apart, or something cannot be lifted.
         """
         arguments = {id(argument) for argument in call.arguments}
-        if len(arguments) != len(call.arguments):
-            raise CaptureError("One tensor is passed as two arguments.", remedy="Pass it once, or pass a clone.")
         if torch.is_grad_enabled() and any(
             argument.requires_grad and not argument.is_leaf for argument in call.arguments
         ):

@@ -34,6 +34,8 @@ from millstream.capture.state.signature import (
     Number,
     Structure,
     Value,
+    has_same,
+    merge_same,
     meta_of,
     put_together,
     replace_numbers,
@@ -163,16 +165,22 @@ class Step(Generic[P, R]):
             return self.function(*args, **kwargs)
         usual = self._usual
         arguments: list[Any] = [*args]
-        if usual is not None and usual.looks is not None and not kwargs and usual.looks.find(arguments) is not None:
+        if (
+            usual is not None
+            and usual.looks is not None
+            and not kwargs
+            and usual.looks.find(arguments) is not None
+            and not has_same(arguments)
+        ):
             _, ambient, *_ = usual.key
             if ambient == _ambient() and usual.fits(arguments):
                 return usual.run(arguments)
         self._usual = None
         numbers: list[float] = []
         given: Sequence[float] = ()
-        if kwargs or not all(type(arg) is Tensor for arg in args):
+        if kwargs or not all(type(arg) is Tensor for arg in args) or has_same(arguments):
             arguments = []
-            form: Any = take_apart((args, kwargs), arguments, numbers)
+            form: Any = _form_of(args, kwargs, arguments, numbers)
         else:  # tensors only, the usual case: their number says it all
             form = len(args)
         if numbers:
@@ -208,7 +216,7 @@ class Step(Generic[P, R]):
         """Look at the arguments; numbers that are others than they were before are brought by each call from now on."""
         arguments: list[Tensor] = []
         numbers: list[float] = []
-        structure = take_apart((args, kwargs), arguments, numbers)
+        structure = _form_of(args, kwargs, arguments, numbers)
         form: Any = structure
         varying: Set[int] = frozenset()
         given: Sequence[float] = ()
@@ -219,7 +227,7 @@ class Step(Generic[P, R]):
             changed = (index for index, number in enumerate(numbers) if before[index] != number)
             varying = self._varying[structure] = self._varying.get(structure, frozenset()).union(changed)
             form, given = self._split_numbers(structure, numbers)
-        elif not kwargs and all(type(arg) is Tensor for arg in args):
+        elif not kwargs and all(type(arg) is Tensor for arg in args) and not has_same(args):
             form = len(args)
         parts = (Number(type(n)) if i in varying else Value(type(n), n) for i, n in enumerate(numbers))
         key = (form, _ambient(), *map(meta_of, arguments))
@@ -448,9 +456,19 @@ def _trace_twice(request: Request) -> Traced:
     return traced
 
 
+def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any], arguments: list[Tensor], numbers: list[float]) -> Structure:
+    """Take arguments apart; each tensor is appended once, however often it is passed."""
+    structure = take_apart((args, kwargs), arguments, numbers)
+    return merge_same(structure, arguments) if has_same(arguments) else structure
+
+
 def _looks_of(call: Call) -> Likeness | None:
     """What the arguments of calls like this look like; ``None`` where that is not all that counts of them."""
-    if call.kwargs or any(type(arg) is not Tensor or arg.requires_grad for arg in call.args):
+    if (
+        call.kwargs
+        or len(call.args) != len(call.arguments)
+        or any(type(arg) is not Tensor or arg.requires_grad for arg in call.args)
+    ):
         return None
     with contextlib.suppress(ValueError):
         return Likeness(call.args, place_of_implementation())

@@ -53,14 +53,17 @@ from millstream.capture.state.signature import (
     SCALARS,
     Reference,
     Structure,
+    merge_same,
     put_together,
     replace_numbers,
+    spread_same,
     take_apart,
 )
 from millstream.capture.state.snapshot import (
     Change,
     Kind,
     Snapshot,
+    is_type_of_tracing,
     record_module_reads,
     selects_behaviour,
 )
@@ -230,7 +233,7 @@ class _Tracer:
         def run_step() -> Any:
             numbers = (place.get() for place in self.request.numbers if isinstance(place, ArgumentPlace))
             structure = replace_numbers(self.request.structure, map(Reference, numbers))
-            given = put_together(structure, iter(self.request.arguments).__next__)
+            given = put_together(structure, spread_same(structure, self.request.arguments).__next__)
             args, kwargs = given
             cached = {function.__code__ for function in self.request.found.cached}
             with CodeWatch(self.ran, self._on_code, cached):
@@ -311,7 +314,7 @@ class _Tracer:
     def _check_arguments(self, given: Any, before: Structure) -> None:
         """Refuse changes of containers among the arguments: the function was given copies of them."""
         leaves: list[Tensor] = []
-        structure = take_apart(given, leaves)
+        structure = merge_same(take_apart(given, leaves), leaves)
         if structure != before or [*map(id, leaves)] != [*map(id, self.request.arguments)]:
             raise CaptureError(
                 "The step changes a container among its arguments, which a graph would not do again.",
@@ -422,7 +425,7 @@ class _Tracer:
                 raise StateMissing(change.name)
             elif change.kind is Kind.GROUP:
                 raise CaptureError(f"The step changes {change.name}.", remedy="Change it outside of the step.")
-            elif isinstance(after, FakeTensor) and change.is_entry:
+            elif isinstance(after, FakeTensor) and change.is_entry and not is_type_of_tracing(change.key):
                 if after.requires_grad and after.is_leaf and id(after) not in given:
                     raise _needs_gradient(change.name)
                 stored.append(change)

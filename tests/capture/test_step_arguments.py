@@ -1,0 +1,155 @@
+"""What steps are called with: one tensor twice, numbers that change, and types that tracing has of its own."""
+
+import functools
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from millstream.capture import Step
+from millstream.errors import FallbackWarning
+from tests.capture.worlds import World, assert_same, interpret
+
+
+def run(make_step, calls, *, graphs):
+    """Call the same step eagerly and captured, from the same seed, and compare after each call."""
+    results, states = [], []
+    for wrap in (lambda step: step, lambda step: Step(step, build=interpret, strict=True)):
+        torch.manual_seed(0)
+        world = make_step()
+        step = wrap(world.step)
+        mine = []
+        for number, call in enumerate(calls):
+            torch.manual_seed(number)
+            mine.append((step(*call()), world.state()))
+        results.append(mine)
+        states.append(step)
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert_same(ours, theirs)
+    assert len(states[1].graphs) == graphs
+    return states[1]
+
+
+def trained(loss_of):
+    def make():
+        model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(*args):
+            loss = loss_of(model, *args)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            return loss
+
+        model(torch.zeros(1, dtype=torch.long)).sum().backward()  # its gradients are there from the first call on
+        model.zero_grad(set_to_none=False)
+        return World(step, [model], [optimizer])
+
+    return make
+
+
+def tokens(seed=0):
+    return torch.randint(10, (2, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def language_model_loss(model, ids, labels):
+    return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_one_tensor_as_two_arguments():
+    def twice(seed):
+        ids = tokens(seed)
+        return lambda: (ids, ids)
+
+    run(trained(language_model_loss), [twice(0), twice(1), twice(2)], graphs=1)
+
+
+def test_whether_two_arguments_are_one_tensor_is_part_of_the_call():
+    def loss_of(model, ids, labels):
+        return language_model_loss(model, ids, labels) * (2 if ids is labels else 1)
+
+    ids = tokens()
+    same, other = (lambda: (ids, ids)), (lambda: (ids, tokens(1)))
+    run(trained(loss_of), [same, other, same, other, same], graphs=2)
+
+
+def test_one_tensor_in_several_containers():
+    def loss_of(model, batch):
+        return language_model_loss(model, batch["ids"], batch["more"][1]) + batch["more"][0].float().mean()
+
+    ids = tokens()
+    run(trained(loss_of), [lambda: ({"ids": ids, "more": [tokens(1), ids]},)] * 3, graphs=1)
+
+
+def test_one_tensor_as_two_arguments_of_which_one_is_written():
+    def loss_of(model, ids, labels):
+        ids.add_(1).remainder_(10)
+        return language_model_loss(model, ids, labels)
+
+    def twice():
+        ids = tokens()
+        return ids, ids
+
+    run(trained(loss_of), [twice] * 3, graphs=1)
+
+
+def test_two_views_of_one_memory_are_told_apart_from_one_tensor():
+    def loss_of(model, ids, labels):
+        return language_model_loss(model, ids, labels)
+
+    def views():
+        ids = tokens()
+        return ids[:], ids[:]
+
+    run(trained(loss_of), [views] * 3, graphs=1)
+
+
+class Caches:
+    """Several ways to keep something by the type of a tensor."""
+
+    def __init__(self):
+        self.by_type = {}
+        self.nested = {"scale": {}}
+        self.weak = weakref.WeakKeyDictionary()
+        self.dispatch = functools.singledispatch(lambda x: 1.0)
+
+    def scale(self, x):
+        kind = type(x)
+        if kind not in self.by_type:
+            self.by_type[kind] = 2.0
+        self.nested["scale"].setdefault(kind, 3.0)
+        self.weak.setdefault(kind, 5.0)
+        return self.by_type[kind] * self.nested["scale"][kind] * self.weak[kind] * self.dispatch(x)
+
+
+def test_what_is_kept_by_the_type_of_a_tensor_stands_in_no_way():
+    made = []
+
+    def make():
+        caches = Caches()
+        made.append(caches)
+        return trained(lambda model, ids: model(ids).mean() * caches.scale(ids) * caches.scale(model[1].weight))()
+
+    run(make, [lambda: (tokens(),)] * 4, graphs=1)
+    for caches in made:
+        for kinds in (caches.by_type, caches.nested["scale"]):
+            assert all(kind in (torch.Tensor, nn.Parameter) for kind in kinds)
+
+
+def test_a_tensor_that_is_kept_by_its_type_is_refused():
+    kept = {}
+    model = nn.Linear(4, 2)
+
+    @functools.partial(Step, build=interpret)
+    def step(x):
+        loss = model(x).sum()
+        kept[type(x)] = loss.detach()
+        loss.backward()
+        return loss
+
+    with pytest.warns(FallbackWarning):
+        step(torch.ones(3, 4))
+    assert [*kept] == [torch.Tensor]
