@@ -262,6 +262,58 @@ def test_freezing_where_gradients_may_be_asked_for_is_told_to_do_nothing():
         ms.compile(model, freeze=True, strict=True)(x)
 
 
+def _frozen_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).eval()
+
+
+def _step(weight):
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], 0.1).step()
+
+
+def _doubled():
+    return {name: value * 2 for name, value in _frozen_model().state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.load_state_dict(_doubled()),
+        lambda model: model.load_state_dict(_doubled(), assign=True),
+        lambda model: model[0].weight.mul_(3),
+        lambda model: setattr(model[2], "bias", nn.Parameter(torch.ones(2))),
+        lambda model: model[1].running_mean.add_(1),
+        lambda model: model.__setitem__(0, nn.Linear(4, 8)),
+        lambda model: torch.optim.SGD([model[0].weight], 0.1).step(
+            lambda: setattr(model[0].weight, "grad", torch.ones(8, 4))
+        ),
+    ],
+    ids=["load", "assign", "in place", "replace", "buffer", "module", "optimizer"],
+)
+def test_changed_parameters_of_a_frozen_model_are_folded_in_again(change):
+    model, x = _frozen_model(), torch.randn(3, 4)
+    compiled = ms.compile(model, freeze=True, engine="serial")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        change(model)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), model(x))
+    assert not compiled._millstream.compiler.fallbacks
+
+
+def test_parameters_that_change_again_and_again_are_not_folded_in_any_more(monkeypatch):
+    monkeypatch.setattr("millstream.capture.model.MAX_FOLDED_ANEW", 1)
+    model, x = _frozen_model(), torch.randn(3, 4)
+    compiled = ms.compile(model, freeze=True, engine="serial")
+    with torch.no_grad(), pytest.warns(ms.FallbackWarning, match="leave out freeze=True") as caught:
+        for _ in range(5):
+            torch.testing.assert_close(compiled(x), model(x))
+            model[0].weight.mul_(1.1)
+    assert len(caught) == 1
+    assert len(compiled._millstream.compiler.graphs) == 1
+
+
 @pytest.mark.parametrize("freeze", [False, True])
 def test_products_are_known_as_such_whatever_library_computes_them(freeze):
     compiled = ms.compile(nn.Linear(32, 16).eval(), freeze=freeze)

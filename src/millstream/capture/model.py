@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,6 +32,11 @@ from millstream.lower import Lowered, compile_graph, describe_failure
 
 #: Dynamo gives up on a function after this many versions; a user of many input shapes meets its default of 8 too soon.
 RECOMPILE_LIMIT = 64
+
+#: Parameters of a frozen model may be loaded so many times; each time it is compiled anew.
+MAX_FOLDED_ANEW = 8
+
+_VERSION = operator.attrgetter("_version")
 
 
 class Runnable(Protocol):
@@ -82,6 +88,9 @@ class Compiler:
         self.num_runs = 0  # of graphs; a clock for their use
         self.graphs: list[Graph] = []
         self.fallbacks: list[str] = []
+        self._folded: dict[int, torch.Tensor] = {}
+        self._versions: list[int] = []  # of those, when they were folded in
+        self._num_folded_anew = 0
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile a graph that Dynamo captured."""
@@ -90,6 +99,10 @@ class Compiler:
             return gm.forward
         if self.freezes and torch.is_grad_enabled() and any(isinstance(each, torch.nn.Parameter) for each in inputs):
             self.warn("freeze=True folds parameters in under torch.no_grad() only, and it was called without.")
+        if self.freezes and not torch.is_grad_enabled():
+            new = {id(each): each for each in (*gm.parameters(), *gm.buffers())}
+            self._versions += (each._version for key, each in new.items() if key not in self._folded)
+            self._folded |= new
         builder, graph = self._new_builder(self.warn), Graph()
 
         def finish(lowered: Lowered) -> Runnable:
@@ -111,6 +124,22 @@ class Compiler:
             return run(*args)
 
         return call
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a tensor that was folded in has been written since. What writes through ``.data`` is not seen."""
+        return [*map(_VERSION, self._folded.values())] != self._versions
+
+    def fold_anew(self) -> None:
+        """Forget what was compiled, as folded parameters have changed. If they do so again and again, fold no more."""
+        for graph in self.graphs:
+            for executable in graph.executables:
+                executable.release()
+        self.graphs, self._folded, self._versions = [], {}, []
+        self._num_folded_anew += 1
+        if self._num_folded_anew > MAX_FOLDED_ANEW:
+            self.freezes = False
+            self.warn("parameters are not folded in any more, as they change again and again: leave out freeze=True.")
 
     def anew(self) -> Compiler:
         """One with the same settings, which has compiled nothing."""
@@ -203,6 +232,7 @@ class Compiled:
         self._hooks = _Hooks(function) if isinstance(function, torch.nn.Module) else None
         self._calls: dict[tuple[int, ...], Callable[..., Any]] = {}
         drop_logs_of_fake_tensors(Compiled.__call__.__code__)
+        self._numbers: tuple[int, ...] = ()  # of the hooks
         self._call = self._call_for(())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
@@ -220,8 +250,7 @@ class Compiled:
             self.compiler.warn(self._scripted)
         breaks, num_runs = len(dynamo_utils.graph_break_reasons), self.compiler.num_runs
         obstacles = None if self.compiler.graphs else known_obstacles()
-        if self._hooks is not None and (numbers := self._hooks.changed()) is not None:
-            self._call = self._call_for(numbers)
+        self._refresh()
         settings = self._settings.begin(RECOMPILE_LIMIT)
         try:
             result = self._call(*args, **kwargs)
@@ -252,6 +281,16 @@ class Compiled:
         told = f"{type(refused).__name__}: {_first_line(refused)}"
         self.compiler.warn(f"a call has run as plain Python, as Dynamo cannot trace it ({told}).")
         return result
+
+    def _refresh(self) -> None:
+        """Call what was compiled for the hooks and the folded parameters that there are now."""
+        if self.compiler.freezes and self.compiler.is_stale:
+            self.compiler.fold_anew()
+            self._calls.clear()
+            self._call = self._call_for(self._numbers)
+        if self._hooks is not None and (numbers := self._hooks.changed()) is not None:
+            self._numbers = numbers
+            self._call = self._call_for(numbers)
 
     def _report_call(self, breaks: int, num_runs: int, obstacles: Counter[str] | None) -> None:
         """Tell the user what became of a call, if that is news."""
