@@ -15,7 +15,7 @@ export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 # What a library asks of the driver, and is refused, is no error of ours.
 SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 1
 
-.PHONY: help run test check gpu sanitize bench opinfo zoo format clean
+.PHONY: help run test check gpu sanitize bench opinfo zoo examples recipes docs dist matrix format clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -50,6 +50,27 @@ opinfo: $(SETUP) ## every operator of PyTorch's test database against eager, on 
 zoo: $(SETUP) ## a model of every family of timm, and 60 of transformers, against eager, on the CPU (hours; goes on where it stopped)
 	@$(PYTHON) -c "import timm, transformers" 2>/dev/null || $(PYTHON) -m pip install --quiet --constraint constraints.txt timm transformers
 	nice -n 19 $(PYTHON) -m benchmarks.sweeps.zoo
+
+examples: $(SETUP) ## the programs in examples/, each for a few steps, with its graphs counted
+	$(PYTHON) -m pytest tests/test_examples.py -n auto --maxprocesses 4
+
+recipes: $(SETUP) ## the recipes, with the real packages (the extra `recipes`, 400 MB); any PyTorch that is there stays
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt '.[recipes]'
+	$(PYTHON) -m pytest recipes
+
+docs: $(SETUP) ## the documentation as a site, in site/
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt '.[docs]'
+	$(PYTHON) -m mkdocs build --strict
+
+dist: $(SETUP) ## wheel and source archive, checked, in dist/; MILLSTREAM_URL=https://… makes the README's links absolute
+	$(PYTHON) -m pip install --quiet build twine
+	rm -rf dist
+	$(PYTHON) -m build
+	$(PYTHON) -m twine check --strict dist/*
+
+matrix: $(SETUP) ## a wheel in empty environments: every Python that is there with every PyTorch of which there is a CPU build
+	$(PYTHON) -m pip install --quiet build
+	$(PYTHON) tools/matrix.py
 
 format: $(SETUP) ## put the code into the house format
 	$(PYTHON) -m ruff check --fix .
