@@ -1,10 +1,12 @@
 """While one thread captures a step, others never notice; those that use the same tensors wait."""
 
+import functools
 import importlib
 import math
 import os
 import random
 import select
+import sys
 import threading
 import traceback
 
@@ -238,6 +240,24 @@ def run_together(calls):
         thread.join()
     if errors:
         raise errors[0]
+
+
+def test_numbers_of_calls_at_once_are_not_mixed_up():
+    step = Step(lambda x, factor: (x * factor).sum(), build=interpret, strict=True)
+    for factor in (1, 2, 3):
+        step(torch.ones(4), factor)
+
+    def call(factor):
+        for _ in range(100):
+            assert step(torch.ones(4), factor).item() == 4 * factor
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        run_together([functools.partial(call, factor) for factor in (5, 6, 7)])
+    finally:
+        sys.setswitchinterval(before)
+    assert len(step.graphs) == 2
 
 
 def test_eight_threads_capture_and_replay_while_two_call_compiled_models():

@@ -186,7 +186,11 @@ class Step(Generic[P, R]):
         if numbers:
             form, given = self._split_numbers(form, numbers)
         key = (form, _ambient(), *map(meta_of, arguments))
-        if (graph := self._find(key, arguments, given)) is not None:
+        if given:  # they lie in the graph's own memory while it runs
+            with self._lock.lock:
+                if (graph := self._find(key, arguments, given)) is not None:
+                    return graph.run(arguments)
+        elif (graph := self._find(key, arguments, given)) is not None:
             return graph.run(arguments)
         with self._lock.lock:
             call = self._make_call(args, kwargs)
