@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 
 import millstream as ms
 from millstream.capture import Step
-from millstream.errors import ArgumentError, FallbackWarning
+from millstream.errors import ArgumentError, CaptureError, FallbackWarning
 from tests.capture.worlds import assert_same, interpret
 
 # ruff: noqa: T201  printing is what is tested
@@ -666,11 +666,12 @@ def test_an_effect_that_raises_surfaces_once_and_leaves_the_state_whole():
     assert captured.graphs[0].num_runs == 6
 
 
-def test_one_that_raises_in_the_first_run_of_a_graph_is_no_failed_capture():
+@pytest.mark.parametrize("kind", [KeyError, CaptureError])
+def test_one_that_raises_in_the_first_run_of_a_graph_is_no_failed_capture(kind):
     model = nn.Linear(4, 3)
 
     def fail():
-        raise KeyError("mine")
+        raise kind("mine")
 
     def step(x):
         ms.callback(fail)
@@ -678,9 +679,10 @@ def test_one_that_raises_in_the_first_run_of_a_graph_is_no_failed_capture():
 
     captured = Step(step, build=interpret)
     for _ in range(3):
-        with pytest.raises(KeyError, match="mine"):
+        with pytest.raises(kind, match="mine"):
             captured(torch.ones(2, 4))
     assert captured.graphs[0].num_runs == 3
+    assert captured.fallbacks == []
 
 
 def test_a_failed_trace_writes_nothing():

@@ -241,8 +241,9 @@ class Step(Generic[P, R]):
         if self._hopeless is not None or call.key in self._refused:
             return self.function(*call.args, **call.kwargs)
         error: CaptureError | None = None
+        done: Callable[[], Any] | None = None
         try:
-            return self._capture(call)
+            done = functools.partial(StepGraph.finish, *self._capture(call))
         except EagerFirst:
             pass
         except StateMissing as missing:
@@ -267,6 +268,8 @@ class Step(Generic[P, R]):
                 )
         except CaptureError as refusal:
             error = refusal
+        if done is not None:  # what the effects raise is the user's own
+            return done()
         return self._run_watching(call) if error is None else self._fall_back(call, error)
 
     def _roots(self, call: Call) -> Iterator[tuple[str, Any]]:
@@ -327,8 +330,12 @@ class Step(Generic[P, R]):
     def _is_fruitless(self) -> bool:
         return self._num_fruitless > 2 * self.max_graphs
 
-    def _capture(self, call: Call) -> Any:
-        """Trace, build, run and keep a graph for ``call``; a failure leaves everything as it was."""
+    def _capture(self, call: Call) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
+        """Trace, build, run and keep a graph for ``call``; a failure leaves everything as it was.
+
+        Returns:
+            The graph, its complete arguments and its results.
+        """
         counts = CountsOnDevice()
         try:
             with tracing_alone():
@@ -348,7 +355,7 @@ class Step(Generic[P, R]):
         if graph.guards.quick is not None:
             graph.looks = _looks_of(call)
         self._keep(graph)
-        return graph.finish(arguments, results)
+        return graph, arguments, results
 
     def _trace(self, call: Call, found: Found, counts: CountsOnDevice) -> StepGraph:
         roots, where = list(self._roots(call)), ""
