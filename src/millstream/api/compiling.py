@@ -81,7 +81,8 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         engine: ``"graph"`` or ``"streams"`` (CUDA only), ``"threads"`` (CPU only), ``"serial"``, or ``None`` for the
             quickest that the device has. The environment variable ``MILLSTREAM_ENGINE`` overrides it.
         streams: At most so many streams; ``"auto"`` times several plans on the device and keeps the fastest, one stream
-            included. The environment variable ``MILLSTREAM_NSTREAMS`` overrides it.
+            included; ``"manual"`` takes those written by hand in the program. The environment variable
+            ``MILLSTREAM_NSTREAMS`` overrides it.
         policy: How kernels are put on streams: ``"list"``, ``"slack"``, ``"chains"`` or ``"serial"``; ``None`` chooses.
         memory: Budget: for temporaries and outputs in bytes as an ``int``, or as a ``float`` a factor of all that the
             program holds when it runs on one stream, parameters and inputs included, where 2 MiB more than one stream
