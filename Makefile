@@ -15,7 +15,7 @@ export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 # What a library asks of the driver, and is refused, is no error of ours.
 SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 1
 
-.PHONY: help run test check gpu sanitize bench opinfo zoo examples recipes docs dist matrix format clean
+.PHONY: help run test check fuzz gpu sanitize bench opinfo zoo examples recipes docs dist matrix format clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -26,6 +26,9 @@ run: $(SETUP) ## train a character LSTM, eager and then as one graph; prints bot
 
 test: $(SETUP) ## every test that needs no GPU
 	$(PYTHON) -m pytest -m "not gpu" -n auto --maxprocesses 8 --dist worksteal
+
+fuzz: $(SETUP) ## 2,000 random steps, captured and eager, others each time: no result is ever stale (half an hour)
+	MILLSTREAM_FUZZ=2000 $(PYTHON) -m pytest -q tests/capture/test_random_programs.py
 
 check: $(SETUP) ## lint, format, types and layers
 	$(PYTHON) -m ruff check .

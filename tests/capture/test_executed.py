@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import functools
 import sys
 import types
@@ -401,8 +402,7 @@ def test_two_at_once():
     assert all(known)
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="from 3.12 on they do not meet")
-def test_a_debugger_is_left_alone():
+def test_a_debugger_sees_what_it_is_to_see():
     seen = []
     ran, entered = watch()
     sys.settrace(lambda frame, event, _: seen.append(frame.f_code))
@@ -411,8 +411,21 @@ def test_a_debugger_is_left_alone():
             scaled(torch.ones(1))
     finally:
         sys.settrace(None)
-    assert ran.codes is None
+    assert scaled.__code__ in ran.codes
     assert scaled.__code__ in seen
+
+
+def test_a_profiler_is_left_alone():
+    ran, entered = watch()
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        with entered:
+            scaled(torch.ones(1))
+    finally:
+        profiler.disable()
+    assert ran.codes is None
+    assert any("scaled" in str(entry.code) for entry in profiler.getstats())
 
 
 def test_without_a_watch_everything_found_counts(monkeypatch):

@@ -23,6 +23,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+class Base:
+    """Another one than a class has had."""
+
+
+def make_closure(content):
+    def closure():
+        return content
+
+    return closure
+
+
 class Scene:
     """One of everything that can be watched."""
 
@@ -33,18 +44,19 @@ class Scene:
         self.weight.grad = self.home
         self.holder = {"weight": self.weight, "rate": 0.5, "name": "a", "nothing": None, "flag": True}
         self.items = [self.weight, self.frozen]
+        self.order = {"a": 1, "b": 2}
         content = object()
 
-        def closure():
-            return content
+        closure = make_closure(content)
 
-        class Settings:
+        class Settings(type("Base", (), {})):
             rate = 0.5
 
         class Slotted:
             __slots__ = ("rate",)
 
-        self.settings, self.slotted = Settings, Slotted()
+        self.settings, self.slotted = Settings(), Slotted()
+        self.function = closure
         self.slotted.rate = 0.5
         self.cell = closure.__closure__[0]
         entries = [(self.holder, key, value) for key, value in self.holder.items()]
@@ -55,6 +67,12 @@ class Scene:
             native.load_library(),
             entries,
             [self.holder, self.items],
+            [(self.order, [*self.order])],
+            [
+                (self.settings, 0, Settings),
+                (Settings, 1, Settings.__mro__),
+                *((closure, part, value) for part, value in ((2, closure.__code__), (3, None), (4, None))),
+            ],
             [self.weight, self.frozen],
             [self.home, None],
             [self.weight],
@@ -136,10 +154,17 @@ FAULTS = {
     "item added": lambda scene: scene.items.append(1),
     "cell": out_of_cell,
     "attribute come": lambda scene: setattr(scene, "later", None),
-    "attribute of a class": lambda scene: setattr(scene.settings, "rate", 0.25),
-    "attribute of a class come": lambda scene: setattr(scene.settings, "later", 1),
+    "attribute of a class": lambda scene: setattr(type(scene.settings), "rate", 0.25),
+    "attribute of a class come": lambda scene: setattr(type(scene.settings), "later", 1),
     "slot": lambda scene: setattr(scene.slotted, "rate", 0.25),
     "slot emptied": lambda scene: delattr(scene.slotted, "rate"),
+    "order": lambda scene: scene.order.update(a=scene.order.pop("a")),
+    "key renamed": lambda scene: scene.order.update(c=scene.order.pop("b")),
+    "class": lambda scene: setattr(scene.settings, "__class__", type("Other", (), {})),
+    "bases": lambda scene: setattr(type(scene.settings), "__bases__", (Base,)),
+    "code": lambda scene: setattr(scene.function, "__code__", make_closure(1).__code__.replace(co_name="other")),
+    "defaults": lambda scene: setattr(scene.function, "__defaults__", (1,)),
+    "defaults by keyword": lambda scene: setattr(scene.function, "__kwdefaults__", {"a": 1}),
 }
 
 
@@ -161,7 +186,9 @@ def test_a_change_that_is_taken_back_is_none(scene):
 
 def test_several_listen_to_one_dict(scene):
     other = Scene()
-    other.guards = native.QuickGuards(native.load_library(), [(scene.holder, "rate", 0.5)], [scene.holder], [], [], [])
+    other.guards = native.QuickGuards(
+        native.load_library(), [(scene.holder, "rate", 0.5)], [scene.holder], [], [], [], [], []
+    )
     assert other.guards.hold() == 1
     scene.holder["rate"] = 0.25
     assert scene.guards.hold() == other.guards.hold() == 0
@@ -181,7 +208,7 @@ def test_versions_count_up(scene):
 
 def test_what_cannot_be_watched_is_refused():
     with pytest.raises(ValueError, match="beyond"):
-        native.QuickGuards(native.load_library(), [((1, 2), 0, 1)], [], [], [], [])
+        native.QuickGuards(native.load_library(), [((1, 2), 0, 1)], [], [], [], [], [], [])
 
 
 def test_python_checks_alone_without_a_compiler(monkeypatch, tmp_path):

@@ -84,7 +84,7 @@ def test_every_tensor_once_with_all_its_places():
         "opt.exp_avg_sq[model.embed.weight]",
         "opt.lr[0]",
     ]
-    assert len(state[0].places) == 2
+    assert len(state[0].locations) == 2
 
 
 def test_single_numbers_on_the_host_are_mirrored_on_the_device():

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
         max_graphs: int
         options: dict[str, Any] | None
 
-    class StepSettings(CommonSettings, closed=True):
+    class StepSettings(CommonSettings, total=False, closed=True):
         """What ``ms.step`` may be told."""
+
+        check: int | None
 
     class Settings(CommonSettings, total=False, closed=True):
         """What ``ms.compile`` may be told."""

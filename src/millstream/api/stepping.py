@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -41,6 +42,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     copy_outputs: bool = True,
     strict: bool = False,
     max_graphs: int = 8,
+    check: int | None = None,
     options: dict[str, Any] | None = None,
 ) -> Any:
     """Capture a whole training step, forward, backward and optimizer, as one graph of fused kernels.
@@ -58,6 +60,9 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         copy_outputs: Likewise.
         strict: Raise ``CaptureError`` where otherwise a warning is given and the function runs eagerly.
         max_graphs: At most so many graphs (input shapes, modes, numbers) are kept; the one unused longest is dropped.
+        check: Every so many calls, capture the step again and compare: what has changed without being noticed, such as
+            an item of a very long list, is a ``CaptureError`` that names the value and the line. For debugging: such a
+            call takes as long as a capture. The environment variable ``MILLSTREAM_CHECK`` sets it where it is left out.
         options: Options of TorchInductor.
 
     Raises:
@@ -75,6 +80,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             copy_outputs=copy_outputs,
             strict=strict,
             max_graphs=max_graphs,
+            check=check,
             options=options,
         )
     if not callable(fn):
@@ -100,7 +106,21 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         )
         return StepProgram(gm, inputs, static, name=name, build=build, options=options)
 
-    return Step(fn, build=build_step, strict=strict, max_graphs=max_graphs)
+    return Step(fn, build=build_step, strict=strict, max_graphs=max_graphs, check=_calls_between_checks(check))
+
+
+def _calls_between_checks(check: int | None) -> int:
+    """The number of calls from one check to the next, 0 for no checks."""
+    source, value = "check", check
+    if check is None:
+        source, value = "MILLSTREAM_CHECK", os.environ.get("MILLSTREAM_CHECK") or 0
+    try:
+        number = int(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = -1
+    if isinstance(check, bool) or number < 0 or (check is not None and number != check):
+        raise ArgumentError(f"{source} is a number of calls, 0 for no checks, not {value!r}.")
+    return number
 
 
 class StepProgram:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import re
 import sys
 import sysconfig
 import traceback
@@ -46,6 +47,19 @@ def is_ours(filename: str) -> bool:
     return str(Path(filename).resolve()).startswith(_LIBRARY)
 
 
+@functools.cache
+def is_pythons(filename: str) -> bool:
+    """Whether code in ``filename`` belongs to Python's own library."""
+    path = str(Path(filename).resolve())
+    return filename.startswith("<frozen") or (path.startswith(_STDLIB) and not path.startswith(_SITE))
+
+
+@functools.cache
+def is_users_own(filename: str) -> bool:
+    """Whether code in ``filename`` is the user's, and not that of a library."""
+    return is_users(filename) and not str(Path(filename).resolve()).startswith(_SITE)
+
+
 def is_asked_by_user(frame: FrameType | None) -> bool:
     """Whether a frame runs code of the user's own, or of a library that such code has called, and not PyTorch."""
     while frame is not None and not is_ours(name := frame.f_code.co_filename):
@@ -79,6 +93,12 @@ def describe(frames: list[tuple[str, int, str]]) -> str:
 def _describe_one(frame: tuple[str, int, str]) -> str:
     filename, line, function = frame
     return f'  File "{filename}", line {line}, in {function}\n    {linecache.getline(filename, line).strip()}'
+
+
+def last_place(stack_trace: str) -> str:
+    """``file:line`` of the innermost frame that ``describe`` has written, or an empty string."""
+    found = re.findall(r'File "(.+)", line (\d+), in ', stack_trace)
+    return ":".join(found[-1]) if found else ""
 
 
 def here() -> str:

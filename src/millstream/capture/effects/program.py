@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from millstream.capture.effects.values import Expression, Leaf, Values
+from millstream.capture.state.location import Location
 from millstream.capture.state.signature import Structure, put_together
-from millstream.capture.state.snapshot import store
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,11 @@ class Write:
     """``location := expression``.
 
     Attributes:
-        holder: A dict, list or closure cell, or attributes in the form of a dict.
-        key: Key or index in the holder.
+        location: Where to put it.
         output: What to put there.
     """
 
-    holder: Any
-    key: Any
+    location: Location
     output: Output
 
 
@@ -113,8 +113,9 @@ class Effects:
     @property
     def targets(self) -> set[int]:
         """By id, objects whose methods are called: what they hold is none of the step's."""
-        functions = (part for call in self.calls for part in (call.function, *getattr(call.function, "args", ())))
-        return {id(owner) for part in functions if (owner := getattr(part, "__self__", None)) is not None}
+        parts = [part for call in self.calls for part in (call.function, *getattr(call.function, "args", ()))]
+        owners = {id(owner) for part in parts if (owner := getattr(part, "__self__", None)) is not None}
+        return owners | {id(vars(part)) for part in parts if isinstance(part, LRScheduler)}
 
     @property
     def writes(self) -> list[Write]:
@@ -132,7 +133,7 @@ class Effects:
         for effect in self.program:
             try:
                 if isinstance(effect, Write):
-                    store(effect.holder, effect.key, value_of(effect.output))
+                    effect.location.set(value_of(effect.output))
                 elif failure is None or effect.is_state:
                     effect.run(values)
             except BaseException as error:  # noqa: BLE001  also Ctrl-C: the state is made whole first

@@ -12,26 +12,26 @@ microsecond for each tensor. With hundreds of tensors on a device even that is t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, contains, getitem, is_
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from millstream._torch.hooks import has_tensor_hooks, hooks_clock, hooks_for_all
 from millstream._torch.tensors import layout_check
-from millstream.capture.effects.places import ValuePlace
 from millstream.capture.guards.native import QuickGuards, load_library
 from millstream.capture.state.attributes import Attributes, Items
-from millstream.capture.state.discover import MAX_ITEMS, MISSING
-from millstream.capture.state.signature import SCALARS, Reference, TensorMeta, is_same, meta_of, walk
-from millstream.capture.state.snapshot import differs, look
-from millstream.capture.step.request import Request, Traced
-from millstream.capture.trace.patches.optimizers import CountPlace, NumberPlace
+from millstream.capture.state.discover import length_of
+from millstream.capture.state.location import MISSING, Location
+from millstream.capture.state.signature import SCALARS, is_same, meta_of
+from millstream.capture.state.snapshot import content_of, has_content
 from millstream.capture.trace.patches.scaler import is_idle
 
 
@@ -41,21 +41,15 @@ class Break:
 
     Attributes:
         reason: In a sentence.
-        holder: Dict, list or other object that changed, if any.
-        key: Key of the entry that changed.
+        location: What changed, if that is an entry.
         is_final: Whether it will not hold again: state was replaced.
         is_tensor: Whether the entry held a tensor.
     """
 
     reason: str
-    holder: Any = None
-    key: Any = None
+    location: Location | None = None
     is_final: bool = False
     is_tensor: bool = False
-
-
-MAX_DEPTH = 3
-"""Lists and dicts in an optimizer's groups are looked into so far."""
 
 
 @dataclass(slots=True)
@@ -63,22 +57,26 @@ class Entries:
     """Entries of dicts and lists, and what they held.
 
     Attributes:
-        holders: The dicts and lists.
-        keys: Keys or indices.
+        locations: The entries.
+        holders: Their holders, for a loop without Python code.
+        keys: Likewise.
         values: What was there.
     """
 
+    locations: list[Location] = field(default_factory=list)
     holders: list[Any] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
 
-    def add(self, holder: Any, key: Any, value: Any) -> None:
+    def add(self, location: Location, value: Any) -> None:
         """Append an entry."""
-        self.holders.append(holder)
-        self.keys.append(key)
+        self.locations.append(location)
+        self.holders.append(_view_of(location.holder))
+        self.keys.append(location.key)
         self.values.append(value)
 
-    def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
+    def triples(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Holders, keys and values."""
         return zip(self.holders, self.keys, self.values, strict=True)
 
     def compare(self, test: Callable[[Any, Any], bool]) -> bool:
@@ -95,10 +93,15 @@ class Guards:
         objects: Other entries, compared by identity.
         absent: Entries that must not be there.
         cells: Closure cells and their contents.
+        forms: Entries, and what their tensors must look like, if they must at all: ``form_of`` and what it gives.
         copies: Dicts of submodules or hooks, lists of groups or parameters, and copies of them.
         sized: Lists and dicts of the user's, whose entries are among the others.
         sizes: Their lengths.
-        loose: Sets and deques of the user's, dicts of submodules whose order counts, and copies of them.
+        ordered: Dicts of the user's whose order may count.
+        orders: Their keys.
+        loose: Sets, deques, arrays and such, and what they hold.
+        pins: Of objects, classes and functions what is not to change (their class, bases, code): what gives that part,
+            those that have it, and the parts.
         watched: Tensors whose gradients count.
         gradients: The gradient that each of them must have.
         placed: Those, and all other state of the graph.
@@ -106,24 +109,26 @@ class Guards:
         addresses: Where their data is: ``tensor.data = ...`` keeps the object.
         layouts: Whether their sizes and strides are as before, and ``required_grad``.
         hooked: Tensors, modules and optimizers whose hooks count.
-        names: How to call an entry, by id of the holder and key.
-        owned: Entries, in the same form, that hold state of the step.
-        held: Places whose tensors are read as if they were arguments: holder, key, form of
-            the tensor.
+        names: How to call a container, by its id.
+        owned: Entries that hold state of the step.
         scalers: Gradient scalers, which must be between ``update`` and ``unscale_``.
         hook_clock: Changes with the hooks; as it was when they were last looked at.
         hook_state: Numbers of hooks of ``hooked``, and the hooks for all modules and optimizers.
-        quick: The same conditions, but for scalers and hooks, in compiled code.
+        quick: The same conditions, but for forms, scalers and hooks, in compiled code.
     """
 
     plain: Entries = field(default_factory=Entries)
     objects: Entries = field(default_factory=Entries)
     absent: Entries = field(default_factory=Entries)
-    cells: list[tuple[CellType, Any]] = field(default_factory=list)
+    cells: list[tuple[Location, Any]] = field(default_factory=list)
+    forms: list[tuple[Location, Callable[[Any], Any], Any]] = field(default_factory=list)
     copies: list[tuple[Any, Any]] = field(default_factory=list)
     sized: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    ordered: list[Any] = field(default_factory=list)
+    orders: list[list[Any]] = field(default_factory=list)
     loose: list[tuple[Any, Any]] = field(default_factory=list)
+    pins: dict[Callable[[Any], Any], tuple[list[Any], list[Any]]] = field(default_factory=dict)
     watched: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
     placed: list[Tensor] = field(default_factory=list)
@@ -131,35 +136,65 @@ class Guards:
     addresses: list[int] = field(default_factory=list)
     layouts: Callable[[], bool] = bool
     hooked: list[Any] = field(default_factory=list)
-    names: dict[tuple[int, Any], str] = field(default_factory=dict)
-    owned: set[tuple[int, Any]] = field(default_factory=set)
-    held: list[tuple[Any, Any, tuple[type, TensorMeta | None]]] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    owned: set[Location] = field(default_factory=set)
     scalers: list[GradScaler] = field(default_factory=list)
     hook_clock: tuple[int, ...] = ()
     hook_state: list[Any] = field(default_factory=list)
     quick: QuickGuards | None = None
 
-    def expect(self, holder: Any, key: Any, value: Any, name: str | None = None) -> None:
-        """Add an entry, which may be ``MISSING``, or a closure cell."""
-        if isinstance(holder, Attributes):
-            holder = holder.view()
-        if name is not None:
-            self.names[id(holder), key] = name
-        if isinstance(holder, CellType):
-            self.cells.append((holder, value))
-        elif value is MISSING:
-            self.absent.add(holder, key, value)
-        else:
-            (self.plain if isinstance(value, SCALARS) else self.objects).add(holder, key, value)
+    # --- what is expected ---------------------------------------------------------------------------------------------
 
-    def measure(self, name: str, container: Any) -> None:
-        """Expect ``container`` to keep its length; a set or deque, whose items are no entries, all that it holds."""
-        self.names[id(container), None] = name
-        if isinstance(container, list | dict | Items):
-            self.sized.append(container)
-            self.sizes.append(len(container))
+    def expect(self, location: Location, value: Any) -> None:
+        """Expect a place to hold ``value``, which may be ``MISSING``: plain values by value, others by identity."""
+        if isinstance(location.holder, CellType):
+            self.cells.append((location, value))
+        elif value is MISSING:
+            self.absent.add(location, value)
         else:
-            self.loose.append((container, container.copy()))
+            (self.plain if isinstance(value, SCALARS) else self.objects).add(location, value)
+
+    def expect_same(self, location: Location, value: Any) -> None:
+        """Expect a place to hold the very object ``value``, which is state of the step."""
+        self.objects.add(location, value)
+        self.owned.add(location)
+
+    def expect_form(self, location: Location, form_of: Callable[[Any], Any]) -> None:
+        """Expect that what a place holds looks as it does now, though it may be another."""
+        self.forms.append((location, form_of, form_of(location.get())))
+
+    def measure(self, name: str, container: Any, *, is_ordered: bool = False) -> None:
+        """Expect ``container`` to keep its length, or its keys in their order.
+
+        And a set, a deque or an array, whose items are no entries, all that it holds.
+        """
+        self.names[id(container)] = name
+        if isinstance(container, list | dict | Items | Attributes):
+            if is_ordered and isinstance(container, OrderedDict | Items):  # which keep their order elsewhere
+                self.loose.append((container, content_of(container)))
+            elif is_ordered and isinstance(container, dict) and len(container) > 1:
+                self.ordered.append(container)
+                self.orders.append([*container])
+            else:
+                self.sized.append(_view_of(container))
+                self.sizes.append(len(container))
+        else:
+            self.loose.append((container, content_of(container)))
+
+    def keep(self, container: Any, name: str) -> None:
+        """Expect a long container, whose items are no entries, to hold what it holds, or at least as many items."""
+        if length_of(container) <= (MAX_BYTES if isinstance(container, np.ndarray) else MAX_COMPARED):
+            self.names[id(container)] = name
+            self.loose.append((container, content_of(container)))
+        else:
+            self.measure(name, container)
+
+    def pin(self, owner: Any) -> None:
+        """Expect an object to keep its class, a class its bases, and a function its code and defaults."""
+        for part in _FUNCTION if isinstance(owner, FunctionType) else _CLASS if isinstance(owner, type) else _OBJECT:
+            owners, values = self.pins.setdefault(part, ([], []))
+            owners.append(owner)
+            values.append(part(owner))
 
     def place(self, tensors: Sequence[Tensor]) -> None:
         """Expect ``tensors`` to stay where they are."""
@@ -178,14 +213,19 @@ class Guards:
         library = load_library()
         if library is None:
             return
-        entries = [*self.plain, *self.objects, *self.absent, *((cell, None, value) for cell, value in self.cells)]
+        entries = [*self.plain.triples(), *self.objects.triples(), *self.absent.triples()]
+        entries += ((location.holder, None, value) for location, value in self.cells)
         for container, copy in self.copies:
-            entries += ((container, key, look(copy, key)) for key in _keys(copy))
+            entries += ((container, key, copy[key]) for key in _keys(copy))
         containers = [*(container for container, _ in self.copies), *self.sized]
         gradient_of = dict(zip(map(id, self.watched), self.gradients, strict=True))
         gradients = [gradient_of.get(id(tensor)) for tensor in self.placed]
         with contextlib.suppress(ValueError):
-            self.quick = QuickGuards(library, entries, containers, self.placed, gradients, written)
+            pins = [(owner, _PARTS.index(part), value) for owner, part, value in self._pinned()]
+            orders = [*zip(self.ordered, self.orders, strict=True)]
+            self.quick = QuickGuards(library, entries, containers, orders, pins, self.placed, gradients, written)
+
+    # --- whether it holds ---------------------------------------------------------------------------------------------
 
     def hold(self) -> list[tuple[Tensor, Tensor | None]] | None:
         """Compare with the state at capture.
@@ -200,9 +240,9 @@ class Guards:
             self.hook_clock = hooks_clock()
         if self.scalers and not all(map(is_idle, self.scalers)):
             return None
-        if not all(_form_of(look(holder, key)) == form for holder, key, form in self.held):
+        if self.forms and not all(form_of(location.get()) == form for location, form_of, form in self.forms):
             return None
-        if self.loose and any(differs(container, copy) for container, copy in self.loose):
+        if self.loose and not all(has_content(container, content) for container, content in self.loose):
             return None
         if self.quick is not None and self.quick.hold():
             return []
@@ -223,53 +263,69 @@ class Guards:
         try:
             return (
                 [*map(len, self.sized)] == self.sizes  # first: to ask an optimizer's state for what is gone makes it
+                and (not self.ordered or [*map(list, self.ordered)] == self.orders)
+                and all(all(map(is_, map(part, owners), values)) for part, (owners, values) in self.pins.items())
                 and self.objects.compare(is_)
                 and (self.plain.compare(is_) or self.plain.compare(is_same))
                 and not any(map(contains, self.absent.holders, self.absent.keys))
-                and all(is_same(cell.cell_contents, value) for cell, value in self.cells)
+                and all(is_same(location.holder.cell_contents, value) for location, value in self.cells)
                 and all(_is_unchanged(container, copy) for container, copy in self.copies)
             )
         except (KeyError, IndexError, ValueError, RuntimeError):
             return False
 
+    # --- why it doesn't -----------------------------------------------------------------------------------------------
+
     def broken(self) -> Break | None:
         """The first condition that does not hold."""
-        cells = ((cell, None, value) for cell, value in self.cells)
-        for holder, key, value in (*self.plain, *self.objects, *self.absent, *cells):
-            if not is_same(look(holder, key), value):
-                name = self.names.get((id(holder), key)) or str(key)
-                is_final, is_tensor = (id(holder), key) in self.owned, isinstance(value, Tensor)
-                return Break(f"{name} is another than before.", holder, key, is_final, is_tensor)
-        change = self._changed_container() or self._changed_tensor()
+        for entries in (self.plain, self.objects, self.absent):
+            for location, value in zip(entries.locations, entries.values, strict=True):
+                if not is_same(location.get(), value):
+                    return self._another(location, value)
+        for location, value in self.cells:
+            if not is_same(location.get(), value):
+                return self._another(location, value)
+        change = self._changed_container() or self._changed_object() or self._changed_tensor()
         if change is not None:
             return change
         if not all(map(is_idle, self.scalers)):
             return Break("Gradients were unscaled outside of the step.")
         return Break("A hook was registered or removed.") if self.hook_state != self._hooks() else None
 
+    def _another(self, location: Location, value: Any) -> Break:
+        return Break(f"{location} is another than before.", location, location in self.owned, isinstance(value, Tensor))
+
     def _changed_container(self) -> Break | None:
-        sized = zip(self.sized, self.sizes, strict=True)
-        changed = [container for container, size in sized if len(container) != size]
-        changed += (container for container, copy in self.loose if differs(container, copy))
+        changed = [each for each, size in zip(self.sized, self.sizes, strict=True) if len(each) != size]
+        changed += (each for each, order in zip(self.ordered, self.orders, strict=True) if [*each] != order)
+        changed += (container for container, content in self.loose if not has_content(container, content))
         for container in changed:
-            return Break(f"{self.names[id(container), None]} holds other items than before.", container)
+            return Break(f"{self.names.get(id(container), 'An object')} holds other items than before.")
         for container, copy in self.copies:
             if not _is_unchanged(container, copy):
-                return Break(
-                    "A submodule, hook, parameter group or parameter was replaced, added or removed.", container
-                )
+                return Break("A submodule, hook, parameter group or parameter was replaced, added or removed.")
         return None
+
+    def _changed_object(self) -> Break | None:
+        for owner, part, value in self._pinned():
+            if part(owner) is not value:
+                name, what = getattr(owner, "__qualname__", type(owner).__name__), str(part).split("'")[1]
+                return Break(f"{name} has another {what if part is not type else 'class'} than before.")
+        return None
+
+    def _pinned(self) -> Iterator[tuple[Any, Callable[[Any], Any], Any]]:
+        for part, (owners, values) in self.pins.items():
+            yield from ((owner, part, value) for owner, value in zip(owners, values, strict=True))
 
     def _changed_tensor(self) -> Break | None:
         for tensor, requires_grad, address in zip(self.placed, self.required_grad, self.addresses, strict=True):
             if tensor.data_ptr() != address:
-                return Break("A parameter or other state was moved or converted.", tensor, is_final=True)
+                return Break("A parameter or other state was moved or converted.", is_final=True)
             if tensor.requires_grad is not requires_grad:
-                return Break("A parameter or other state was frozen or unfrozen.", tensor)
-        for holder, key, form in self.held:
-            if _form_of(look(holder, key)) != form:
-                name = self.names.get((id(holder), key)) or str(key)
-                return Break(f"{name} has another shape, dtype or layout than before.", holder, key)
+                return Break("A parameter or other state was frozen or unfrozen.")
+        for location, form_of, form in self.forms:
+            if form_of(location.get()) != form:
+                return Break(f"{location} has another shape, dtype or layout than before.", location)
         return None if self.layouts() else Break("A parameter or other state was given another shape or layout.")
 
     def _hooks(self) -> list[Any]:
@@ -289,172 +345,26 @@ class Guards:
         return counts
 
 
-def make_guards(
-    request: Request, traced: Traced, gradients: Sequence[Tensor | None], homes: Iterable[Tensor]
-) -> Guards:
-    """Derive the conditions of a graph.
-
-    Args:
-        request: What was traced.
-        traced: The trace.
-        gradients: The gradients that the tensors of ``request.gradients`` must have.
-        homes: Gradients that are inputs of the graph.
-    """
-    guards = Guards()
-    outputs = (*traced.outputs, *(write.output for write in traced.effects.writes))
-    returned = {id(output.value) for output in outputs if output.kind == "object"}
-    returned |= {id(part.target) for _, part in walk(traced.structure, "") if isinstance(part, Reference)}
-    used = {
-        id(entry.tensor): entry
-        for index, entry in enumerate(request.state)
-        if index in traced.state or id(entry.tensor) in returned
-    }
-    for index, holder, key in traced.replaced:
-        entry = request.state[index]
-        guards.held.append((holder, key, _form_of(entry.tensor)))
-        guards.names[id(holder), key] = entry.name
-    _add_readings(guards, request, traced, used)
-    for entry in used.values():
-        for holder, key in entry.places:
-            guards.objects.add(holder, key, entry.tensor)
-            guards.names[id(holder), key] = entry.name
-            guards.owned.add((id(holder), key))
-    gradient_of = {id(item.parameter): now for item, now in zip(request.gradients, gradients, strict=True)}
-    tensors: list[Tensor] = [entry.tensor for entry in used.values() if isinstance(entry.tensor, nn.Parameter)]
-    tensors += [gradient.parameter for gradient in request.gradients]
-    watched = {id(tensor): tensor for tensor in tensors}
-    guards.hooked += watched.values()
-    guards.watched = [*watched.values(), *homes]
-    guards.gradients = [gradient_of.get(id(tensor)) for tensor in guards.watched]
-    mirrored = {id(request.state[index].tensor) for index in request.mirrored}
-    others = (entry.tensor for key, entry in used.items() if key not in watched and key not in mirrored)
-    guards.place([*guards.watched, *others])
-    for module in (module for _, module in request.found.modules):
-        _add_tree(guards, module)
-    free = {
-        (id(place.optimizer), place.group, place.key, place.item)
-        for place in request.numbers
-        if isinstance(place, NumberPlace)
-    }
-    stepped = set(map(id, traced.optimizers))
-    for name, optimizer in request.found.optimizers:
-        _add_optimizer(guards, name, optimizer, free, has_stepped=id(optimizer) in stepped)
-    for _, scaler in request.found.scalers:
-        guards.scalers.append(scaler)
-        for key, value in vars(scaler).items():
-            if isinstance(value, SCALARS):
-                guards.plain.add(vars(scaler), key, value)
-    guards.note_hooks()
-    return guards
+def form_of(value: Any) -> Any:
+    """What a graph depends on of a tensor that is passed to it."""
+    return type(value), meta_of(value) if isinstance(value, Tensor) else None
 
 
-def _add_readings(guards: Guards, request: Request, traced: Traced, used: Container[int]) -> None:
-    """Expect the Python values that the step may have read."""
-    lifted = {(id(place.holder), place.key) for place in request.numbers if isinstance(place, ValuePlace)}
-    for attributes, attribute, value in traced.reads:
-        if (id(attributes), attribute) not in lifted:
-            guards.expect(attributes, attribute, value)
-    targets = traced.effects.targets
-    stored = {(id(write.holder), write.key) for write in traced.effects.writes}  # and not known by a link
-    groups = {id(group) for _, optimizer in request.found.optimizers for group in optimizer.param_groups}
-    counts = [place for place in request.numbers if isinstance(place, CountPlace)]
-    counted = {(id(entry), place.key) for place in counts for entry in place.entries} | lifted
-    for link in traced.used.links:
-        is_counted = (id(link.holder), link.key) in counted
-        if id(link.holder) in groups or is_counted or id(link.holder) in targets:  # see _add_optimizer
-            continue
-        stored.discard((id(link.holder), link.key))
-        # A tensor that the graph does not read may be another; what is no tensor may tell the step to make one.
-        if not isinstance(link.value, Tensor) or id(link.value) in used:
-            guards.expect(link.holder, link.key, link.value, link.name)
-    for write in traced.effects.writes:
-        holder, key, output = write.holder, write.key, write.output
-        is_new = not isinstance(holder, CellType) and look(holder, key) is MISSING
-        is_made = output.kind != "object" or isinstance(output.value, SCALARS)
-        if is_new and is_made and (id(holder), key) in stored:
-            guards.expect(holder, key, MISSING)
-    for name, container in traced.used.watched:
-        if id(container) not in targets:
-            guards.measure(name, container)
+def kind_of(value: Any) -> Any:
+    """What is told of a tensor without asking it for more than where it is."""
+    return type(value), value.device if isinstance(value, Tensor) else None
 
 
-def _add_tree(guards: Guards, root: nn.Module) -> None:
-    for module in root.modules():
-        guards.measure("A module's parameters", module._parameters)
-        guards.measure("A module's buffers", module._buffers)
-        guards.hooked.append(module)
-        for container in (module._modules, module._forward_hooks, module._forward_pre_hooks):
-            if container:
-                guards.copies.append((container, dict(container)))
-        if not module._modules and _may_have_children(module):
-            guards.measure("A module's submodules", module._modules)
-        if isinstance(module, nn.ModuleDict) and len(module._modules) > 1:
-            guards.names[id(module._modules), None] = "A ModuleDict"
-            guards.loose.append((module._modules, dict(module._modules)))  # for their order
-        for holder in (module._parameters, module._buffers):
-            for key, value in holder.items():
-                if value is None:  # an absent bias may be given one
-                    guards.plain.add(holder, key, None)
+def whole_form_of(value: Any) -> Any:
+    """Everything that Python may read of a tensor, but its values; another value itself."""
+    if not isinstance(value, Tensor):
+        return type(value), None
+    gradient = value.grad if value.is_leaf else None
+    return type(value), meta_of(value), value.storage_offset(), None if gradient is None else meta_of(gradient)
 
 
-def _add_optimizer(
-    guards: Guards, name: str, optimizer: Optimizer, free: set[tuple[int, int, str, int | None]], *, has_stepped: bool
-) -> None:
-    for key in ("state", "param_groups"):
-        guards.objects.add(vars(optimizer), key, vars(optimizer)[key])
-        guards.names[id(vars(optimizer)), key] = f"{name}.{key}"
-        guards.owned.add((id(vars(optimizer)), key))
-    guards.copies.append((optimizer.param_groups, [*optimizer.param_groups]))
-    guards.hooked.append(optimizer)
-    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
-        guards.copies.append((hooks, dict(hooks)))
-    if has_stepped:
-        guards.measure(f"{name}.state", optimizer.state)
-        for parameter, entry in optimizer.state.items():
-            guards.objects.add(optimizer.state, parameter, entry)
-            guards.names[id(optimizer.state), parameter] = f"{name}.state of a parameter"
-            guards.owned.add((id(optimizer.state), parameter))
-    for number, group in enumerate(optimizer.param_groups):
-        guards.copies.append((group["params"], [*group["params"]]))
-        guards.objects.add(group, "params", group["params"])
-        lifted = {(key, item) for owner, place, key, item in free if (owner, place) == (id(optimizer), number)}
-        if has_stepped:
-            _add_group(guards, f"{name}.param_groups[{number}]", group, lifted)
-
-
-def _add_group(guards: Guards, name: str, group: dict[str, Any], lifted: set[tuple[str, int | None]]) -> None:
-    """Expect what an optimizer may read of a group to be what it was, but for numbers that a graph is given anew."""
-    lifted_keys = {key for key, _ in lifted}
-    for key, value in group.items():
-        guards.names[id(group), key] = f"{name}[{key!r}]"
-        if isinstance(value, SCALARS):
-            if (key, None) not in lifted:
-                guards.plain.add(group, key, value)
-        elif key == "params" or key in lifted_keys or isinstance(value, Tensor):
-            continue
-        elif isinstance(value, tuple):
-            has_tensors = any(isinstance(item, Tensor) for item in value)
-            (guards.objects if has_tensors else guards.plain).add(group, key, value)
-        else:
-            guards.objects.add(group, key, value)
-            _add_contents(guards, guards.names[id(group), key], value, MAX_DEPTH)
-
-
-def _add_contents(guards: Guards, name: str, container: Any, depth: int) -> None:
-    """Expect a list or dict that an optimizer may read to hold what it holds, and so those within it."""
-    if depth == 0 or not isinstance(container, list | dict) or len(container) > MAX_ITEMS:
-        return
-    guards.measure(name, container)
-    for key in _keys(container):
-        guards.expect(container, key, container[key], f"{name}[{key!r}]")
-        _add_contents(guards, f"{name}[{key!r}]", container[key], depth - 1)
-
-
-def _may_have_children(module: nn.Module) -> bool:
-    """Whether it, or code of the user's, goes through its submodules: PyTorch's own layers have none to go through."""
-    return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) or not type(module).__module__.startswith(
-        "torch.nn.modules"
-    )
+def _view_of(holder: Any) -> Any:
+    return holder.view() if isinstance(holder, Attributes) else holder
 
 
 def _is_unchanged(container: Any, copy: Any) -> bool:
@@ -463,12 +373,20 @@ def _is_unchanged(container: Any, copy: Any) -> bool:
     return len(container) == len(copy) and all(map(is_, container, copy))
 
 
-def _form_of(value: Any) -> tuple[type, TensorMeta | None]:
-    return type(value), meta_of(value) if isinstance(value, Tensor) else None
-
-
 def _keys(container: Any) -> Iterable[Any]:
     return container if isinstance(container, dict) else range(len(container))
 
 
 _GRADIENT = attrgetter("grad")
+_PARTS: tuple[Callable[[Any], Any], ...] = (
+    type,
+    *map(attrgetter, ("__mro__", "__code__", "__defaults__", "__kwdefaults__")),
+)
+"""What may be pinned, in the order in which compiled code knows them."""
+_OBJECT, _CLASS, _FUNCTION = _PARTS[:1], _PARTS[1:2], _PARTS[2:]
+
+MAX_COMPARED = 10_000
+"""Of longer containers only the length is compared in each call: one object takes 20 ns."""
+
+MAX_BYTES = 1 << 20
+"""Likewise for arrays, by their items."""

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from millstream._torch.tensors import place_of_implementation
-from millstream.capture.state.discover import MISSING
+from millstream.capture.state.location import MISSING
 from millstream.device.native import load, torch_options
 
 DEVICES = frozenset({"cuda"})
@@ -30,6 +30,9 @@ class QuickGuards:
         library: From ``load_library``.
         entries: Dict, list, closure cell or mapping; key; and the value it must hold, or ``MISSING``.
         containers: Dicts and lists that must keep their length.
+        orders: Dicts, and the keys that they must have, in that order.
+        pins: An object; 0 for its class, 1 for a class's bases, 2 for a function's code, 3 and 4 for its defaults; and
+            what that must be.
         tensors: Must keep their memory, their layout, and whether they require a gradient.
         gradients: What each of them must have.
         written: Tensors whose versions ``bump_versions`` counts up.
@@ -43,12 +46,14 @@ class QuickGuards:
         library: ctypes.PyDLL,
         entries: Sequence[tuple[Any, Any, Any]],
         containers: Sequence[Any],
+        orders: Sequence[tuple[dict[Any, Any], list[Any]]],
+        pins: Sequence[tuple[Any, int, Any]],
         tensors: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         written: Sequence[Tensor],
     ) -> None:
         # The compiled code borrows; holding on to things is left to Python, whose collector can see through it.
-        self._kept = (list(entries), list(containers), list(tensors), list(gradients), list(written))
+        self._kept = tuple(map(list, (entries, containers, orders, pins, tensors, gradients, written)))
         self._drop = library.millstream_drop
         self._handle = handle = ctypes.c_void_p(library.millstream_make(place_of_implementation()))
         self.hold = functools.partial(library.millstream_hold, handle)
@@ -58,6 +63,8 @@ class QuickGuards:
             for holder, key, value in entries
         ]
         accepted += (library.millstream_add_length(handle, id(container)) for container in containers)
+        accepted += (library.millstream_add_order(handle, id(mapping), id(keys)) for mapping, keys in orders)
+        accepted += (library.millstream_add_pin(handle, id(owner), part, id(value)) for owner, part, value in pins)
         for tensor, gradient in zip(tensors, gradients, strict=True):
             wanted = None if gradient is None else gradient._cdata
             accepted.append(library.millstream_add_tensor(handle, id(tensor), wanted))
@@ -80,6 +87,8 @@ def load_library() -> ctypes.PyDLL | None:
         "drop": (None, (pointer,)),
         "add_entry": (ctypes.c_int, (pointer,) * 4),
         "add_length": (ctypes.c_int, (pointer,) * 2),
+        "add_order": (ctypes.c_int, (pointer,) * 3),
+        "add_pin": (ctypes.c_int, (pointer, pointer, ctypes.c_int, pointer)),
         "add_tensor": (ctypes.c_int, (pointer,) * 3),
         "add_written": (ctypes.c_int, (pointer,) * 2),
         "hold": (ctypes.c_int, (pointer,)),

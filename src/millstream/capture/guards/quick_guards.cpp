@@ -1,8 +1,9 @@
 // What is checked in every call of a captured step, without Python's 50 to 70 ns for each property of each tensor.
 //
 // Contract
-// - `hold` gives 1 only if every entry holds the object it held (or an equal plain value), every container as many items,
-//   and every tensor its memory, layout, gradient and demand for one. 0 means no more than: let Python look.
+// - `hold` gives 1 only if every entry holds the object it held (or an equal plain value), every container as many items
+//   or the same keys in the same order, every object its class, every function its code, and every tensor its memory,
+//   layout, gradient and demand for one. 0 means no more than: let Python look.
 // - The caller keeps alive what is added here, and holds Python's lock.
 // - Where Python tells which dicts change (3.12 and later), dicts are looked into only when one of them has changed.
 
@@ -85,12 +86,22 @@ struct Written {
 
 using Length = std::pair<PyObject*, Py_ssize_t>;
 
+// A dict, and its keys as a list.
+using Order = std::pair<PyObject*, PyObject*>;
+
+struct Pin {
+  PyObject* owner;
+  int part;
+  PyObject* value;
+};
+
 // What is in dicts, or in something else.
 struct Contents {
   bool hold() const;
 
   std::vector<Entry> entries;
   std::vector<Length> lengths;
+  std::vector<Order> orders;
 };
 
 struct Guards {
@@ -107,6 +118,7 @@ struct Guards {
   Contents dicts, others;
   bool hears = true;         // whether Python tells of changes in all of these dicts
   uint64_t held_at = kNever;  // the number of changes when the dicts were last found to hold
+  std::vector<Pin> pins;
   std::vector<Watched> watched;
   std::vector<int64_t> layouts;
   std::vector<Written> written;
@@ -157,6 +169,28 @@ bool holds(const Watched& watched, const std::vector<int64_t>& layouts) {
   return (gradient.defined() ? gradient.unsafeGetTensorImpl() : nullptr) == watched.gradient;
 }
 
+bool has_order(PyObject* dict, PyObject* keys) {
+  if (PyDict_Size(dict) != PyList_GET_SIZE(keys)) return false;
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  for (Py_ssize_t i = 0; PyDict_Next(dict, &position, &key, &value); ++i) {
+    if (key != PyList_GET_ITEM(keys, i)) return false;
+  }
+  return true;
+}
+
+PyObject* part_of(const Pin& pin) {
+  PyObject* part = nullptr;
+  switch (pin.part) {
+    case 0: part = reinterpret_cast<PyObject*>(Py_TYPE(pin.owner)); break;
+    case 1: part = reinterpret_cast<PyTypeObject*>(pin.owner)->tp_mro; break;
+    case 2: part = PyFunction_GET_CODE(pin.owner); break;
+    case 3: part = PyFunction_GET_DEFAULTS(pin.owner); break;
+    case 4: part = PyFunction_GET_KW_DEFAULTS(pin.owner); break;
+  }
+  return part == nullptr ? Py_None : part;
+}
+
 bool Contents::hold() const {
   for (const Entry& entry : entries) {
     if (!holds(entry)) return false;
@@ -164,10 +198,16 @@ bool Contents::hold() const {
   for (const auto& [container, length] : lengths) {
     if (PyObject_Size(container) != length) return false;
   }
+  for (const auto& [dict, keys] : orders) {
+    if (!has_order(dict, keys)) return false;
+  }
   return true;
 }
 
 bool hold(Guards& guards) {
+  for (const Pin& pin : guards.pins) {
+    if (part_of(pin) != pin.value) return false;
+  }
   if (!guards.hears || guards.held_at != num_changes) {
     uint64_t now = num_changes;
     if (!guards.dicts.hold()) return false;
@@ -208,6 +248,16 @@ int millstream_add_entry(Guards* guards, PyObject* holder, PyObject* key, PyObje
 int millstream_add_length(Guards* guards, PyObject* container) {
   guards->contents_of(container).lengths.emplace_back(container, PyObject_Size(container));
   return 1;
+}
+
+int millstream_add_order(Guards* guards, PyObject* dict, PyObject* keys) {
+  guards->contents_of(dict).orders.emplace_back(dict, keys);
+  return PyDict_Check(dict);
+}
+
+int millstream_add_pin(Guards* guards, PyObject* owner, int part, PyObject* value) {
+  guards->pins.push_back({owner, part, value});
+  return part == 0 || (part == 1 ? PyType_Check(owner) : PyFunction_Check(owner));
 }
 
 int millstream_add_tensor(Guards* guards, PyObject* tensor, void* gradient) {

@@ -6,7 +6,7 @@ found so far. What is missed here shows up while tracing and is added then.
 
 **Contract**
 - Nothing is called, and no property is evaluated: looking has no side effects.
-- Every step on the way is written down as a ``Link``, so that a later change on the way can be noticed.
+- Every step on the way is written down, so that a later change on the way can be noticed.
 
 **Steps**
 1. Visit the function and the objects among the arguments.
@@ -15,18 +15,20 @@ found so far. What is missed here shows up while tracing and is added then.
 
 from __future__ import annotations
 
-import argparse
 import dis
 import functools
 import inspect
 import io
+import operator
 import queue
 import random
 import sys
 import types
+import weakref
 from collections import ChainMap, Counter, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,9 +39,11 @@ from torch.optim import SGD, Optimizer
 
 from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
 from millstream.capture.effects.registry import PACKAGES
-from millstream.capture.lines import is_users, place_of
-from millstream.capture.state.attributes import ClassAttributes, Items, SlotAttributes
+from millstream.capture.lines import is_ours, is_users, place_of
+from millstream.capture.state.attributes import ClassAttributes, ContextValue, Items, SlotAttributes, is_buffer
 from millstream.capture.state.executed import Ran
+from millstream.capture.state.location import MISSING, Entry, Location
+from millstream.capture.state.reach import NAMESPACES, Reach, attributes_of, reach_of
 from millstream.capture.state.signature import SCALARS
 from millstream.errors import CaptureError
 
@@ -48,26 +52,6 @@ MAX_ITEMS = 1000
 
 _SOURCES = (Iterator, queue.Queue, queue.SimpleQueue)
 """Types that give something else each time, and have it no more."""
-
-MISSING: Any = object()
-"""Stands for an entry that is not there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One step from a holder to what it holds.
-
-    Attributes:
-        name: How a user would write it, such as ``self.model``.
-        holder: A dict, list, closure cell, or attributes in the form of a dict.
-        key: Key or index in the holder; ``None`` for a cell.
-        value: What was found there, or ``MISSING``.
-    """
-
-    name: str
-    holder: Any
-    key: Any
-    value: Any
 
 
 @dataclass
@@ -80,13 +64,19 @@ class Found:
         scalers: Gradient scalers.
         tensors: Tensors.
         objects: Attributes of plain objects, classes and functions.
+        instances: The objects themselves.
+        classes: Classes.
+        namespaces: Attributes of the user's Python modules.
         containers: Lists, dicts, sets, deques and arrays.
         long: Those that have more than ``MAX_ITEMS`` items, of which none was looked at.
+        large: Those, and arrays as large, that the code may look into.
         watched: Those of ``containers`` that the code may look into.
+        names: Names in the code.
+        told: Those of them that are strings, as in ``hasattr(x, "name")``.
         cached: Functions behind ``functools.lru_cache``.
         codes: Code that was looked into.
         functions: Functions that were looked into, by id.
-        links: The steps on the way.
+        links: The steps on the way, and what each led to.
         sources: Names of iterators and queues that the code may ask.
         generators: Random generators of Python and NumPy, also those whose methods were met.
         files: Open files.
@@ -99,7 +89,13 @@ class Found:
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     objects: list[tuple[str, MutableMapping[str, Any]]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
+    instances: list[Any] = field(default_factory=list)
+    classes: list[type] = field(default_factory=list)
+    namespaces: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     long: list[tuple[str, Any]] = field(default_factory=list)
+    large: list[tuple[str, Any]] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
     sources: list[str] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
     files: list[Any] = field(default_factory=list)
@@ -108,7 +104,7 @@ class Found:
     cached: list[types.FunctionType] = field(default_factory=list)
     codes: set[types.CodeType] = field(default_factory=set)
     functions: dict[int, types.FunctionType] = field(default_factory=dict)
-    links: list[Link] = field(default_factory=list)
+    links: list[Entry] = field(default_factory=list)
 
 
 def discover(roots: Iterable[tuple[str, Any]], ran: Ran | None = None) -> Found:
@@ -140,6 +136,25 @@ def discover(roots: Iterable[tuple[str, Any]], ran: Ran | None = None) -> Found:
 _PLAIN_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plain:
+    """Attributes of which those are followed whose names occur in code.
+
+    Attributes:
+        name: Of the object.
+        holder: Its attributes.
+        defaults: Others, which it may be given later.
+        library: Its class, if that is PyTorch's, whose code reads attributes too.
+        given: Its class, if it may be given others, which code asks for with ``hasattr``.
+    """
+
+    name: str
+    holder: MutableMapping[str, Any]
+    defaults: frozenset[str] = frozenset()
+    library: type | None = None
+    given: type | None = None
+
+
 class _Search:
     def __init__(self, ran: Ran) -> None:
         self.found = Found()
@@ -148,7 +163,10 @@ class _Search:
         self._read: set[str] = set()  # those of them that are not only called as methods
         self._seen: dict[int, Any] = {}  # id -> object, kept alive so that ids stay unique
         self._linked: set[tuple[int, Any]] = set()
-        self._plain: list[tuple[str, MutableMapping[str, Any], frozenset[str]]] = []  # and what their classes give
+        self._told: set[str] = set()  # those of them that are strings, as in ``hasattr(x, "name")``
+        self._plain: list[_Plain] = []
+        self._computed = {id(held) for value in self._ran.computed.values() for held in _all_attributes(value)}
+        self._large: list[tuple[str, Any]] = []
         self._of_module: str | None = None  # the attribute of a module from which the search has come
         self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
         self._answered: set[types.CodeType] = set()  # code behind caches, which need not run to have been asked
@@ -172,9 +190,11 @@ class _Search:
             self._of_module = None
             self._follow_names()
         self.found.sources = [name for name, attribute in self._sources if self._may_look_into(attribute)]
-        self.found.watched = [
-            item for item in self.found.containers if self._may_look_into(self._attribute_of[id(item[1])])
-        ]
+        self.found.watched, self.found.large = (
+            [item for item in containers if self._may_look_into(self._attribute_of[id(item[1])])]
+            for containers in (self.found.containers, self._large)
+        )
+        self.found.names, self.found.told = self.names, self._told
 
     def _may_look_into(self, attribute: str | None) -> bool:
         """Whether the code may do that with an attribute of a module: what it never names may change as it likes."""
@@ -183,12 +203,20 @@ class _Search:
     def _follow_names(self) -> None:
         while self._followed != (known := len(self.names) + len(self._read) + len(self._plain)):
             self._followed = known
-            for prefix, holder, defaults in list(self._plain):
-                for name in sorted(self.names.intersection(holder)):
-                    if name in self._read or not isinstance(holder[name], SCALARS):  # x.step() calls no number
-                        self.follow(f"{prefix}.{name}", holder, name)
-                for name in sorted(self.names & defaults.difference(holder)):  # may be set later
-                    self.follow(f"{prefix}.{name}", holder, name)
+            for plain in list(self._plain):
+                holder, is_computed = plain.holder, id(plain.holder) in self._computed
+                library = _names_of_class(plain.library, self._ran) if plain.library is not None else frozenset()
+                is_computed = is_computed or "__dict__" in library
+                wanted = {*holder} if is_computed else (self.names | library).intersection(holder)
+                for name in sorted(name for name in wanted if not (is_computed and name.startswith("__"))):
+                    is_read = is_computed or name in self._read or name in library
+                    if is_read or not isinstance(holder[name], SCALARS):  # x.step() calls no number
+                        self.follow(f"{plain.name}.{name}", holder, name)
+                later = plain.defaults if is_computed else self.names & plain.defaults
+                if plain.given is not None:
+                    later |= {name for name in self._told if not hasattr(plain.given, name)}
+                for name in sorted(later.difference(holder)):
+                    self.follow(f"{plain.name}.{name}", holder, name)
 
     def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per kind of thing
         """Look at ``value``, once."""
@@ -203,14 +231,14 @@ class _Search:
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self.found.tensors.append((name, value))
-            self._visit_tensor(name, value)
+            self._plain.append(_Plain(name, vars(value), given=type(value)))
         elif isinstance(value, nn.Module):
             self._visit_module(name, value)
         elif isinstance(value, Optimizer) and vars(value).keys() >= _OF_OPTIMIZERS:
             self.found.optimizers.append((name, value))
             self._visit_class(name, type(value))
             self._linked.update((id(vars(value)), key) for key in _own_of_optimizers())
-            self._plain.append((name, vars(value), defaults_of(type(value))))
+            self._plain.append(_Plain(name, vars(value), defaults_of(type(value)), given=type(value)))
             for parameter in (parameter for group in value.param_groups for parameter in group["params"]):
                 self._visit_tensor(name, parameter)
             for hook in hooks_of_optimizer(value):
@@ -245,15 +273,24 @@ class _Search:
                 self.found.cached.append(value.__wrapped__)
                 self._answered.add(value.__wrapped__.__code__)  # its answer may have been kept from an earlier call
             self.visit(name, value.__wrapped__)
-        elif isinstance(value, list | tuple | deque | set | frozenset | dict | np.ndarray):
+        elif isinstance(value, list | tuple | deque | set | frozenset | dict | np.ndarray) or is_buffer(value):
             self._visit_container(name, value)
+        elif isinstance(value, ContextVar):
+            self.follow(f"{name}.get()", ContextValue.of(value), "value")
+        elif isinstance(value, weakref.ref):  # and no link, which would keep it alive
+            self.visit(f"{name}()", value())
+        elif isinstance(value, operator.attrgetter | operator.methodcaller):
+            self._name({part for each in value.__reduce__()[1] if isinstance(each, str) for part in each.split(".")})
+        elif type(value).__module__ == "multiprocessing.sharedctypes":
+            self.visit(name, vars(value).get("_obj"))
         elif isinstance(value, UserDict | UserList | ChainMap):
             content = "maps" if isinstance(value, ChainMap) else "data"
             self.follow(f"{name}.{content}", vars(value), content)
             self._visit_object(name, value)
         elif isinstance(value, types.ModuleType):
             if is_users(getattr(value, "__file__", None) or "<frozen>"):
-                self._plain.append((name, vars(value), frozenset()))
+                self._plain.append(_Plain(name, vars(value)))
+                self.found.namespaces.append((name, vars(value)))
         elif isinstance(value, type):
             self._visit_class(name, value)
         else:
@@ -273,7 +310,7 @@ class _Search:
             value = holder[key] if isinstance(holder, list) else holder.get(key, MISSING)
         is_library = isinstance(value, type) and not is_users(_file_of(value))
         if not is_library and not isinstance(value, _NEVER_REPLACED):
-            self.found.links.append(Link(name, holder, key, value))
+            self.found.links.append(Entry(Location(holder, key, name), value))
         self.visit(name, value)
 
     def _visit_function(self, name: str, function: types.FunctionType) -> None:
@@ -289,8 +326,9 @@ class _Search:
         parent = name.rpartition(".")[0]
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.follow(variable, cell, None)
-        self._read |= _names_read(code) | _names_told(code)
-        self.names |= _names_told(code)
+        self._read |= _names_read(code)
+        self._name(_names_told(code))
+        self._told |= _names_told(code)
         for module, variable in _imports_in(code):
             if module in sys.modules and is_users(getattr(sys.modules[module], "__file__", None) or "<frozen>"):
                 self.follow(f"{module}.{variable}", vars(sys.modules[module]), variable)
@@ -299,14 +337,19 @@ class _Search:
             if variable in function.__globals__ and variable in _globals_in(code):
                 self.follow(variable, function.__globals__, variable)
         for variable in _globals_stored_by(code) - set(function.__globals__):
-            self.found.links.append(Link(variable, function.__globals__, variable, MISSING))
+            self.found.links.append(Entry(Location(function.__globals__, variable, variable), MISSING))
         for position, default in enumerate(function.__defaults__ or ()):
             self.visit(f"{parent}default[{position}]", default)
-        for variable, default in (function.__kwdefaults__ or {}).items():
-            self.visit(variable, default)
+        for variable in function.__kwdefaults__ or {}:
+            self.follow(variable, function.__kwdefaults__, variable)
         wrapped = vars(function).get("__wrapped__")
         if wrapped is not None:
             self.visit(name, wrapped)
+
+    def _name(self, names: Iterable[str]) -> None:
+        """Take attributes of these names to be read."""
+        self.names.update(names)
+        self._read.update(names)
 
     def _visit_wrapper(self, name: str, function: types.FunctionType) -> None:
         """Look at what a decorator of a library's has wrapped, such as ``torch.no_grad()``."""
@@ -319,13 +362,15 @@ class _Search:
     def _visit_container(self, name: str, value: Any) -> None:
         if isinstance(value, dict) and is_users(_file_of(type(value))):
             value = Items.of(value)
-        if (value.size if isinstance(value, np.ndarray) else len(value)) > MAX_ITEMS:
+        self._attribute_of[id(value)] = self._of_module
+        if length_of(value) > MAX_ITEMS:
             if isinstance(value, list | dict | deque | set):
                 self.found.long.append((name, value))
+            if not isinstance(value, tuple | frozenset):
+                self._large.append((name, value))
             return
-        if isinstance(value, Items | list | dict | deque | set | np.ndarray):
+        if isinstance(value, Items | list | dict | deque | set | np.ndarray) or is_buffer(value):
             self.found.containers.append((name, value))
-            self._attribute_of[id(value)] = self._of_module
         if isinstance(value, dict | Items):
             for key in list(value):
                 told = repr(key) if type(key) in SCALARS else f"<{type(key).__name__}>"  # whose repr is the user's
@@ -333,7 +378,7 @@ class _Search:
         elif isinstance(value, list):
             for index in range(len(value)):
                 self.follow(f"{name}[{index}]", value, index)
-        elif not isinstance(value, np.ndarray):
+        elif not isinstance(value, np.ndarray) and not is_buffer(value):
             for index, item in enumerate(value):
                 self.visit(f"{name}[{index}]", item)
 
@@ -342,27 +387,32 @@ class _Search:
             if id(base) not in self._seen or base is kind:
                 self._seen[id(base)] = base
                 if is_users(_file_of(base)):  # which may hide later what it inherits
+                    self.found.classes.append(base)
                     self._visit_attributes(name, ClassAttributes.of(base), defaults_of(base))
 
     def _visit_object(self, name: str, value: Any) -> None:
         kind: Any = type(value)
         self._visit_class(name, kind)
-        if not is_users(_file_of(kind)) and kind not in _NAMESPACES:
+        is_pytorchs = kind.__module__.startswith(_VISITED) and is_ours(_file_of(kind))
+        if not is_users(_file_of(kind)) and kind not in NAMESPACES and not is_pytorchs:
             return
+        self.found.instances.append(value)
         if hasattr(value, "__dict__"):
-            self._visit_attributes(name, vars(value), defaults_of(kind))
+            self._visit_attributes(name, vars(value), defaults_of(kind), kind if is_pytorchs else None)
         slots = SlotAttributes.of(value)
         if slots.has_slots():
-            self._visit_attributes(name, slots, frozenset())
+            self._visit_attributes(name, slots, slots.members())
 
-    def _visit_attributes(self, name: str, holder: MutableMapping[str, Any], defaults: frozenset[str]) -> None:
-        self._plain.append((name, holder, defaults))
+    def _visit_attributes(
+        self, name: str, holder: MutableMapping[str, Any], defaults: frozenset[str], library: type | None = None
+    ) -> None:
+        self._plain.append(_Plain(name, holder, defaults, library))
         self.found.objects.append((name, holder))
 
     def _visit_tensor(self, name: str, tensor: Tensor) -> None:
         """Look at attributes that a user has given it, such as a factor for its learning rate."""
         if vars(tensor):
-            self._plain.append((name, vars(tensor), frozenset()))
+            self._plain.append(_Plain(name, vars(tensor)))
 
     def _visit_module(self, name: str, root: nn.Module) -> None:
         self.found.modules.append((name, root))
@@ -388,6 +438,9 @@ class _Search:
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 """Kinds of random generators whose numbers a graph would not draw again."""
 
+_VISITED = ("torch.optim.lr_scheduler", "torch.distributions")
+"""Modules of PyTorch's whose objects users look into; modules and optimizers apart."""
+
 _TELLING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__"})
 """Names of what takes the names of attributes as strings."""
 
@@ -398,9 +451,6 @@ _PASSES = frozenset({"__getattribute__", "getattr_static"})
 """Names of what reads attributes of modules unnoticed."""
 
 _TORCH_MODULES = frozenset(value for value in vars(nn).values() if isinstance(value, type))
-
-_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
-"""Classes of Python's own whose objects users fill."""
 
 _NEVER_REPLACED = (
     types.ModuleType,
@@ -419,7 +469,34 @@ def _own_of_optimizers() -> frozenset[str]:
 
     Asked late: to make one imports PyTorch's compilers, which takes seconds.
     """
-    return frozenset(vars(SGD([nn.Parameter()])))
+    return frozenset(vars(SGD([nn.Parameter()]))) - {"defaults"}
+
+
+def _all_attributes(value: Any) -> Iterator[Any]:
+    """What an object, its class and that's bases hold, in the forms in which the search knows them."""
+    for held in attributes_of(value):
+        yield ClassAttributes.of(value) if isinstance(value, type) else held
+    for base in type(value).__mro__ if not isinstance(value, type) else ():
+        yield ClassAttributes.of(base)
+
+
+def _names_of_class(kind: type, ran: Ran) -> frozenset[str]:
+    """Names in those methods of a class that may have run; ``__dict__`` stands for all."""
+    names: set[str] = set()
+    for value in (value for base in kind.__mro__ for value in vars(base).values()):
+        function = getattr(value, "fget", None) or getattr(value, "__func__", None) or getattr(value, "wrapped", value)
+        if isinstance(function, types.FunctionType) and ran.may_have_run(function.__code__):
+            names |= _names_read(function.__code__)
+            if reach_of(function.__code__) >= Reach.NAMED:
+                names.add("__dict__")
+    return frozenset(names)
+
+
+def length_of(container: Any) -> int:
+    """How many items a container has."""
+    if isinstance(container, np.ndarray):
+        return int(container.size)
+    return memoryview(container).nbytes if is_buffer(container) else len(container)
 
 
 def defaults_of(kind: type) -> frozenset[str]:

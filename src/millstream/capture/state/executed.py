@@ -6,17 +6,28 @@ code would read need not be the same in each call.
 
 from __future__ import annotations
 
+import datetime
+import io
+import os
 import sys
 import threading
-from collections.abc import Callable, Container
+import time
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from types import CellType, CodeType, FrameType, FunctionType, TracebackType
+from dataclasses import dataclass, field
+from types import (
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    TracebackType,
+)
 from typing import Any
 
 from torch import nn
 
-from millstream.capture.lines import is_ours, is_users
+from millstream.capture.lines import is_asked_by_user, is_ours, is_pythons, is_users, is_users_own
+from millstream.capture.state.reach import NAMESPACES, Reach, nameable, reach_of
 from millstream.heap import objects_of_types
 
 WHOLE = ("__dict__", "__getstate__")
@@ -30,10 +41,14 @@ class Ran:
     Attributes:
         codes: Code of functions.
         attributes: Attributes that were read, each with the id of its module; ``__dict__`` stands for all of them.
+        computed: By id, objects any of whose attributes may have been read, by code that computes their names.
+        variables: Names of environment variables that were read.
     """
 
     codes: set[CodeType] | None = None
     attributes: set[tuple[int, str]] | None = None
+    computed: dict[int, Any] = field(default_factory=dict)
+    variables: set[str] = field(default_factory=set)
 
     def may_have_run(self, code: CodeType) -> bool:
         """Whether that code may have run."""
@@ -51,88 +66,96 @@ class Ran:
 
 
 class CodeWatch:
-    """Notes which of the user's code runs in this thread, for the length of a context, if that can be told.
+    """Notes which code runs in this thread and what it reads unseen, for the length of a context, if that can be told.
 
-    From Python 3.12 on that costs nothing to speak of. Before, tracing takes twice as long with it, and a debugger or a
-    coverage tool that is there is left alone: then nothing is noted.
+    Tracing takes twice as long with it. It is a profiler of Python's: where another one is at work it leaves that
+    alone, and nothing is noted. Debuggers and coverage tools don't matter to it.
 
     Args:
         ran: Where it is noted.
         on_code: Called with its frame before code of the user's runs for the first time; may raise an error there.
-        always: Code before which that is called each time.
+        on_impure: Called with a frame that is about to call what gives something else each time, and what that is
+            (``IMPURE``); may raise an error there.
+        always: Code before which ``on_code`` is called each time.
     """
 
     def __init__(
         self,
         ran: Ran,
         on_code: Callable[[FrameType, list[FunctionType]], None],
+        on_impure: Callable[[FrameType, str], None] = lambda frame, what: None,
         always: Container[CodeType] = frozenset(),
     ) -> None:
-        self._ran, self._on_code, self._always = ran, on_code, always
+        self._ran, self._on_code, self._on_impure, self._always = ran, on_code, on_impure, always
         self._codes: set[CodeType] = set()
         self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet
         self._met: dict[int, CodeType] = {}  # by id: code that says the same in another place is equal
         self._thread = threading.get_ident()
-        self._tool: int | None = None
+        self._computing: set[tuple[Any, ...]] = set()  # code and the objects in its variables
+        self._outer: Any = None
+        self._profile = self._notice  # one object, to be known again
 
     def __enter__(self) -> None:
+        self._outer = sys.getprofile()
+        if self._outer is not None and not isinstance(getattr(self._outer, "__self__", None), CodeWatch):
+            return
         for function in objects_of_types([FunctionType]):
             if is_users(function.__code__.co_filename):
                 self._functions.setdefault(id(function.__code__), []).append(function)
-        if sys.version_info >= (3, 12):
-            self._monitor()
-        elif sys.gettrace() is None:
-            self._ran.codes = self._codes
-            sys.settrace(self._trace)
-
-    def _monitor(self) -> None:
-        monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
-        for tool in (4, 3):  # those that no kind of tool is meant to take
-            try:
-                monitoring.use_tool_id(tool, "millstream")
-            except ValueError:
-                continue
-            self._tool, self._ran.codes = tool, self._codes
-            monitoring.register_callback(tool, monitoring.events.PY_START, self._start)
-            monitoring.set_events(tool, monitoring.events.PY_START)
-            monitoring.restart_events()
-            return
+        self._ran.codes = self._codes
+        sys.setprofile(self._profile)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if sys.version_info >= (3, 12):
-            if self._tool is not None:
-                monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
-                monitoring.set_events(self._tool, 0)
-                monitoring.register_callback(self._tool, monitoring.events.PY_START, None)
-                monitoring.free_tool_id(self._tool)
-        elif self._ran.codes is not None:
-            is_watched = sys.gettrace() == self._trace  # the code has not set another, or none
-            if is_watched:
-                sys.settrace(None)
-            if not is_watched or threading.Thread.start.__code__ in self._codes:  # nobody watched what that did
-                self._ran.codes = None
+        if self._ran.codes is None:
+            return
+        is_watched = sys.getprofile() is self._profile  # the code has not set another, or none
+        if is_watched:
+            sys.setprofile(self._outer)
+        if not is_watched or threading.Thread.start.__code__ in self._codes:  # nobody watched what that did
+            self._ran.codes = None
         self._functions.clear()
 
-    def _start(self, *_: Any) -> Any:
-        if self._note(sys._getframe(1)):
-            return None
-        return sys.monitoring.DISABLE  # type: ignore[attr-defined, unused-ignore]
-
-    def _trace(self, frame: FrameType, event: str, _: Any) -> None:
+    def _notice(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
             self._note(frame)
+            if frame.f_code is _ENVIRONMENT and frame.f_locals.get("self") is os.environ:
+                self._note_variable(frame)
+        elif event == "c_call":
+            if arg in IMPURE or (arg.__name__ in _READERS and isinstance(arg.__self__, io.IOBase)):
+                self._note_impure(frame, IMPURE.get(arg, "a file"))
+        elif event == "return" and (reach := reach_of(frame.f_code)) and is_users(frame.f_code.co_filename):
+            self._note_computed(frame, reach)
+        if self._outer is not None:
+            self._outer(frame, event, arg)
 
-    def _note(self, frame: FrameType) -> bool:
-        """Returns whether to be told of this code again: another function may have it, too, with another closure."""
+    def _note_computed(self, frame: FrameType, reach: Reach) -> None:
+        known = (frame.f_code, *map(id, frame.f_locals.values()))
+        if known not in self._computing:
+            self._computing.add(known)
+            kinds = NAMESPACES if reach is Reach.NAMESPACES else object
+            self._ran.computed.update((id(each), each) for each in nameable(frame) if isinstance(each, kinds))
+
+    def _note_variable(self, frame: FrameType) -> None:
+        if threading.get_ident() == self._thread and is_asked_by_user(_beyond_library(frame)):
+            self._ran.variables.add(str(frame.f_locals.get("key")))
+
+    def _note_impure(self, frame: FrameType, what: str) -> None:
+        asking = _beyond_library(frame)
+        if (
+            threading.get_ident() == self._thread
+            and asking is not None
+            and is_users_own(asking.f_code.co_filename)
+            and not any(each.f_globals.get("__name__", "").startswith(_HARMLESS) for each in _between(frame, asking))
+        ):
+            self._on_impure(asking, what)
+
+    def _note(self, frame: FrameType) -> None:
         code = frame.f_code
-        if threading.get_ident() != self._thread:
-            self._codes.add(code)
-            return id(code) not in self._met
         waiting, is_new = self._functions.get(id(code), []), id(code) not in self._met or code in self._always
-        if not is_new and not (waiting and code.co_freevars):
-            return False
+        if not is_new and not (waiting and code.co_freevars):  # another function may have it, with another closure
+            return
         self._met[id(code)] = code
         self._codes.add(code)
         functions = functions_of(frame, waiting)
@@ -140,7 +163,45 @@ class CodeWatch:
             waiting.remove(function)
         if is_users(code.co_filename) and (is_new or functions):
             self._on_code(frame, functions)
-        return bool(waiting and code.co_freevars) or code in self._always
+
+
+_CLOCKS = """
+    time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns thread_time
+    thread_time_ns clock_gettime clock_gettime_ns localtime gmtime ctime asctime strftime
+    """.split()
+
+IMPURE: dict[Any, str] = {
+    **{getattr(time, name): "a clock" for name in _CLOCKS if hasattr(time, name)},
+    **dict.fromkeys((datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today), "a clock"),
+    **dict.fromkeys((datetime.date.today, os.times), "a clock"),
+    **dict.fromkeys((open, os.open, os.listdir, os.scandir, os.stat, input), "a file"),
+    os.urandom: "the system's randomness",
+}
+"""Functions in C that give something else each time, and what they read."""
+
+_READERS = frozenset({"read", "readline", "readlines", "readinto", "getvalue"})
+"""Methods of files."""
+
+_HARMLESS = (
+    *("logging", "tqdm", "warnings", "traceback", "linecache", "tokenize"),
+    *("threading", "queue", "concurrent", "multiprocessing", "asyncio", "selectors", "subprocess"),
+)
+"""Modules that read clocks and files for what they print only, or for how long they wait."""
+
+_ENVIRONMENT = type(os.environ).__getitem__.__code__
+
+
+def _beyond_library(frame: FrameType | None) -> FrameType | None:
+    """The frame, or if it runs code of Python's library the nearest one that has called it and doesn't."""
+    while frame is not None and is_pythons(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _between(frame: FrameType | None, last: FrameType) -> Iterator[FrameType]:
+    while frame is not None and frame is not last:
+        yield frame
+        frame = frame.f_back
 
 
 def functions_of(frame: FrameType, functions: list[FunctionType]) -> list[FunctionType]:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, swap_contents
 from millstream.capture.state.discover import Found, walk_parameters
+from millstream.capture.state.location import Location
 from millstream.capture.state.signature import is_lazy_view
 from millstream.errors import CaptureError
 from millstream.locks import ForkSafeLock
@@ -32,13 +33,13 @@ class Lifted:
     Attributes:
         name: For people: ``model.0.weight``, ``optimizer.exp_avg[model.0.weight]``.
         tensor: The user's own object.
-        places: Where the user's structures hold it: dict and key.
+        locations: Where the user's structures hold it.
         required_grad: Whether it required a gradient when it was lifted.
     """
 
     name: str
     tensor: Tensor
-    places: list[tuple[Mapping[Any, Any], Any]]
+    locations: list[Location]
     required_grad: bool
 
 
@@ -76,7 +77,7 @@ class _State:
             _check_liftable(name, tensor)
             entry = self.lifted[id(tensor)] = Lifted(name, tensor, [], tensor.requires_grad)
         if holder is not None:
-            entry.places.append((holder, key))
+            entry.locations.append(Location(holder, key, name))
 
     def add_optimizer(self, prefix: str, optimizer: Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -6,13 +6,15 @@ not stay, and what it would have changed in every call must be found, because a 
 
 from __future__ import annotations
 
+import array
 import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from operator import is_
 from types import CellType, FunctionType
 from typing import Any
 
@@ -21,9 +23,10 @@ from torch import nn
 
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.lines import is_ours
-from millstream.capture.state.attributes import Attributes
-from millstream.capture.state.discover import MISSING, Found, defaults_of
+from millstream.capture.state.attributes import Attributes, is_buffer
+from millstream.capture.state.discover import Found, defaults_of
 from millstream.capture.state.executed import WHOLE, Ran
+from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import SCALARS, is_same
 
 _SCALARS = (*SCALARS, tuple)
@@ -45,25 +48,21 @@ class Change:
     """An entry that the traced function changed.
 
     Attributes:
-        name: For people, such as ``model.counter``.
-        holder: Dict, list, set or cell that holds the entry.
-        key: Its key or index; ``None`` where the holder has no keys.
+        location: The entry; or a whole container, where its length or order changed.
         before: What was there, or ``MISSING``.
         after: What is there now, or ``MISSING``.
         kind: What the holder belongs to.
     """
 
     kind: Kind
-    name: str
-    holder: Any
-    key: Any
+    location: Location
     before: Any
     after: Any
 
     @property
     def is_entry(self) -> bool:
         """Whether one entry changed, rather than the length or order of a container."""
-        return isinstance(self.holder, CellType) or self.key is not None
+        return isinstance(self.location.holder, CellType) or self.location.key is not None
 
 
 class Snapshot:
@@ -75,7 +74,7 @@ class Snapshot:
 
     def __init__(self, found: Found) -> None:
         self._copies: dict[int, tuple[Kind, str, Any, Any]] = {}
-        self._links: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
+        self._links: dict[Location, Any] = {}
         self._long: dict[int, tuple[str, Any, list[Any]]] = {}
         self.add(found)
 
@@ -83,10 +82,8 @@ class Snapshot:
         """Note what else a step reaches, as it is now."""
         optimizers = {id(vars(optimizer)) for _, optimizer in found.optimizers}  # whose attributes are kept below
         for link in found.links:
-            if id(link.holder) in optimizers:
-                continue
-            entry = link.name, link.holder, link.key, look(link.holder, link.key)
-            self._links.setdefault((id(link.holder), link.key), entry)
+            if id(link.location.holder) not in optimizers:
+                self._links.setdefault(link.location, link.location.get())
         for name, root in found.modules:
             for path, module in root.named_modules():
                 prefix = f"{name}.{path}" if path else name
@@ -108,58 +105,66 @@ class Snapshot:
         self._long = {id(each): (name, each, _first_of(each)) for name, each in found.long} | self._long
 
     def _keep(self, kind: Kind, name: str, holder: Any) -> None:
-        if isinstance(holder, dict | list | set | deque | Attributes | np.ndarray):
+        if is_buffer(holder):
+            self._copies.setdefault(id(holder), (kind, name, holder, content_of(holder)))
+        elif isinstance(holder, dict | list | set | deque | Attributes | np.ndarray):
             copy = np.ndarray.copy(holder) if isinstance(holder, np.ndarray) else holder.copy()
             self._copies.setdefault(id(holder), (kind, name, holder, copy))
 
     def changes(self) -> list[Change]:
         """Everything that differs now, but for what caches keep by the type of a traced tensor."""
-        found: dict[tuple[int, Any], Change] = {}
-        for name, holder, key, before in self._links.values():
-            after = look(holder, key)
+        found: dict[Location, Change] = {}
+        for location, before in self._links.items():
+            after = location.get()
             if _is_changed(after, before):
-                found[id(holder), key] = Change(Kind.PLAIN, name, holder, key, before, after)
+                found[location] = Change(Kind.PLAIN, location, before, after)
         for kind, name, holder, copy in self._copies.values():
             if isinstance(holder, dict | Attributes):
                 for key in [*copy, *(key for key in holder if key not in copy)]:
                     before, after = copy.get(key, MISSING), holder.get(key, MISSING)
                     if _is_changed(after, before) and (not is_type_of_tracing(key) or _is_traced(after)):
-                        label = f"{name}.{key}" if isinstance(key, str) else name
-                        found.setdefault((id(holder), key), Change(kind, label, holder, key, before, after))
+                        location = Location(holder, key, f"{name}.{key}" if isinstance(key, str) else name)
+                        found.setdefault(location, Change(kind, location, before, after))
             elif isinstance(holder, list) and len(holder) == len(copy):
                 for index in (index for index, value in enumerate(copy) if _is_changed(holder[index], value)):
-                    change = Change(kind, f"{name}[{index}]", holder, index, copy[index], holder[index])
-                    found.setdefault((id(holder), index), change)
+                    location = Location(holder, index, f"{name}[{index}]")
+                    found.setdefault(location, Change(kind, location, copy[index], holder[index]))
             elif differs(holder, copy):
-                found[id(holder), None] = Change(kind, name, holder, None, copy, holder)
+                location = Location(holder, None, name)
+                found[location] = Change(kind, location, copy, holder)
         for name, holder, first in self._long.values():
             if _made_by_tracing(holder):
-                found[id(holder), None] = Change(Kind.PLAIN, name, holder, None, first, holder)
+                location = Location(holder, None, name)
+                found[location] = Change(Kind.PLAIN, location, first, holder)
         return list(found.values())
 
     def restore(self) -> None:
         """Put everything back."""
-        for _, holder, key, before in self._links.values():
-            if look(holder, key) is not before:
-                store(holder, key, before)
+        for location, before in self._links.items():
+            if location.get() is not before:
+                location.set(before)
         for _, _, holder, copy in self._copies.values():
-            if isinstance(holder, dict):
-                if len(holder) != len(copy) or any(
-                    holder.get(key, MISSING) is not value for key, value in copy.items()
-                ):
-                    holder.clear()
-                    holder.update(copy)
-            elif isinstance(holder, Attributes):
-                for key in [*copy, *(key for key in holder if key not in copy)]:
-                    if holder.get(key, MISSING) is not copy.get(key, MISSING):
-                        store(holder, key, copy.get(key, MISSING))
-            elif isinstance(holder, np.ndarray):
-                if holder.flags.writeable and differs(holder, copy):
-                    holder[...] = copy
-            elif differs(holder, copy):
-                holder.clear()
-                holder.update(copy) if isinstance(holder, set) else holder.extend(copy)
+            _restore(holder, copy)
         _take_out(self._long.values())
+
+
+def _restore(holder: Any, copy: Any) -> None:
+    if isinstance(holder, dict):
+        if len(holder) != len(copy) or any(holder.get(key, MISSING) is not value for key, value in copy.items()):
+            holder.clear()
+            holder.update(copy)
+    elif isinstance(holder, Attributes):
+        for key in [*copy, *(key for key in holder if key not in copy)]:
+            if holder.get(key, MISSING) is not copy.get(key, MISSING):
+                Location(holder, key).set(copy.get(key, MISSING))
+    elif is_buffer(holder):
+        _fill(holder, copy)
+    elif isinstance(holder, np.ndarray):
+        if holder.flags.writeable and differs(holder, copy):
+            holder[...] = copy
+    elif differs(holder, copy):
+        holder.clear()
+        holder.update(copy) if isinstance(holder, set) else holder.extend(copy)
 
 
 def _first_of(container: Any) -> list[Any]:
@@ -207,35 +212,55 @@ def differs(container: Any, copy: Any) -> bool:
     """Whether a list, set or deque holds other objects than its copy, or an array other bytes."""
     if isinstance(container, set):  # in no order
         return bool(container != copy)
+    if is_buffer(container):
+        return bool(content_of(container) != copy)
     if isinstance(container, np.ndarray):
         alike = container.dtype == copy.dtype and container.shape == copy.shape
         return not alike or np.ndarray.tobytes(container) != np.ndarray.tobytes(copy)  # and not a subclass's own
     return len(container) != len(copy) or any(a is not b for a, b in zip(container, copy, strict=True))
 
 
+def _fill(buffer: Any, content: bytes) -> None:
+    """Put bytes back into a buffer, where they are others."""
+    view = memoryview(buffer)
+    if view.tobytes() == content or view.readonly:
+        return
+    if view.nbytes == len(content):
+        view.cast("B")[:] = content
+    else:
+        view.release()  # an array that is exported has a fixed length
+        del buffer[:]
+        buffer.frombytes(content) if isinstance(buffer, array.array) else buffer.extend(content)
+
+
+def content_of(container: Any) -> Any:
+    """What a container without keys holds: to compare with, not to go back to."""
+    if isinstance(container, np.ndarray):
+        return container.dtype, container.shape, np.ndarray.tobytes(container)  # and not a subclass's own
+    if is_buffer(container):
+        return memoryview(container).tobytes()
+    if isinstance(container, dict):
+        return [*container], [*container.values()]
+    return [*container]  # of a set, too: in the order in which it is gone through
+
+
+def has_content(container: Any, content: Any) -> bool:
+    """Whether a container holds the same objects as before, in the same order, or an array the same bytes."""
+    if isinstance(container, np.ndarray) or is_buffer(container):
+        return bool(content_of(container) == content)
+    if isinstance(container, dict):
+        return _are_same(container, content[0]) and _are_same(container.values(), content[1])
+    return _are_same(container, content)
+
+
+def _are_same(items: Any, others: list[Any]) -> bool:
+    return len(items) == len(others) and (all(map(is_, items, others)) or all(map(is_same, items, others)))
+
+
 def _is_changed(after: Any, before: Any) -> bool:
     # While tracing, FX puts wrappers in the place of functions marked by torch.fx.wrap; so do our own patches.
     is_wrapper = isinstance(after, FunctionType) and vars(after).get("__wrapped__", after) is before
     return not is_wrapper and not is_same(after, before)
-
-
-def look(holder: Any, key: Any) -> Any:
-    """What a dict, list, closure cell or mapping holds, or ``MISSING``."""
-    try:
-        return holder.cell_contents if isinstance(holder, CellType) else holder[key]
-    except (KeyError, IndexError, ValueError):
-        return MISSING
-
-
-def store(holder: Any, key: Any, value: Any) -> None:
-    """Put ``value`` into a dict, list or closure cell; ``MISSING`` removes the entry."""
-    if value is MISSING:
-        del holder[key]
-        return
-    if isinstance(holder, CellType):
-        holder.cell_contents = value
-    elif isinstance(holder, MutableMapping) or key < len(holder):
-        holder[key] = value
 
 
 @contextlib.contextmanager
@@ -256,8 +281,11 @@ def record_module_reads(
         try:
             value = object.__getattribute__(module, name)
         except AttributeError:
-            if threading.get_ident() == thread and not name.startswith("__") and _is_nowhere(module, name):
-                reads[id(module), name] = (module, name)  # it may be given one later
+            if threading.get_ident() == thread and not name.startswith("__"):
+                if _is_nowhere(module, name):
+                    reads[id(module), name] = (module, name)  # it may be given one later
+                else:
+                    ran.note_read(module, name, sys._getframe(1))
             raise
         if threading.get_ident() != thread:
             return value

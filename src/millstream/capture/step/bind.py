@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from millstream.capture.effects.places import ArgumentPlace, ValuePlace
+from millstream.capture.effects.places import NumberInput, argument_input
 from millstream.capture.guards import native
-from millstream.capture.guards.guards import make_guards
+from millstream.capture.guards.derive import expect_of_arguments, make_guards
+from millstream.capture.state.attributes import TensorItem
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted, find_mirrored, lift
+from millstream.capture.state.location import Location
 from millstream.capture.state.signature import (
     RESOLVE_REMEDY,
     Leaf,
@@ -24,10 +26,10 @@ from millstream.capture.state.signature import (
     is_lazy_view,
     walk_arguments,
 )
-from millstream.capture.state.snapshot import Change
-from millstream.capture.step.graph import HostTensor, Memory, Slot, StepGraph, adopt, is_alike
-from millstream.capture.step.request import Gradient, Place, Request, Traced
-from millstream.capture.trace.patches.optimizers import NumberPlace, count_places, is_number, number_places
+from millstream.capture.step.graph import Memory, Slot, StepGraph, adopt, is_alike
+from millstream.capture.step.recheck import listing_of
+from millstream.capture.step.request import Gradient, Request, Traced
+from millstream.capture.trace.patches.optimizers import counts_of, is_number, numbers_of
 from millstream.errors import CaptureError
 
 
@@ -63,12 +65,12 @@ class Call:
             for name, tensor in zip(names, self.arguments, strict=True)
         }
 
-    def places(self, device: torch.device) -> Iterator[ArgumentPlace]:
-        """Where the numbers are that were seen to change, for graphs on ``device``."""
+    def numbers(self, device: torch.device) -> Iterator[NumberInput]:
+        """The numbers that were seen to change, for graphs on ``device``."""
         parts = walk_arguments(self.structure, self.parameters)
         names = [name for name, part in parts if isinstance(part, Number)]
         for name, value in zip(names, self.given, strict=True):
-            yield ArgumentPlace(name, device, value)
+            yield argument_input(name, device, value)
 
     def objects(self) -> Iterator[tuple[str, Any]]:
         """Names and objects among the arguments that are neither tensors nor plain values."""
@@ -82,26 +84,36 @@ class Workshop:
     """What the graphs of one step share.
 
     Attributes:
+        is_checked: Whether they are compared with what would be captured later.
         slots: Tensors for the numbers of optimizers.
-        cycled: Hyperparameters that were seen to change: graphs read them at run time.
-        changing: Places that were seen to hold another tensor than before (id of the holder, key) and their holders:
-            graphs read what is there in each call.
+        cycled: Hyperparameters that were seen to change (optimizer, group, key): graphs read them at run time.
+        changing: Places that were seen to hold another tensor than before: graphs read what is there in each call.
         homes: For a tensor, by id, itself and the gradient that graphs read and write.
         counted: Keys under which optimizers were seen to count their steps, in their state or as attributes.
-        lifted: Other numbers of the user's that the step was seen to change: name, holder, key.
+        lifted: Places of other numbers of the user's that the step was seen to change.
         settled: Changes of other plain values that were seen.
     """
 
-    slots: dict[Place, Slot] = field(default_factory=dict)
-    cycled: set[NumberPlace] = field(default_factory=set)
+    is_checked: bool = False
+    slots: dict[Location, Slot] = field(default_factory=dict)
+    cycled: set[tuple[Optimizer, int, str]] = field(default_factory=set)
     counted: set[tuple[Optimizer, str]] = field(default_factory=set)
-    changing: dict[tuple[int, Any], Any] = field(default_factory=dict)
+    changing: set[Location] = field(default_factory=set)
     homes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    lifted: dict[tuple[int, Any], tuple[str, Any, Any]] = field(default_factory=dict)
+    lifted: dict[Location, None] = field(default_factory=dict)
     settled: set[Any] = field(default_factory=set)
 
-    def make_request(self, function: Any, call: Call, roots: list[tuple[str, Any]], found: Found) -> Request:
+    def make_request(
+        self, function: Any, call: Call, roots: list[tuple[str, Any]], found: Found, like: StepGraph | None = None
+    ) -> Request:
         """Say what to trace.
+
+        Args:
+            function: The user's.
+            call: The arguments.
+            roots: Where the search begins.
+            found: What it has found.
+            like: A graph whose numbers and places are to be read at run time, and no others.
 
         Raises:
             CaptureError: Arguments are not apart, or something cannot be lifted.
@@ -119,16 +131,22 @@ class Workshop:
         if any(map(is_lazy_view, call.arguments)):
             raise CaptureError("An argument is a conjugated or negated view.", remedy=RESOLVE_REMEDY)
         state = [entry for entry in lift(found) if id(entry.tensor) not in arguments]
-        numbers: list[Place] = []
+        numbers: list[NumberInput] = []
         for _, optimizer in found.optimizers:
-            numbers += (place for place in number_places(optimizer) if place.key == "lr" or place in self.cycled)
+            numbers += (
+                number
+                for group, key, number in numbers_of(optimizer)
+                if key == "lr" or (optimizer, group, key) in self.cycled
+            )
             for key in sorted(key for counting, key in self.counted if counting is optimizer):
-                numbers += count_places(optimizer, key)
+                numbers += counts_of(optimizer, key)
         tensors = (*(entry.tensor for entry in state), *call.arguments)
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
-        places = (ValuePlace(*place, device) for place in self.lifted.values())
-        numbers += (place for place in places if is_number(place.get()))
-        numbers += call.places(device)
+        lifted = (NumberInput(location, str(location), device) for location in self.lifted)
+        numbers += (number for number in lifted if is_number(number.location.get()))
+        if like is not None:
+            numbers = [number for number in numbers if any(number.location == slot.location for slot in like.slots)]
+        numbers += call.numbers(device)
         return Request(
             function=function,
             structure=call.structure,
@@ -142,30 +160,30 @@ class Workshop:
                 if (entry.tensor.requires_grad or entry.tensor.grad is not None)
             ],
             numbers=numbers,
-            changing=self.changing,
+            changing={*self.changing} if like is None else like.changing,
             mirrored=find_mirrored(state),
             settled=self.settled,
         )
 
-    def note_counts(self, found: Found, changes: Iterable[Change]) -> None:
+    def note_counts(self, found: Found, changed: Iterable[Location]) -> None:
         """Let graphs read numbers that the step itself changes.
 
         Args:
             found: What the step reaches.
-            changes: Of a parameter group, an entry of the state, an optimizer's attributes, or objects of the user's.
+            changed: In a parameter group, an entry of the state, an optimizer's attributes, or objects of the user's.
         """
-        for change in changes:
-            is_optimizers = False
+        for location in changed:
+            holder, key, is_optimizers = location.holder, location.key, False
             for _, optimizer in found.optimizers:
-                if any(entry is change.holder for entry in (vars(optimizer), *optimizer.state.values())):
-                    self.counted.add((optimizer, change.key))
+                if any(entry is holder for entry in (vars(optimizer), *optimizer.state.values())):
+                    self.counted.add((optimizer, key))
                     is_optimizers = True
                 for number, group in enumerate(optimizer.param_groups):
-                    if group is change.holder:
-                        self.cycled.add(NumberPlace(optimizer, number, change.key, None))
+                    if group is holder:
+                        self.cycled.add((optimizer, number, key))
                         is_optimizers = True
             if not is_optimizers:
-                self.lifted[id(change.holder), change.key] = change.name, change.holder, change.key
+                self.lifted[location] = None
 
     def assemble(self, call: Call, request: Request, traced: Traced, seconds: float) -> StepGraph:
         """Put real tensors to the inputs of a traced graph.
@@ -185,7 +203,7 @@ class Workshop:
             else:
                 static.append(entry.tensor.detach())
         written_state = Memory(tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written)
-        given = [*call.arguments, *(request.state[index].tensor for index, *_ in traced.replaced)]
+        given = [*call.arguments, *(request.state[index].tensor for index, _ in traced.replaced)]
         if not written_state.is_apart_from(given, among_each_other=traced.writes_arguments):
             raise CaptureError(
                 "An argument shares memory with state that the step writes, or with another argument, one written.",
@@ -202,7 +220,7 @@ class Workshop:
             names.append(f"{gradient.name}.grad")
             static.append(old if old is not None else self._home(gradient))
         homes = static[len(traced.state) :]
-        slots = [self._slot(place) for place in request.numbers]
+        slots = [self._slot(number) for number in request.numbers]
         for index in traced.numbers:
             names.append(_name_number(request.found, request.numbers[index]))
             static.append(slots[index].in_graph())
@@ -223,10 +241,13 @@ class Workshop:
             guards=guards,
             static=static,
             arguments=traced.arguments,
-            places=[(holder, key) for _, holder, key in traced.replaced],
+            places=[location for _, location in traced.replaced],
+            expected=expect_of_arguments(request, traced),
+            changing=request.changing,
+            listing=listing_of(traced) if self.is_checked else [],
             slots=slots,
             mirrors=mirrors,
-            numbers=[place.get() for place in request.numbers],
+            numbers=[number.location.get() for number in request.numbers],
             questions=traced.questions,
             left=[
                 (gradient.parameter, new)
@@ -243,7 +264,9 @@ class Workshop:
         )
 
     def forget(self, graphs: Iterable[StepGraph]) -> None:
-        """Keep only the gradients that ``graphs`` use."""
+        """Keep only the gradients and numbers that ``graphs`` use."""
+        graphs = [*graphs]
+        self.slots = {slot.location: slot for graph in graphs for slot in graph.slots}
         used = {id(tensor) for graph in graphs for tensor in graph.guards.watched}
         self.homes = {key: home for key, home in self.homes.items() if key in used}
 
@@ -272,21 +295,20 @@ class Workshop:
             known = self.homes[id(tensor)] = (tensor, torch.zeros_like(tensor, requires_grad=False))
         return known[1]
 
-    def _slot(self, place: Place) -> Slot:
-        if isinstance(place, ArgumentPlace):
-            return Slot(place, place.value)
-        if place not in self.slots:
-            self.slots[place] = Slot(place, place.get())
-        return self.slots[place]
+    def _slot(self, number: NumberInput) -> Slot:
+        location = number.location
+        if number.is_argument:
+            return Slot(location, number.device, location.get())
+        if location not in self.slots:
+            self.slots[location] = Slot(location, number.device, location.get())
+        return self.slots[location]
 
     def _mirror(self, entry: Lifted, device: torch.device) -> Slot:
         value = entry.tensor.item()
-        return Slot(HostTensor(entry.name, entry.tensor), value, entry.tensor.detach().to(device))
+        location = Location(TensorItem(entry.tensor), "value", entry.name)
+        return Slot(location, device, value, entry.tensor.detach().to(device))
 
 
-def _name_number(found: Found, place: Place) -> str:
-    if isinstance(place, ValuePlace | ArgumentPlace):
-        return place.name
-    name = next(name for name, optimizer in found.optimizers if optimizer is place.optimizer)
-    item = "" if place.item is None else f"[{place.item}]"
-    return f"{name}.{place.key}{item}[{place.group}]"
+def _name_number(found: Found, number: NumberInput) -> str:
+    names = (name for name, optimizer in found.optimizers if optimizer is number.optimizer)
+    return number.label if number.is_users else f"{next(names)}.{number.label}"

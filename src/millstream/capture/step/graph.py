@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,9 +14,9 @@ from millstream._torch.tensors import call_without_grad, storage_id
 from millstream.capture.effects.program import Effects, Output
 from millstream.capture.effects.values import Values
 from millstream.capture.guards.guards import Guards
+from millstream.capture.state.location import Location
 from millstream.capture.state.signature import LEAF, Structure, put_together
-from millstream.capture.state.snapshot import look
-from millstream.capture.step.request import Place
+from millstream.capture.step.recheck import Line
 from millstream.capture.trace.patches.optimizers import is_number
 from millstream.capture.trace.scalars import Questions
 from millstream.device.likeness import Likeness
@@ -36,34 +36,19 @@ class Build(Protocol):
     ) -> Callable[[list[Tensor]], list[Tensor]]: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HostTensor:
-    """A single number that the user keeps in a tensor on the host.
-
-    Attributes:
-        name: Of the tensor.
-        tensor: The user's tensor.
-    """
-
-    name: str
-    tensor: Tensor
-
-    def get(self) -> Any:
-        """The number as it is now."""
-        return self.tensor.item()
-
-
 @dataclass(slots=True)
 class Slot:
     """A number on the host, as a tensor that graphs read.
 
     Attributes:
-        place: Where the number is kept.
+        location: Where the number is kept.
+        device: Of the graph.
         value: The number.
-        tensor: It on the device of the graph, without dimensions; ``None`` as long as no graph reads it.
+        tensor: It on that device, without dimensions; ``None`` as long as no graph reads it.
     """
 
-    place: Place | HostTensor
+    location: Location
+    device: torch.device
     value: float
     tensor: Tensor | None = None
 
@@ -76,8 +61,7 @@ class Slot:
     def in_graph(self) -> Tensor:
         """The tensor that graphs read."""
         if self.tensor is None:
-            assert not isinstance(self.place, HostTensor)
-            self.tensor = torch.full((), self.value, dtype=torch.float64, device=self.place.device)
+            self.tensor = torch.full((), self.value, dtype=torch.float64, device=self.device)
         return self.tensor
 
 
@@ -98,7 +82,10 @@ class StepGraph:
         guards: What it takes for granted.
         static: Its inputs before the arguments.
         arguments: Which arguments are inputs, and the device to which they must be brought, if any.
-        places: Where tensors are that it reads as if they were arguments, counted on behind those: holder and key.
+        places: Where tensors are that it reads as if they were arguments, counted on after those.
+        expected: What it takes for granted of arguments besides that: position, form, what that gives.
+        changing: Places whose tensors were to be read in that way, if the graph reads any.
+        listing: What it does, to compare with, if it is checked.
         slots: Numbers that each call may change; the tensors of those that it reads are among ``static``.
         mirrors: Numbers in tensors on the host that it reads; among ``static``.
         numbers: Their values when last found to be fine.
@@ -121,7 +108,10 @@ class StepGraph:
     guards: Guards
     static: list[Tensor]
     arguments: list[tuple[int, torch.device | None]]
-    places: list[tuple[Any, Any]]
+    places: list[Location]
+    expected: list[tuple[int, Callable[[Any], Any], Any]]
+    changing: Container[Location]
+    listing: list[Line]
     slots: list[Slot]
     mirrors: list[Slot]
     numbers: list[Any]
@@ -151,6 +141,8 @@ class StepGraph:
             self.complete(arguments), among_each_other=self.writes_arguments
         ):
             return False
+        if self.expected and not all(form_of(arguments[index]) == form for index, form_of, form in self.expected):
+            return False
         numbers = self._numbers_now(given)
         if numbers != self.numbers:
             if not all(map(is_number, numbers)) or not self.questions.allow(numbers):
@@ -166,7 +158,7 @@ class StepGraph:
 
     def _numbers_now(self, given: Sequence[float]) -> list[Any]:
         kept = self.slots[: len(self.slots) - len(given)] if given else self.slots
-        return [*(slot.place.get() for slot in kept), *given]
+        return [*(slot.location.get() for slot in kept), *given]
 
     def changed_number(self, given: Sequence[float]) -> str | None:
         """In a sentence, which number keeps the graph from running, if one does."""
@@ -174,7 +166,7 @@ class StepGraph:
         if all(map(is_number, numbers)) and self.questions.allow(numbers):
             return None
         changed = zip(self.slots, self.numbers, numbers, strict=True)
-        names = (str(slot.place) for slot, before, now in changed if now != before)
+        names = (str(slot.location) for slot, before, now in changed if now != before)
         return f"It depends on the value of {next(names, 'a hyperparameter')}, which changes."
 
     def fill_slots(self) -> None:
@@ -183,13 +175,13 @@ class StepGraph:
             if slot.value != number:
                 slot.set(number)
         for mirror in self.mirrors:
-            number = mirror.place.get()
+            number = mirror.location.get()
             if mirror.value != number:
                 mirror.set(number)
 
     def complete(self, arguments: list[Tensor]) -> list[Tensor]:
         """``arguments`` and what is read as if it were among them."""
-        return [*arguments, *(look(holder, key) for holder, key in self.places)] if self.places else arguments
+        return [*arguments, *(location.get() for location in self.places)] if self.places else arguments
 
     def inputs(self, arguments: list[Tensor]) -> list[Tensor]:
         """A new list of the executable's inputs, for complete ``arguments``."""

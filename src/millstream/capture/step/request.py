@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from millstream.capture.effects.places import ArgumentPlace, ValuePlace
+from millstream.capture.effects.places import NumberInput
 from millstream.capture.effects.program import Effects, Output
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted
+from millstream.capture.state.location import Entry, Location
 from millstream.capture.state.signature import Structure
-from millstream.capture.state.snapshot import Change
-from millstream.capture.trace.patches.optimizers import CountPlace, NumberPlace
 from millstream.capture.trace.scalars import Questions
-
-Place: TypeAlias = NumberPlace | CountPlace | ValuePlace | ArgumentPlace
-"""Where a number is that a graph is given anew in each call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,7 @@ class Request:
         state: All tensors in ``found``.
         gradients: All tensors whose gradient may change.
         numbers: Numbers to be read at run time; those among the arguments come last.
-        changing: Places, by id of the holder and key, whose tensors are to be read as arguments are.
+        changing: Places whose tensors are to be read as arguments are.
         mirrored: Positions in ``state`` of numbers on the host, and the device on which the graph reads them.
         settled: Changes of plain values that were seen before; see ``FirstChange``.
         style: Of text; see ``STYLES``.
@@ -64,8 +60,8 @@ class Request:
     found: Found
     state: list[Lifted]
     gradients: list[Gradient]
-    numbers: list[Place]
-    changing: Container[tuple[int, Any]]
+    numbers: list[NumberInput]
+    changing: Container[Location]
     mirrored: dict[int, torch.device]
     settled: set[Any] = field(default_factory=set)
     style: int = 0
@@ -83,7 +79,7 @@ class Traced:
         arguments: Positions in ``Request.arguments`` of the inputs that are arguments, and the device on which the
             graph wants them if they are on another.
         replaced: Of state that is read as arguments are, since other tensors take its place: position in
-            ``Request.state``, holder and key of the place that holds it. They are counted on behind the arguments.
+            ``Request.state``, and the place that holds it. They are counted on after the arguments.
         written: For each input, whether the graph writes it.
         left: For every gradient of the request, whether the step leaves one behind.
         structure: Structure of the result.
@@ -92,6 +88,10 @@ class Traced:
         used: What the code reaches that ran.
         reads: Module attributes that the program read.
         effects: What to do on the host after every replay.
+        looked_at: By id, state of which the program read a shape or other metadata, or used the values.
+        asked: By id, tensors of which it read what arguments and inputs are not compared by otherwise.
+        registered: By id of the dict and key, parameters and buffers that the program read as attributes of modules.
+        variables: Names of environment variables that it read.
         optimizers: Those that stepped.
         writes_arguments: Whether the graph writes to an argument.
     """
@@ -101,15 +101,19 @@ class Traced:
     gradients: list[int]
     numbers: list[int]
     arguments: list[tuple[int, torch.device | None]]
-    replaced: list[tuple[int, Any, Any]]
+    replaced: list[tuple[int, Location]]
     written: list[bool]
     left: list[bool]
     structure: Structure
     outputs: list[Output]
     questions: Questions
     used: Found
-    reads: list[tuple[dict[str, Any], str, Any]]
+    reads: list[Entry]
     effects: Effects
+    looked_at: set[int]
+    asked: set[int]
+    registered: set[tuple[int, str]]
+    variables: set[str]
     optimizers: list[Optimizer]
     writes_arguments: bool
 
@@ -144,6 +148,6 @@ class FirstChange(Exception):  # noqa: N818 - a message to the step, which runs 
 class NumbersChanged(Exception):  # noqa: N818 - a message to the step, which lifts them and traces again
     """The step changes numbers that objects keep."""
 
-    def __init__(self, changes: list[Change]) -> None:
+    def __init__(self, locations: list[Location]) -> None:
         super().__init__()
-        self.changes = changes
+        self.locations = locations

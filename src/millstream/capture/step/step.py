@@ -30,6 +30,7 @@ from millstream._torch.modes import is_any_autocast_enabled, modes_of_caller
 from millstream._torch.tensors import place_of_implementation
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.state.discover import Found, discover
+from millstream.capture.state.location import Location
 from millstream.capture.state.signature import (
     Number,
     Structure,
@@ -43,6 +44,7 @@ from millstream.capture.state.signature import (
 )
 from millstream.capture.step.bind import Call, Workshop
 from millstream.capture.step.graph import Build, StepGraph
+from millstream.capture.step.recheck import compare, listing_of
 from millstream.capture.step.request import (
     EagerFirst,
     FirstChange,
@@ -53,7 +55,7 @@ from millstream.capture.step.request import (
     StateMissing,
     Traced,
 )
-from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, number_places
+from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of
 from millstream.capture.trace.patches.randomness import RandomState
 from millstream.capture.trace.tracer import trace_step, tracing_alone
 from millstream.capture.trace.unsupported import check_modes, check_supported
@@ -109,22 +111,26 @@ class Step(Generic[P, R]):
         build: Makes an executable of a traced graph.
         strict: Raise ``CaptureError`` where otherwise a ``FallbackWarning`` is given and the function runs eagerly.
         max_graphs: So many graphs are kept; the one unused for longest goes first.
+        check: Every so many calls of a graph, capture again and compare; 0 for never.
 
     Attributes:
         function: The user's function.
         refusals: What runs eagerly, and why.
     """
 
-    def __init__(self, function: Callable[P, R], *, build: Build, strict: bool = False, max_graphs: int = 8) -> None:
+    def __init__(
+        self, function: Callable[P, R], *, build: Build, strict: bool = False, max_graphs: int = 8, check: int = 0
+    ) -> None:
         functools.update_wrapper(self, function, updated=())
         self.function = function
         self.strict = strict
         self.max_graphs = max_graphs
+        self.check = check
         self.refusals: list[Fallback] = []
         self._name = getattr(function, "__name__", type(function).__name__)
         self._parameters = _parameters_of(function)
         self._build = build
-        self._workshop = Workshop()
+        self._workshop = Workshop(is_checked=check > 0)
         self._lock = ForkSafeLock()
         self._graphs: OrderedDict[int, StepGraph] = OrderedDict()
         self._by_key: dict[Any, list[StepGraph]] = {}
@@ -153,7 +159,7 @@ class Step(Generic[P, R]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Step[P, R]:
         """The same of a copy of the function, with the copied object where it is a method; nothing is captured yet."""
         function = copy.deepcopy(self.function, memo)
-        return Step(function, build=self._build, strict=self.strict, max_graphs=self.max_graphs)
+        return Step(function, build=self._build, strict=self.strict, max_graphs=self.max_graphs, check=self.check)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A step defined in a class is a method."""
@@ -163,7 +169,7 @@ class Step(Generic[P, R]):
         """Run the step."""
         if is_compiling() or torch.is_inference_mode_enabled():  # part of another capture; no training
             return self.function(*args, **kwargs)
-        usual = self._usual
+        usual = self._usual if not self.check else None
         arguments: list[Any] = [*args]
         if (
             usual is not None
@@ -189,8 +195,10 @@ class Step(Generic[P, R]):
         if given:  # they lie in the graph's own memory while it runs
             with self._lock.lock:
                 if (graph := self._find(key, arguments, given)) is not None:
+                    self._check_if_due(graph, args, kwargs)
                     return graph.run(arguments)
         elif (graph := self._find(key, arguments, given)) is not None:
+            self._check_if_due(graph, args, kwargs)
             return graph.run(arguments)
         with self._lock.lock:
             call = self._make_call(args, kwargs)
@@ -311,12 +319,15 @@ class Step(Generic[P, R]):
                 self._why = graph.changed_number(call.given) or self._why
                 continue
             self._why = change.reason
-            for _, optimizer in found.optimizers:
-                for place in number_places(optimizer):
-                    if optimizer.param_groups[place.group] is change.holder and place.key == change.key:
-                        self._workshop.cycled.add(place)
-            if change.is_tensor:
-                self._workshop.changing[id(change.holder), change.key] = change.holder  # whose id thus stays its own
+            if change.location is not None:
+                for _, optimizer in found.optimizers:
+                    self._workshop.cycled |= {
+                        (optimizer, group, key)
+                        for group, key, _ in numbers_of(optimizer)
+                        if change.location == Location(optimizer.param_groups[group], key)
+                    }
+                if change.is_tensor:
+                    self._workshop.changing.add(change.location)
             if change.is_final:
                 self._drop(graph)
         last = next(reversed(self._graphs.values()), None)
@@ -357,15 +368,35 @@ class Step(Generic[P, R]):
         self._keep(graph)
         return graph, arguments, results
 
+    def _check_if_due(self, graph: StepGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Every ``check`` calls of a graph, capture again and compare.
+
+        Raises:
+            CaptureError: Another graph would be captured now.
+        """
+        if not self.check or graph.num_runs % self.check:
+            return
+        with self._lock.lock, tracing_alone():
+            call = self._make_call(args, kwargs)
+            _, traced = self._record(call, discover(self._roots(call)), CountsOnDevice(), graph)
+            compare(graph.listing, listing_of(traced), self._name)
+
     def _trace(self, call: Call, found: Found, counts: CountsOnDevice) -> StepGraph:
+        start = time.perf_counter()
+        request, traced = self._record(call, found, counts)
+        return self._workshop.assemble(call, request, traced, time.perf_counter() - start)
+
+    def _record(
+        self, call: Call, found: Found, counts: CountsOnDevice, like: StepGraph | None = None
+    ) -> tuple[Request, Traced]:
+        """Trace, and again wherever something shows up late; ``like`` a graph that there is, if one is given."""
         roots, where = list(self._roots(call)), ""
         for _ in range(MAX_LATE):
-            start = time.perf_counter()
             for _, optimizer in found.optimizers:
                 counts.move(optimizer)
-            request = self._workshop.make_request(self.function, call, roots, found)
+            request = self._workshop.make_request(self.function, call, roots, found, like)
             try:
-                traced = _trace_twice(request)
+                return request, _trace_twice(request)
             except FoundLate as late:
                 roots.append((late.name, late.value))
                 where = late.where
@@ -373,9 +404,8 @@ class Step(Generic[P, R]):
                 check_supported(found)
                 continue
             except NumbersChanged as changed:
-                self._workshop.note_counts(found, changed.changes)
+                self._workshop.note_counts(found, changed.locations)
                 continue
-            return self._workshop.assemble(call, request, traced, time.perf_counter() - start)
         raise CaptureError(
             "The step meets ever more that was made outside of it.",
             where=where,

@@ -7,6 +7,7 @@ operator mode sees the aten operators they become, backward included.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -28,7 +29,7 @@ from millstream._torch.tracing import (
     running_sequence_number,
 )
 from millstream.capture.effects.recorder import Recorder
-from millstream.capture.lines import describe, here, user_frames
+from millstream.capture.lines import describe, here, is_users_own, user_frames
 from millstream.capture.trace.patches.checkpointing import RandomRecords
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, run_with_scalars
 from millstream.errors import CaptureError
@@ -56,6 +57,10 @@ VALUE_READERS = {
 _ALWAYS_REFUSED = frozenset({"numpy", "__array__"})
 """Those which give an answer for a fake tensor, though a wrong one, or fail obscurely."""
 
+_ASKED = frozenset({"storage_offset", "grad", "is_pinned", "is_shared", "_is_view", "output_nr"})
+_OF_MEMORY = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage", "_version", "_base"})
+"""What differs from call to call without any meaning, or is not there while the step is traced."""
+
 MOST_READ = 256
 """Numbers that a step may read from tensors, of which each costs a node of the graph; ``tolist()`` reads its own."""
 
@@ -81,6 +86,8 @@ class FunctionWatch(TorchFunctionMode):
     Attributes:
         calling: Name of the PyTorch function that runs now.
         moved: By id, tensors whose ``.data`` was assigned, and what has the memory that they had at first.
+        looked_at: By id, lifted tensors that were given to any function, or of which an attribute was read.
+        asked: By id, tensors of which the program has read what neither arguments nor inputs are compared by.
     """
 
     def __init__(self, refuse: Callable[[CaptureError], None], lifted: set[int], recorder: Recorder) -> None:
@@ -90,6 +97,8 @@ class FunctionWatch(TorchFunctionMode):
         self._recorder = recorder
         self.calling = ""
         self.moved: dict[int, tuple[Tensor, Tensor]] = {}
+        self.looked_at: set[int] = set()
+        self.asked: set[int] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -104,6 +113,12 @@ class FunctionWatch(TorchFunctionMode):
             self._fail("The step registers a hook on a parameter or other state.", "Register it outside of the step.")
         if any(issubclass(type(arg), np.ndarray) for arg in args):
             self._fail(*_NUMPY_READ)
+        attribute = name if name != "__get__" else getattr(getattr(func, "__self__", None), "__name__", "")
+        if attribute in _ASKED:
+            self.asked.add(id(args[0]))
+        if attribute in _OF_MEMORY and is_users_own(sys._getframe(1).f_code.co_filename):
+            self._fail(f"The step reads a tensor's {attribute}.", "Compute with shapes and values only.")
+        self.looked_at.update(self._lifted.intersection(map(id, _tensors_in((*args, *kwargs.values())))))
         if name == "__set__" and getattr(func, "__self__", None) is _DATA:
             return self._set_data(func, *args)
         before, self.calling = self.calling, name

@@ -41,14 +41,14 @@ from millstream._torch.tracing import (
     unchecked_distributions,
 )
 from millstream.capture.effects.outputs import outputs_recorded
-from millstream.capture.effects.places import ArgumentPlace, ValuePlace
 from millstream.capture.effects.program import Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.effects.values import Always, Nth, holds_token
 from millstream.capture.lines import here, is_asked_by_user, place_of
-from millstream.capture.state.discover import MISSING, discover
+from millstream.capture.state.discover import discover
 from millstream.capture.state.executed import CodeWatch, Ran, stand_in
 from millstream.capture.state.lift import TRACING, Lifted, become_fake, check_apart, lift
+from millstream.capture.state.location import MISSING, Entry, Location
 from millstream.capture.state.signature import (
     SCALARS,
     Reference,
@@ -154,17 +154,20 @@ class _Tracer:
     stepped: list[Optimizer] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     effects: Effects = field(default_factory=Effects)
-    written: dict[tuple[int, Any], Change] = field(default_factory=dict)
+    written: dict[Location, Change] = field(default_factory=dict)
     memory: set[int] = field(default_factory=set)
     moved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     stored: dict[int, str] = field(default_factory=dict)
-    replaced: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    replaced: dict[int, Location] = field(default_factory=dict)
     left: list[bool] = field(default_factory=list)
     structure: Structure | None = None
     failure: Exception | None = None
     ran: Ran = field(default_factory=lambda: Ran(attributes=set()))
     numbers: list[Any] = field(default_factory=list)
+    looked_at: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
+    graded: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.questions.texts.style = self.request.style
@@ -175,6 +178,7 @@ class _Tracer:
         request = self.request
         state = [entry.tensor for entry in request.state]
         before = [gradient.before for gradient in request.gradients if gradient.before is not None]
+        self.graded = {id(each) for each in request.arguments if each.is_leaf and each.grad is not None}
         random_state = self.random_state = RandomState(request.found)
         torch.clear_autocast_cache()  # it holds on to parameters
         try:
@@ -231,12 +235,12 @@ class _Tracer:
         watched = {id(entry.tensor) for entry in self.request.state}
 
         def run_step() -> Any:
-            numbers = (place.get() for place in self.request.numbers if isinstance(place, ArgumentPlace))
+            numbers = (number.location.get() for number in self.request.numbers if number.is_argument)
             structure = replace_numbers(self.request.structure, map(Reference, numbers))
             given = put_together(structure, spread_same(structure, self.request.arguments).__next__)
             args, kwargs = given
             cached = {function.__code__ for function in self.request.found.cached}
-            with CodeWatch(self.ran, self._on_code, cached):
+            with CodeWatch(self.ran, self._on_code, self._on_impure, cached):
                 if self.ran.codes is None:
                     self._check_sources()
                 result = self.request.function(*args, **kwargs)
@@ -254,10 +258,13 @@ class _Tracer:
             ):
                 self.moved, self.memory = functions.moved, set(map(storage_id, self._inputs()))
                 counts = widen_counts(optimizer for _, optimizer in self.request.found.optimizers)
+                functions.looked_at.clear()
+                functions.asked.clear()
                 with self.recorder.active(), outputs_recorded(self.recorder) as self.record_files:
                     self.record_files(self.request.found.files)
                     result = run_step()
                 self._raise_failure()
+                self.looked_at, self.asked = {*functions.looked_at}, {*functions.asked}
                 with torch.no_grad():
                     narrow_counts(counts, self.stepped)
                     self._keep_data()
@@ -304,6 +311,15 @@ class _Tracer:
             self.random_state.add(found)
         self._check_sources()
 
+    def _on_impure(self, frame: FrameType, what: str) -> None:
+        self._report(
+            CaptureError(
+                f"The step reads {what}, which gives something else each time.",
+                where=f"{frame.f_code.co_filename}:{frame.f_lineno}",
+                remedy="Read it outside of the step, and pass what depends on it as an argument.",
+            )
+        )
+
     def _check_sources(self) -> None:
         if self.request.found.sources:
             try:
@@ -342,12 +358,13 @@ class _Tracer:
     @contextlib.contextmanager
     def _numbers_replaced(self) -> Iterator[list[Tensor]]:
         """Put graph scalars in the places of the numbers; yields the tensors that they read."""
-        places = self.request.numbers
+        numbers = self.request.numbers
+        places = [number.location for number in numbers]
         values = self.numbers = [place.get() for place in places]
-        tensors = [torch.empty((), dtype=torch.float64, device=place.device) for place in places]
+        tensors = [torch.empty((), dtype=torch.float64, device=number.device) for number in numbers]
         try:
             for index, (place, value, tensor) in enumerate(zip(places, values, tensors, strict=True)):
-                is_users = isinstance(place, ValuePlace | ArgumentPlace)
+                is_users = numbers[index].is_users
                 place.set(GraphScalar(value, tensor, Nth(index), self.questions, is_users=is_users))
             yield tensors
         finally:
@@ -415,21 +432,23 @@ class _Tracer:
             if _is_write(change):
                 if is_number(before) and is_number(after):
                     counted.append(change)
-                elif change.key != "training":
-                    settled.add((id(change.holder), change.key, _form_of(before), _form_of(after)))
+                elif change.location.key != "training":
+                    settled.add((change.location, _form_of(before), _form_of(after)))
             elif is_schedulers(after):
                 pass  # it puts it there itself
             elif id(before) in given and not is_users and fits(after, before):
                 self.copies.append((before, after))
             elif change.kind is Kind.STATE:
-                raise StateMissing(change.name)
+                raise StateMissing(str(change.location))
             elif change.kind is Kind.GROUP:
-                raise CaptureError(f"The step changes {change.name}.", remedy="Change it outside of the step.")
-            elif isinstance(after, FakeTensor) and change.is_entry and not is_type_of_tracing(change.key):
+                raise CaptureError(f"The step changes {change.location}.", remedy="Change it outside of the step.")
+            elif isinstance(after, FakeTensor) and change.is_entry and not is_type_of_tracing(change.location.key):
                 if after.requires_grad and after.is_leaf and id(after) not in given:
-                    raise _needs_gradient(change.name)
+                    raise _needs_gradient(str(change.location))
                 stored.append(change)
-            elif change.kind is not Kind.SCALER and not (change.kind is Kind.OPTIMIZER and change.key in _NOTES):
+            elif change.kind is not Kind.SCALER and not (
+                change.kind is Kind.OPTIMIZER and change.location.key in _NOTES
+            ):
                 raise _side_effect(change)
         self._check_numbers(counted)
         if not settled <= self.request.settled:
@@ -440,13 +459,13 @@ class _Tracer:
     def _note_writes(self) -> list[Change]:
         """Add to the effects what has become of Python's values since it was last asked; returns all that differs."""
         changes = self.snapshot.changes()
-        now = {(id(change.holder), change.key): change for change in changes if _is_write(change)}
+        now = {change.location: change for change in changes if _is_write(change)}
         undone = [replace(change, after=change.before) for place, change in self.written.items() if place not in now]
         for change in (*now.values(), *undone):
-            place = id(change.holder), change.key
-            if place not in self.written or self.written[place].after is not change.after:
-                self.written[place] = change
-                self.recorder.program.append(Write(change.holder, change.key, self._output_of(change.after)))
+            location = change.location
+            if location not in self.written or self.written[location].after is not change.after:
+                self.written[location] = change
+                self.recorder.program.append(Write(location, self._output_of(change.after)))
         return changes
 
     def _output_of(self, value: Any) -> Output:
@@ -456,7 +475,7 @@ class _Tracer:
 
     def _check_numbers(self, changes: list[Change]) -> None:
         """Ask for numbers that the function has changed and that are no scalars yet; see that the graph will serve."""
-        if new := [change for change in changes if not is_scalar(change.before)]:
+        if new := [change.location for change in changes if not is_scalar(change.before)]:
             raise NumbersChanged(new)
         successors: dict[int, Any] = {}
         for change in changes:
@@ -466,7 +485,7 @@ class _Tracer:
             elif after.is_known:
                 successors[change.before.of.index] = after.of
         if successors and not self.questions.allow_again(self.numbers, successors):
-            raise ServesOnce(str(self.request.numbers[min(successors)]))
+            raise ServesOnce(str(self.request.numbers[min(successors)].location))
 
     def _check_left(self) -> None:
         """Refuse what a call would leave unfinished or changed without a graph noticing."""
@@ -476,6 +495,10 @@ class _Tracer:
         for entry in self.request.state:
             if entry.tensor.requires_grad != entry.required_grad:
                 raise CaptureError(f"The step leaves {entry.name}.requires_grad changed.", remedy=SIDE_EFFECT_REMEDY)
+        if not self.graded.isdisjoint(self.asked):  # which is not there while it is traced
+            raise CaptureError(
+                "The step reads the gradient of one of its arguments.", remedy="Pass the gradient as an argument, too."
+            )
         for argument in self.request.arguments:
             if argument.requires_grad and argument.is_leaf and argument.grad is not None:
                 raise CaptureError(
@@ -493,24 +516,27 @@ class _Tracer:
         placeholders = graph_being_traced().find_nodes(op="placeholder")
         returned = {*map(id, leaves), *(id(change.after) for change in stored)}
         replaced = {id(change.before) for change in stored}
-        linked = {id(link.value): (link.holder, link.key) for link in self.request.found.links}
+        linked = {id(link.value): link.location for link in self.request.found.links}
         for index, entry in enumerate(self.request.state):
             tensor = id(entry.tensor)
             if not placeholders[index].users and tensor not in returned:
                 continue
-            registered = {(id(holder), key): (holder, key) for holder, key in entry.places}
-            holder, key = next(iter(registered.values()), linked.get(tensor, (None, None)))
+            registered = {*entry.locations}
+            location = next(iter(entry.locations), linked.get(tensor))
             if tensor in replaced:
                 if entry.required_grad:
                     raise _needs_gradient(entry.name)
                 if index in self.request.mirrored:
                     raise _writes_host(entry)
             elif (
-                entry.required_grad or index in self.request.mirrored or (id(holder), key) not in self.request.changing
+                entry.required_grad
+                or index in self.request.mirrored
+                or location is None
+                or location not in self.request.changing
             ):
                 continue
-            if self.request.found.references[tensor] + len(registered) == 1 and holder is not None:
-                self.replaced[index] = (holder, key)
+            if self.request.found.references[tensor] + len(registered) == 1 and location is not None:
+                self.replaced[index] = location
 
     def _keep_gradients(self) -> None:
         gradients = [gradient.parameter.grad for gradient in self.request.gradients]
@@ -587,9 +613,9 @@ class _Tracer:
         program = self.recorder.program
         for change in stored:
             output = take(change.after)
-            program.append(Write(change.holder, change.key, output))
+            program.append(Write(change.location, output))
             if output.kind == "graph":
-                self.stored[storage_id(change.after)] = change.name
+                self.stored[storage_id(change.after)] = str(change.location)
         self.effects = self.recorder.finish(self.outputs, results)
         return results
 
@@ -598,6 +624,16 @@ class _Tracer:
         values = [value.clone() if storage_id(value) in self.memory else value for _, value in self.copies]
         for (target, _), value in zip(self.copies, values, strict=True):
             self._memory_of(target).copy_(value)
+
+    def _registered_reads(self) -> set[tuple[int, str]]:
+        modules = {id(module): module for _, root in self.request.found.modules for module in root.modules()}
+        return {
+            (id(holder), name)
+            for owner, name in self.ran.attributes or ()
+            if owner in modules
+            for holder in (modules[owner]._parameters, modules[owner]._buffers)
+            if name in holder
+        }
 
     def _inputs(self) -> Iterator[Tensor]:
         yield from (entry.tensor for entry in self.request.state)
@@ -660,7 +696,7 @@ class _Tracer:
                 *((index, devices[starts[3] + index]) for index in arguments),
                 *((len(self.request.arguments) + number, devices[index]) for number, index in read),
             ],
-            replaced=[(index, *place) for index, place in self.replaced.items()],
+            replaced=[*self.replaced.items()],
             written=[is_written[position] for position in kept],
             left=self.left,
             structure=self.structure,
@@ -668,11 +704,15 @@ class _Tracer:
             questions=self.questions,
             used=used,
             reads=[
-                (vars(module), name, vars(module).get(name, MISSING))
+                Entry(Location(vars(module), name), vars(module).get(name, MISSING))
                 for module, name in reads.values()
                 if selects_behaviour(module, name)
             ],
             effects=self.effects,
+            looked_at=self.looked_at,
+            asked=self.asked,
+            registered=self._registered_reads(),
+            variables=self.ran.variables,
             optimizers=self.stepped,
             writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in self.replaced),
         )
@@ -680,11 +720,11 @@ class _Tracer:
 
 def _is_write(change: Change) -> bool:
     """Whether a call can do the change again after the replay: a plain value or number in one place."""
-    if change.kind in (Kind.STATE, Kind.GROUP) or (change.kind is Kind.OPTIMIZER and change.key in _NOTES):
+    if change.kind in (Kind.STATE, Kind.GROUP) or (change.kind is Kind.OPTIMIZER and change.location.key in _NOTES):
         is_ours = is_number(change.before) and is_number(change.after)
     else:
         is_ours = change.kind is not Kind.SCALER
-    after, key = change.after, change.key
+    after, key = change.after, change.location.key
     if is_scalar(key) or (isinstance(key, str) and holds_token(key)):
         return False
     return is_ours and change.is_entry and not is_schedulers(after) and (is_scalar(after) or isinstance(after, SCALARS))
@@ -711,9 +751,9 @@ def _writes_host(entry: Lifted) -> CaptureError:
 
 def _side_effect(change: Change) -> CaptureError:
     if change.after is MISSING:
-        what = f"removes {change.name}"
+        what = f"removes {change.location}"
     elif isinstance(change.after, Tensor):
-        what = f"stores a tensor in {change.name}"
+        what = f"stores a tensor in {change.location}"
     else:
-        what = f"changes {change.name}"
+        what = f"changes {change.location}"
     return CaptureError(f"The step {what}, which a graph would not do again.", remedy=CALLBACK_REMEDY)

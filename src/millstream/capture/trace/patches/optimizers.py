@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from millstream._torch.tracing import patched
+from millstream.capture.effects.places import NumberInput
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.effects.values import Returned
 from millstream.capture.lines import here
+from millstream.capture.state.attributes import SequenceItems, Shared
+from millstream.capture.state.location import Location
 from millstream.capture.trace.scalars import is_scalar
 from millstream.errors import CaptureError
 
@@ -28,103 +30,11 @@ Without ``capturable`` Adam calls ``.item()`` on its step count, and single-tens
 """
 
 
-@dataclass(frozen=True, slots=True)
-class NumberPlace:
-    """Where an optimizer keeps a number.
-
-    Attributes:
-        optimizer: The optimizer.
-        group: Number of the parameter group.
-        key: Such as ``lr`` or ``betas``.
-        item: Index within a tuple, ``None`` for a plain number.
-    """
-
-    optimizer: Optimizer
-    group: int
-    key: str
-    item: int | None
-
-    def __str__(self) -> str:
-        return f"param_groups[{self.group}][{self.key!r}]"
-
-    @property
-    def device(self) -> torch.device:
-        """Where a graph wants the number."""
-        return device_of(self.optimizer, self.group)
-
-    def get(self) -> Any:
-        """The number as it is now, or whatever stands in its place."""
-        value = self.optimizer.param_groups[self.group].get(self.key)
-        if self.item is None:
-            return value
-        return value[self.item] if isinstance(value, tuple | list) and self.item < len(value) else None
-
-    def set(self, value: Any) -> None:
-        """Put ``value`` there."""
-        group = self.optimizer.param_groups[self.group]
-        if self.item is None:
-            group[self.key] = value
-        else:
-            items = list(group[self.key])
-            items[self.item] = value
-            group[self.key] = type(group[self.key])(items)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CountPlace:
-    """Where an optimizer counts its steps: in an attribute, or with each of some parameters, the same with all.
-
-    Attributes:
-        optimizer: The optimizer.
-        group: Number of the parameter group.
-        key: Such as ``step``.
-        entries: Of the optimizer's state; or its attributes alone.
-    """
-
-    optimizer: Optimizer
-    group: int
-    key: str
-    entries: tuple[dict[str, Any], ...]
-    item = None
-
-    def __str__(self) -> str:
-        return f"{type(self.optimizer).__name__}'s {self.key}"
-
-    @property
-    def device(self) -> torch.device:
-        """Where a graph wants the number."""
-        return device_of(self.optimizer, self.group)
-
-    def __hash__(self) -> int:
-        return hash((id(self.optimizer), self.group, self.key))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CountPlace) and self._identity == other._identity
-
-    @property
-    def _identity(self) -> tuple[Any, ...]:
-        return id(self.optimizer), self.group, self.key, *map(id, self.entries)
-
-    def get(self) -> Any:
-        """The number as it is now; ``None`` if it is not the same with all."""
-        values = [entry.get(self.key) for entry in self.entries]
-        first = values[0]
-        return (
-            first
-            if is_number(first) and all(type(value) is type(first) and value == first for value in values)
-            else None
-        )
-
-    def set(self, value: Any) -> None:
-        """Put ``value`` there."""
-        for entry in self.entries:
-            entry[self.key] = value
-
-
-def count_places(optimizer: Optimizer, key: str) -> Iterator[CountPlace]:
-    """Where ``optimizer`` keeps a number under ``key``: in an attribute; with parameters, all who have the same."""
+def counts_of(optimizer: Optimizer, key: str) -> Iterator[NumberInput]:
+    """Where ``optimizer`` counts its steps under ``key``: in an attribute; with parameters, all who have the same."""
+    name = f"{type(optimizer).__name__}'s {key}"
     if is_number(vars(optimizer).get(key)):
-        yield CountPlace(optimizer, 0, key, (vars(optimizer),))
+        yield NumberInput(Location(vars(optimizer), key, name), f"{key}[0]", device_of(optimizer, 0), optimizer)
     for number, group in enumerate(optimizer.param_groups):
         alike: dict[Any, list[dict[str, Any]]] = {}
         for parameter in group["params"]:
@@ -132,7 +42,8 @@ def count_places(optimizer: Optimizer, key: str) -> Iterator[CountPlace]:
             if isinstance(entry, dict) and is_number(value := entry.get(key)):
                 alike.setdefault((type(value), value), []).append(entry)
         for entries in alike.values():
-            yield CountPlace(optimizer, number, key, tuple(entries))
+            location = Location(Shared(tuple(entries)), key, name)
+            yield NumberInput(location, f"{key}[{number}]", device_of(optimizer, number), optimizer)
 
 
 def is_number(value: Any) -> bool:
@@ -145,16 +56,19 @@ def is_number(value: Any) -> bool:
     )
 
 
-def number_places(optimizer: Optimizer) -> Iterator[NumberPlace]:
-    """All numbers among the hyperparameters of ``optimizer``."""
-    for number, group in enumerate(optimizer.param_groups):
+def numbers_of(optimizer: Optimizer) -> Iterator[tuple[int, str, NumberInput]]:
+    """All numbers among the hyperparameters of ``optimizer``, each with the number of its group and its key there."""
+    for group_number, group in enumerate(optimizer.param_groups):
+        device = device_of(optimizer, group_number)
         for key, value in group.items():
+            location = Location(group, key, f"param_groups[{group_number}][{key!r}]")
             if is_number(value):
-                yield NumberPlace(optimizer, number, key, None)
+                yield group_number, key, NumberInput(location, f"{key}[{group_number}]", device, optimizer)
             elif isinstance(value, tuple | list) and key != "params":
                 for item, part in enumerate(value):
                     if is_number(part):
-                        yield NumberPlace(optimizer, number, key, item)
+                        place = Location(SequenceItems(location), item, str(location))
+                        yield group_number, key, NumberInput(place, f"{key}[{item}][{group_number}]", device, optimizer)
 
 
 @contextlib.contextmanager
@@ -235,7 +149,7 @@ def schedulers_are_recorded(
             )
             refuse(error)
             raise error
-        places = list(number_places(optimizer))
+        places = [number.location for _, _, number in numbers_of(optimizer)]
         attributes = [key for key, value in vars(scheduler).items() if is_number(value)]
         call = functools.partial(_step_scheduler, scheduler, places, attributes)
         number = recorder.call(call, *args, is_state=True, **kwargs)
@@ -263,7 +177,7 @@ def schedulers_are_recorded(
 
 
 def _step_scheduler(
-    scheduler: LRScheduler, places: list[NumberPlace], attributes: list[str], *args: Any, **kwargs: Any
+    scheduler: LRScheduler, places: list[Location], attributes: list[str], *args: Any, **kwargs: Any
 ) -> list[Any]:
     """Step it; returns the numbers that it leaves."""
     scheduler.step(*args, **kwargs)

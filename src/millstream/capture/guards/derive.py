@@ -1,0 +1,263 @@
+"""The conditions of a graph, from its trace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from types import CellType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from millstream.capture.guards.guards import Guards, form_of, kind_of, whole_form_of
+from millstream.capture.state.attributes import SequenceItems, Shared
+from millstream.capture.state.discover import MAX_ITEMS
+from millstream.capture.state.lift import Lifted
+from millstream.capture.state.location import MISSING, Location
+from millstream.capture.state.signature import SCALARS, Reference, is_same, walk
+from millstream.capture.step.request import Request, Traced
+
+MAX_DEPTH = 3
+"""Lists and dicts in an optimizer's groups are looked into so far."""
+
+
+def make_guards(
+    request: Request, traced: Traced, gradients: Sequence[Tensor | None], homes: Iterable[Tensor]
+) -> Guards:
+    """Derive the conditions of a graph.
+
+    Args:
+        request: What was traced.
+        traced: The trace.
+        gradients: The gradients that the tensors of ``request.gradients`` must have.
+        homes: Gradients that are inputs of the graph.
+    """
+    guards = Guards()
+    outputs = (*traced.outputs, *(write.output for write in traced.effects.writes))
+    returned = {id(output.value) for output in outputs if output.kind == "object"}
+    returned |= {id(part.target) for _, part in walk(traced.structure, "") if isinstance(part, Reference)}
+    used = {
+        id(entry.tensor): entry
+        for index, entry in enumerate(request.state)
+        if index in traced.state or id(entry.tensor) in returned
+    }
+    for index, location in traced.replaced:
+        guards.expect_form(Location(location.holder, location.key, request.state[index].name), form_of)
+    _add_readings(guards, request, traced, used)
+    _add_objects(guards, traced)
+    _add_forms(guards, request, traced, used)
+    for entry in used.values():
+        for location in entry.locations:
+            guards.expect_same(location, entry.tensor)
+    gradient_of = {id(item.parameter): now for item, now in zip(request.gradients, gradients, strict=True)}
+    tensors: list[Tensor] = [entry.tensor for entry in used.values() if isinstance(entry.tensor, nn.Parameter)]
+    tensors += [gradient.parameter for gradient in request.gradients]
+    watched = {id(tensor): tensor for tensor in tensors}
+    guards.hooked += watched.values()
+    guards.watched = [*watched.values(), *homes]
+    guards.gradients = [gradient_of.get(id(tensor)) for tensor in guards.watched]
+    mirrored = {id(request.state[index].tensor) for index in request.mirrored}
+    others = (entry.tensor for key, entry in used.items() if key not in watched and key not in mirrored)
+    guards.place([*guards.watched, *others])
+    for module in (module for _, module in request.found.modules):
+        _add_tree(guards, module)
+    lifted = {*_lifted(request)}
+    stepped = set(map(id, traced.optimizers))
+    for name, optimizer in request.found.optimizers:
+        _add_optimizer(guards, name, optimizer, lifted, traced.used.names, has_stepped=id(optimizer) in stepped)
+    for name, scaler in request.found.scalers:
+        guards.scalers.append(scaler)
+        for key, value in vars(scaler).items():
+            if isinstance(value, SCALARS):
+                guards.expect(Location(vars(scaler), key, f"{name}.{key}"), value)
+    guards.note_hooks()
+    return guards
+
+
+def _add_readings(guards: Guards, request: Request, traced: Traced, used: Container[int]) -> None:
+    """Expect the Python values that the step may have read."""
+    lifted = {*_lifted(request)}
+    for entry in traced.reads:
+        if (id(entry.location.holder), entry.location.key) not in lifted:
+            guards.expect(entry.location, entry.value)
+    targets = traced.effects.targets
+    stored = {write.location for write in traced.effects.writes}  # and not known by a link
+    groups = {id(group) for _, optimizer in request.found.optimizers for group in optimizer.param_groups}
+    for location, value in ((link.location, link.value) for link in traced.used.links):
+        is_lifted = (id(location.holder), location.key) in lifted
+        if id(location.holder) in groups or is_lifted or id(location.holder) in targets:  # see _add_optimizer
+            continue
+        stored.discard(location)
+        # A tensor that the graph does not read may be another, see _add_forms.
+        if not isinstance(value, Tensor) or id(value) in used:
+            guards.expect(location, value)
+    for write in traced.effects.writes:
+        is_new = not isinstance(write.location.holder, CellType) and write.location.get() is MISSING
+        is_made = write.output.kind != "object" or isinstance(write.output.value, SCALARS)
+        if write.location in stored and is_made and is_new:
+            guards.expect(write.location, MISSING)
+
+
+def _add_objects(guards: Guards, traced: Traced) -> None:
+    """Expect containers to hold as much as they do, and objects, classes, functions and the environment to stay."""
+    targets = traced.effects.targets
+    for name, container in traced.used.watched:
+        if id(container) not in targets:
+            guards.measure(name, container, is_ordered=True)
+    for name, container in traced.used.large:
+        guards.keep(container, name)
+    for name, attributes in (*traced.used.objects, *traced.used.namespaces):  # another may appear
+        guards.measure(name, attributes)
+    for owner in (*traced.used.instances, *traced.used.classes, *traced.used.functions.values()):
+        guards.pin(owner)
+    variables = os.environ._data  # type: ignore[attr-defined]
+    for name in sorted(traced.variables):
+        key = os.environ.encodekey(name)
+        guards.expect(Location(variables, key, f"os.environ[{name!r}]"), variables.get(key, MISSING))
+
+
+def _add_forms(guards: Guards, request: Request, traced: Traced, used: Container[int]) -> None:
+    """Expect tensors that the graph does not read to look as they do, if the step has looked; and to be tensors."""
+    replaced = {location for _, location in traced.replaced}
+    watched = {id(gradient.parameter) for gradient in request.gradients}
+    linked: dict[int, list[Location]] = {}
+    for link in traced.used.links:
+        if isinstance(link.value, Tensor):
+            linked.setdefault(id(link.value), []).append(link.location)
+    for entry in request.state:
+        tensor = entry.tensor
+        if id(tensor) in used:
+            if id(tensor) in traced.asked and id(tensor) not in watched:
+                guards.expect_form(Location([tensor], 0, entry.name), whole_form_of)
+            continue
+        is_looked_at = id(tensor) in traced.looked_at
+        locations = {*linked.get(id(tensor), ()), *_read_of(entry, traced)}
+        if is_looked_at:
+            locations |= {*entry.locations} or {Location([tensor], 0, entry.name)}
+        for location in locations - replaced:
+            guards.expect_form(location, whole_form_of if is_looked_at else kind_of)
+
+
+def _read_of(entry: Lifted, traced: Traced) -> list[Location]:
+    """Where a module holds a tensor and the step has read that attribute."""
+    return [location for location in entry.locations if (id(location.holder), location.key) in traced.registered]
+
+
+def expect_of_arguments(request: Request, traced: Traced) -> list[tuple[int, Callable[[Any], Any], Any]]:
+    """What else than their shapes and dtypes the step may have read of its arguments: position, form, what it was."""
+    expected: list[tuple[int, Callable[[Any], Any], Any]] = []
+    may_ask = any(not hasattr(Tensor, name) for name in traced.used.told)
+    for index, argument in enumerate(request.arguments):
+        if id(argument) in traced.asked:
+            expected.append((index, whole_form_of, whole_form_of(argument)))
+        if may_ask or not traced.used.names.isdisjoint(vars(argument)):
+            expected.append((index, Attached, Attached(argument)))
+    return expected
+
+
+class Attached:
+    """Attributes that a user has given a tensor: numbers and texts by value, others by identity."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.values = dict(vars(tensor))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Attached)
+            and self.values.keys() == other.values.keys()
+            and all(is_same(value, other.values[key]) for key, value in self.values.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _add_tree(guards: Guards, root: nn.Module) -> None:
+    for module in root.modules():
+        guards.measure("A module's parameters", module._parameters)
+        guards.measure("A module's buffers", module._buffers)
+        guards.hooked.append(module)
+        guards.pin(module)
+        for container in (module._modules, module._forward_hooks, module._forward_pre_hooks):
+            if container:
+                guards.copies.append((container, dict(container)))
+        if not module._modules and _may_have_children(module):
+            guards.measure("A module's submodules", module._modules)
+        if isinstance(module, nn.ModuleDict) and len(module._modules) > 1:
+            guards.measure("A ModuleDict", module._modules, is_ordered=True)
+        for holder in (module._parameters, module._buffers):
+            for key, value in holder.items():
+                if value is None:  # an absent bias may be given one
+                    guards.expect(Location(holder, key), None)
+
+
+def _add_optimizer(
+    guards: Guards,
+    name: str,
+    optimizer: Optimizer,
+    lifted: set[tuple[int, str]],
+    names: Container[str],
+    *,
+    has_stepped: bool,
+) -> None:
+    for key in ("state", "param_groups"):
+        guards.expect_same(Location(vars(optimizer), key, f"{name}.{key}"), vars(optimizer)[key])
+    guards.copies.append((optimizer.param_groups, [*optimizer.param_groups]))
+    guards.hooked.append(optimizer)
+    guards.pin(optimizer)
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        guards.copies.append((hooks, dict(hooks)))
+    if has_stepped or "state" in names:
+        guards.measure(f"{name}.state", optimizer.state)
+        for parameter, entry in optimizer.state.items():
+            guards.expect_same(Location(optimizer.state, parameter, f"{name}.state of a parameter"), entry)
+    for number, group in enumerate(optimizer.param_groups):
+        guards.copies.append((group["params"], [*group["params"]]))
+        guards.expect(Location(group, "params", f"{name}.param_groups[{number}]['params']"), group["params"])
+        if has_stepped or "param_groups" in names:
+            _add_group(guards, f"{name}.param_groups[{number}]", group, lifted)
+
+
+def _lifted(request: Request) -> Iterator[tuple[int, str]]:
+    """Entries with numbers that a graph is given anew in each call, by id of the dict and key."""
+    for location in (number.location for number in request.numbers):
+        holder = location.holder
+        if isinstance(holder, Shared):
+            yield from holder.entries(location.key)
+        elif isinstance(holder, SequenceItems):
+            yield id(holder.location.holder), holder.location.key
+        else:
+            yield id(holder), location.key
+
+
+def _add_group(guards: Guards, name: str, group: dict[str, Any], lifted: set[tuple[int, str]]) -> None:
+    """Expect what an optimizer may read of a group to be what it was, but for numbers that a graph is given anew."""
+    for key, value in group.items():
+        location = Location(group, key, f"{name}[{key!r}]")
+        if key == "params" or (id(group), key) in lifted or isinstance(value, Tensor):
+            continue
+        if isinstance(value, SCALARS):
+            guards.plain.add(location, value)
+        elif isinstance(value, tuple):
+            has_tensors = any(isinstance(item, Tensor) for item in value)
+            (guards.objects if has_tensors else guards.plain).add(location, value)
+        else:
+            guards.objects.add(location, value)
+            _add_contents(guards, str(location), value, MAX_DEPTH)
+
+
+def _add_contents(guards: Guards, name: str, container: Any, depth: int) -> None:
+    """Expect a list or dict that an optimizer may read to hold what it holds, and so those within it."""
+    if depth == 0 or not isinstance(container, list | dict) or len(container) > MAX_ITEMS:
+        return
+    guards.measure(name, container)
+    for key in container if isinstance(container, dict) else range(len(container)):
+        guards.expect(Location(container, key, f"{name}[{key!r}]"), container[key])
+        _add_contents(guards, f"{name}[{key!r}]", container[key], depth - 1)
+
+
+def _may_have_children(module: nn.Module) -> bool:
+    """Whether it, or code of the user's, goes through its submodules: PyTorch's own layers have none to go through."""
+    return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) or not type(module).__module__.startswith(
+        "torch.nn.modules"
+    )

@@ -1,0 +1,112 @@
+"""Which attributes some code may read by names that do not stand in it: computed ones, or all that an object has."""
+
+from __future__ import annotations
+
+import argparse
+import dis
+import functools
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from enum import IntEnum
+from types import CodeType, FrameType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from millstream.capture.state.attributes import SlotAttributes
+
+
+class Reach(IntEnum):
+    """Of which objects some code may read attributes whose names do not stand in it."""
+
+    NONE = 0
+    NAMESPACES = 1  # Python's own, which are compared and shown in C
+    NAMED = 2  # those that it can name
+    DEEP = 3  # and all that these hold
+
+
+_DEEP = frozenset({"asdict", "astuple", "deepcopy", "dumps", "__getstate__", "__reduce_ex__"})
+_ALL = frozenset(
+    "vars __dict__ dir fields getmembers getattr_static attrgetter methodcaller __getattribute__".split()
+)  # fmt: skip
+_SHOWING = frozenset({"repr", "str", "format", "print"})
+
+
+@functools.lru_cache(maxsize=65536)
+def reach_of(code: CodeType) -> Reach:
+    """Which attributes some code may read by names that it computes, or all at once."""
+    names = {*code.co_names}
+    if not _DEEP.isdisjoint(names):
+        return Reach.DEEP
+    if not _ALL.isdisjoint(names):
+        return Reach.NAMED
+    found = Reach.NONE
+    for item in dis.get_instructions(code):
+        is_loaded = item.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        if item.opname == "MATCH_CLASS" or (is_loaded and item.argval in ("copy", "replace")):
+            return Reach.NAMED
+        is_shown = item.opname in ("COMPARE_OP", "CONTAINS_OP") or item.opname.startswith("FORMAT_")
+        if is_shown or (is_loaded and item.argval in _SHOWING):
+            found = Reach.NAMESPACES
+    return Reach.NAMED if _computes_a_name(code) else found
+
+
+def _computes_a_name(code: CodeType) -> bool:
+    """Whether some code calls ``getattr`` or ``hasattr`` with a name that is no constant."""
+    depth, is_told = -1, False  # of the stack above the function, and whether the name is a constant so far
+    for item in dis.get_instructions(code):
+        if item.opname in ("LOAD_GLOBAL", "LOAD_NAME") and item.argval in ("getattr", "hasattr"):
+            if depth >= 0:
+                return True  # one within the other
+            depth, is_told = 0, False
+        elif depth >= 0 and item.opname != "PUSH_NULL":
+            if item.opname in ("PRECALL", "CALL") and item.arg == depth:  # the arguments are all there is on the stack
+                if not is_told:
+                    return True
+                depth = -1
+                continue
+            before, depth = depth, depth + dis.stack_effect(item.opcode, item.arg, jump=False)
+            if before == 1 and depth == 2:
+                is_told = item.opname == "LOAD_CONST"
+            elif depth == 2 and item.opname not in ("KW_NAMES", "EXTENDED_ARG"):  # something was made of the constant
+                is_told = False
+    return depth >= 0
+
+
+NAMESPACES = (argparse.Namespace, SimpleNamespace)
+"""Classes of Python's own whose objects users fill."""
+
+MAX_NAMEABLE = 1000
+"""Objects of a frame that are looked at."""
+
+
+def nameable(frame: FrameType) -> Iterator[Any]:
+    """Objects with attributes that some code can reach from its variables, by the names in it and by items."""
+    code, is_deep = frame.f_code, reach_of(frame.f_code) is Reach.DEEP
+    waiting = [*frame.f_locals.values()]
+    waiting += (frame.f_globals[name] for name in code.co_names if name in frame.f_globals)
+    seen: dict[int, Any] = {}
+    while waiting and len(seen) < MAX_NAMEABLE:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, (str, int, float, ModuleType, FunctionType, Tensor)):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, list | tuple | set | frozenset | deque):
+            waiting += [*value][:MAX_NAMEABLE]
+        elif isinstance(value, dict):
+            waiting += [*value.values()][:MAX_NAMEABLE]
+        else:
+            for held in attributes_of(value):
+                waiting += (held[name] for name in (held if is_deep else code.co_names) if name in held)
+            yield value
+
+
+def attributes_of(value: Any) -> Iterator[Mapping[str, Any]]:
+    """What an object, or a class, holds itself."""
+    with suppress(AttributeError):  # and no ``__getattr__`` of the user's
+        held = vars(value) if isinstance(value, type) else object.__getattribute__(value, "__dict__")
+        if isinstance(held, dict | MappingProxyType):
+            yield held
+    if not isinstance(value, type) and (slots := SlotAttributes.of(value)).has_slots():
+        yield slots

@@ -1,0 +1,89 @@
+"""Capturing again what is captured already, to see whether it would still be the same.
+
+Guards notice what they know how to look at. Where that is in doubt, ``ms.step(check=N)`` traces every Nth call once
+more and compares: a value that changed unseen stands in the new graph as another constant, or another operator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from millstream.capture.effects.program import Output
+from millstream.capture.lines import last_place
+from millstream.capture.state.signature import SCALARS, Container, Reference, Structure, Value
+from millstream.capture.step.request import Traced
+from millstream.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One operator of a graph, or one part of a step's result.
+
+    Attributes:
+        text: It and its arguments, constants included.
+        where: The user's line.
+    """
+
+    text: str
+    where: str
+
+
+def listing_of(traced: Traced) -> list[Line]:
+    """All that a trace says of what a call does."""
+    lines = [
+        Line(_text_of(node, traced.gm), last_place(node.meta.get("stack_trace", ""))) for node in traced.gm.graph.nodes
+    ]
+    lines += (Line(f"{write.location} = {_output(write.output)}", "") for write in traced.effects.writes)
+    for call in traced.effects.calls:
+        lines.append(Line(f"a call of {getattr(call.function, '__qualname__', call.function)}", call.where))
+    return [*lines, Line(f"the result {_shown(traced.structure)}", "")]
+
+
+def compare(before: list[Line], now: list[Line], name: str) -> None:
+    """Compare two listings.
+
+    Args:
+        before: Of the graph that is replayed.
+        now: Of the step as it would be captured now.
+        name: Of the step.
+
+    Raises:
+        CaptureError: They differ; it names the first value or operator that does, and its line.
+    """
+    for old, new in zip(before, now, strict=False):
+        if old.text != new.text:
+            raise _outdated(name, old.text, new.text, new.where or old.where)
+    if len(before) != len(now):
+        longer = before if len(before) > len(now) else now
+        line = longer[min(len(before), len(now))]
+        raise _outdated(name, *(("nothing", line.text) if longer is now else (line.text, "nothing")), line.where)
+
+
+def _outdated(name: str, old: str, new: str, where: str) -> CaptureError:
+    return CaptureError(
+        f"The graph of {name} is out of date: it has {old}, where the step has {new} by now.",
+        where=where,
+        remedy="Pass what has changed as an argument of the step.",
+    )
+
+
+def _text_of(node: fx.Node, gm: fx.GraphModule) -> str:
+    if node.op == "get_attr":
+        value = getattr(gm, str(node.target), None)
+        return f"{node.name} = {value.tolist() if isinstance(value, Tensor) else value}"
+    arguments = ", ".join([*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())])
+    return f"{node.name} = {node.target}({arguments})"
+
+
+def _output(output: Output) -> str:
+    return f"{output.kind} {output.value if isinstance(output.value, SCALARS) else output.index}"
+
+
+def _shown(structure: Structure) -> str:
+    if isinstance(structure, Container):
+        return f"{structure.type.__name__}({', '.join([*map(str, structure.keys), *map(_shown, structure.children)])})"
+    if isinstance(structure, Value):
+        return repr(structure.value)
+    return f"a {type(structure.target).__name__}" if isinstance(structure, Reference) else "a tensor"

@@ -1,0 +1,16 @@
+"""Wherever a step finds a value, and whatever it reads of it, it notices another one: one test for each cell."""
+
+import pytest
+
+from tests.capture.cells import CELLS
+from tests.capture.programs import Program, Site, run
+
+
+def test_the_table_is_large_enough():
+    assert len({str(cell) for cell in CELLS}) == len(CELLS) >= 116
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_change_is_noticed(cell):
+    outcome = run(Program((Site(cell, "in the step", (4,)),), sizes=(2,) * 7))
+    assert outcome.is_captured, outcome.refusals
