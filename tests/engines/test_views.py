@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 
 import millstream as ms
@@ -59,3 +60,28 @@ def test_complex_numbers_on_threads_are_those_of_one():
         with torch.no_grad():
             for _ in range(12):
                 assert all(map(torch.equal, compiled(*inputs), expected))
+
+
+@pytest.mark.parametrize("offset", [0, 6])
+def test_a_view_beyond_its_input_is_not_taken_for_the_input(offset):
+    """A graph may read the input where it has been copied to, and beyond that lies something else."""
+
+    def reach(x):
+        return x.as_strided((10,), (1,), offset) * 2
+
+    torch._dynamo.reset()
+    whole = torch.arange(20.0)
+    with pytest.raises(ms.LoweringError, match=r"of an input that has 10 .*in reach"):
+        ms.compile(reach, strict=True)(whole[5:15])
+    torch._dynamo.reset()
+    with pytest.warns(ms.FallbackWarning, match="on plain torch.compile"):
+        assert torch.equal(ms.compile(reach)(whole[5:15]), whole[offset : offset + 10] * 2)
+
+
+def test_a_view_within_a_part_of_a_tensor_is_taken():
+    def inner(x):
+        return x.as_strided((3, 2), (3, 1), 6) + 1
+
+    torch._dynamo.reset()
+    whole = torch.arange(20.0)
+    assert torch.equal(ms.compile(inner, strict=True)(whole[5:15]), inner(whole[5:15]))

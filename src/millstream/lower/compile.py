@@ -45,7 +45,7 @@ from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
 from millstream.lower.randoms import random_decompositions
 from millstream.lower.shortcuts import shortcuts
-from millstream.lower.translate import translate
+from millstream.lower.translate import source_line, translate
 
 
 class Phase(StrEnum):
@@ -208,6 +208,7 @@ def _lower(
     options: dict[str, Any],
 ) -> Lowered:
     start = time.perf_counter()
+    check_views(graph)
     num_outputs = len(_outputs(graph))
     visible = frozenset(range(num_outputs))
     if phase is Phase.FORWARD:
@@ -249,6 +250,44 @@ def aligned_inputs(inputs: Sequence[Any]) -> frozenset[int]:
         for position, value in enumerate(inputs)
         if isinstance(value, torch.Tensor) and should_assume_input_aligned(value)
     )
+
+
+def check_views(graph: torch.fx.GraphModule) -> None:
+    """Refuse views that reach beyond the input that they are of: a CUDA graph may read it where it has been copied to.
+
+    Raises:
+        LoweringError: There is one, as ``as_strided`` of a part of a tensor can be.
+    """
+    views = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    if not views:
+        return
+    inputs = {_storage(node): node for node in graph.graph.find_nodes(op="placeholder")}
+    for node in views:
+        source = inputs.get(_storage(node))
+        if source is None:
+            continue
+        first, last = _extent(node.meta["val"])
+        start, end = _extent(source.meta["val"])
+        if first < start or last > end:
+            raise LoweringError(
+                f"A view reaches from element {first - start} to {last - start} of an input that has "
+                f"{end - start + 1} ({source_line(node)}).",
+                construct=str(node.target),
+            )
+
+
+def _storage(node: torch.fx.Node) -> int | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return value.untyped_storage()._cdata
+
+
+def _extent(value: torch.Tensor) -> tuple[int, int]:
+    """The first and the last element of a tensor, counted from the start of its memory; nothing of an empty one."""
+    start = int(value.storage_offset())
+    steps = zip(value.shape, value.stride(), strict=True)
+    return start, start + sum(int((size - 1) * stride) for size, stride in steps) if value.numel() else start - 1
 
 
 def _forget_attempt() -> None:
