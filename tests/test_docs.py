@@ -1,0 +1,119 @@
+"""Pages say what is so: their programs run, recipes are the tested ones, lists are complete, links lead somewhere."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from millstream.api import compile, step
+from millstream.cli.command import make_parser
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: Pages whose programs are pieces, and why they are not run here.
+PIECES = {
+    "effects.md": "its trainer and logger are the reader's; tests/capture runs the same calls",
+    "feed.md": "its loaders and steps are the reader's; tests/feed runs the same calls",
+    "recipes.md": "recipes/ runs them with the real packages; here they are compared with what is run there",
+    "streams.md": "written by benchmarks.inception_block",
+    "streams_by_hand.md": "its tensors are the reader's; tests of streams by hand run the same calls",
+    "architecture.md": "no programs",
+}
+MARKED = re.compile(r"^ *# shown: (\w+)\n(.*?)^ *# end of shown", re.DOTALL | re.MULTILINE)
+WORKAROUND = re.compile(r"^\| \[pytorch#(\d+)\]\(\S+\) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def programs(page):
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+RUNNABLE = [page for page in PAGES if page.name not in PIECES and programs(page)]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
+def test_programs_of_a_page_run_one_after_another_without_fallback(page, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(programs(page)), encoding="utf-8")
+    code = "import sys, runpy, warnings, millstream; warnings.simplefilter('error', millstream.FallbackWarning); "
+    code += "runpy.run_path(sys.argv[1], run_name='__main__')"
+    names = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *names])},
+    )
+    assert done.returncode == 0, done.stderr
+    if page.name == "README.md":
+        losses = [float(text) for text in re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)]
+        assert len(losses) == 5
+        assert losses[-1] < losses[0] / 2
+        assert "train_step" in done.stdout.splitlines()[5]
+    if page.name == "limits.md":
+        assert "program.py" in done.stdout
+
+
+def sections(folder):
+    """What the recipes mark as their page's: text between ``# shown: name`` and ``# end of shown``."""
+    found = {}
+    for path in sorted(folder.glob("test_*.py")):
+        for name, body in MARKED.findall(path.read_text(encoding="utf-8")):
+            found[name] = textwrap.dedent(body).strip()
+    return found
+
+
+def test_recipes_of_the_page_are_those_that_are_tested():
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"<!-- recipes: (\w+) -->\n```python\n(.*?)\n```", text, re.DOTALL))
+    assert shown == sections(ROOT / "recipes")
+
+
+def test_every_workaround_is_told_of():
+    from millstream.lower.workarounds import WORKAROUNDS
+
+    rows = WORKAROUND.findall((ROOT / "docs" / "upstream.md").read_text(encoding="utf-8"))
+    told = {f"pytorch#{number}": (effect, versions) for number, effect, versions in rows}
+    known = {
+        each.issue: (each.effect, f"before {'.'.join(map(str, each.until))}" if each.until else "all so far")
+        for each in WORKAROUNDS
+    }
+    assert told == known
+
+
+def test_every_option_is_in_the_reference():
+    import inspect
+
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    names = {*inspect.signature(compile).parameters, *inspect.signature(step).parameters} - {"model", "fn"}
+    assert [name for name in sorted(names) if f"`{name}=" not in page] == []
+    commands = next(action for action in make_parser()._actions if action.dest != "help" and action.choices).choices
+    assert [name for name in commands if f"`millstream {name}" not in page] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for label, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{label}: {target}"
+        if anchor:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            assert anchor in [slug(line) for line in lines if line.startswith("#")], f"{label}: {target}"
+
+
+def slug(heading):
+    return re.sub(r"[^\w\s-]", "", heading.lstrip("#").strip().lower()).replace(" ", "-")
+
+
+def test_readme_is_short():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 120
