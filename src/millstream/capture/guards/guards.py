@@ -27,11 +27,10 @@ from torch.optim import Optimizer
 from millstream._torch.hooks import has_tensor_hooks, hooks_clock, hooks_for_all
 from millstream._torch.tensors import layout_check
 from millstream.capture.guards.native import QuickGuards, load_library
-from millstream.capture.state.attributes import Attributes, Items
-from millstream.capture.state.discover import length_of
+from millstream.capture.state.attributes import Attributes, Items, is_buffer
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import SCALARS, is_same, meta_of
-from millstream.capture.state.snapshot import content_of, has_content
+from millstream.capture.state.snapshot import content_of, has_content, size_of
 from millstream.capture.trace.patches.scaler import is_idle
 
 
@@ -183,11 +182,13 @@ class Guards:
 
     def keep(self, container: Any, name: str) -> None:
         """Expect a long container, whose items are no entries, to hold what it holds, or at least as many items."""
-        if length_of(container) <= (MAX_BYTES if isinstance(container, np.ndarray) else MAX_COMPARED):
-            self.names[id(container)] = name
+        is_array = isinstance(container, np.ndarray) or is_buffer(container)
+        self.names[id(container)] = name
+        if (is_array and size_of(container) <= MAX_BYTES) or (not is_array and len(container) <= MAX_COMPARED):
             self.loose.append((container, content_of(container)))
         else:
-            self.measure(name, container)
+            self.sized.append(container)
+            self.sizes.append(len(container))
 
     def pin(self, owner: Any) -> None:
         """Expect an object to keep its class, a class its bases, and a function its code and defaults."""
@@ -389,4 +390,4 @@ MAX_COMPARED = 10_000
 """Of longer containers only the length is compared in each call: one object takes 20 ns."""
 
 MAX_BYTES = 1 << 20
-"""Likewise for arrays, by their items."""
+"""Likewise of arrays: a mebibyte takes a tenth of a millisecond."""

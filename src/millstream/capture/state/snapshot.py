@@ -106,7 +106,7 @@ class Snapshot:
 
     def _keep(self, kind: Kind, name: str, holder: Any) -> None:
         if is_buffer(holder):
-            self._copies.setdefault(id(holder), (kind, name, holder, content_of(holder)))
+            self._copies.setdefault(id(holder), (kind, name, holder, memoryview(holder).tobytes()))
         elif isinstance(holder, dict | list | set | deque | Attributes | np.ndarray):
             copy = np.ndarray.copy(holder) if isinstance(holder, np.ndarray) else holder.copy()
             self._copies.setdefault(id(holder), (kind, name, holder, copy))
@@ -213,7 +213,7 @@ def differs(container: Any, copy: Any) -> bool:
     if isinstance(container, set):  # in no order
         return bool(container != copy)
     if is_buffer(container):
-        return bool(content_of(container) != copy)
+        return memoryview(container).tobytes() != bytes(copy)
     if isinstance(container, np.ndarray):
         alike = container.dtype == copy.dtype and container.shape == copy.shape
         return not alike or np.ndarray.tobytes(container) != np.ndarray.tobytes(copy)  # and not a subclass's own
@@ -238,7 +238,7 @@ def content_of(container: Any) -> Any:
     if isinstance(container, np.ndarray):
         return container.dtype, container.shape, np.ndarray.tobytes(container)  # and not a subclass's own
     if is_buffer(container):
-        return memoryview(container).tobytes()
+        return (memoryview(container).tobytes(),)
     if isinstance(container, dict):
         return [*container], [*container.values()]
     return [*container]  # of a set, too: in the order in which it is gone through
@@ -247,10 +247,18 @@ def content_of(container: Any) -> Any:
 def has_content(container: Any, content: Any) -> bool:
     """Whether a container holds the same objects as before, in the same order, or an array the same bytes."""
     if isinstance(container, np.ndarray) or is_buffer(container):
-        return bool(content_of(container) == content)
-    if isinstance(container, dict):
-        return _are_same(container, content[0]) and _are_same(container.values(), content[1])
-    return _are_same(container, content)
+        return size_of(container) == len(content[-1]) and bool(content_of(container) == content)
+    try:
+        if isinstance(container, dict):
+            return _are_same(container, content[0]) and _are_same(container.values(), content[1])
+        return _are_same(container, content)
+    except RuntimeError:  # another thread changes it
+        return False
+
+
+def size_of(array: Any) -> int:
+    """How many bytes an array or another buffer holds."""
+    return int(array.nbytes) if isinstance(array, np.ndarray) else memoryview(array).nbytes
 
 
 def _are_same(items: Any, others: list[Any]) -> bool:
