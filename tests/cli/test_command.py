@@ -1,8 +1,14 @@
 """The command line answers bad input with one line and exit code 2."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+import millstream
 from millstream.cli import command, main
 
 
@@ -10,6 +16,13 @@ def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.startswith("millstream ")
+
+
+def test_package_is_the_command():
+    source = str(Path(millstream.__file__).parents[1])
+    command = [sys.executable, "-m", "millstream", "--version"]
+    told = subprocess.run(command, env=os.environ | {"PYTHONPATH": source}, capture_output=True, text=True, check=True)
+    assert told.stdout == f"millstream {millstream.__version__}\n"
 
 
 @pytest.mark.parametrize(
