@@ -34,8 +34,7 @@ from benchmarks.results import TIMES, Row, ratio
 from benchmarks.suite import Settings, run_suite
 
 if TYPE_CHECKING:
-    from millstream.feed.feeder import Feed
-    from millstream.feed.ledger import Stats
+    from millstream.data import Feed, Stats
 
 MIB = 1 << 20
 RATIOS = (0.25, 0.5, 0.8, 1.0, 2.0, 4.0)
@@ -43,7 +42,7 @@ BATCHES = 200  # of an epoch: enough that filling and draining the pipeline is a
 EPOCH_BYTES, EPOCH_LEAVES = 10 << 30, 20_000  # no more than so many, to save time
 MAX_ROUNDS = 6  # of epochs that are many measurements already, being longer than
 SHORT_MS = 50.0
-WARM_EPOCHS = 3  # in which a feed finds out whether it needs a worker
+WARM_EPOCHS = 3
 REST_S = 0.03  # between epochs: threads of the side before (OpenMP's, for one) still spin for some ms
 NEXT_SAMPLES = 300
 NEXT_PAUSE_MS = 2.0  # in which the next batch gets ready
@@ -65,11 +64,11 @@ class FeedCase:
 # --- ways to the device ----------------------------------------------------------------------------------------------
 
 
-def make_feed(batches: Sequence[Batch], device: torch.device) -> Way:
-    """``ms.feed`` with its defaults, made once and iterated in each epoch, as one does."""
+def make_feed(batches: Sequence[Batch], device: torch.device, *, prefetch: bool = True) -> Way:
+    """``ms.feed``, made once and iterated in each epoch, as one does."""
     import millstream as ms
 
-    fed = ms.feed(batches, device)
+    fed = ms.feed(batches, device, prefetch=prefetch)
     return lambda *_: iter(fed)
 
 
@@ -215,8 +214,8 @@ def engine_ms(run: Callable[[], object], device: torch.device) -> float:
 
 def stage_ms(batches: Sequence[Batch], device: torch.device) -> float:
     """Milliseconds to copy a batch into pinned memory, by the code that a feed has for it, in a tight loop."""
+    from millstream.data.transfer.staging import PAST_CACHES_BYTES
     from millstream.device.native import filler
-    from millstream.feed.staging import PAST_CACHES_BYTES
 
     past_caches = sum(leaf.nbytes for leaf in batches[0]) <= PAST_CACHES_BYTES
     targets = [torch.empty_like(leaf, pin_memory=device.type == "cuda") for leaf in batches[0]]
@@ -298,23 +297,18 @@ def watch(fed: Feed, work: Callable[[], None], device: torch.device) -> tuple[St
     """What a feed says of some epochs, and which share of the copies' time was hidden behind the first of them.
 
     In the first pass all of the first batches are measured, which wait for memory to be pinned; later a batch in 20 ms.
-    And in the first passes the feed finds out whether it needs a worker.
     """
     for _ in range(WARM_EPOCHS):
         run_epoch(lambda *_: iter(fed), (), device, work)
         synchronize(device)
-    warm = fed.stats()
     for _ in range(3 * WARM_EPOCHS):
         run_epoch(lambda *_: iter(fed), (), device, work)
         synchronize(device)
     stats = fed.stats()
-    if stats.hidden is None or stats.num_measured == warm.num_measured:
-        return stats, None
-    (copied, hidden), (copied_warm, hidden_warm) = (
-        (each.copy_s * each.num_measured, each.copy_s * each.num_measured * (each.hidden or 0.0))
-        for each in (stats, warm)
-    )
-    return stats, (hidden - hidden_warm) / (copied - copied_warm)
+    passes = [each for each in (*stats.epochs[-3 * WARM_EPOCHS + 1 :], stats) if each.hidden is not None]
+    copied = sum(each.copy_s * each.num_measured for each in passes)
+    hidden = sum(each.copy_s * each.num_measured * (each.hidden or 0.0) for each in passes)
+    return stats, hidden / copied if copied else None
 
 
 def told_by_rounds(name: str, baseline: Sample, own: Sample) -> str:
@@ -327,12 +321,14 @@ def told(stats: Stats, hidden: float | None) -> list[str]:
     """The same in a few words, with the copies' mean time as the feed sees it."""
     shares = []
     if hidden is not None:
-        seen = f"copies of {stats.copy_s * 1e3:.3g} ms in {stats.num_measured} steps"
-        shares = [f"{hidden:.1%} of copies hidden, {stats.hidden:.1%} with the first passes ({seen})"]
-    return [*shares, *(["no worker"] if stats.is_alone else [])]
+        num_measured = sum(each.num_measured for each in (*stats.epochs, stats))
+        shares = [f"{hidden:.1%} of copies hidden (of {stats.copy_s * 1e3:.3g} ms, in {num_measured} steps)"]
+    return [*shares, *([] if stats.has_worker else ["no worker"])]
 
 
-def run_loop(name: str, sizes: Sequence[int], copy_to_compute: float | None, settings: Settings) -> list[Row]:
+def run_loop(
+    name: str, sizes: Sequence[int], copy_to_compute: float | None, settings: Settings, *, prefetch: bool = True
+) -> list[Row]:
     """A loop whose computation is the copy's time over ``copy_to_compute``; ``None``: no computation at all."""
     import millstream as ms
 
@@ -342,13 +338,13 @@ def run_loop(name: str, sizes: Sequence[int], copy_to_compute: float | None, set
     copy, stage = copy_ms(sizes, device), stage_ms(batches, device)
     work = Work(device).of(copy / copy_to_compute if copy_to_compute else 0.0)
     variant = "loop" if copy_to_compute else "drain"
-    ours = make_feed(batches, device)
+    ours = make_feed(batches, device, prefetch=prefetch)
     facts = Row(name, variant, bound_ms=max(copy, stage), equal=arrives(ours, batches, device))
     if not facts.equal:
         return [replace(facts, note="not timed: batches do not arrive as they were sent")]
     peers = {peer: way for peer, way in PEERS.items() if settings.wants(peer)}
     rows, compute = compare_ways(facts, ours, peers, batches, settings, work)
-    watched = watch(ms.feed(batches, device), work, device)
+    watched = watch(ms.feed(batches, device, prefetch=prefetch), work, device)
     parts = f"copy {copy:.3g}, stage {stage:.3g}, compute {compute:.3g} ms alone"
     over = f"{ratio(rows[0].ours_ms, rows[0].bound_ms):.3f} of the bound"
     rows = [replace(row, note="; ".join(filter(None, (row.note, parts, *told(*watched), over)))) for row in rows]
@@ -488,7 +484,10 @@ CASES = (
         FeedCase(f"copy : compute {share:g}", partial(run_loop, f"copy : compute {share:g}", [64 * MIB], share), 15)
         for share in RATIOS
     ),
-    *(FeedCase(f"1 x {n} MiB", partial(run_loop, f"1 x {n} MiB", [n * MIB], 0.8), 10 + n / 6) for n in (1, 16, 256)),
+    *(
+        FeedCase(f"1 x {n} MiB", partial(run_loop, f"1 x {n} MiB", [n * MIB], 0.8, prefetch=n > 1), 10 + n / 6)
+        for n in (1, 16, 256)
+    ),
     FeedCase("10 leaves", partial(run_loop, "10 leaves", TEN_LEAVES, 0.8), 15),
     FeedCase("500 small leaves", partial(run_loop, "500 small leaves", SMALL_LEAVES, 0.1), 20),
     *(FeedCase(f"drain {n} MiB", partial(run_loop, f"drain {n} MiB", [n * MIB], None), 10 + n / 6) for n in (64, 256)),

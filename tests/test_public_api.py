@@ -95,7 +95,7 @@ assert "torch._inductor" not in sys.modules, "takes seconds and belongs behind t
 def test_functions_win_over_rooms_of_the_same_name():
     run_python(
         """
-import millstream.feed
+import millstream.data
 import millstream as ms
 assert callable(ms.feed) and callable(ms.compile) and callable(ms.step)
 """

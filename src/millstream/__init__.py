@@ -11,8 +11,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+<<<<<<< HEAD
 from millstream.device import context as device_context
 from millstream.device import guard as device_guard
+=======
+from millstream.data import feed
+>>>>>>> 0f124dc (Feeding as a pure state machine under one thin worker: what the plain loop gives, in millstream.data; fetch apart in millstream.results)
 from millstream.errors import (
     ArgumentError,
     CaptureError,
@@ -25,9 +29,9 @@ from millstream.errors import (
     MillstreamError,
     PlanError,
 )
-from millstream.feed import feed, fetch
 from millstream.manual import Parallel, aux_streams, dual_stream_backward, parallel, streams
 from millstream.report import Explanation
+from millstream.results import fetch
 
 if TYPE_CHECKING:
     from millstream.api import callback, compile, explain, step, version_report

@@ -467,7 +467,7 @@ def test_a_forked_child_has_locks_of_its_own():
         import importlib, os, threading, warnings
         from millstream.capture import Step
         from millstream.capture.state.lift import TRACING
-        fetch = importlib.import_module("millstream.feed.fetch")
+        fetch = importlib.import_module("millstream.results.fetching")
         warnings.simplefilter("ignore")  # about threads in who forks
 
         step, held, done = Step(print, build=None), threading.Event(), threading.Event()

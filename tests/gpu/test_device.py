@@ -34,7 +34,7 @@ def test_places():
 def test_importing_and_naming_places_does_not_initialise_cuda():
     out = output_of("""
         import torch
-        import millstream.device, millstream.feed
+        import millstream.device, millstream.data
         millstream.device.Place.of("cuda:0"), millstream.device.available_places()
         print(torch.cuda.is_initialized())
     """)

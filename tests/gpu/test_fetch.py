@@ -5,7 +5,7 @@ import torch
 
 from millstream.device import context
 from millstream.errors import FeedError
-from millstream.feed import fetch, fetch_each
+from millstream.results import fetch, fetch_each
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from millstream.api.compiling import compile, dynamo_backend
 from millstream.api.environment import version_report
 from millstream.api.explaining import executables, explain, is_compiled
 from millstream.api.stepping import step
-from millstream.feed import feed
+from millstream.data import feed
 
 __all__ = [
     "callback",

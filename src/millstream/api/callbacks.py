@@ -11,7 +11,7 @@ from torch import Tensor
 from millstream.capture.effects.recorder import open_structure, recorder_of_thread
 from millstream.capture.state.signature import put_together, take_apart
 from millstream.errors import ArgumentError
-from millstream.feed import fetch
+from millstream.results import fetch
 
 
 def callback(fn: Callable[..., object], *args: Any, sync: bool = True) -> None:

@@ -1,0 +1,552 @@
+"""``feed``: batches cross to the device while it computes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from millstream.data.pipeline import IN_STEP, Pipeline
+from millstream.data.profiler import Profiler
+from millstream.data.shaping import LEFT_OUT, Shaper, get_num_valid, make_sharing, make_transform
+from millstream.data.source import BatchInfo, DrawWatch, Position, RefillWatch, Source, begins_in_caller, is_stored
+from millstream.data.stats import Stats
+from millstream.data.transfer.base import HostTransfer, Transfer, Transform
+from millstream.data.transfer.device import DeviceTransfer
+from millstream.data.transfer.multi import MultiDeviceTransfer
+from millstream.data.transfer.verify import Verifier
+from millstream.data.worker import Prepare, Run, Worker
+from millstream.device import Place, context
+from millstream.errors import ArgumentError, FeedError, warn_user
+
+if TYPE_CHECKING:
+    from millstream.graph import Timeline
+
+_logger = logging.getLogger(__name__)
+
+Device = str | torch.device | Place
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a feed works; see ``feed`` for what they mean."""
+
+    depth: int = 2
+    max_bytes: int | None = None
+    transform: Transform | None = None
+    drop_last: bool = False
+    pad_last: bool = False
+    deal: bool = False
+    threads: int | None = None
+    check: bool = False
+    prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least, meaning in (
+            ("depth", 1, "the number of batches that may be under way"),
+            ("max_bytes", 1, "the number of bytes that may be under way"),
+            ("threads", 1, "the number of threads that stage a large batch"),
+        ):
+            value = getattr(self, name)
+            if value is None and name != "depth":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}, {meaning}.")
+        if self.drop_last and self.pad_last:
+            raise ArgumentError("drop_last and pad_last exclude each other: a short batch is left out or padded.")
+
+
+def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
+    loader: Iterable[Any],
+    device: Device | Sequence[Device],
+    depth: int = 2,
+    *,
+    max_bytes: int | None = None,
+    cast: torch.dtype | None = None,
+    channels_last: bool = False,
+    transform: Transform | None = None,
+    drop_last: bool = False,
+    pad_last: bool = False,
+    deal: bool = False,
+    threads: int | None = None,
+    check: bool = False,
+    prefetch: bool = True,
+) -> Feed:
+    """Iterate over the batches of ``loader``, with their tensors on ``device``.
+
+    A thread pulls batches ahead, stages their tensors in pinned memory and has them copied on a stream of their own, so
+    that the next batches cross while the device computes with the present one::
+
+        for x, y in ms.feed(loader, "cuda"):
+            train_step(x, y)
+
+    **What arrives.** Batches in the loader's order. Tensors and NumPy arrays arrive as tensors, wherever they are in
+    tuples, lists, dicts, sets, named tuples, dataclasses, classes of attrs and pydantic, packed sequences and jagged
+    tensors; strides, dtypes and shared memory are kept. Objects with a ``to`` are moved by it. Plain values stay as
+    they are; anything else is an error until ``register`` of ``millstream.data`` has taught it. On the CPU the loader's
+    own objects arrive.
+
+    **Whose a batch is.** Yours, for as long as you hold any tensor of it. Batches lie in buffers; when you drop the
+    last tensor of one (as the loop does when it gets the next) its buffer is filled again, after all work that you had
+    queued by then. What you still hold when you ask for the next but one stays yours for good, and the feed takes new
+    memory in its place. A batch belongs to the stream that is current when it is asked for, and may be used there
+    without synchronising; where another stream uses it, that one must be waited for before you drop the batch.
+
+    **The loader.** Anything that can be iterated, several times if it can. It is asked in the feed's one thread, in the
+    gradient, inference and autocast modes of the loop. Its batches are the plain loop's: the first two of a pass are
+    pulled when they are asked for, and if the second one draws from the global generators of PyTorch, NumPy or
+    ``random``, so are all others, that draws come in the order of the program; give such a loader workers, or
+    generators of its own, to have it read ahead. At most ``depth + 1`` batches are. A loader may fill the same memory
+    again and again, and a loader that is an iterator itself loses nothing when the loop is left.
+
+    **Endings.** An error of the loader is raised where its batch would have come, with its traceback, after all batches
+    before it, once; then the pass is over. Leaving the loop in any way (``break``, an exception, Ctrl-C) ends the pass;
+    ``close`` and ``with`` end the thread, too. Buffers and the thread stay for the next pass, if the buffers take no
+    more than 256 MiB.
+
+    **Resuming.** ``state_dict()`` is that of the batch delivered last, not of those pulled ahead. A feed that has
+    loaded it goes on after that batch: by the loader's own state where it has one (as torchdata's
+    ``StatefulDataLoader``), else by pulling and dropping what had been delivered, with the generators of PyTorch, NumPy
+    and ``random`` as they were when the sampler drew from them.
+
+    **A loader still.** ``dataset``, ``sampler``, ``batch_size``, ``set_epoch``, ... are the loader's.
+
+    Args:
+        loader: Yields batches.
+        device: Where they go. With several devices, each batch is split along its first dimension, and a tuple with one
+            part per device arrives.
+        depth: How many batches may be under way, at least 1. That many buffers, but at least 2, are taken on the
+            device, the batch in use included, and one more in pinned memory, where large batches pass in chunks.
+        max_bytes: How many bytes may be under way in all.
+        cast: What floating tensors become, on the device.
+        channels_last: Give tensors of four dimensions this layout, on the device.
+        transform: Called with each batch on the device after that, on the copy stream (on the CPU: in the worker);
+            what it returns is delivered, copied once more if it is no plain tensor. It must not keep what it gets, nor
+            hide it in objects that are registered to stay on the host, nor wait for the device. Tensors that require
+            gradients reach it as the loader made them.
+        drop_last: Leave out a batch that has fewer rows than the first.
+        pad_last: Lengthen such a batch by repeating its last row, and lists that have an item for each row by repeating
+            the last; ``num_valid`` says of a batch, and of the feed, how many rows are data.
+        deal: With several devices: give them whole batches in turn.
+        threads: How many threads stage a batch at most; by default as many as there are processors, up to 16.
+        check: Verify every copy and poison every buffer that was dropped, to find what reads or writes a batch
+            afterwards. Slow.
+        prefetch: Whether a thread makes batches ahead. Without, each is made in your thread when you ask for it, which
+            is faster where steps take less than some 0.3 ms; one further is pulled if the loader is a sequence, or a
+            ``DataLoader`` over one.
+
+    Raises:
+        ArgumentError: An argument is not acceptable, or ``loader`` cannot be iterated.
+        DeviceError: The device does not exist.
+    """
+    options = Options(
+        depth,
+        max_bytes,
+        make_transform(cast, channels_last, transform),
+        drop_last,
+        pad_last,
+        deal,
+        threads,
+        check,
+        prefetch,
+    )
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise ArgumentError(
+            f"The loader is a {type(loader).__name__}, which cannot be iterated; expected a DataLoader, "
+            "a list, a generator or the like."
+        )
+    if isinstance(device, str) or not isinstance(device, Sequence):
+        return Feed(loader, Place.of(device), options)
+    places = tuple(Place.of(each) for each in device)
+    if not places:
+        raise ArgumentError("There is no device in the list of devices.")
+    return Feed(loader, places, options)
+
+
+class Feed:
+    """Device batches of a loader; see ``feed``, which makes it.
+
+    Every ``iter`` begins a new pass over the loader. There is one pass at a time: a new one ends the last, because two
+    threads must not pull from one loader. Nor may two threads ask one pass: where several consume, let one of them put
+    what it gets into a ``queue.Queue``.
+
+    Attributes:
+        loader: Where batches come from.
+        place: Where they go; the first of several.
+        places: Where the parts of a batch go, if a list of devices was given; else ``None``.
+        depth: How many may be under way.
+    """
+
+    def __init__(self, loader: Iterable[Any], place: Place | tuple[Place, ...], options: Options) -> None:
+        self.loader = loader
+        self.places = place if isinstance(place, tuple) else None
+        self.place = place[0] if isinstance(place, tuple) else place
+        self.depth = options.depth
+        self._options = options
+        self._closed = False
+        self._position = Position()
+        self._profiler: Profiler | None = None
+        self._draws, self._refills = DrawWatch(), RefillWatch(options.depth + 1)
+        self._shaper = Shaper(drop_last=options.drop_last, pad_last=options.pad_last)
+        self._engine = _Engine()
+        self._finalizer = weakref.finalize(self, self._engine.close, "")
+        # The end of the interpreter is the device context's to order.
+        self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass.
+
+        Raises:
+            FeedError: The feed is closed.
+        """
+        if self._closed:
+            raise FeedError("The feed is closed; make a new one.")
+        engine = self._engine
+        engine.leave("the feed has been iterated anew, and there is one pass at a time")
+        begun = _Pass(self)
+        engine.handle = begun.handle
+        if engine.run is None or engine.run.goes_on or engine.run.is_over:
+            begun.begin()
+        return begun
+
+    def _begin(self) -> Run:
+        """A run for a new pass: the last one if that goes on; else a new one, when its thread has left the source."""
+        engine = self._engine
+        if engine.run is not None:
+            if engine.run.goes_on and engine.is_usable:
+                engine.run.join_stream()
+                return engine.run
+            engine.run.leave()
+            if not engine.run.is_inherited:
+                engine.run.wait()  # two threads must never pull from one loader
+        if not engine.is_usable:
+            engine.set_transfer(self._make_transfer())
+        assert engine.transfer is not None
+        for place in self.places or (self.place,):
+            context(place).attach(engine)
+        options, profiler = self._options, self._find_profiler()
+        worker = engine.find_worker() if options.prefetch or options.check else None
+        source = Source(self.loader, self._position, self._deals)
+        # On the CPU nothing is staged, so that nothing is gained by pulling early in the loop's own thread.
+        looks_ahead = self.place.kind != "cpu" and is_stored(self.loader) and self.depth > 1
+        look_ahead = None if worker is not None else int(looks_ahead)
+        # Of a list all batches are there, and none is made where another was, nor by any random numbers.
+        is_list = type(self.loader) in (list, tuple)
+        profiler.begin_pass(has_worker=worker is not None)
+        engine.run = run = Run(
+            source,
+            engine.transfer,
+            Pipeline(self.depth, options.max_bytes, look_ahead, 0 if is_list else IN_STEP),
+            worker=worker,
+            profiler=profiler,
+            prepare=self._make_prepare(source),
+            draws=self._draws,
+            refills=self._refills if self.place.kind == "cpu" and not is_list else None,
+            tell=_tell,
+            parts=len(self.places or (None,)),
+        )
+        run.begin(in_caller=is_list or begins_in_caller(self.loader))
+        return run
+
+    @property
+    def _deals(self) -> int:
+        return len(self.places) if self.places is not None and self._options.deal else 0
+
+    def _make_transfer(self) -> Transfer:
+        if self.places is None:
+            return self._make_one_transfer(self.place)
+        transfers = [self._make_one_transfer(place) for place in self.places]
+        return MultiDeviceTransfer(transfers, list if self._options.deal else make_sharing(len(self.places)))
+
+    def _make_one_transfer(self, place: Place) -> Transfer:
+        options = self._options
+        if place.kind == "cpu":
+            return HostTransfer(options.transform)
+        device = context(place)
+        return DeviceTransfer(
+            device,
+            self.depth,
+            threads=options.threads,
+            transform=options.transform,
+            verifier=Verifier(device) if options.check else None,
+        )
+
+    def _find_profiler(self) -> Profiler:
+        device = None if self.place.kind == "cpu" else context(self.place)
+        if self._profiler is None or self._profiler.context is not device:  # which may have been closed and made anew
+            self._profiler = Profiler(device)
+        return self._profiler
+
+    def _make_prepare(self, source: Source) -> Prepare:
+        """What is done with a batch as the source has made it, beside sending it."""
+        shaper, position, deals = self._shaper, self._position, self._deals
+        is_plain = not (deals or shaper.is_needed)
+        count = source.position
+
+        def prepare(batch: Any) -> tuple[Any, BatchInfo] | None:
+            nonlocal count
+            if is_plain:
+                count += 1
+                return batch, BatchInfo(count, source.take())
+            batches, state = batch if deals else ([batch], None)
+            count += len(batches)
+            found = [shaper.shape(each, position) for each in batches]
+            shaped, valid = [each for each, _ in found if each is not LEFT_OUT], [rows for _, rows in found]
+            if not shaped:
+                return None
+            num_valid = None if None in valid else sum(rows or 0 for rows in valid)
+            return (
+                shaped if deals else shaped[0],
+                BatchInfo(count, state if deals else source.take(), num_valid),
+            )
+
+        return prepare
+
+    # --- what became of it -------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Say where the time of the loop's steps went, in the present pass or the last; printing it shows a verdict."""
+        transfer = self._engine.transfer
+        num_kept = transfer.num_kept if transfer is not None else 0
+        return self._find_profiler().stats(num_kept=num_kept, in_step=self._draws.name)
+
+    def timeline(self) -> Timeline:
+        """The last measured steps in four lanes: source, staging, copies, steps; ``draw_lanes`` draws it."""
+        return self._find_profiler().timeline()
+
+    @property
+    def num_valid(self) -> int | None:
+        """Rows of what was delivered last that are data and not padding; only with ``pad_last`` or ``drop_last``."""
+        return self._position.num_valid
+
+    @property
+    def buffer(self) -> int | None:
+        """Number of the buffer that the batch delivered last lies in; ``None`` where it lies in none.
+
+        The tensors in a buffer keep their addresses for as long as batches look alike and none is kept, so that a graph
+        may be made for each buffer and read its batch in place. It must still compare addresses.
+        """
+        return self._engine.transfer.buffer if self._engine.transfer is not None else None
+
+    # --- resuming ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch delivered last, and the loader's state there if it has one."""
+        return self._position.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next pass begin where ``state`` was taken; a pass under way is ended.
+
+        Raises:
+            ArgumentError: This is not the state of a feed.
+        """
+        position = copy.copy(self._position)
+        position.load_state_dict(state)
+        self._engine.leave("a state was loaded into the feed", forever=True)
+        self._position.load_state_dict(state)
+
+    # --- the rest ----------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the loader has is the feed's: ``dataset``, ``sampler``, ``batch_size``, ``set_epoch``, ..."""
+        if name.startswith("_") or name == "loader":  # as where a copy is made
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return getattr(self.loader, name)
+        except AttributeError:
+            kind = type(self.loader).__name__
+            raise AttributeError(f"Neither the feed nor its {kind} has an attribute {name!r}.") from None
+
+    def __len__(self) -> int:
+        """Number of batches of a whole pass, if the loader knows it; with ``drop_last`` there may be one less."""
+        length = len(cast("Sized", self.loader))
+        return -(-length // self._deals) if self._deals else length
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the present pass, if there is one: no thread and no memory of it remain. Closing again does nothing.
+
+        A thread that is inside the loader at this moment is not waited for: it ends when the loader returns.
+        """
+        self._closed = True
+        self._engine.close("")
+        self._finalizer.detach()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, also in another process, is a feed of its own; it begins where this one's next pass would."""
+        arguments = self.loader, self.places or self.place, self._options
+        return Feed, arguments, {"_position": copy.copy(self._position)}
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        places = ", ".join(map(str, self.places or [self.place]))
+        return f"<Feed of {type(self.loader).__name__} to {places}, depth {self.depth}{state}>"
+
+
+def num_valid(batch: Any) -> int | None:
+    """Rows of a delivered batch that are data and not padding; ``None`` unless ``pad_last`` or ``drop_last`` was given.
+
+    Args:
+        batch: As a feed has delivered it, also one that was kept; of one that was dealt, a part.
+    """
+    return get_num_valid(batch)
+
+
+def _tell(generators: str, number: int) -> None:
+    """Tell the user once that a source draws random numbers in this process."""
+    if number == 1:
+        _logger.warning(
+            "The loader draws from the generator of %s, as the loop may: so it is asked only when the loop waits for a "
+            "batch, and nothing is read ahead. A DataLoader with num_workers, or generators of its own, is.",
+            generators,
+        )
+        return
+    warn_user(
+        f"The loader has begun to draw from the generator of {generators} at batch {number}, while it was read ahead: "
+        "until then its draws and those of the loop came in an order that depends on timing. From now on it is asked "
+        "only when the loop waits for a batch. Give the DataLoader workers, or generators of its own."
+    )
+
+
+class _Handle:
+    """One iterator's right to a run; a later one takes it away."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.why = ""  # if somebody else has ended it
+
+    def end(self, why: str) -> None:
+        """Nothing more is handed out through this."""
+        if not self.is_over:
+            self.is_over, self.why = True, why
+
+
+class _Engine:
+    """What a feed has from pass to pass: its thread, its way to the device, and the present run.
+
+    It refers to neither the feed nor to iterators, so that they can die.
+    """
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.handle: _Handle | None = None
+        self.transfer: Transfer | None = None
+        self._worker: Worker | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the transfer is there and open."""
+        return self.transfer is not None and self.transfer.is_usable
+
+    def find_worker(self) -> Worker:
+        """The feed's thread; another one in a forked child."""
+        if self._worker is None or not self._worker.is_usable():
+            self._worker = Worker()
+        return self._worker
+
+    def set_transfer(self, transfer: Transfer) -> None:
+        """The way of the passes to come."""
+        self.transfer = transfer
+
+    def leave(self, why: str, *, forever: bool = False) -> None:
+        """End the present pass, but not what goes on in the next one, unless ``forever``."""
+        if self.handle is not None:
+            self.handle.end(why)
+        if self.run is not None:
+            self.run.leave(forever=forever)
+
+    def close(self, why: str = "its device context was closed") -> None:
+        """End everything. Any thread; also in a finalizer. Once is enough."""
+        self.leave(why, forever=True)
+        with self._lock:
+            run, self.run = self.run, None
+            worker, self._worker = self._worker, None
+            transfer, self.transfer = self.transfer, None
+        if transfer is not None and transfer.is_usable:
+            if run is not None and not run.is_over and worker is not None:
+                worker.submit(transfer.close)  # when its thread has left the source
+            else:
+                transfer.close()
+        if worker is not None:
+            worker.end(waits=run is None or run.is_over)
+
+
+class _Pass(Iterator[Any]):
+    """The iterator that a loop holds. When the loop drops it, the pass ends."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self.handle = _Handle()
+        self._run: Run | None = None
+        self._next: Callable[[], Any] = self._begin_and_ask
+        self._finalizer: weakref.finalize[..., _Pass] | None = None
+
+    def begin(self) -> None:
+        """Begin the run."""
+        self._run = run = self._feed._begin()
+        self._next = run.next_item
+        # The run must not refer back to this object, or leaving a loop would not end it.
+        self._finalizer = weakref.finalize(self, _leave, run, self.handle)
+        self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
+
+    def _begin_and_ask(self) -> Any:
+        self.begin()
+        return self._next()
+
+    def __next__(self) -> Any:
+        position = self._feed._position
+        try:
+            if self.handle.is_over:
+                self._refuse()
+            item = self._next()
+        except BaseException as error:
+            self._end(error)
+            if isinstance(error, StopIteration):
+                self._refuse()  # another thread may have ended it meanwhile
+            raise
+        finally:
+            del self  # an error's traceback must not lead back to the error
+        # In one, without a call that an interrupt could come after: the batch is the user's, and the position follows.
+        batch, item.batch, item.pending, position.info = item.batch, None, None, item.info
+        return batch
+
+    def _refuse(self) -> None:
+        if self.handle.why:
+            raise FeedError(f"This pass over the feed has ended: {self.handle.why}.")
+        raise StopIteration
+
+    def _end(self, error: BaseException) -> None:
+        """The pass is over, unless its batch can still be had."""
+        run = self._run
+        if run is not None and not isinstance(error, Exception):
+            run.leave(forever=False)
+        elif run is not None and not run.is_left:
+            return
+        if run is not None and run.has_ended and not self.handle.is_over:
+            self._feed._position.finish(self._feed.loader)
+        self.handle.end("")
+        if self._finalizer is not None:
+            # It is reachable for ever. By way of the run it leads to the error, to the frames that this has passed, and
+            # to all their variables.
+            self._finalizer.detach()
+
+
+def _leave(run: Run, handle: _Handle) -> None:
+    if not handle.is_over:
+        handle.end("")
+        run.leave(forever=False)

@@ -1,0 +1,334 @@
+"""Where the time of each step went, always on; it looks at a pass from outside.
+
+A step lasts from one request for a batch to the next. On a device it is measured there, between events that the
+consumer records on its stream when it asks for a batch (*ask*) and when it gets it (*get*); on the CPU by the host's
+clock::
+
+    ask ──── waits for the batch ────▶ get ──── the user's step ────▶ the next ask
+
+The wait is the time in which the batch was not there though everything before was done. Until the copy, and what a
+transform does after it, is over, it is charged backwards along the way of that batch: first to its copy (that part was
+*exposed*; the rest of the copy was *hidden*), then to staging, then to the source. What is left is the host's, which
+had not handed the batch out yet; without a worker it pulls and stages the next one meanwhile. The user's step is
+charged to *compute* when the device still had work queued as the host came back for the next batch, and to *host* when
+the device had run dry by then: the host was what the step waited for, launching kernels or computing in Python. So the
+five shares sum to one.
+
+Whether the device had run dry is told from how far it lagged behind the host: no event can be reached before it is
+recorded, so when the difference of the two clocks comes out negative, it is known to have been underestimated before.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from millstream.data.stats import NUM_RECENT, Stats, StepTimes, make_timeline, summarize
+from millstream.device import DeviceContext, Stream
+from millstream.errors import DeviceError
+
+if TYPE_CHECKING:
+    from millstream.graph import Timeline
+
+NUM_FIRST = 16
+"""So many steps are all measured, and the first batch of all: they show warm-up and steady state."""
+
+INTERVAL_NS = 20_000_000
+"""Later a step is measured in about this time, which dice choose: so no step of a pass is measured more often than
+others, be passes long or short. On an H200's host it takes up to 90 µs, and so less than 0.5 % of the time."""
+
+NUM_MEAN = 256
+"""About so many steps the present length of a step is a mean of: so many that a step which stalls does not have those
+after it measured more often."""
+
+NUM_STEPS, NUM_EPOCHS = 1024, 16
+"""Measured steps of a pass that are kept, and passes whose figures are."""
+
+DRY_NS, DRY_SHARE = 25_000, 0.02
+"""A lag below this is the way from the host to an idle device; as is one below this share of the step."""
+
+
+class StreamMarker:
+    """A point on a stream: an event that goes back to its context when nobody needs the marker any more.
+
+    Attributes:
+        stream: The stream.
+        event: Recorded there.
+        at_ns: When the host did so.
+    """
+
+    __slots__ = ("_context", "at_ns", "event", "stream")
+
+    def __init__(self, context: DeviceContext, stream: Stream, *, timing: bool = True, record: bool = True) -> None:
+        self._context = context
+        self.stream = stream
+        self.event = context.acquire_event(timing=timing)
+        if record:  # or the caller does, at once
+            self.event.record(stream)
+        self.at_ns = time.perf_counter_ns()
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # of which an interrupt may have kept it
+            self._context.release_event(self.event)
+
+    def until(self, later: StreamMarker) -> int:
+        """Nanoseconds on the device; both points have been reached."""
+        return round(self.event.elapsed_time(later.event) * 1e6)
+
+
+@dataclass(slots=True)
+class BatchTimes:
+    """What is known of one measured batch on its way; in nanoseconds of the host's clock.
+
+    Attributes:
+        index: Number of the batch in its pass.
+        pull_ns: When the source was asked, and when it had answered.
+        stage_ns: When staging began and ended.
+        num_bytes: Staged bytes.
+        copy: Markers around the copy and what a transform does after it.
+    """
+
+    index: int
+    pull_ns: tuple[int, int]
+    stage_ns: tuple[int, int] = (0, 0)
+    num_bytes: int = 0
+    copy: tuple[StreamMarker, StreamMarker] | None = None
+
+    def was_pulled(self, num_bytes: int) -> None:
+        """The source has answered."""
+        self.pull_ns, self.num_bytes = (self.pull_ns[0], time.perf_counter_ns()), num_bytes
+
+    def stage_begins(self) -> None:
+        """Its bytes are about to be copied."""
+        now_ns = time.perf_counter_ns()
+        self.stage_ns = now_ns, now_ns
+
+    def was_sent(self, pending: Any) -> None:
+        """Its copy was started."""
+        began_ns, _ = self.stage_ns
+        self.stage_ns = began_ns, pending.staged_ns or time.perf_counter_ns()
+        self.copy = pending.copy
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step being measured."""
+
+    times: BatchTimes
+    ask: StreamMarker
+    get: StreamMarker
+    end: StreamMarker | None = None
+
+
+class Profiler:
+    """Collects the times of a feed's steps. The consumer writes; whoever comes by reads what the device has finished.
+
+    Args:
+        context: Of the device; ``None`` on the CPU.
+
+    Attributes:
+        next_due: Number of the next batch that is to be measured.
+    """
+
+    def __init__(self, context: DeviceContext | None) -> None:
+        self.context = context
+        self.next_due = 0
+        self._epochs: deque[Stats] = deque(maxlen=NUM_EPOCHS)
+        self._steps: deque[StepTimes] = deque(maxlen=NUM_STEPS)  # of the present pass
+        self._facts: dict[str, Any] = {"is_staged": context is not None}
+        self._num_batches = 0
+        self._asked: StreamMarker | int | None = None
+        self._open: _Step | None = None  # the consumer has its batch and has not come back yet
+        self._on_host: tuple[BatchTimes, int, int] | None = None  # the same on the CPU: asked and got at
+        self._unread: deque[_Step] = deque()  # complete on the host; the device may not be there yet
+        self._reading = threading.Lock()
+        self._asked_ns = 0  # when a batch was asked for last in this pass
+        self._step_ns: float = INTERVAL_NS  # from then to the next time, at most, on average
+        self._num_asked = 0  # times that this is a mean of
+        self._dice = random.Random(0)
+        self._num_first = NUM_FIRST  # that are still to come
+        self._lag: tuple[StreamMarker, int] | None = None  # a marker, and how far the device was behind the host there
+
+    def begin_pass(self, *, has_worker: bool) -> None:
+        """A new pass: what was open has no end."""
+        if self._num_batches:
+            self._epochs.append(self._summarize())
+        self._steps.clear()
+        self._facts["has_worker"] = has_worker
+        self._num_batches = self._asked_ns = 0
+        # The first one of a pass waits for what a pass begins with, and is not counted.
+        self.next_due = 0 if self._num_first > 0 else self._draw_distance(0)
+        self._open = self._on_host = self._asked = None
+
+    # --- the consumer's side -----------------------------------------------------------------------------------------
+
+    def ask(self, mark: Callable[[], StreamMarker | None], asked_ns: int, *, due: bool) -> None:
+        """The consumer asks for a batch; this ends the step before.
+
+        Args:
+            mark: Notes where its stream stands.
+            asked_ns: When it did so.
+            due: Whether the coming step may be measured.
+        """
+        if self._asked_ns:
+            self._num_asked += self._num_asked < NUM_MEAN
+            self._step_ns += (min(asked_ns - self._asked_ns, INTERVAL_NS) - self._step_ns) / self._num_asked
+        self._asked_ns = asked_ns
+        if self.context is None:
+            if self._on_host is not None:
+                times, asked, got = self._on_host
+                self._on_host = None
+                self._book(times, asked, got - asked, asked_ns - got, None, "compute")
+            self._asked = asked_ns
+            return
+        here = mark() if due or self._open is not None else None
+        if self._open is not None and here is not None:
+            if here.stream == self._open.get.stream:  # of two streams nobody knows which is ahead
+                self._open.end = here
+                self._unread.append(self._open)
+            else:
+                self._lag = None
+        self._open = None
+        self._asked = here if due else None
+
+    def get(self, item: Any, mark: Callable[[], StreamMarker | None]) -> None:
+        """The consumer has got a batch."""
+        self._num_batches += 1
+        asked, self._asked = self._asked, None
+        times = item.times
+        if asked is None or times is None:
+            return
+        if isinstance(asked, int):
+            self._on_host = times, asked, time.perf_counter_ns()
+        elif (here := mark()) is not None:
+            self._open = _Step(times, asked, here)
+
+    # --- the worker's side -------------------------------------------------------------------------------------------
+
+    def watch(self, number: int) -> BatchTimes:
+        """Begin to measure a batch that is due and about to be pulled."""
+        self.next_due = number + self._draw_distance(number)
+        return BatchTimes(number, (time.perf_counter_ns(), 0))
+
+    def _draw_distance(self, number: int) -> int:
+        """How many batches from one that is measured to the next."""
+        if self.context is None:
+            return 1  # a clock costs little
+        if self._num_first > 0:
+            self._num_first -= number > 0
+            return 1
+        chance = min(self._step_ns / INTERVAL_NS, 1.0)
+        distance = 1
+        while self._dice.random() >= chance:
+            distance += 1
+        return distance
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Read the steps that the device has finished. Any thread; who comes second leaves it to the first."""
+        context = self.context
+        if not self._unread or context is None or context.closed or not self._reading.acquire(blocking=False):
+            return
+        try:
+            while self._unread:
+                try:
+                    step = self._unread[0]
+                except IndexError:
+                    return
+                assert step.end is not None
+                # A device in an error state refuses to tell. A measurement is no place to raise that.
+                with context.capture_lock, suppress(RuntimeError, DeviceError), context.spare_captures():
+                    if not step.end.event.query():
+                        return
+                    # The copy of a batch that was handed out was waited for, so it is over, too.
+                    self._measure(step, step.end)
+                with suppress(IndexError):  # the pass has ended meanwhile
+                    self._unread.popleft()
+        finally:
+            self._reading.release()
+
+    def _measure(self, step: _Step, end: StreamMarker) -> None:
+        wait_ns, run_ns = step.ask.until(step.get), step.get.until(end)
+        begin_ns = step.ask.at_ns + self._lag_at(step.ask)
+        dry = self._lag_at(end) < max(DRY_NS, DRY_SHARE * run_ns)
+        copy, late_ns = None, 0
+        if step.times.copy is not None:
+            first, last = step.times.copy
+            after_ns = last.until(step.get)
+            over_ns = begin_ns + wait_ns - after_ns
+            copy = over_ns - first.until(last), over_ns
+            late_ns = min(max(after_ns, 0), wait_ns)
+        self._book(step.times, begin_ns, wait_ns, run_ns, copy, "host" if dry else "compute", late_ns)
+
+    def _lag_at(self, marker: StreamMarker) -> int:
+        """How far the device was behind the host at a marker; markers come in order."""
+        lag_ns = 0
+        if self._lag is not None:
+            before, lag_ns = self._lag
+            if before.stream != marker.stream:
+                lag_ns = 0
+            elif before is not marker:
+                lag_ns = max(0, lag_ns + before.until(marker) - (marker.at_ns - before.at_ns))
+        self._lag = marker, lag_ns
+        return lag_ns
+
+    def _book(
+        self,
+        times: BatchTimes,
+        begin_ns: int,
+        wait_ns: int,
+        run_ns: int,
+        copy_ns: tuple[int, int] | None,
+        runner: str,
+        late_ns: int = 0,
+    ) -> None:
+        """Add a step, charged to its causes. ``late_ns`` of the wait are those after the end of the copy."""
+        copied_ns = 0 if copy_ns is None else copy_ns[1] - copy_ns[0]
+        pulled_ns, staged_ns = (end - begin for begin, end in (times.pull_ns, times.stage_ns))
+        copy = min(wait_ns - late_ns, copied_ns)
+        stage = min(wait_ns - late_ns - copy, staged_ns)
+        source = wait_ns - late_ns - copy - stage
+        if not self._facts.get("has_worker", True):  # this batch stands for the next, which is like it
+            making_next_ns = min(late_ns, staged_ns + pulled_ns)
+            next_stage = min(making_next_ns, staged_ns)
+            stage += next_stage
+            source += making_next_ns - next_stage
+            late_ns -= making_next_ns
+        compute, host = (run_ns, late_ns) if runner == "compute" else (0, late_ns + run_ns)
+        causes = source, stage, copy, compute, host
+        step = StepTimes(
+            times.index, begin_ns, wait_ns, run_ns, copy_ns, times.pull_ns, times.stage_ns, causes, times.num_bytes
+        )
+        self._steps.append(step)
+
+    def _summarize(self) -> Stats:
+        return summarize([*self._steps], num_batches=self._num_batches, **self._facts)
+
+    def stats(self, **facts: Any) -> Stats:
+        """What is known of the present pass, and of those before.
+
+        Args:
+            facts: Other fields of ``Stats``.
+        """
+        self.read()
+        self._facts |= facts
+        recent = summarize([*self._steps][-NUM_RECENT:], **self._facts)
+        return replace(self._summarize(), recent=recent, epochs=tuple(self._epochs))
+
+    def timeline(self) -> Timeline:
+        """The last measured steps as spans."""
+        self.read()
+        return make_timeline([*self._steps][-NUM_RECENT:])
+
+    def close(self) -> None:
+        """End of a pass: read what the device has finished, forget the rest."""
+        self.read()
+        self._open = self._on_host = self._asked = self._lag = None
+        self._unread.clear()

@@ -1,0 +1,244 @@
+"""What is done to whole batches: short ones padded or left out, dtypes cast, batches split for several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from millstream.data.source import Position
+from millstream.data.transfer.base import Transform
+from millstream.errors import ArgumentError, FeedError
+from millstream.tree import Unflatten, as_tensor, tree_flatten
+
+LEFT_OUT = object()
+"""What ``Shaper.shape`` makes of a batch that is not to be delivered."""
+
+
+class Shaper:
+    """Makes all batches of one length, that of the first which has any rows.
+
+    Args:
+        drop_last: Leave out shorter ones.
+        pad_last: Lengthen them.
+    """
+
+    def __init__(self, *, drop_last: bool, pad_last: bool) -> None:
+        self._drops = drop_last
+        self.is_needed = drop_last or pad_last
+
+    def shape(self, batch: Any, position: Position) -> tuple[Any, int | None]:
+        """What is to become of a batch, and how many of its rows are data, if it has any.
+
+        Args:
+            batch: It.
+            position: Remembers what a full batch has.
+        """
+        if not self.is_needed or (rows := count_rows(batch)) is None:
+            return batch, None
+        if not position.rows:  # a batch without any tells nothing
+            position.rows, position.rowed = rows, have_rows(batch, rows)
+        full = position.rows
+        if rows >= full:
+            return batch, rows
+        return (LEFT_OUT, 0) if self._drops else (pad_rows(batch, rows, full, position.rowed), rows)
+
+
+def count_rows(batch: Any) -> int | None:
+    """Length of the first dimension of the first tensor or array that has one; ``None`` if there is none.
+
+    Of packed sequences and jagged tensors, it is the number of sequences.
+    """
+    return next((rows for leaf in _split(batch)[0] if (rows := _count(leaf)) is not None), None)
+
+
+def have_rows(batch: Any, rows: int) -> tuple[bool, ...]:
+    """Of each leaf of a full batch, and each list that has an item for each row, whether it has so many.
+
+    Others may have as many as a short batch by chance: weights of three classes, beside the last three images.
+    """
+    return tuple(_count(leaf) == rows for leaf in _split(batch, rows)[0])
+
+
+def _count(leaf: Any) -> int | None:
+    if type(leaf) in (list, tuple):
+        return len(leaf)
+    if _is_of_sequences(leaf):
+        return int(leaf.batch_sizes[0]) if isinstance(leaf, PackedSequence) else leaf.size(0)
+    shape: Any = getattr(leaf, "shape", ())
+    return int(shape[0]) if len(shape) else None
+
+
+def pad_rows(batch: Any, rows: int, full: int, rowed: Sequence[bool] | None = None) -> Any:
+    """Lengthen what has ``rows`` rows to ``full`` by repeating the last one, which is valid data.
+
+    Args:
+        batch: It.
+        rows: That it has.
+        full: That it is to have.
+        rowed: What ``have_rows`` says of a full batch. Without, or if that has another structure: all with ``rows``.
+
+    Raises:
+        FeedError: There are packed sequences or jagged tensors.
+    """
+    leaves, unflatten = _split(batch, rows)
+    return unflatten([_pad(leaf, rows, full, of) for leaf, of in zip(leaves, _fit(rowed, leaves), strict=True)])
+
+
+def _pad(leaf: Any, rows: int, full: int, is_rowed: bool) -> Any:
+    if type(leaf) in (list, tuple):
+        return leaf + leaf[-1:] * (full - rows) if is_rowed and rows else leaf
+    tensor = _see_rows(leaf, "padded", "pad it in the source")
+    if tensor is None or len(tensor) != rows or not rows or not is_rowed:
+        return leaf
+    return torch.cat([tensor, tensor[-1:].expand(full - rows, *tensor.shape[1:])])
+
+
+def _fit(rowed: Sequence[bool] | None, leaves: Sequence[Any]) -> Sequence[bool]:
+    return rowed if rowed is not None and len(rowed) == len(leaves) else [True] * len(leaves)
+
+
+def make_sharing(parts: int) -> Callable[[Any], list[Any]]:
+    """Return what cuts one batch after another, see ``share_rows``; the first one says what has rows."""
+    rowed: Sequence[bool] | None = None
+
+    def share(batch: Any) -> list[Any]:
+        nonlocal rowed
+        if rowed is None and (rows := count_rows(batch)) is not None:
+            rowed = have_rows(batch, rows)
+        return share_rows(batch, parts, rowed)
+
+    return share
+
+
+def share_rows(batch: Any, parts: int, rowed: Sequence[bool] | None = None) -> list[Any]:
+    """Cut a batch into parts of (nearly) equally many rows, the longer ones first; what has no such rows goes to all.
+
+    With fewer rows than parts, the last parts have none. ``rowed`` as for ``pad_rows``.
+
+    Raises:
+        FeedError: There are packed sequences or jagged tensors.
+    """
+    rows = count_rows(batch)
+    pieces: list[list[Any]] = []
+    leaves, unflatten = _split(batch, rows)
+    for leaf, is_rowed in zip(leaves, _fit(rowed, leaves), strict=True):
+        pieces.append(_cut(leaf, parts) if is_rowed and _length(leaf) == rows else [leaf] * parts)
+    return [unflatten([piece[i] for piece in pieces]) for i in range(parts)]
+
+
+def _length(leaf: Any) -> int | None:
+    if type(leaf) in (list, tuple):
+        return len(leaf)
+    tensor = _see_rows(leaf, "divided among devices", "let deal=True give each device a whole batch")
+    return None if tensor is None else len(tensor)
+
+
+def _cut(leaf: Any, parts: int) -> list[Any]:
+    if type(leaf) not in (list, tuple):
+        return list(torch.tensor_split(as_tensor(leaf), parts))
+    least, longer = divmod(len(leaf), parts)
+    starts = [i * least + min(i, longer) for i in range(parts + 1)]
+    return [leaf[start:end] for start, end in pairwise(starts)]
+
+
+def _split(batch: Any, rows: int | None = None) -> tuple[list[Any], Unflatten]:
+    """The leaves that have rows: those that a packed sequence is made of have steps.
+
+    With ``rows``, a list or tuple beside them that has as many items is one, too: it has an item for each row.
+    """
+
+    def is_whole(node: Any) -> bool:
+        return _is_of_sequences(node) or (
+            rows is not None and node is not batch and type(node) in (list, tuple) and _is_by_row(node, rows)
+        )
+
+    return tree_flatten(batch, is_whole=is_whole)
+
+
+def _is_by_row(node: Any, rows: int) -> bool:
+    """Whether a list has an item for each row, and is not one of columns that by chance are as many."""
+    return len(node) == rows and not all(getattr(each, "shape", ())[:1] == (rows,) for each in node)
+
+
+def _is_of_sequences(leaf: Any) -> bool:
+    return isinstance(leaf, PackedSequence) or (isinstance(leaf, Tensor) and leaf.is_nested)
+
+
+def _see_rows(leaf: Any, what: str, instead: str) -> Tensor | None:
+    """A leaf as a tensor that has rows; ``None`` if it has none."""
+    if _is_of_sequences(leaf) or (isinstance(leaf, Tensor) and leaf.layout is not torch.strided):
+        kind = type(leaf).__name__ if _is_of_sequences(leaf) else f"tensor of the layout {leaf.layout}"
+        raise FeedError(f"A {kind} cannot be {what}; {instead}.")
+    tensor = as_tensor(leaf)
+    return tensor if isinstance(tensor, Tensor) and tensor.dim() else None
+
+
+# --- how many rows are data ------------------------------------------------------------------------------------------
+
+_NUM_VALID = "_num_valid"
+
+
+def set_num_valid(batch: Any, num_valid: int, parts: int) -> None:
+    """Note in a delivered batch how many of its rows are data; of several parts, the first ones have them.
+
+    Args:
+        batch: With more than one part, a sequence of them.
+        num_valid: How many.
+        parts: How many parts it has.
+    """
+    for part in batch if parts > 1 else (batch,):
+        rows = count_rows(part) or 0
+        valid, num_valid = min(rows, num_valid), num_valid - min(rows, num_valid)
+        for leaf in tree_flatten(part)[0]:
+            if isinstance(leaf, Tensor):
+                setattr(leaf, _NUM_VALID, valid)
+
+
+def get_num_valid(batch: Any) -> int | None:
+    """What ``set_num_valid`` has noted."""
+    return next((getattr(leaf, _NUM_VALID) for leaf in tree_flatten(batch)[0] if hasattr(leaf, _NUM_VALID)), None)
+
+
+# --- on the device ---------------------------------------------------------------------------------------------------
+
+
+def make_transform(cast: torch.dtype | None, channels_last: bool, transform: Transform | None) -> Transform | None:
+    """One function for all that is done to a batch on the device; ``None`` when that is nothing.
+
+    Args:
+        cast: What floating tensors become.
+        channels_last: Whether tensors of four dimensions get that layout.
+        transform: What the user does after that.
+
+    Raises:
+        ArgumentError: One of them is something else.
+    """
+    if cast is not None and not isinstance(cast, torch.dtype):
+        raise ArgumentError(f"cast is {cast!r}; it must be a dtype, such as torch.bfloat16.")
+    if transform is not None and not callable(transform):
+        raise ArgumentError(f"transform is {transform!r}; it must be a function of a batch.")
+    if cast is None and not channels_last:
+        return transform
+    return partial(_apply, cast, channels_last, transform)  # of functions of this module: a feed can be pickled
+
+
+def _apply(cast: torch.dtype | None, channels_last: bool, transform: Transform | None, batch: Any) -> Any:
+    leaves, unflatten = tree_flatten(batch)
+    batch = unflatten([_convert(leaf, cast, channels_last) for leaf in leaves])
+    return batch if transform is None else transform(batch)
+
+
+def _convert(leaf: Any, cast: torch.dtype | None, channels_last: bool) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.is_mkldnn:
+        return leaf
+    dtype = cast if cast is not None and leaf.is_floating_point() else leaf.dtype
+    if leaf.layout is not torch.strided:
+        return leaf.to(dtype=dtype)
+    layout = torch.channels_last if channels_last and leaf.dim() == 4 else torch.preserve_format
+    return leaf.to(dtype=dtype, memory_format=layout)

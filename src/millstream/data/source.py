@@ -1,0 +1,421 @@
+"""The loader as a feed asks it: in the same order, modes and random state as a plain loop would, and from any position.
+
+Reading ahead can change what a source yields in three ways, and each is noticed here:
+
+- *Random numbers.* A source that draws from the global generators of PyTorch, NumPy or ``random`` must not do so beside
+  a loop that draws from them, too. The second pull of a pass, in which the loop waits, tells whether it does. A source
+  that begins later is noticed later: a generator that moved during a pull makes the next one wait for the loop again.
+- *Refilled buffers.* Memory that a source yields again is overwritten by its next pull. On the way to a device every
+  batch is staged before; on the CPU batches are copied from when two of them were seen to share memory.
+- *Modes.* Gradients, inference mode and autocast are those of the loop when it asked last.
+
+**Resuming.** The state of the source itself is that of a batch which nobody has seen yet, so the state after each pull
+travels with the batch. A source without a state is asked anew and what had been delivered is dropped; for that the
+generators from which its sampler drew are put back to where they were.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from millstream.data.generators import Moved, Snapshot, find_own, is_snapshot
+from millstream.data.transfer.layout import extent_bytes
+from millstream.errors import ArgumentError
+from millstream.tree import as_tensor, tree_flatten
+
+VERSION = 1
+
+
+@dataclass(slots=True)
+class BatchInfo:
+    """What travels with a batch.
+
+    Attributes:
+        position: How many batches the source has given in this pass, this one included.
+        source: The source's own state, if it has one.
+        num_valid: Rows of the batch that are data, not padding; ``None`` if nobody asked.
+    """
+
+    position: int
+    source: Any = None
+    num_valid: int | None = None
+
+
+class Position:
+    """The position of the batch delivered last.
+
+    Attributes:
+        info: What travelled with that batch.
+        rows: Rows of a full batch, once known.
+        rowed: Of each of its leaves, whether it had so many: of a shorter batch these are the ones that are shorter.
+        draws: Where the generators stood from which the present pass's sampler drew, if it did.
+    """
+
+    def __init__(self) -> None:
+        self.info = self._initial = BatchInfo(0)
+        self.rows: int | None = None
+        self.rowed: tuple[bool, ...] | None = None
+        self.draws: dict[str, Any] | None = None
+        self._loaded: BatchInfo | None = None  # as long as it is the info, nothing was delivered since a state came
+
+    @property
+    def position(self) -> int:
+        """Batches of the source up to the delivered one."""
+        return self.info.position
+
+    @property
+    def num_valid(self) -> int | None:
+        """Rows of the delivered batch that are data; ``None`` if not known."""
+        return self.info.num_valid
+
+    def finish(self, loader: Any) -> None:
+        """The pass is over: the next one begins at the beginning."""
+        self.draws = None
+        self._go_to(0, take_state(loader) if is_stateful(loader) else None)
+
+    def _go_to(self, position: int, source: Any) -> None:
+        self.info = BatchInfo(position, source, self.num_valid)
+
+    def begin(self) -> tuple[int, Any, dict[str, Any] | None]:
+        """Begin a pass, resuming if a state was loaded and no batch has been delivered since.
+
+        Returns:
+            How many batches are to be skipped, the source's state, and where generators stood; if they are known.
+        """
+        is_loaded = self.info is self._loaded
+        if not is_loaded and self.position:  # the last pass was left
+            self._go_to(0, None)
+            self._initial = self.info
+        if not self.position:
+            self.rows = self.rowed = None  # batches may be of another size than those of the last pass
+        if not is_loaded:
+            self.draws = None
+        source = copy.deepcopy(self.info.source) if is_loaded else None  # a copy: the source may go on with the object
+        return self.position, source, self.draws if is_loaded else None
+
+    def begin_at(self, state: Any) -> None:
+        """Before the first batch, the source's state is this."""
+        if self.info is self._initial:
+            self._go_to(0, state)
+
+    def forget_loaded(self) -> None:
+        """What this pass skips is gone, and no other can skip it again."""
+        self._loaded = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain data, as far as the source's is."""
+        state = {"version": VERSION, "position": self.position, "source": self.info.source, "rows": self.rows}
+        if self.rowed is not None:
+            state["rowed"] = list(self.rowed)
+        if self.draws is not None and self.position:
+            state["generators"] = self.draws
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next pass begin after the batch that was delivered when ``state`` was taken.
+
+        If that pass ends before it has delivered one, by an interrupt or an error, so does the one after it.
+
+        Raises:
+            ArgumentError: This is no state of a feed.
+        """
+        _check(state)
+        self._go_to(state["position"], state["source"])
+        self.rows = state["rows"]
+        self.rowed = tuple(state["rowed"]) if "rowed" in state else None
+        self.draws = state.get("generators")
+        self._loaded = self.info
+
+
+def _check(state: Any) -> None:
+    if (
+        not isinstance(state, dict)
+        or state.get("version") != VERSION
+        or "source" not in state
+        or not _is_count(state.get("position"))
+        or not ("rows" in state and (state["rows"] is None or _is_count(state["rows"])))
+        or not isinstance(state.get("rowed", []), list)
+        or not is_snapshot(state.get("generators"))
+    ):
+        raise ArgumentError(f"This is not the state of a feed (version {VERSION}): {state!r:.200}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def take_state(stateful: Any) -> Any:
+    """The state of a source as it is now, whatever becomes of the source."""
+    return copy.deepcopy(stateful.state_dict())
+
+
+def is_stateful(source: Any) -> bool:
+    """Whether it has the protocol of torchdata's ``StatefulDataLoader``."""
+    if (wrapped := getattr(source, "base_dataloader", None)) is not None and not is_stateful(wrapped):
+        return False  # accelerate's loaders have both methods also where the loader that they wrap has none
+    return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
+
+
+def is_stored(loader: Any) -> bool:
+    """Whether its batches are made of what is there, so that none of them can depend on what the loop does."""
+    if isinstance(loader, DataLoader):
+        return not isinstance(loader.dataset, IterableDataset)
+    return isinstance(loader, Sequence)
+
+
+def begins_in_caller(loader: Any) -> bool:
+    """Whether ``iter`` must be called in the loop's thread.
+
+    A DataLoader that starts its worker processes elsewhere could not say that one of them was killed.
+    """
+    return bool(getattr(loader, "num_workers", 0))
+
+
+class Source:
+    """The loader in one pass.
+
+    Args:
+        loader: It.
+        position: Where the pass begins, and what its state is.
+        parts: How many batches it gives at a time, with the state after them; 0 for one by one, without.
+
+    Attributes:
+        iterator: What ``iter`` gave; ``None`` before ``begin`` and after ``close``.
+        take: Takes the source's present state.
+        draws: Notices that it draws from global generators.
+        is_own_iterator: Whether the loader is an iterator itself: what is pulled from it comes only once.
+        moved: Which generators its start has moved.
+    """
+
+    def __init__(self, loader: Any, position: Position, parts: int = 0) -> None:
+        self._loader, self._position, self._parts = loader, position, parts
+        self._skip, self._state, self._draws = position.begin()
+        self.iterator: Iterator[Any] | None = None
+        self._single: Any = None  # the same, one by one
+        self.take: Callable[[], Any] = _no_state
+        self.is_own_iterator = False
+        self._begun: Snapshot | None = None  # where generators stood before the start
+        self._now: Snapshot | None = None  # where they are to be put back when a resumed pass has begun
+
+    def begin(self) -> None:
+        """Make the iterator, resuming if the position says so."""
+        loader, position, state = self._loader, self._position, self._state
+        if self._draws is not None and state is None:
+            self._now = Snapshot.take()
+            Snapshot.load(self._draws).restore(find_own(loader))
+        self._begun = Snapshot.take(find_own(loader))
+        stateful = loader if is_stateful(loader) else None
+        if stateful is not None and state is not None:
+            stateful.load_state_dict(state)
+            self._skip = 0
+        iterator = iter(loader)
+        self.is_own_iterator = iterator is loader
+        if stateful is None and not self.is_own_iterator and is_stateful(iterator):
+            stateful = iterator
+            if state is not None:
+                stateful.load_state_dict(state)
+                self._skip = 0
+        if stateful is not None:
+            self.take = lambda: take_state(stateful)
+            if state is None:
+                with suppress(Exception):  # where it has none yet, one is taken with the first batch
+                    position.begin_at(take_state(stateful))
+        if self.is_own_iterator:
+            position.forget_loaded()
+        self._single = self.iterator = iterator
+        if self._parts:
+            self.iterator = deal(iterator, self._parts, self.take, keep=_as_it_is if is_stored(loader) else copy_batch)
+
+    def pull(self) -> Any:
+        """The next batch; of a pass that is resumed, the first one drops what had been delivered.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        iterator = self.iterator
+        if iterator is None:
+            raise StopIteration
+        if self._begun is None:
+            return next(iterator)  # nearly always
+        begun, self._begun = self._begun, None
+        try:
+            for _ in range(self._skip):
+                next(self._single)
+            if self._now is not None:
+                return self._pull_as_now(iterator)
+            batch = next(iterator)
+            # What the start has moved: the sampler, and the loader that draws a seed for its workers.
+            self._position.draws = begun.dump_moved(Snapshot.take(find_own(self._loader)))
+            return batch
+        finally:
+            if self._now is not None:
+                self._now.restore()
+                self._now = None
+            self._skip = 0
+
+    def _pull_as_now(self, iterator: Iterator[Any]) -> Any:
+        """What was drawn to skip batches is undone: the loop has its own generators, or has restored them."""
+        assert self._now is not None
+        self._now.restore()
+        self._now = None
+        return next(iterator)
+
+    @property
+    def position(self) -> int:
+        """Batches before the first that this pass delivers."""
+        return self._position.position
+
+    def close(self) -> None:
+        """Forget the iterator: a DataLoader ends its worker processes when it dies."""
+        self.iterator = self._single = None
+        self.take = _no_state
+
+
+def _no_state() -> None:
+    return None
+
+
+class DrawWatch:
+    """Notices a source that draws from global generators, which then must not be read ahead.
+
+    Attributes:
+        in_step: Whether it was found to draw: from now on it is asked only while the loop waits.
+    """
+
+    NUM_CHECKED, INTERVAL = 16, 16  # the first pulls that are looked at, and then every so many
+
+    def __init__(self) -> None:
+        self.in_step = False
+        self.name = ""  # of the generators
+        self._suspect: int | None = None  # the first pull during which one has moved
+        self._next = 1  # pull to be looked at
+
+    def begin_pass(self) -> None:
+        """A new pass: the second pull is looked at again."""
+        self._suspect, self._next = None, 1
+
+    def is_due(self, number: int) -> bool:
+        """Whether pull ``number`` is to be looked at."""
+        return not self.in_step and number >= self._next
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the next pull has to wait for the loop, to tell whose draws these are."""
+        return self.in_step or self._suspect is not None
+
+    def look(self, number: int, moved: Moved, *, waited: bool) -> int | None:
+        """Take in what pull ``number`` has moved; the number to be named if the source is thereby found to draw.
+
+        Args:
+            number: Of the pull.
+            moved: Generators that are not where they were before.
+            waited: Whether the loop was waiting all the time, so that nobody else has drawn.
+        """
+        suspect, self._suspect = self._suspect, None
+        self._next = number + (1 if number < self.NUM_CHECKED else self.INTERVAL)
+        if moved and waited:
+            self.in_step, self.name = True, " and ".join(moved)
+            return number if suspect is None else suspect
+        if moved:
+            self._suspect = number
+            self._next = number + 1
+        elif suspect is not None:
+            self._next = 2 * number  # the loop draws: it would be asked to wait again and again
+        return None
+
+
+class RefillWatch:
+    """Notices a source that yields memory again which it has yielded before, and copies its batches then.
+
+    The first pulls of a pass are remembered as long as it takes for every buffer to come round once; no batch can have
+    been overwritten by then that the loop may still use, since the first two are pulled in step.
+
+    Args:
+        look_back: How many batches may be pulled and not done with.
+    """
+
+    def __init__(self, look_back: int) -> None:
+        self._look_back = look_back
+        self.refills = False
+        self._seen: list[list[Any]] = []  # leaves of the first batches, kept alive so that no address means two things
+
+    def begin_pass(self) -> None:
+        """A new pass: sources may yield the same memory in each."""
+        self._seen = []
+
+    def look(self, batch: Any) -> bool:
+        """Whether this batch is the first that shares memory with one before."""
+        if self.refills or len(self._seen) > self._look_back:
+            self._seen = []
+            return False
+        leaves = _tensors(batch)
+        spans = [span for leaf in leaves if (span := _span(leaf)) is not None]
+        before = [span for seen in self._seen for leaf in seen if (span := _span(leaf)) is not None]
+        self.refills = any(start < end2 and start2 < end for start, end in spans for start2, end2 in before)
+        self._seen = [] if self.refills else [*self._seen, leaves]
+        return self.refills
+
+
+def _tensors(batch: Any) -> list[Any]:
+    return [leaf for leaf in map(as_tensor, tree_flatten(batch)[0]) if isinstance(leaf, Tensor)]
+
+
+def _span(leaf: Tensor) -> tuple[int, int] | None:
+    if leaf.layout is not torch.strided or leaf.is_nested or not leaf.is_cpu or not leaf.numel():
+        return None
+    start = leaf.data_ptr()
+    return start, start + extent_bytes(leaf.dtype, tuple(leaf.size()), leaf.stride())
+
+
+def copy_batch(batch: Any) -> Any:
+    """The same batch in memory of its own."""
+    leaves, unflatten = tree_flatten(batch)
+    return unflatten([_copy(as_tensor(leaf)) for leaf in leaves])
+
+
+def _copy(leaf: Any) -> Any:
+    is_plain = isinstance(leaf, Tensor) and not leaf.requires_grad
+    return leaf.clone() if is_plain else leaf
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def deal(
+    batches: Iterable[Any], parts: int, take_state: Callable[[], Any], keep: Callable[[Any], Any] = _as_it_is
+) -> Iterator[tuple[list[Any], Any]]:
+    """Take ``parts`` batches at a time, the last time perhaps fewer, and the source's state after them.
+
+    That of a source that has ended would be where it begins anew.
+
+    Args:
+        batches: The source.
+        parts: How many.
+        take_state: Takes its state.
+        keep: Makes of a batch what the next pull cannot overwrite.
+    """
+    group: list[Any] = []
+    state = None
+    try:
+        for batch in batches:
+            group.append(keep(batch) if len(group) < parts - 1 else batch)
+            del batch
+            state = take_state()
+            if len(group) == parts:
+                yield group, state
+                group = []
+    except Exception:
+        if group:
+            yield group, state  # what came before the error
+        raise
+    if group:
+        yield group, state

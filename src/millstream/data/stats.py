@@ -1,0 +1,230 @@
+"""What a feed's measured steps say: where the time goes, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from millstream.graph import Span, Timeline
+
+CAUSES = ("source", "stage", "copy", "compute", "host")
+LANES = ("source", "stage", "copy", "step")
+
+NUM_RECENT = 64
+"""Steps that ``Stats.recent`` is about, and that the timeline shows."""
+
+ONE_OFF_NS, ONE_OFF_FACTOR = 50_000_000, 10
+"""A step is one-off (it compiles, captures, saves a checkpoint) if it computes this long, and so many times as long as
+usual. What it says of the others is nothing, so it is counted apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One measured step; all in nanoseconds of the host's clock.
+
+    Attributes:
+        index: Number of its batch in its pass.
+        begin_ns: When the batch was asked for.
+        wait_ns: How long the device waited for it.
+        run_ns: How long the user's step took after that.
+        copy_ns: When the copy began, and when it and a transform ended; ``None`` without one.
+        pull_ns: When the source was asked and when it had answered.
+        stage_ns: When staging began and ended.
+        causes: For each of ``CAUSES`` what it had of the step.
+        num_bytes: Staged bytes.
+    """
+
+    index: int
+    begin_ns: int
+    wait_ns: int
+    run_ns: int
+    copy_ns: tuple[int, int] | None
+    pull_ns: tuple[int, int]
+    stage_ns: tuple[int, int]
+    causes: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Where the time of a loop's steps went in one pass; see ``Feed.stats``.
+
+    Attributes:
+        num_batches: Batches handed out.
+        num_measured: Steps that were measured, of long passes the last 1,024; not the first, which waits for warm-up,
+            nor one-off ones.
+        step_s: Median length of a step.
+        shares: For each cause its share of the time: ``source`` and ``stage`` (waiting for the source, for staging),
+            ``copy`` (waiting for a copy, not hidden behind computing), ``compute``, ``host`` (the device had run dry).
+            They sum to 1; empty before anything was measured.
+        copy_s: Median length of a copy; 0 without one.
+        hidden: Share of the copies' time that was hidden; ``None`` without a copy.
+        source_s: Median time that the source took for a batch, hidden or not.
+        stage_s: Median time that staging took, hidden or not.
+        one_off_s: Time of steps that took much longer than usual: compilation, as a rule.
+        batch_bytes: Mean size of a staged batch.
+        num_kept: Pieces of memory that the user has kept beyond the next batch, so that new ones had to be taken.
+        has_worker: Whether batches are made in a thread of the feed's.
+        in_step: Which generators the source draws from, so that it is not read ahead; empty if it is.
+        is_staged: Whether batches go to a device. On the CPU ``stage`` is the time of ``transform=`` and ``cast=``.
+        recent: The same of the last 64 measured steps; ``None`` in itself and in past passes.
+        epochs: The same of the passes before, the latest last, up to 16.
+    """
+
+    num_batches: int = 0
+    num_measured: int = 0
+    step_s: float = 0.0
+    shares: dict[str, float] = field(default_factory=dict)
+    copy_s: float = 0.0
+    hidden: float | None = None
+    source_s: float = 0.0
+    stage_s: float = 0.0
+    one_off_s: float = 0.0
+    batch_bytes: float = 0.0
+    num_kept: int = 0
+    has_worker: bool = True
+    in_step: str = ""
+    is_staged: bool = False
+    recent: Stats | None = None
+    epochs: tuple[Stats, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """What limits the loop, and what would help, in a sentence or two."""
+        if not self.shares:
+            return "Too few batches to tell where the time goes."
+        cause = max((name for name in CAUSES if name != "compute"), key=lambda name: self.shares[name])
+        share = self.shares[cause]
+        if share < 0.05:
+            return f"The device computes {_percent(self.shares['compute'])} of the time: the feed keeps up with it."
+        if cause == "source" and self.in_step:
+            cause = "in step"
+        if cause == "stage" and not self.is_staged:
+            cause = "transform"
+        return _VERDICTS[cause].format(
+            share=_percent(share),
+            source=_ms(self.source_s),
+            stage=_ms(self.stage_s),
+            copy=_ms(self.copy_s),
+            generators=self.in_step,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return asdict(self) | {"verdict": self.verdict}
+
+    def __str__(self) -> str:
+        lines = [f"{self.num_batches} batches, {self.num_measured} steps measured, {_ms(self.step_s)} each (median)"]
+        meanings = _MEANINGS if self.is_staged else _MEANINGS | {"stage": "waiting for transform= or cast="}
+        shown = f"  last {self.recent.num_measured} steps" if self.recent is not None and self.recent.shares else ""
+        lines += [f"{'':11}{'pass':>7}{shown}"] if shown else []
+        for name in CAUSES if self.shares else ():
+            recent = f"{self.recent.shares[name]:14.1%}" if shown and self.recent is not None else ""
+            lines.append(f"  {name:8} {self.shares[name]:7.1%}{recent}  {meanings[name]}")
+        if self.one_off_s:
+            lines.append(
+                f"  {self.one_off_s:.3g} s more in steps that took much longer than usual: compilation, as a rule"
+            )
+        if self.hidden is not None:
+            rate = self.batch_bytes / self.copy_s / 1e9 if self.copy_s else 0.0
+            lines.append(f"  copies: {_ms(self.copy_s)} each, {rate:.1f} GB/s, {self.hidden:.0%} of their time hidden")
+        if self.num_kept:
+            lines.append(f"  {self.num_kept} pieces of memory were kept by the loop and replaced")
+        return "\n".join([*lines, self.verdict])
+
+
+_MEANINGS = {
+    "source": "waiting for the source",
+    "stage": "waiting for staging in pinned memory",
+    "copy": "waiting for the copy",
+    "compute": "computing, or with work queued",
+    "host": "run dry: the host launched too slowly",
+}
+
+_VERDICTS = {
+    "source": "{share} of the time the loop waits for your DataLoader or other source, which takes {source} per batch: "
+    "give it more workers, or let it do less.",
+    "in step": "{share} of the time the loop waits for the source, which takes {source} per batch and draws from the "
+    "generator of {generators}, so that it is not read ahead: give the DataLoader workers, or generators of its own.",
+    "stage": "{share} of the time the loop waits for staging, which takes {stage} per batch: let the source yield "
+    "contiguous tensors, or smaller dtypes and cast them on the device (cast=).",
+    "transform": "{share} of the time the loop waits for transform= or cast=, which take {stage} per batch on the CPU: "
+    "let them do less, or let the workers of a DataLoader do it.",
+    "copy": "{share} of the time the loop waits for the copy, which takes {copy} per batch: send smaller dtypes and "
+    "cast them on the device (cast=), or do more with each batch.",
+    "host": "{share} of the time belongs to steps at whose end the device had run dry: the host launches kernels, or "
+    "runs Python, more slowly than the device computes. Capture the step (ms.step), and read results by ms.fetch "
+    "instead of .item().",
+}
+
+
+def summarize(steps: Sequence[StepTimes], **facts: Any) -> Stats:
+    """The figures of some steps.
+
+    Args:
+        steps: Measured ones of one pass.
+        facts: Other fields of ``Stats``.
+    """
+    # One must wait for the warm-up.
+    steps = [step for step in steps if step.index]
+    if not steps:
+        return Stats(**facts)
+    usual_ns = median(step.run_ns for step in steps)
+    limit_ns = max(ONE_OFF_NS, ONE_OFF_FACTOR * usual_ns)
+    one_off_ns = sum(step.run_ns for step in steps if step.run_ns > limit_ns)
+    steps = [step for step in steps if step.run_ns <= limit_ns]
+    sums = [sum(each) for each in zip(*(step.causes for step in steps), strict=True)]
+    total = sum(sums)
+    copies = [step.copy_ns[1] - step.copy_ns[0] for step in steps if step.copy_ns is not None]
+    exposed_ns = sums[CAUSES.index("copy")]
+    return Stats(
+        num_measured=len(steps),
+        step_s=median(step.wait_ns + step.run_ns for step in steps) / 1e9,
+        shares={cause: spent / total for cause, spent in zip(CAUSES, sums, strict=True)} if total else {},
+        copy_s=median(copies) / 1e9 if copies else 0.0,
+        hidden=1 - exposed_ns / sum(copies) if sum(copies) else None,
+        source_s=median(step.pull_ns[1] - step.pull_ns[0] for step in steps) / 1e9,
+        stage_s=median(step.stage_ns[1] - step.stage_ns[0] for step in steps) / 1e9,
+        one_off_s=one_off_ns / 1e9,
+        batch_bytes=sum(step.num_bytes for step in steps) / len(steps),
+        **facts,
+    )
+
+
+def make_timeline(steps: Sequence[StepTimes]) -> Timeline:
+    """Steps as spans: stream 0 is the source, 1 staging, 2 the copies, 3 the steps."""
+    found: list[tuple[str, int, int, int]] = []  # name, stream, begin, end
+    for step in steps:
+        get_ns = step.begin_ns + step.wait_ns
+        for stream, span in enumerate((step.pull_ns, step.stage_ns, step.copy_ns, (get_ns, get_ns + step.run_ns))):
+            if span is not None:
+                found.append((f"{LANES[stream]} {step.index}", stream, *span))
+    start = min((begin for _, _, begin, _ in found), default=0)
+    found.sort(key=lambda span: (span[2], span[1]))
+    spans = tuple(Span(name, stream, begin - start, end - start) for name, stream, begin, end in found)
+    return Timeline(spans, len(LANES), max((span.end_ns for span in spans), default=0))
+
+
+def draw_lanes(timeline: Timeline, width: int = 100) -> str:
+    """Draw a feed's timeline as text: a line per lane, each batch by the last digit of its number."""
+    lines = []
+    for stream, lane in enumerate(LANES):
+        line = [" "] * width
+        for span in timeline.spans:
+            if span.stream == stream and timeline.end_ns:
+                first = span.start_ns * (width - 1) // timeline.end_ns
+                last = max(first + 1, span.end_ns * (width - 1) // timeline.end_ns)
+                line[first:last] = span.name[-1] * (last - first)
+        lines.append(f"{lane:7}|{''.join(line)}|")
+    lines.append(f"{'':8}0{timeline.end_ns / 1e6:>{width - 4}.2f} ms")
+    return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,1 @@
+"""The ways of a batch to a device: to the CPU, to a GPU, to several."""

@@ -1,0 +1,55 @@
+"""The tensors of a batch over a buffer's memory, made in compiled code: see ``lending.cpp``.
+
+Where there is no compiler, PyTorch's own ways make them, each in several steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millstream._torch.tensors import place_of_implementation
+from millstream.data.transfer.layout import Layout
+from millstream.device.native import as_builtin, load, torch_options
+
+_SOURCE = Path(__file__).with_name("lending.cpp")
+
+Lend = Callable[[object, list[Any]], None]
+"""Given an owner of a segment's memory, puts the leaves in it among those of a batch. They keep the owner."""
+
+
+def prepare_lending(layout: Layout, memories: Sequence[Tensor]) -> Sequence[Lend]:
+    """What lends each segment of a layout; empty where there is no compiled code. It keeps no memory alive.
+
+    Args:
+        layout: Of the batches.
+        memories: Of the segments.
+    """
+    functions, place = compiled(), place_of_implementation()
+    if functions is None or place is None:
+        return ()
+    prepare, lend = functions
+    leaves: list[list[tuple[Any, ...]]] = [[] for _ in memories]
+    ends = [0] * len(memories)
+    for i, (typed, size, stride, first) in enumerate(layout.views):
+        segment, dtype = layout.typed[typed]
+        leaves[segment].append((i, torch.empty(0, dtype=dtype, device="cpu"), tuple(size), tuple(stride), first))
+        ends[segment] = max(ends[segment], layout.position[i][1] + layout.specs[i].num_bytes)
+    return [
+        functools.partial(lend, prepare(memory.data_ptr(), end, memory.get_device(), place, those))
+        for memory, end, those in zip(memories, ends, leaves, strict=True)
+    ]
+
+
+@functools.cache
+def compiled() -> tuple[Callable[..., Any], Callable[..., None]] | None:
+    """The compiled code; ``None`` where it cannot be had."""
+    library = load(_SOURCE, *torch_options(), "-ltorch_python")
+    if library is None:
+        return None
+    return as_builtin(library, "millstream_prepare"), as_builtin(library, "millstream_lend")

@@ -1,0 +1,117 @@
+"""The way to several devices at once: a transfer for each, batch by batch in step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from millstream.data.profiler import StreamMarker
+from millstream.data.transfer.base import PendingBatch, Transfer
+
+
+class _Parts(PendingBatch):
+    """The parts of a batch, one per device; the times of the first stand for all."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+        self.sent = 0  # so many of them
+        self.num_bytes = sum(part.num_bytes for part in parts)
+
+    @property
+    def keeps_source(self) -> bool:
+        """Whether some part does."""
+        return any(part.keeps_source for part in self.parts)
+
+
+class MultiDeviceTransfer(Transfer):
+    """Several transfers as one.
+
+    Args:
+        transfers: One per device, in the user's order.
+        share: Makes the parts of a batch, at most one per device.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], share: Callable[[Any], Sequence[Any]]) -> None:
+        self._transfers = transfers
+        self._share = share
+
+    @property
+    def buffer(self) -> int | None:  # type: ignore[override]
+        """That of the first device; the others go round in step with it."""
+        return self._transfers[0].buffer
+
+    @property
+    def num_kept(self) -> int:  # type: ignore[override]
+        """On all devices."""
+        return sum(transfer.num_kept for transfer in self._transfers)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether all are."""
+        return all(transfer.is_usable for transfer in self._transfers)
+
+    def in_thread(self) -> AbstractContextManager[Any]:
+        """As the first transfer has it."""
+        return self._transfers[0].in_thread()
+
+    def spare_captures(self) -> AbstractContextManager[Any]:
+        """As the first transfer has it, which is for all devices."""
+        return self._transfers[0].spare_captures()
+
+    def begin_pass(self, stopped: threading.Event, on_free: Callable[[], object]) -> None:
+        """On all devices."""
+        for transfer in self._transfers:
+            transfer.begin_pass(stopped, on_free)
+
+    def end_pass(self) -> None:
+        """On all devices."""
+        for transfer in self._transfers:
+            transfer.end_pass()
+
+    def prepare(self, batch: Any) -> _Parts:
+        """Cut the batch into parts."""
+        parts = [transfer.prepare(part) for transfer, part in zip(self._transfers, self._share(batch), strict=False)]
+        return _Parts(parts)
+
+    def stage(self, pending: _Parts) -> bool:
+        """Stage all parts."""
+        return all(transfer.stage(part) for transfer, part in zip(self._transfers, pending.parts, strict=False))
+
+    def send(self, pending: _Parts, *, measured: bool) -> bool | None:
+        """Send the parts that are not yet sent."""
+        for transfer, part in [*zip(self._transfers, pending.parts, strict=False)][pending.sent :]:
+            if not (is_sent := transfer.send(part, measured=measured)):
+                return is_sent
+            pending.sent += 1
+        pending.copy, pending.staged_ns = pending.parts[0].copy, max(part.staged_ns for part in pending.parts)
+        return True
+
+    def finish(self, pending: _Parts) -> None:
+        """Be done with all parts."""
+        for transfer, part in zip(self._transfers, pending.parts, strict=False):
+            transfer.finish(part)
+
+    def end_sending(self) -> None:
+        """Everything was sent."""
+        for transfer in self._transfers:
+            transfer.end_sending()
+
+    def ask(self) -> None:
+        """About to ask for the next batch."""
+        for transfer in self._transfers:
+            transfer.ask()
+
+    def deliver(self, pending: _Parts) -> tuple[Any, ...]:
+        """A tuple with one part per device."""
+        return tuple(transfer.deliver(part) for transfer, part in zip(self._transfers, pending.parts, strict=False))
+
+    def mark(self) -> StreamMarker | None:
+        """Where the first device stands."""
+        return self._transfers[0].mark()
+
+    def close(self) -> None:
+        """Give everything back."""
+        for transfer in self._transfers:
+            transfer.close()

@@ -1,0 +1,522 @@
+"""One pass over a source, and the thread that carries it out.
+
+| moment | the consumer's thread | the feed's thread |
+|---|---|---|
+| begin | waits | makes the source's iterator |
+| running | asks, hands out | pulls, stages, starts copies, as the pipeline says |
+| the source ends or fails | gets what came before, then the end or the error | leaves the source |
+| the loop is left | says so, and waits if that takes no time | leaves the source when that returns |
+
+The pipeline is the feed's thread's alone; the consumer sends it messages, and gets batches through a queue. A feed has
+one thread for its life: what a source opens in one pass it may use in the next. Starting a copy takes no time, and more
+threads would only take the interpreter's lock from each other. Without a worker (``prefetch=False``) the consumer
+carries out the same instructions itself.
+
+After Ctrl-C in ``next`` the pass is over, and the position is that of the batch handed out last. A loader that is an
+iterator itself goes on in the next pass with what was pulled from it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from millstream._torch.thread_modes import NEW_THREAD, ThreadModes, read_modes
+from millstream.data.generators import Snapshot
+from millstream.data.leaving import clear_exit, raise_exit
+from millstream.data.pipeline import Do, Message, Pipeline
+from millstream.data.profiler import BatchTimes, Profiler
+from millstream.data.shaping import set_num_valid
+from millstream.data.source import BatchInfo, DrawWatch, RefillWatch, Source, copy_batch
+from millstream.data.transfer.base import PendingBatch, Transfer
+from millstream.errors import FeedError, never_the_end, skip_frames
+
+JOIN_S, LEAVE_S = 5.0, 0.1
+"""How long who leaves waits for the feed's thread, and how long where that is inside the source, which may not return.
+Then the thread ends the pass by itself when the source does."""
+
+Prepare = Callable[[Any], tuple[Any, BatchInfo] | None]
+"""Given a batch as the source made it: the batch to deliver and what travels with it; ``None`` to leave it out."""
+
+_num_forks = 0  # behind this process: asking for its number takes a system call
+
+
+def _count_fork() -> None:
+    global _num_forks  # noqa: PLW0603
+    _num_forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
+class Worker:
+    """A thread that does one job after another, from the first until ``end``."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.num_forks = _num_forks
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Have a job done.
+
+        Raises:
+            RuntimeError: The system refuses the thread.
+        """
+        if self._thread is None:
+            # A daemon: the interpreter waits for other threads *before* it runs the functions registered for its end,
+            # among them the one that ends this.
+            thread = threading.Thread(target=_do_jobs, args=(self._jobs,), name="millstream-feed", daemon=True)
+            thread.start()
+            self._thread = thread
+        self._jobs.put(job)
+
+    def is_current(self) -> bool:
+        """Whether this is called in the thread."""
+        return threading.current_thread() is self._thread
+
+    def is_usable(self) -> bool:
+        """Whether it is of this process."""
+        return self.num_forks == _num_forks
+
+    def end(self, *, waits: bool) -> None:
+        """Have the thread end after what it was given, and wait for that if it takes no time."""
+        self._jobs.put(None)
+        if waits and self._thread is not None and not self.is_current() and self.is_usable():
+            self._thread.join(JOIN_S)
+
+
+def _do_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # which would be kept alive while this waits for the next
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """A batch on its way.
+
+    Attributes:
+        pending: What the transfer knows about it; ``None`` when it was handed out.
+        info: What travels with it.
+        times: What the profiler wants to know of it, if its step is measured.
+        batch: What the user gets, when all else is ready.
+    """
+
+    pending: PendingBatch | None
+    info: BatchInfo
+    times: BatchTimes | None
+    batch: Any = None
+
+
+class Run:
+    """One pass; see the top of this file.
+
+    Args:
+        source: What is asked.
+        transfer: The way to the device.
+        pipeline: Says what to do next.
+        worker: The thread that does it; ``None`` for the consumer's.
+        profiler: Measures from outside how long it takes.
+        prepare: Called with each batch, right after it was pulled.
+        draws: Notices a source that draws random numbers.
+        refills: Notices one that refills its buffers, where batches are not copied anyway.
+        tell: Called with what the user should be told about draws, and the batch's number.
+        parts: How many parts a batch has, one per device.
+    """
+
+    def __init__(  # noqa: PLR0913 - all that a pass is made of
+        self,
+        source: Source,
+        transfer: Transfer,
+        pipeline: Pipeline,
+        *,
+        worker: Worker | None,
+        profiler: Profiler,
+        prepare: Prepare,
+        draws: DrawWatch,
+        refills: RefillWatch | None,
+        tell: Callable[[str, int], None],
+        parts: int = 1,
+    ) -> None:
+        self._source, self._transfer, self._pipeline = source, transfer, pipeline
+        self._worker, self._profiler, self._prepare = worker, profiler, prepare
+        self._draws, self._refills, self._tell, self._parts = draws, refills, tell, parts
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # ``None``: no more will come
+        self._begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._modes = NEW_THREAD  # the loop's, when it asked last
+        self._thread_modes = ThreadModes()
+        self._context = contextvars.copy_context()
+        self._pulled: Item | None = None
+        self._staged: Item | None = None
+        self._next: Item | None = None  # there, and not handed out when it was asked for last; the consumer's
+        self._num_pulled = 0
+        self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None  # of that error, as it was when it arose
+        self._stopped = threading.Event()
+        self._over = threading.Event()  # nobody will ask the source any more
+        self._to_end = [True]  # popping is atomic: of the consumer and the worker, who comes last ends the pass
+        self._inside_lock = threading.Lock()
+        self._inside = 0  # the thread that is inside the source
+        self._has_asked = False  # for a batch that has not come
+        self.num_forks = _num_forks
+        self.has_ended = False  # the consumer has got everything, and there was no error
+        self.is_left = False  # nothing more will be handed out
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody is inside the source."""
+        return self._over.is_set()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether it began in a process that has forked this one."""
+        return self.num_forks != _num_forks
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a pass that is left goes on in the next: what an iterator has given comes only once."""
+        return self._source.is_own_iterator and not (self.is_left or self._stopped.is_set() or self.is_inherited)
+
+    def begin(self, *, in_caller: bool) -> None:
+        """Make the source's iterator, and start.
+
+        Args:
+            in_caller: Whether in this thread, although another one will ask it.
+
+        Raises:
+            BaseException: What ``iter`` raised.
+        """
+        self._modes = read_modes()
+        self._draws.begin_pass()
+        self._pipeline.stay_in_step(self._draws.in_step)
+        if self._refills is not None:
+            self._refills.begin_pass()
+        self.join_stream()
+        is_submitted, error = False, None
+        try:
+            if in_caller or self._worker is None:
+                self._source.begin()
+            if self._worker is not None:
+                self._worker.submit(partial(self._work, begins=not in_caller))
+                is_submitted = True
+                if not in_caller and (error := self._begun.get()) is not None:
+                    raise error
+        except BaseException:
+            if not is_submitted:
+                self._leave_source()
+            self.leave()
+            raise
+        finally:
+            del self, error  # an error's traceback must not lead back to the error
+
+    def join_stream(self) -> None:
+        """The consumer's present stream is the pass's."""
+        self._transfer.begin_pass(self._stopped, partial(self._inbox.put, Message.FREED))
+
+    # --- carrying out instructions -----------------------------------------------------------------------------------
+
+    def _work(self, *, begins: bool) -> None:
+        try:
+            with self._transfer.in_thread():  # first of all: a new thread starts on device 0
+                self._thread_modes.put(self._modes, anew=True)
+                if begins and not self._begin_source():
+                    return
+                self._context.run(self._carry_out)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the consumer
+            self._fail(error)
+        finally:
+            with self._inside_lock:
+                self._inside = 0
+                clear_exit(threading.get_ident())
+            self._context.run(self._leave_source)
+            self._thread_modes.put(NEW_THREAD)
+            self._ready.put(None)
+            self._end()
+            del self  # the frames of an error's traceback lead back to this one
+
+    def _begin_source(self) -> bool:
+        self._inside = threading.get_ident()
+        error = None
+        try:
+            self._context.run(self._source.begin)
+        except BaseException as caught:  # noqa: BLE001 - it is raised where the pass begins
+            error = caught.with_traceback(skip_frames(caught.__traceback__, _OWN))
+        with self._inside_lock:
+            self._inside = 0
+        self._begun.put(error)
+        return error is None
+
+    def _carry_out(self) -> None:
+        """Do what the pipeline says; without a worker, until there is something to hand out."""
+        pipeline, inbox, is_inline = self._pipeline, self._inbox, self._worker is None
+        messages: list[Message] = []
+        while True:
+            while not inbox.empty():
+                messages.append(inbox.get())
+            for do in pipeline.next(messages):
+                if do is Do.WAIT:
+                    if is_inline and pipeline.sent >= pipeline.asked:
+                        return
+                    messages = [inbox.get()]
+                    break
+                if do is Do.END:
+                    if is_inline:
+                        self._ready.put(None)
+                    return
+                try:
+                    if not self._carry_out_one(do):
+                        break
+                except BaseException as error:
+                    self._fail(error)
+                    pipeline.end(do)
+                    if not isinstance(error, Exception) and is_inline:
+                        raise
+                    break
+            else:
+                messages = []
+                continue
+            if do is not Do.WAIT:
+                messages = []
+
+    def _carry_out_one(self, do: Do) -> bool:
+        """Whether it was done, so that the next one may be."""
+        if do is Do.PULL:
+            return self._pull()
+        if do is Do.STAGE:
+            item, self._pulled = self._pulled, None
+            assert item is not None
+            self._staged = item
+            if (times := item.times) is not None:
+                times.stage_begins()
+            return self._transfer.stage(item.pending)
+        item = self._staged
+        assert item is not None
+        assert item.pending is not None
+        is_sent = self._transfer.send(item.pending, measured=item.times is not None)
+        if is_sent is None:
+            self._pipeline.no_room(keeps_source=item.pending.keeps_source)
+            return False
+        if is_sent:
+            if item.times is not None:
+                item.times.was_sent(item.pending)
+                self._profiler.read()  # what the device has finished since
+            self._staged = None
+            self._ready.put(item)
+        return is_sent
+
+    def _pull(self) -> bool:
+        if self._worker is not None and self._modes is not self._thread_modes.present:
+            self._thread_modes.put(self._modes)
+        number = self._num_pulled
+        times = self._profiler.watch(number) if number >= self._profiler.next_due else None
+        batch, info = None, None
+        while info is None:
+            batch = self._ask_source(number)
+            if batch is _END:
+                self._pipeline.end(Do.PULL)
+                self._transfer.end_sending()
+                return False
+            prepared = self._prepare(batch)
+            if prepared is not None:
+                batch, info = prepared
+        if self._refills is not None:
+            batch = self._keep_apart(batch)
+        pending = self._transfer.prepare(batch)
+        self._pipeline.pulled_bytes(pending.num_bytes)
+        if times is not None:
+            times.was_pulled(pending.num_bytes)
+        self._num_pulled += 1
+        self._pulled = Item(pending, info, times)
+        return True
+
+    def _ask_source(self, number: int) -> Any:
+        looks = self._draws.is_due(number)
+        before = Snapshot.take() if looks else None
+        pipeline = self._pipeline
+        waited = self._worker is None or pipeline.asked > pipeline.sent
+        self._inside = threading.get_ident()
+        try:
+            batch = self._source.pull()
+        except StopIteration:
+            return _END
+        finally:
+            with self._inside_lock:
+                self._inside = 0
+        if before is not None:
+            found = self._draws.look(number, before.moved(Snapshot.take()), waited=waited)
+            pipeline.stay_in_step(self._draws.wants_step)
+            if found is not None:
+                self._tell(self._draws.name, found)
+        return batch
+
+    def _keep_apart(self, batch: Any) -> Any:
+        """A batch on the CPU that the source's next pull does not overwrite."""
+        refills = self._refills
+        assert refills is not None
+        if refills.refills:
+            pipeline = self._pipeline
+            pipeline.stay_in_step(self._draws.wants_step)
+            return batch if pipeline.is_in_step else copy_batch(batch)
+        if refills.look(batch):
+            self._pipeline.stay_in_step()  # until the loop is done with all that was not copied
+        return batch
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._traceback = skip_frames(error.__traceback__, _OWN)
+            self._error = never_the_end(error)
+
+    # --- the consumer's side -----------------------------------------------------------------------------------------
+
+    def next_item(self) -> Item:
+        """Prepare the next batch to be handed out; it stays the next until the caller takes away its ``pending``.
+
+        Raises:
+            StopIteration: The pass is over.
+            FeedError: It began in another process.
+            BaseException: What the source raised, with the source's traceback, once.
+        """
+        if self.num_forks != _num_forks:
+            raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
+        transfer, profiler = self._transfer, self._profiler
+        transfer.ask()
+        asked_ns = time.perf_counter_ns()
+        item = self._next
+        try:
+            if item is None or item.pending is None:
+                self._next = item = self._receive(asked_ns)
+            try:
+                item.batch = transfer.deliver(item.pending)
+            except StopIteration as error:
+                raise never_the_end(error) from error
+            if item.info.num_valid is not None:
+                set_num_valid(item.batch, item.info.num_valid, self._parts)
+            profiler.get(item, transfer.mark)
+            return item
+        except BaseException as error:
+            # Memory that is short may be there when this batch, which is still the next, is asked for again.
+            if item is None or not isinstance(error, torch.OutOfMemoryError):
+                self.leave(forever=isinstance(error, Exception))
+            raise
+        finally:
+            del self, item  # an error's traceback must not lead back to the error
+
+    def _receive(self, asked_ns: int) -> Item:
+        ready, item, error, traceback = self._ready, None, None, None
+        try:
+            self._modes = read_modes()
+            if not self._has_asked:
+                self._has_asked = True
+                self._inbox.put(Message.ASKED)
+            is_there = not ready.empty()
+            if is_there:
+                item = ready.get()
+            self._profiler.ask(self._transfer.mark, asked_ns, due=self._is_due(item))
+            if self._worker is None:
+                with self._transfer.spare_captures():
+                    self._carry_out()
+            if not is_there:
+                item = ready.get()
+            if item is not None:
+                self._has_asked = False
+                return item
+            error, traceback, self._error, self._traceback = self._error, self._traceback, None, None
+            self.has_ended = error is None and not self._stopped.is_set()
+            if error is None:
+                raise StopIteration
+            raise error.with_traceback(traceback)
+        finally:
+            del self, item, error, traceback
+
+    def _is_due(self, item: Item | None) -> bool:
+        """Whether the step of the batch that comes next may be measured."""
+        if item is None and self._worker is None:
+            item = self._staged or self._pulled
+            if item is None:
+                return self._num_pulled >= self._profiler.next_due
+        return item is None or item.times is not None
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def leave(self, *, forever: bool = True) -> None:
+        """The consumer has left: end the pass, and wait for the feed's thread if that takes no time. Once is enough.
+
+        Args:
+            forever: Whether what an iterator has given is not wanted any more either.
+        """
+        if not forever and self.goes_on:
+            return
+        self.is_left = True
+        if self.is_inherited:
+            return  # in a forked child there are no threads, and locks may be held for ever
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._inbox.put(Message.CLOSED)
+            self._ready.put(None)  # another thread may be waiting for a batch
+            if self._worker is None:
+                if not self._inside:  # else this is called in the source, and whoever asks that goes on
+                    self._leave_source()
+            elif not self._worker.is_current():  # as it is where the source does this, or a garbage collection
+                self._wait()
+        self._end()
+
+    def _wait(self) -> None:
+        end_s = time.monotonic() + JOIN_S
+        while not self._over.wait(LEAVE_S if self._inside else 0.01) and time.monotonic() < end_s:
+            with self._inside_lock:
+                if self._inside:
+                    raise_exit(self._inside)
+                    return
+
+    def wait(self) -> None:
+        """Block until nobody is inside the source, however long it takes. Leave before."""
+        self._over.wait()
+
+    def _leave_source(self) -> None:
+        """Forget the iterator: a DataLoader ends its worker processes when that dies. Whoever asks the source."""
+        for item in (self._pulled, self._staged):
+            if item is not None and item.pending is not None:
+                self._transfer.finish(item.pending)
+        self._pulled = self._staged = None
+        self._source.close()
+        self._over.set()
+
+    def _end(self) -> None:
+        """Drop what was not handed out, once the consumer has left and nobody is inside the source; once."""
+        if not (self._stopped.is_set() and self._over.is_set()):
+            return
+        try:
+            self._to_end.pop()
+        except IndexError:
+            return
+        with suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
+        self._ready.put(None)  # the same
+        self._next = None
+        self._profiler.close()
+        self._transfer.end_pass()
+
+
+_END = object()
+_OWN = {
+    each.__code__
+    for each in (
+        Run._work, Run._begin_source, Run._carry_out, Run._carry_out_one, Run._pull, Run._ask_source, Source.pull,
+        Source.begin,
+    )
+}  # fmt: skip

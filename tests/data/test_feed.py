@@ -1,0 +1,664 @@
+"""The feed as its users see it, on the CPU and on a virtual device."""
+
+import contextlib
+import gc
+import os
+import threading
+import traceback
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from millstream.data import feed
+from millstream.device import Place, context
+from millstream.errors import ArgumentError, DeviceError, FeedError
+from tests.data.conftest import WITH_WORKER, feed_threads, is_idle
+from tests.data.test_tree import Frozen, Opaque, same, trees
+from tests.processes import run_python
+
+DEPTHS = [1, 2, 5]
+
+
+def numbers(n):
+    return [torch.tensor([float(i)]) for i in range(n)]
+
+
+def workers():
+    return sum(thread.name == "millstream-feed" for thread in feed_threads())
+
+
+def values(batches):
+    return [batch.item() for batch in batches]
+
+
+class Failing(Dataset):
+    def __init__(self, bad):
+        self.bad = bad
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        if i == self.bad:
+            raise LookupError(f"record {i} is broken")
+        return torch.tensor(float(i))
+
+
+# --- values, order, counts
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("offset", [None, -1, 0, 1, 2, 20])
+def test_every_batch_arrives_once_and_in_order(make_feed, depth, offset):
+    count = 0 if offset is None else depth + offset
+    fed = make_feed(numbers(count), depth)
+    assert values(fed) == list(range(count))
+    assert len(fed) == count
+
+
+@given(st.lists(trees(), max_size=5))
+def test_nested_batches_arrive_equal_on_the_cpu(batches):
+    got = list(feed(batches, "cpu"))
+    assert all(a is b for a, b in zip(got, batches, strict=True))  # no copy: the loader's own objects
+
+
+def test_nested_batches_arrive_equal_on_a_device(virtual_feed):
+    @given(st.lists(trees(), max_size=6), st.sampled_from(["eager", "random"]), st.integers(0, 99))
+    def check(batches, mood, seed):
+        fed, device = virtual_feed(batches, 2, mood, seed)
+        got = list(fed)
+        device.synchronize()
+        assert all(same(a, b) for a, b in zip(got, batches, strict=True))
+
+    check()
+
+
+def test_plain_values_stay_and_unknown_ones_are_named(make_feed):
+    passing = iter(make_feed([{"x": torch.zeros(2), "s": "name"}, 7, None, {"o": [Opaque(torch.ones(1))]}]))
+    assert next(passing)["s"] == "name"
+    assert [next(passing), next(passing)] == [7, None]
+    with pytest.raises(FeedError, match=r"batch\['o'\]\[0\] is a .*Opaque"):
+        next(passing)
+
+
+def test_all_kinds_of_iterables(make_feed):
+    class Indexed:
+        def __getitem__(self, i):
+            if i == 3:
+                raise IndexError
+            return torch.tensor([float(i)])
+
+    assert values(make_feed(Indexed())) == [0, 1, 2]
+    assert values(make_feed(tuple(numbers(3)))) == [0, 1, 2]
+    once = make_feed(iter(numbers(3)))
+    assert values(once) == [0, 1, 2]
+    assert values(once) == []  # an iterator ends once and for all
+    with pytest.raises(TypeError):
+        len(once)
+
+
+def test_a_data_loader_epoch_by_epoch(make_feed):
+    data = TensorDataset(torch.arange(10.0), torch.arange(10) % 3)
+    loader = DataLoader(data, batch_size=4)
+    fed = make_feed(loader)
+    for _ in range(3):
+        got = list(fed)
+        assert [len(x) for x, _ in got] == [4, 4, 2]
+        assert torch.equal(torch.cat([x for x, _ in got]), torch.arange(10.0))
+        assert torch.equal(torch.cat([y for _, y in got]), torch.arange(10) % 3)
+    assert len(fed) == 3
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_data_loader_with_worker_processes(make_feed, persistent):
+    data = TensorDataset(torch.arange(12.0))
+    loader = DataLoader(data, batch_size=3, num_workers=2, persistent_workers=persistent)
+    fed = make_feed(loader)
+    for _ in range(2):
+        assert torch.equal(torch.cat([x for (x,) in fed]), torch.arange(12.0))
+    for (x,) in fed:  # left early, then started again
+        assert torch.equal(x, torch.arange(3.0))
+        break
+    assert torch.equal(torch.cat([x for (x,) in fed]), torch.arange(12.0))
+
+
+def test_shuffling_repeats_with_the_seed_although_the_consumer_draws_too(make_feed):
+    def run():
+        torch.manual_seed(7)
+        loader = DataLoader(TensorDataset(torch.arange(40.0)), batch_size=4, shuffle=True)
+        order = []
+        for (x,) in make_feed(loader, 3):
+            torch.rand(100)
+            order += x.tolist()
+        return order, torch.rand(1).item()
+
+    first = run()
+    assert sorted(first[0]) == list(range(40))
+    assert all(run() == first for _ in range(5))
+
+
+def test_batches_that_are_kept_keep_their_values(make_feed):
+    kept = list(make_feed(numbers(50), 2))
+    assert values(kept) == list(range(50))
+
+
+def test_a_loader_that_writes_every_batch_into_the_same_tensor(virtual_feed):
+    def source():
+        buffer = torch.zeros(3)
+        for i in range(20):
+            buffer.fill_(i)
+            yield buffer
+
+    fed, device = virtual_feed(source(), 3, "lazy")
+    kept = list(fed)
+    device.synchronize()
+    assert [batch[0].item() for batch in kept] == list(range(20))
+
+
+# --- errors
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3, 7])
+def test_an_error_of_the_loader_comes_in_its_place_once_with_its_traceback(make_feed, bad):
+    passing = iter(make_feed(DataLoader(Failing(bad), batch_size=1)))
+    got = [next(passing).item() for _ in range(bad)]
+    assert got == list(range(bad))
+    with pytest.raises(LookupError, match=f"record {bad} is broken") as caught:
+        next(passing)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "__getitem__" in text
+    assert "in _carry_out" not in text
+    assert text.count("raise LookupError") == 1
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(passing)
+
+
+def test_an_error_in_a_worker_process_names_the_cause():
+    with pytest.raises(LookupError, match="record 5 is broken"):
+        list(feed(DataLoader(Failing(5), num_workers=1), "cpu"))
+
+
+def test_a_generator_that_fails(make_feed):
+    def source():
+        yield torch.tensor([1.0])
+        raise ZeroDivisionError("source")
+
+    fed = make_feed(source())
+    got = []
+    with pytest.raises(ZeroDivisionError, match="source"):
+        got.extend(batch.item() for batch in fed)
+    assert got == [1.0]
+
+
+def test_an_error_of_iter_is_raised_at_once(make_feed):
+    class Broken:
+        def __iter__(self):
+            raise OSError("no such file")
+
+    with pytest.raises(OSError, match="no such file"):
+        iter(make_feed(Broken()))
+
+
+def test_an_error_frees_the_callers_variables_without_a_collection(make_feed):
+    class Big:
+        pass
+
+    fed = make_feed(DataLoader(Failing(1)))
+
+    def train():
+        big = Big()
+        gone.append(weakref.ref(big))
+        for _ in fed:
+            pass
+
+    gone = []
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(LookupError):
+            train()
+        assert gone[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("device", ["cpu", "virtual"])
+def test_a_tensor_on_a_third_device_is_named(device, virtual_feed):
+    batches = [torch.ones(1), {"x": [1, Frozen(torch.ones(2, 3, device="meta"))]}]
+    fed = feed(batches, "cpu") if device == "cpu" else virtual_feed(batches)[0]
+    passing = iter(fed)
+    next(passing)
+    with pytest.raises(FeedError, match=r"batch\['x'\]\[1\]\.value \(torch.float32, size \(2, 3\)\) lives on meta"):
+        next(passing)
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5, "2", None, True])
+def test_a_depth_that_is_none(depth):
+    with pytest.raises(ArgumentError, match="depth is"):
+        feed([], "cpu", depth)
+
+
+def test_a_loader_that_cannot_be_iterated():
+    with pytest.raises(ArgumentError, match="int, which cannot be iterated"):
+        feed(3, "cpu")
+
+
+def test_a_device_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(DeviceError, match="cuda:0"):
+        feed([], "cuda:0")
+
+
+# --- endings
+
+
+class Endless:
+    """Yields for ever, and knows whether its iterator is alive."""
+
+    def __init__(self):
+        self.alive = 0
+        self.threads = set()
+
+    def __iter__(self):
+        self.alive += 1
+        try:
+            i = 0
+            while True:
+                self.threads.add(threading.current_thread().name)
+                yield torch.tensor([float(i)])
+                i += 1
+        finally:
+            self.alive -= 1
+
+
+def test_leaving_a_loop_ends_the_source_at_once(make_feed):
+    source = Endless()
+    fed = make_feed(source, 3)
+    for batch in fed:
+        assert bool(feed_threads()) != make_feed.inline
+        if batch.item() == 4:
+            break
+    assert is_idle(fed)
+    assert source.alive == 0  # the source's iterator is gone too, and with it its worker processes
+    assert source.threads == {"MainThread" if make_feed.inline else "millstream-feed"}
+
+
+def test_an_exception_in_the_loop_ends_the_source(make_feed):
+    source = Endless()
+    fed = make_feed(source)
+
+    def train():
+        for _ in fed:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert source.alive == 0
+
+
+def test_a_hundred_early_ends(make_feed):
+    source = Endless()
+    fed = make_feed(source, 4)
+    for i in range(100):
+        for batch in fed:
+            if batch.item() == i % 5:
+                break
+        assert source.alive == 0
+    assert len(feed_threads()) == (not make_feed.inline)  # one for life
+
+
+def test_close_ends_a_loop_and_the_thread(make_feed):
+    got = []
+    with make_feed(Endless()) as fed:
+        for batch in fed:
+            got.append(batch.item())
+            if len(got) == 3:
+                fed.close()
+    assert got == [0, 1, 2]
+    fed.close()
+    assert feed_threads() == []
+    with pytest.raises(FeedError, match="closed"):
+        iter(fed)
+
+
+def test_an_exhausted_or_closed_pass_stays_so(make_feed):
+    fed = make_feed(numbers(2))
+    first = iter(fed)
+    assert values(first) == [0, 1]
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(first)
+    second = iter(fed)
+    fed.close()
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(second)
+
+
+def test_a_new_pass_ends_the_last_and_says_so(make_feed):
+    fed = make_feed(Endless())
+    first = iter(fed)
+    assert next(first).item() == 0
+    second = iter(fed)
+    assert workers() == (not make_feed.inline)
+    with pytest.raises(FeedError, match="iterated anew"):
+        next(first)
+    assert next(second).item() == 0
+
+
+def test_a_pass_whose_context_is_closed_does_not_end_as_if_it_were_complete():
+    passing = iter(feed(Endless(), "cpu"))
+    next(passing)
+    context("cpu").close()
+    assert feed_threads() == []
+    with pytest.raises(FeedError, match="context was closed"):
+        next(passing)
+
+
+def test_a_feed_that_was_never_iterated_or_never_asked(make_feed):
+    make_feed(numbers(3)).close()
+    passing = iter(make_feed(Endless()))
+    assert workers() == (not make_feed.inline)
+    del passing
+
+
+def test_a_pass_in_a_reference_cycle_is_ended_by_the_collector(make_feed):
+    source = Endless()
+    passing = iter(make_feed(source))
+    next(passing)
+    cycle = [passing]
+    cycle.append(cycle)
+    del passing, cycle
+    gc.collect()
+    assert source.alive == 0
+
+
+class Gate:
+    """Yields two batches; the second one when it is opened."""
+
+    def __init__(self):
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def __iter__(self):
+        yield torch.tensor([0.0])
+        self.entered.set()
+        self.open.wait()
+        yield torch.tensor([1.0])
+
+
+@WITH_WORKER
+def test_leaving_does_not_wait_for_a_source_that_does_not_return(make_feed):
+    gate = Gate()
+    fed = make_feed(gate)
+    passing = iter(fed)
+    assert next(passing).item() == 0
+    consumer = threading.Thread(target=lambda: [*passing])
+    consumer.start()
+    gate.entered.wait()
+    fed.close()
+    consumer.join(20)
+    assert not consumer.is_alive()
+    (thread,) = (each for each in feed_threads() if each.name == "millstream-feed")
+    gate.open.set()
+    thread.join(5)
+    assert feed_threads() == []
+
+
+@WITH_WORKER
+def test_a_new_pass_waits_until_the_last_has_left_the_source(make_feed):
+    opened = threading.Event()
+
+    class Slow:
+        entered, inside = threading.Event(), 0
+
+        def __iter__(self):
+            for i in range(4):
+                self.inside += 1
+                assert self.inside == 1
+                if i == 2 and not opened.is_set():
+                    self.entered.set()
+                    while not opened.is_set():  # not in a lock, from which it would be called away
+                        pass
+                self.inside -= 1
+                yield torch.tensor([float(i)])
+
+    source = Slow()
+    fed = make_feed(source)
+    passing = iter(fed)
+    next(passing), next(passing)  # the third is pulled ahead
+    source.entered.wait()
+    del passing
+    again = iter(fed)
+    timer = threading.Timer(0.05, opened.set)
+    timer.start()
+    assert values(again) == [0, 1, 2, 3]
+    assert opened.is_set()
+    timer.join()
+
+
+@WITH_WORKER
+def test_the_source_is_begun_and_asked_in_the_feeds_thread(make_feed):
+    class Where:
+        def __iter__(self):
+            self.begun = threading.current_thread()
+            return self
+
+        def __next__(self):
+            self.run = threading.current_thread()
+            raise StopIteration
+
+    source = Where()
+    assert list(make_feed(source)) == []
+    assert source.begun is source.run is not threading.current_thread()
+    assert source.run.daemon
+
+
+def test_no_more_is_pulled_ahead_than_promised(make_feed):
+    pulled = []
+
+    def source():
+        for i in range(100):
+            pulled.append(i)
+            yield torch.tensor([float(i)])
+
+    for depth in DEPTHS:
+        pulled.clear()
+        passing = iter(make_feed(source(), depth))
+        for i in range(10):
+            next(passing)
+            assert len(pulled) - (i + 1) <= depth + 1
+        del passing
+
+
+@WITH_WORKER
+def test_a_thread_that_cannot_be_started(make_feed, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        iter(make_feed(numbers(3)))
+
+
+def test_repr():
+    fed = feed([1], "cpu", 3)
+    assert repr(fed) == "<Feed of list to cpu, depth 3>"
+    fed.close()
+    assert repr(fed).endswith("depth 3, closed>")
+    assert fed.place == Place("cpu")
+
+
+# --- the end of the process
+
+
+BEGIN = """
+    import itertools, os, signal, sys, threading, torch
+    from millstream.data import feed
+    def source():
+        for i in itertools.count():
+            yield torch.tensor([float(i)])
+    passing = iter(feed(source(), "cpu"))
+    print(next(passing).item())
+"""
+
+
+def test_the_interpreter_ends_while_passes_are_open():
+    done = run_python(
+        BEGIN
+        + """
+    import gc
+    from torch.utils.data import DataLoader, TensorDataset
+    loader = DataLoader(TensorDataset(torch.arange(1000.0)), num_workers=1)
+    other = iter(feed(loader, "cpu"))
+    print(next(other)[0].item())
+    gc.disable()
+    keep = [passing]
+    keep.append(keep)  # dies, if at all, when the interpreter does
+    del passing
+    sys.exit(0)
+"""
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("0.0\n0.0\n", "", 0)
+
+
+def test_ctrl_c_while_waiting_for_a_batch():
+    done = run_python("""
+        import os, signal, threading, time, torch
+        from millstream.data import feed
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
+        release = threading.Event()
+        def source():
+            yield torch.tensor([0.0])
+            time.sleep(0.5)  # till the consumer waits: Python drops an interrupt that comes inside of a finalizer
+            os.kill(os.getpid(), signal.SIGINT)
+            release.wait()
+        try:
+            for batch in feed(source(), "cpu"):
+                pass
+        except KeyboardInterrupt:
+            release.set()
+            print("interrupted")
+    """)
+    assert done.stdout == "interrupted\n"
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_neither_hangs_nor_feeds_from_the_parents_pass():
+    done = run_python(
+        BEGIN
+        + """
+    import gc, warnings
+    from millstream.errors import FeedError
+    warnings.simplefilter("ignore", DeprecationWarning)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            next(passing)
+        except FeedError as error:
+            code = 7 if "forked" in str(error) else 2
+        del passing
+        gc.collect()
+        mine = iter(feed([torch.tensor([5.0])], "cpu"))
+        code = code if next(mine).item() == 5 else 3
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(next(passing).item())
+"""
+    )
+    assert (done.stdout, done.stderr) == ("0.0\n7\n1.0\n", "")
+
+
+@pytest.mark.parametrize("stop", ["break", "error", "close"])
+def test_a_hundred_ends_leave_nothing(make_feed, stop):
+    def train(fed):
+        for batch in fed:
+            if batch.item() == 1:
+                if stop == "break":
+                    break
+                if stop == "error":
+                    raise LookupError
+                fed.close()
+
+    for _ in range(100):
+        with contextlib.suppress(LookupError):
+            train(make_feed(Endless()))
+        assert feed_threads() == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signals")
+def test_a_worker_process_that_is_killed_is_reported_and_leaves_nothing():
+    # In a process of its own: PyTorch's signal handler raises wherever the main thread happens to be.
+    done = run_python("""
+        import gc, multiprocessing, os, signal, threading, time, torch
+        from torch.utils.data import DataLoader, Dataset
+        from millstream.data import feed
+        class Murderous(Dataset):
+            def __len__(self):
+                return 40
+            def __getitem__(self, i):
+                if i == 17:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return torch.tensor([float(i)])
+        fed, got = feed(DataLoader(Murderous(), num_workers=2), "cpu"), []
+        def train():
+            for batch in fed:
+                got.append(batch.item())
+                time.sleep(0.01)
+        try:
+            train()
+        except RuntimeError as error:
+            print("killed by signal" in str(error) or "exited unexpectedly" in str(error))
+        print(got == list(range(len(got))) and len(got) <= 17)
+        fed.close()
+        gc.collect()
+        started = time.monotonic()
+        while threading.active_count() > 1 and time.monotonic() - started < 60:
+            time.sleep(0.05)  # PyTorch takes some seconds to notice that its worker is dead
+        print(threading.active_count(), multiprocessing.active_children())
+    """)
+    assert done.stdout == "True\nTrue\n1 []\n", done.stderr
+    assert done.returncode == 0
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(6.0).split(1))
+
+
+def test_an_iterable_dataset(make_feed):
+    assert values(make_feed(DataLoader(Stream(), batch_size=None))) == [0, 1, 2, 3, 4, 5]
+
+
+@WITH_WORKER
+def test_who_waits_for_the_first_batch_is_woken_by_close(make_feed):
+    may_go_on, ends = threading.Event(), []
+
+    def source():
+        may_go_on.wait(20)
+        yield torch.zeros(1)
+
+    fed = make_feed(source())
+    consumer = threading.Thread(target=lambda: ends.append(len(list(fed))))
+    consumer.start()
+    while fed._engine.run is None:
+        pass
+    closer = threading.Thread(target=fed.close)
+    closer.start()
+    consumer.join(20)
+    assert ends == [0]
+    may_go_on.set()
+    closer.join(20)
+
+
+def test_a_device_that_is_none():
+    for device in (0, None, 1.5):
+        with pytest.raises(DeviceError, match="named by a string"):
+            feed([], device)
