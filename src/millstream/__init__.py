@@ -11,12 +11,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-<<<<<<< HEAD
+from millstream.data import feed
 from millstream.device import context as device_context
 from millstream.device import guard as device_guard
-=======
-from millstream.data import feed
->>>>>>> 0f124dc (Feeding as a pure state machine under one thin worker: what the plain loop gives, in millstream.data; fetch apart in millstream.results)
 from millstream.errors import (
     ArgumentError,
     CaptureError,
