@@ -168,5 +168,30 @@ def test_globals_named_like_attributes_are_not_read():
     assert len(executables(train_step)) == 1
 
 
+def test_flag_that_says_so_while_compiling_is_computed_with_as_a_bool():
+    model = nn.Linear(2, 2)
+
+    class Asking(nn.Module):
+        def forward(self, x):
+            is_tracing = torch.compiler.is_compiling()
+            is_tracing |= False  # as transformers does
+            return model(x) * (1 if False ^ is_tracing & True else int(is_tracing) + 2)
+
+    asking = Asking()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @ms.step(strict=True)
+    def train_step(x):
+        loss = asking(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for _ in range(3):
+        train_step(torch.ones(1, 2))
+    assert len(executables(train_step)) == 1
+
+
 def test_locks_of_inductors_cache_are_none_of_the_users_code():
     assert not is_users(filelock.__file__)

@@ -47,6 +47,25 @@ class OneThreads:
     def __hash__(self) -> int:
         return hash(bool(self))
 
+    def __or__(self, other: bool) -> bool:  # as transformers' ``is_tracing |= …`` does with the flag
+        return bool(self) | other
+
+    def __and__(self, other: bool) -> bool:
+        return bool(self) & other
+
+    def __xor__(self, other: bool) -> bool:
+        return bool(self) ^ other
+
+    __ror__, __rand__, __rxor__ = __or__, __and__, __xor__
+
+    def __int__(self) -> int:
+        return int(bool(self))
+
+    __index__ = __int__
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
     def end(self) -> None:
         """Be the same for all threads from now on."""
         self._thread = None
