@@ -63,7 +63,9 @@ def run_case(name: str) -> Result:
         return Result(name, Outcome.NOT_COMPARABLE, str(reason))
     except DifferentError as reason:
         return Result(name, Outcome.WRONG, str(reason))
-    reasons = [str(each.message) for each in warned if issubclass(each.category, ms.FallbackWarning)]
+    reasons = [
+        str(each.message).removeprefix("<lambda>: ") for each in warned if issubclass(each.category, ms.FallbackWarning)
+    ]
     if reasons:
         return Result(name, Outcome.FELL_BACK, first_line("; ".join(dict.fromkeys(reasons))))
     return Result(name, Outcome.EQUAL, compared)
@@ -96,7 +98,7 @@ def compare_operator(op: Any, name: str) -> str:
             ours = take_sample(op, dtype, has_gradients, position)
             compare(observe(compiled, ours), expected, precise, values=values)
         random = random or ("its values are random" if is_random else "")
-        if not compiled.compiler.graphs:
+        if not compiled.compiler.graphs and not compiled.compiler.fallbacks:
             warnings.warn(ms.FallbackWarning("Dynamo captured nothing"), stacklevel=1)
     if name in UNINITIALISED:
         raise NotComparableError("uninitialised memory; types, shapes and strides are equal")

@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -84,6 +84,7 @@ def read_results(path: Path) -> dict[str, Result]:
 def write_table(sweep: Sweep, results: Iterable[Result]) -> Path:
     """Write the results as Markdown: counts first, then what is not equal, then the rest."""
     results = sorted(results, key=lambda each: each.case)
+    missing = {*sweep.list_cases()} - {each.case for each in results}
     lines = [
         f"# {sweep.title}",
         "",
@@ -91,6 +92,7 @@ def write_table(sweep: Sweep, results: Iterable[Result]) -> Path:
         f"- **Commit:** {current_commit() or 'not known'}",
         f"- **Command:** `python -m {sweep.module}`",
         f"- **Cases:** {len(results)}: {count_outcomes(results)}",
+        *([f"- **Not run yet:** {len(missing)}"] if missing else []),
         "",
     ]
     for outcome in (Outcome.WRONG, Outcome.FELL_BACK, Outcome.NOT_COMPARABLE):
@@ -98,6 +100,8 @@ def write_table(sweep: Sweep, results: Iterable[Result]) -> Path:
         if rows:
             lines += [f"## {outcome.capitalize()}", "", "| case | why |", "|---|---|", *rows, ""]
     equal = [each.case for each in results if each.outcome is Outcome.EQUAL]
+    if missing:
+        lines += ["## Not run yet", "", ", ".join(sorted(missing)), ""]
     path = sweep.path.with_suffix(".md")
     path.write_text("\n".join([*lines, "## Equal", "", ", ".join(equal), ""]))
     return path
@@ -111,6 +115,7 @@ def main(sweep: Sweep) -> None:
     parser.add_argument(
         "--again", action="append", default=[], choices=[*Outcome], help="run those of this outcome anew"
     )
+    parser.add_argument("--table", action="store_true", help="write the table of what is there, and run nothing")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -119,13 +124,14 @@ def main(sweep: Sweep) -> None:
         return
     known = read_results(sweep.path)
     waiting = [case for case in sweep.list_cases() if case not in known or known[case].outcome in options.again]
-    cases = options.cases or waiting
+    cases = [] if options.table else options.cases or waiting
     print(f"{len(cases)} cases to run; {len(known)} have a result in {sweep.path}", flush=True)
     chunks = [cases[start : start + sweep.chunk] for start in range(0, len(cases), sweep.chunk)]
     with ThreadPoolExecutor(options.jobs) as pool:
         for future in [pool.submit(run_chunk, sweep, chunk) for chunk in chunks]:
             future.result()
     results = read_results(sweep.path)
+    sweep.path.write_text("".join(json.dumps(asdict(each)) + "\n" for _, each in sorted(results.items())))
     print(f"{write_table(sweep, results.values())}: {count_outcomes(results.values())}")
 
 
@@ -175,7 +181,9 @@ _writes = threading.Lock()
 
 
 def note_result(path: Path, result: Result) -> None:
-    """Append a result to the file."""
+    """Append a result to the file, without where things lie on this machine."""
+    for folder in (Path(__file__).parents[2], sys.prefix):
+        result = replace(result, detail=result.detail.replace(f"{folder}/", ""))
     with _writes, path.open("a") as file:
         file.write(json.dumps(asdict(result)) + "\n")
     print(

@@ -16,30 +16,32 @@ from tests.benchmarks.pretended_sweep import FOLDER
 def run_sweep(folder, *arguments):
     environment = {**os.environ, FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-m", "tests.benchmarks.pretended_sweep", *arguments]
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+    told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     lines = (folder / "pretended_sweep.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return int(told.split()[0]), {each["case"]: each for each in map(json.loads, lines)}
 
 
 def test_a_case_that_ends_its_process_is_wrong_and_the_rest_goes_on(tmp_path):
-    results = run_sweep(tmp_path)
-    assert [(each["case"], each["outcome"]) for each in results] == [
-        ("one", "equal"),
-        ("dies", "wrong"),
-        ("falls back", "fell back"),
-        ("two", "equal"),
-    ]
-    assert "3" in results[1]["detail"]
+    _, results = run_sweep(tmp_path)
+    assert {case: each["outcome"] for case, each in results.items()} == {
+        "one": "equal",
+        "dies": "wrong",
+        "falls back": "fell back",
+        "two": "equal",
+    }
+    assert "3" in results["dies"]["detail"]
     table = (tmp_path / "pretended_sweep.md").read_text()
     assert "4: 2 equal, 1 wrong, 1 fell back, 0 not comparable" in table
     assert "| falls back | because / of this |" in table
 
 
 def test_a_sweep_taken_up_again_runs_what_has_no_result(tmp_path):
-    first = run_sweep(tmp_path, "one", "falls back")
-    again = run_sweep(tmp_path)
-    assert [each["case"] for each in again[len(first) :]] == ["dies", "two"]
-    assert len(run_sweep(tmp_path, "--again", "fell back")) == len(again) + 1
+    assert run_sweep(tmp_path, "one", "falls back")[0] == 2
+    assert "- **Not run yet:** 2" in (tmp_path / "pretended_sweep.md").read_text()
+    assert run_sweep(tmp_path)[0] == 2
+    count, results = run_sweep(tmp_path, "--again", "fell back")
+    assert count == 1
+    assert len(results) == 4
 
 
 X = torch.arange(6.0).reshape(2, 3)
