@@ -85,3 +85,13 @@ def test_a_view_within_a_part_of_a_tensor_is_taken():
     torch._dynamo.reset()
     whole = torch.arange(20.0)
     assert torch.equal(ms.compile(inner, strict=True)(whole[5:15]), inner(whole[5:15]))
+
+
+def test_parts_of_one_tensor_are_told_apart():
+    def both(x, y):
+        return x.as_strided((10,), (1,), 5) + y.as_strided((4,), (1,), 15).sum()
+
+    torch._dynamo.reset()
+    whole = torch.arange(20.0)
+    parts = whole[5:15], whole[15:19]
+    assert torch.equal(ms.compile(both, strict=True)(*parts), both(*parts))

@@ -258,13 +258,11 @@ def check_views(graph: torch.fx.GraphModule) -> None:
     Raises:
         LoweringError: There is one, as ``as_strided`` of a part of a tensor can be.
     """
-    views = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
-    if not views:
-        return
-    inputs = {_storage(node): node for node in graph.graph.find_nodes(op="placeholder")}
-    for node in views:
-        source = inputs.get(_storage(node))
-        if source is None:
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        source = node
+        while source.op == "call_function" and source.args and _storage(source.args[0]) == _storage(node):
+            source = source.args[0]  # type: ignore[assignment]
+        if source.op != "placeholder" or _storage(node) is None:
             continue
         first, last = _extent(node.meta["val"])
         start, end = _extent(source.meta["val"])
@@ -276,8 +274,8 @@ def check_views(graph: torch.fx.GraphModule) -> None:
             )
 
 
-def _storage(node: torch.fx.Node) -> int | None:
-    value = node.meta.get("val")
+def _storage(node: Any) -> int | None:
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return value.untyped_storage()._cdata
