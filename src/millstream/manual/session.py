@@ -107,9 +107,9 @@ class Session:
         if self.context.closed:
             _abandoned.append(self)  # in a forked child nothing of the parent's may be destroyed
             return trace
-        if torch.is_grad_enabled():
-            self._protect_survivors()
         self._let_go(self._ordering.release_all())
+        if not torch.is_inference_mode_enabled():  # whose tensors autograd never saves
+            self._protect_survivors()
         self._forget(self._memories)
         self._opaque.clear()
         if self._current() != self.context.stream_id(self._streams[0]):
