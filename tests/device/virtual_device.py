@@ -106,7 +106,7 @@ class VirtualDevice:
         self.tick = 0  # the device's clock, in milliseconds: one operation takes one
         self.on_query = lambda: None
         self.refuse_to_pin = False
-        self.capturing = False
+        self.capturing = self.capturing_elsewhere = False
         self.free_bytes = None  # how much may still be allocated; None: any amount
         self.lies = False  # a planted fault: events say that they are reached
 
@@ -137,7 +137,10 @@ class VirtualDevice:
         return id(self.current_stream())
 
     def is_current(self):
-        return True
+        return not self.capturing_elsewhere
+
+    def is_capturing_elsewhere(self):
+        return self.capturing_elsewhere
 
     def entry(self, stream):
         return lambda: setattr(self.local, "stream", stream)

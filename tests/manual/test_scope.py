@@ -267,6 +267,16 @@ def test_scope_of_before_a_capture_is_refused_in_it(machine):
         device.capturing = False
 
 
+def test_fork_within_a_capture_of_another_device_is_refused(machine):
+    context, device, _ = machine
+    device.capturing_elsewhere = True
+    with pytest.raises(StreamError, match="another device"), ms.streams(2, context):
+        pass
+    device.capturing_elsewhere = False
+    with ms.streams(2, context):
+        pass
+
+
 def test_generators_that_end_in_another_order_leave_nothing(machine):
     context, device, virtual = machine
     a = virtual.tensor([1.0])

@@ -84,12 +84,12 @@ class VirtualTorch(TorchDispatchMode):
 
     def _allocate(self, form):
         hidden = hide_operators()
-        num_bytes = max(form.untyped_storage().nbytes(), 1)
-        raw = self.device.allocate(num_bytes)
-        form_of = form.storage_offset(), form.size(), form.stride()
-        made = torch.empty(0, dtype=form.dtype).set_(raw.untyped_storage(), *form_of)
-        del hidden
-        return made
+        try:
+            raw = self.device.allocate(max(form.untyped_storage().nbytes(), 1))
+            form_of = form.storage_offset(), form.size(), form.stride()
+            return torch.empty(0, dtype=form.dtype).set_(raw.untyped_storage(), *form_of)
+        finally:
+            del hidden  # also where there is no memory: else operators stay hidden as long as the traceback lives
 
     def _is_virtual(self, tensor):
         return tensor.untyped_storage().data_ptr() in self.device.raw_of

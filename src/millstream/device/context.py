@@ -234,6 +234,10 @@ class DeviceContext:
         """Whether this device is the calling thread's current one."""
         return self._driver.is_current()
 
+    def is_capturing_elsewhere(self) -> bool:
+        """Whether the calling thread captures a graph on another device, which then is its current one."""
+        return self._driver.is_capturing_elsewhere()
+
     def entry(self, stream: Stream) -> Callable[[], Any]:
         """A function that makes ``stream`` the calling thread's current one, and restores nothing."""
         return self._driver.entry(stream)

@@ -106,6 +106,10 @@ class Driver(Protocol):
         """Whether it is the calling thread's current device."""
         ...
 
+    def is_capturing_elsewhere(self) -> bool:
+        """Whether the calling thread captures a graph on another device."""
+        ...
+
     def entry(self, stream: Stream) -> Callable[[], Any]:
         """What makes ``stream`` (and its device) the calling thread's current one."""
         ...
@@ -211,6 +215,10 @@ class CpuDriver:
     def is_current(self) -> bool:
         """Always."""
         return True
+
+    def is_capturing_elsewhere(self) -> bool:
+        """Nobody asks."""
+        return False
 
     def entry(self, stream: Stream) -> Callable[[], Any]:  # noqa: ARG002
         """Nothing: all streams of the CPU are the host itself."""
@@ -334,6 +342,10 @@ class CudaDriver:
     def is_current(self) -> bool:
         """Ask the runtime."""
         return current_device() == self.place.index
+
+    def is_capturing_elsewhere(self) -> bool:
+        """Ask about the stream of the device that is current."""
+        return current_device() != self.place.index and torch.cuda.is_current_stream_capturing()
 
     def entry(self, stream: Any) -> Callable[[], Any]:
         """PyTorch's compiled function, with the stream bound to it."""

@@ -529,7 +529,16 @@ def find_session(context: DeviceContext) -> Session | None:
 
 
 def open_session(context: DeviceContext, *, check: bool = False) -> Session:
-    """A session that starts from the current stream."""
+    """A session that starts from the current stream.
+
+    Raises:
+        StreamError: A capture on another device is under way.
+    """
+    if not context.is_current() and context.is_capturing_elsewhere():
+        raise StreamError(
+            f"A CUDA graph is being captured on another device: work on {context.place} would not be part of it. "
+            "Capture each device's graph by itself."
+        )
     session = _parked.sessions.pop((context, context.current_stream_id()), None)
     capturing = context.is_capturing()
     if session is None or not session.open(capturing=capturing, check=check):
