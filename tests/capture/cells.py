@@ -283,7 +283,7 @@ _CODE = [
     Cell("object", "its type", "__class__", "class A#: pass\nclass B#(A#): pass\na# = A#()", "(2 if type(a#) is A# else 3)", "a#.__class__ = B#", "a#.__class__ = A#"),
     Cell("module", "its class", "__class__", "class A#(nn.Module):\n    def forward(self, y): return y * 1.5\nclass B#(A#):\n    def forward(self, y): return y * 2.5\na# = A#()", "a#(1.0)", "a#.__class__ = B#", "a#.__class__ = A#"),
     Cell("class", "a method", "rebind", "class A#:\n    def get(self): return 1.5\na# = A#()", "a#.get()", "A#.get = lambda self: 2.5"),
-    Cell("object", "a method", "rebind", "class A#:\n    def get(self): return 1.5\na# = A#()", "a#.get()", "a#.get = lambda: 2.5", "del a#.get"),
+    Cell("object", "a method of its own", "rebind", "class A#:\n    def get(self): return 1.5\na# = A#()", "a#.get()", "a#.get = lambda: 2.5", "del a#.get"),
     Cell("class", "a base's method", "rebind", "class A#:\n    def get(self): return 1.5\nclass B#(A#): pass\nb# = B#()", "b#.get()", "A#.get = lambda self: 2.5"),
     Cell("class", "a method that hides a base's", "appears", "class A#:\n    def get(self): return 1.5\nclass B#(A#): pass\nb# = B#()", "b#.get()", "B#.get = lambda self: 2.5", "del B#.get"),
     Cell("class", "__call__", "rebind", "class A#:\n    def __call__(self): return 1.5\na# = A#()", "a#()", "A#.__call__ = lambda self: 2.5"),

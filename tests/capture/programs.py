@@ -24,7 +24,7 @@ from tests.capture.cells import CELLS, Cell
 from tests.capture.worlds import assert_same, interpret
 
 PREAMBLE = """
-import array, contextvars, copy, ctypes, dataclasses, enum, functools, multiprocessing, operator, os, sys, types, weakref
+import array, contextvars, copy, ctypes, dataclasses, enum, functools, io, multiprocessing, operator, os, sys, types, weakref
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 import numpy as np
 import torch
@@ -47,6 +47,17 @@ WRITES = {  # what a step may keep from call to call: setup, statement
     "an entry": ("kept# = dict(h=torch.zeros(2))", "kept#['h'] = kept#['h'] * 0.5 + y.detach().sum()"),
     "a closure": ("kept# = torch.zeros(2)", "kept# = kept# * 0.5 + y.detach().sum()"),
     "an attribute that is new": ("kept# = types.SimpleNamespace()", "kept#.h = y.detach() * 2"),
+}  # fmt: skip
+
+EFFECTS = {  # what it does on the host when the optimizer has stepped: setup, statement, what there is to compare
+    "nothing": ("", "pass", "None"),
+    "a counter": ("done# = types.SimpleNamespace(n=0)", "done#.n += 1", "done#.n"),
+    "a counter in a dict": ("done# = dict(n=0)", "done#['n'] += 1", "done#['n']"),
+    "an average": ("done# = types.SimpleNamespace(m=0.0)", "done#.m = 0.9 * done#.m + 0.1 * loss.item()", "done#.m"),
+    "a line": ("done# = io.StringIO()", "print(f'{loss.item():.3e}', file=done#)", "done#.getvalue()"),
+    "a scheduler": (
+        "done# = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)", "done#.step()", "(done#.last_epoch, opt.param_groups[0]['lr'])"
+    ),
 }  # fmt: skip
 
 
@@ -72,11 +83,13 @@ class Program:
     Attributes:
         sites: What it reads.
         write: What it keeps, of ``WRITES``.
+        effect: What it does on the host, of ``EFFECTS``.
         sizes: Lengths of the batches, one for each call.
     """
 
     sites: tuple[Site, ...]
     write: str = "nothing"
+    effect: str = "nothing"
     sizes: tuple[int, ...] = (2,) * 8
     momentum: float = 0.5
     is_cleared: bool = True
@@ -97,6 +110,7 @@ class Program:
                     + textwrap.indent(_declared(_numbered(statements, number), setup, number), "    ")
                 )
         keep, kept = (_numbered(part, len(self.sites)) for part in WRITES[self.write])
+        prepare, done, shown = (_numbered(part, len(self.sites)) for part in EFFECTS[self.effect])
         weights = [f"w{number} = nn.Parameter(torch.ones(2))" for number in range(len(self.sites))]
         lines = [
             *weights,
@@ -104,6 +118,7 @@ class Program:
             f"opt = torch.optim.SGD([w], lr=0.001, momentum={self.momentum})",
             *setup,
             keep,
+            prepare,
             "def step(x):",
             *([f"    nonlocal kept{len(self.sites)}"] if self.write == "a closure" else []),
             "    y = x * w",
@@ -112,10 +127,12 @@ class Program:
             "    loss = y.square().mean()",
             "    loss.backward()",
             "    opt.step()",
+            f"    {done}",
             *(["    opt.zero_grad()"] if self.is_cleared else []),
             "    return loss, y.sum()",
             *changes,
-            "return step, [w]" + "".join(f", (alter_{number}, reset_{number})" for number in range(len(self.sites))),
+            f"return step, [w], lambda: {shown}"
+            + "".join(f", (alter_{number}, reset_{number})" for number in range(len(self.sites))),
         ]
         names = [f"G{number} = None" for number in range(len(self.sites))]
         return PREAMBLE + "\n".join(names) + "\ndef make():\n" + textwrap.indent("\n".join(lines), "    ")
@@ -165,7 +182,7 @@ def run(program: Program) -> Outcome:
         AssertionError: They are not; the message has the source.
     """
     make = _load(program.source)
-    (ours, our_weights, *our_changes), (theirs, their_weights, *their_changes) = make(), make()
+    (ours, our_weights, our_notes, *our_changes), (theirs, their_weights, their_notes, *their_changes) = make(), make()
     step = Step(ours, build=interpret)
     generator = torch.Generator().manual_seed(0)
     for call, size in enumerate(program.sizes):
@@ -186,6 +203,7 @@ def run(program: Program) -> Outcome:
             for our, their in zip(our_weights, their_weights, strict=True):
                 assert_same(our, their, name="w")
                 assert_same(our.grad, their.grad, name="gradient")
+            assert_same(our_notes(), their_notes(), name="effect")
         except AssertionError as error:
             raise AssertionError(f"call {call} of\n{program.source}\n{describe(program)}\n{error}") from error
     return Outcome(bool(step.graphs) and not step.refusals, len(step.graphs), step.fallbacks)
@@ -216,6 +234,7 @@ def programs(draw: Any, cells: Sequence[Cell] = tuple(CELLS)) -> Program:
     return Program(
         tuple(sites),
         write=draw(st.sampled_from([*WRITES])),
+        effect=draw(st.sampled_from([*EFFECTS])),
         sizes=tuple(draw(st.lists(st.sampled_from([2, 2, 2, 2, 3]), min_size=CALLS, max_size=CALLS))),
         momentum=draw(st.sampled_from([0.0, 0.5])),
         is_cleared=draw(st.booleans()),
