@@ -54,7 +54,8 @@ def count_rows(batch: Any) -> int | None:
 
     Of packed sequences and jagged tensors, it is the number of sequences.
     """
-    return next((rows for leaf in _split(batch)[0] if (rows := _count(leaf)) is not None), None)
+    leaves = (leaf for leaf in _split(batch)[0] if type(leaf) not in (list, tuple))
+    return next((rows for leaf in leaves if (rows := _count(leaf)) is not None), None)
 
 
 def have_rows(batch: Any, rows: int) -> tuple[bool, ...]:
@@ -86,7 +87,7 @@ def pad_rows(batch: Any, rows: int, full: int, rowed: Sequence[bool] | None = No
     Raises:
         FeedError: There are packed sequences or jagged tensors.
     """
-    leaves, unflatten = _split(batch, rows)
+    leaves, unflatten = _split_like(batch, rows, rowed)
     return unflatten([_pad(leaf, rows, full, of) for leaf, of in zip(leaves, _fit(rowed, leaves), strict=True)])
 
 
@@ -126,7 +127,7 @@ def share_rows(batch: Any, parts: int, rowed: Sequence[bool] | None = None) -> l
     """
     rows = count_rows(batch)
     pieces: list[list[Any]] = []
-    leaves, unflatten = _split(batch, rows)
+    leaves, unflatten = _split_like(batch, rows, rowed)
     for leaf, is_rowed in zip(leaves, _fit(rowed, leaves), strict=True):
         pieces.append(_cut(leaf, parts) if is_rowed and _length(leaf) == rows else [leaf] * parts)
     return [unflatten([piece[i] for piece in pieces]) for i in range(parts)]
@@ -147,18 +148,30 @@ def _cut(leaf: Any, parts: int) -> list[Any]:
     return [leaf[start:end] for start, end in pairwise(starts)]
 
 
+def _split_like(batch: Any, rows: int | None, rowed: Sequence[bool] | None) -> tuple[list[Any], Unflatten]:
+    """The leaves that a full batch has, too, if they can be told: a list may have as many items as rows by chance."""
+    found = _split(batch, rows)
+    if rowed is not None and len(found[0]) != len(rowed):
+        others = _split(batch)
+        return others if len(others[0]) == len(rowed) else found
+    return found
+
+
 def _split(batch: Any, rows: int | None = None) -> tuple[list[Any], Unflatten]:
     """The leaves that have rows: those that a packed sequence is made of have steps.
 
-    With ``rows``, a list or tuple beside them that has as many items is one, too: it has an item for each row.
+    A list of plain values is one, too, and with ``rows`` a list or tuple that has an item for each row.
     """
 
     def is_whole(node: Any) -> bool:
-        return _is_of_sequences(node) or (
-            rows is not None and node is not batch and type(node) in (list, tuple) and _is_by_row(node, rows)
-        )
+        if type(node) not in (list, tuple) or node is batch:
+            return _is_of_sequences(node)
+        return all(isinstance(each, _PLAIN) for each in node) or (rows is not None and _is_by_row(node, rows))
 
     return tree_flatten(batch, is_whole=is_whole)
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 def _is_by_row(node: Any, rows: int) -> bool:

@@ -1,0 +1,353 @@
+"""What a loop gets from a feed is what it gets without one: each kind of source, run plainly and through a feed."""
+
+import logging
+import queue
+import random
+import sqlite3
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from millstream.data import feed, num_valid
+from millstream.errors import FallbackWarning
+from tests.data.conftest import WAYS, feed_threads
+
+DRAWS = {
+    "torch": lambda: torch.rand(2),
+    "numpy": lambda: torch.from_numpy(np.random.rand(2)),
+    "random": lambda: torch.tensor([random.random(), random.random()]),
+}
+
+
+def seed_all():
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+
+
+class Drawing(Dataset):
+    """Augments by a global generator, from some sample on."""
+
+    def __init__(self, draw, first=0, n=24):
+        self.draw, self.first, self.n = draw, first, n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return self.draw() + i if i >= self.first else torch.full((2,), float(i))
+
+
+# --- random numbers
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("loop_draws", [False, True])
+def test_one_seed_gives_the_plain_loops_numbers(make_feed, draw, shuffle, loop_draws):
+    def run(wrap):
+        seed_all()
+        loader, seen = wrap(DataLoader(Drawing(draw), batch_size=3, shuffle=shuffle)), []
+        for _ in range(2):
+            for batch in loader:
+                seen.append(batch.clone())
+                if loop_draws:
+                    seen += [torch.rand(5), torch.from_numpy(np.random.rand(1)), torch.tensor(random.random())]
+        return [*seen, torch.rand(1), torch.tensor(random.random())]
+
+    plain, fed = run(lambda loader: loader), run(make_feed)
+    assert all(torch.equal(a, b) for a, b in zip(plain, fed, strict=True))
+
+
+@pytest.mark.parametrize("between", ["iter", "first", "left"])
+def test_draws_come_in_the_order_of_the_program(make_feed, between):
+    def run(wrap):
+        seed_all()
+        loader = wrap(DataLoader(Drawing(DRAWS["torch"]), batch_size=3, shuffle=True))
+        passing, seen = iter(loader), []
+        if between == "iter":
+            seen.append(torch.rand(1))
+        seen.append(next(passing).clone())
+        if between == "first":
+            seen.append(torch.rand(1))
+        if between == "left":
+            del passing
+            passing = iter(loader)
+        seen += [batch.clone() for batch in passing]
+        return [*seen, torch.rand(1)]
+
+    plain, fed = run(lambda loader: loader), run(make_feed)
+    assert all(torch.equal(a, b) for a, b in zip(plain, fed, strict=True))
+
+
+def test_a_loader_of_workers_draws_its_seed_when_the_loop_begins(make_feed):
+    def run(wrap):
+        torch.manual_seed(1)
+        seen = [batch.clone() for batch in wrap(DataLoader(Drawing(DRAWS["torch"]), batch_size=6, num_workers=1))]
+        return [*seen, torch.rand(1)]
+
+    plain, fed = run(lambda loader: loader), run(make_feed)
+    assert all(torch.equal(a, b) for a, b in zip(plain, fed, strict=True))
+
+
+@pytest.mark.parametrize("make_feed", WAYS[:2], indirect=True)
+def test_the_user_is_told_once_that_a_source_is_not_read_ahead(make_feed, caplog):
+    fed = make_feed(DataLoader(Drawing(DRAWS["numpy"]), batch_size=3))
+    with caplog.at_level(logging.WARNING, "millstream"):
+        for _ in range(3):
+            assert len(list(fed)) == 8
+    assert len(caplog.records) == 1
+    assert "generator of numpy" in caplog.text
+    assert "num_workers" in caplog.text
+    assert fed.stats().in_step == "numpy"
+
+
+def test_a_shuffled_loader_is_read_ahead(make_feed):
+    fed = make_feed(DataLoader(TensorDataset(torch.arange(40.0)), batch_size=4, shuffle=True))
+    assert len(list(fed)) == 10
+    assert fed.stats().in_step == ""
+
+
+@pytest.mark.parametrize("make_feed", WAYS[:2], indirect=True)
+@pytest.mark.parametrize("loop_draws", [False, True])
+def test_a_source_that_first_draws_later_causes_one_warning_that_names_the_batch(make_feed, loop_draws):
+    fed = make_feed(DataLoader(Drawing(DRAWS["torch"], first=15, n=300), batch_size=3))
+    with pytest.warns(FallbackWarning, match=r"generator of torch at batch \d+, while it was read ahead") as told:
+        for _ in range(2):
+            for _ in fed:
+                torch.rand(1) if loop_draws else None
+    assert len(told) == 1
+    assert loop_draws or "at batch 5," in str(told[0].message)
+
+
+@pytest.mark.parametrize("make_feed", WAYS[:2], indirect=True)
+def test_a_loop_that_draws_is_not_taken_for_its_source(make_feed):
+    fed = make_feed(DataLoader(TensorDataset(torch.arange(400.0)), batch_size=4))
+    for _ in fed:
+        torch.rand(3)  # no warning
+    assert fed.stats().in_step == ""
+
+
+# --- modes
+
+
+@pytest.mark.parametrize("make_feed", WAYS[::2], indirect=True)
+def test_modes_of_the_loop_reach_the_source(make_feed):
+    encoder = torch.nn.Linear(8, 8)
+
+    def run(wrap):
+        loader = wrap(DataLoader([torch.ones(8)] * 12, batch_size=2, collate_fn=lambda b: encoder(torch.stack(b))))
+        seen = []
+
+        def look():
+            seen.extend((z.requires_grad, z.dtype, z.is_inference()) for z in loader)
+
+        for _ in range(2):
+            look()
+            with torch.no_grad():
+                look()
+            with torch.autocast("cpu", torch.bfloat16):
+                look()
+            with torch.inference_mode():
+                look()
+        for z in loader:  # and changed in the middle
+            seen.append(z.requires_grad)
+            torch.set_grad_enabled(len(seen) % 2 == 0) if wrap is plain else None
+        torch.set_grad_enabled(True)
+        return seen[:48]
+
+    def plain(loader):
+        return loader
+
+    assert run(plain) == run(make_feed)
+
+
+@pytest.mark.parametrize("make_feed", WAYS[:1], indirect=True)
+def test_weights_that_change_are_cast_anew_under_autocast(make_feed):
+    encoder = torch.nn.Linear(4, 4)
+    loader = make_feed(DataLoader([torch.ones(4)] * 6, batch_size=1, collate_fn=lambda b: encoder(torch.stack(b))))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        for number, z in enumerate(loader):
+            if number == 0:
+                encoder.weight.zero_(), encoder.bias.fill_(7)
+            if number > 3:
+                assert z.tolist() == [[7.0] * 4]
+
+
+# --- buffers that are refilled
+
+
+def refilled(num_buffers, kind):
+    """A source that goes round some buffers."""
+    buffers = [np.zeros(5, np.float32) for _ in range(num_buffers)]
+    for i in range(30):
+        buffer = buffers[i % num_buffers]
+        buffer.fill(i)
+        yield {"array": buffer, "tensor": torch.from_numpy(buffer), "dict": {"x": torch.from_numpy(buffer)[1:3]}}[kind]
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "dict"])
+@pytest.mark.parametrize("num_buffers", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_source_may_refill_its_buffers(make_feed, num_buffers, depth, kind):
+    class Refilled:
+        def __iter__(self):
+            return refilled(num_buffers, kind)
+
+    fed = make_feed(Refilled(), depth)
+    for _ in range(2):
+        seen = []
+        for batch in fed:
+            batch = batch["x"] if kind == "dict" else batch
+            for _ in range(20):
+                threading.Event().wait(0)  # the source may run ahead
+            seen.append(sorted({*batch.tolist()}))
+        assert seen == [[float(i)] for i in range(30)]
+
+
+def test_slices_of_one_tensor_are_not_copied():
+    data = torch.arange(40.0)
+
+    class Slices:
+        def __iter__(self):
+            return iter(data.split(4))
+
+    assert [batch.data_ptr() for batch in feed(Slices(), "cpu")] == [part.data_ptr() for part in data.split(4)]
+
+
+# --- threads
+
+
+@pytest.mark.parametrize("begins", ["in iter", "in next"])
+def test_what_a_source_opens_serves_all_passes(make_feed, begins):
+    class Rows(IterableDataset):
+        db = None
+
+        def open(self):
+            if self.db is None:
+                self.db = sqlite3.connect(":memory:")
+            return (torch.tensor([x]) for (x,) in self.db.execute("values (1), (2), (3), (4)"))
+
+        def __iter__(self):
+            return self.open() if begins == "in iter" else (row for row in self.open())
+
+    fed = make_feed(DataLoader(Rows(), batch_size=None))
+    for _ in range(5):
+        assert [batch.item() for batch in fed] == [1, 2, 3, 4]
+    assert len(feed_threads()) == (not make_feed.inline)
+    if not make_feed.inline:
+        thread = threading.Thread(target=fed.loader.dataset.__dict__.pop, args=("db",))  # it closes where it was opened
+        del thread
+    fed.close()
+
+
+# --- leaving
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["generator", "iterator"])
+def test_an_iterator_loses_nothing_when_the_loop_is_left(make_feed, after, kind):
+    fed = make_feed((torch.tensor([i]) for i in range(9)) if kind == "generator" else iter([*torch.arange(9)]))
+    seen = []
+    while True:
+        part = []
+        for batch in fed:
+            part.append(int(batch))
+            if len(part) == after:
+                break
+        seen += part
+        if len(part) < after:
+            break
+    assert seen == [*range(9)]
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize("make_feed", WAYS[:2], indirect=True)
+def test_leaving_while_the_source_waits_is_immediate_and_loses_nothing(make_feed, after):
+    source = queue.Queue()
+
+    class Pops(IterableDataset):
+        def __iter__(self):
+            while (item := source.get()) is not None:
+                yield torch.tensor([item])
+
+    fed, seen = make_feed(DataLoader(Pops(), batch_size=None)), []
+    for i in range(after):
+        source.put(i)
+    for batch in fed:
+        seen.append(batch.item())
+        if len(seen) == after:
+            break
+    for i in range(after, 6):
+        source.put(i)
+    source.put(None)
+    seen += [batch.item() for batch in fed]
+    assert seen == [*range(6)]
+
+
+# --- resuming
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_shuffled_loader_resumes_on_its_permutation(make_feed, after, generator, num_workers):
+    def make():
+        own = torch.Generator().manual_seed(4) if generator else None
+        data = TensorDataset(torch.arange(32.0))
+        return make_feed(DataLoader(data, batch_size=4, shuffle=True, generator=own, num_workers=num_workers))
+
+    torch.manual_seed(11)
+    fed = make()
+    list(fed)  # an epoch before
+    whole = []
+    for (batch,) in fed:
+        whole.append(batch.tolist())
+        if len(whole) == after:
+            state, rng = fed.state_dict(), torch.get_rng_state()
+    torch.manual_seed(12)
+    again = make()
+    again.load_state_dict(state)
+    torch.set_rng_state(rng)
+    rest = []
+    for (batch,) in again:
+        if not rest:
+            assert torch.equal(torch.get_rng_state(), rng)  # what was drawn to skip batches is undone
+        rest.append(batch.tolist())
+    assert whole[after:] == rest
+
+
+# --- a loader still
+
+
+def test_what_the_loader_has_the_feed_has(make_feed):
+    loader = DataLoader(TensorDataset(torch.arange(20.0)), batch_size=8)
+    loader.set_epoch = lambda epoch: setattr(loader, "epoch", epoch)
+    fed = make_feed(loader)
+    assert len(fed.dataset) == 20
+    assert fed.batch_size == 8
+    assert fed.sampler is loader.sampler
+    fed.set_epoch(3)
+    assert (loader.epoch, fed.epoch) == (3, 3)
+    with pytest.raises(AttributeError, match="Neither the feed nor its DataLoader has an attribute 'batchsize'"):
+        _ = fed.batchsize
+
+
+def test_padding_lengthens_lists_with_an_item_per_row_and_tells_with_the_batch(make_feed):
+    def make(n):
+        return {
+            "x": torch.arange(n * 2.0).view(n, 2),
+            "names": [f"n{i}" for i in range(n)],
+            "boxes": tuple(torch.ones(i, 4) for i in range(n)),
+            "shape": [2, 3, 5],
+            "pair": [torch.zeros(n), torch.ones(n)],
+        }
+
+    batches = list(make_feed([make(4), make(4), make(3)], pad_last=True))
+    last = batches[-1]
+    assert last["names"] == ["n0", "n1", "n2", "n2"]
+    assert [len(box) for box in last["boxes"]] == [0, 1, 2, 2]
+    assert last["shape"] == [2, 3, 5]
+    assert [len(each) for each in (last["x"], *last["pair"])] == [4, 4, 4]
+    assert [num_valid(batch) for batch in batches] == [4, 4, 3]
