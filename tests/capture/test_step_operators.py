@@ -96,3 +96,19 @@ def test_others_are_named_with_the_line(function, reason):
     with pytest.raises(CaptureError, match=reason) as caught:
         Step(lambda x: function(x), build=interpret, strict=True)(torch.ones(3))
     assert caught.value.where.startswith(__file__)
+
+
+def test_a_triton_kernel_is_named_as_such():
+    """Its launcher asks for addresses; a stand-in for it does so as well, where there is no Triton."""
+    launcher = {"__name__": "triton.runtime.jit"}
+    exec("def launch(x): return x.data_ptr()", launcher)
+
+    def step(x):
+        y = x * 2
+        launcher["launch"](y)
+        return y
+
+    with pytest.raises(CaptureError, match="launches a Triton kernel") as caught:
+        Step(step, build=interpret, strict=True)(torch.ones(3))
+    assert caught.value.where.startswith(__file__)
+    assert "custom_op" in caught.value.remedy

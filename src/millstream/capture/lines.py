@@ -114,3 +114,14 @@ def place_of(error: BaseException) -> str:
         if is_users(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return ""
+
+
+def caller_of(error: BaseException, package: str) -> str | None:
+    """``file:line`` of the user's line that called code of ``package`` which led to ``error``; ``None`` if none did."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == package:
+            return place
+        if is_users(frame.f_code.co_filename):
+            place = f"{frame.f_code.co_filename}:{line}"
+    return None

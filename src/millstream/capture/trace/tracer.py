@@ -44,7 +44,7 @@ from millstream.capture.effects.outputs import outputs_recorded
 from millstream.capture.effects.program import Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.effects.values import Always, Nth, holds_token
-from millstream.capture.lines import here, is_asked_by_user, place_of
+from millstream.capture.lines import caller_of, here, is_asked_by_user, place_of
 from millstream.capture.state.discover import discover
 from millstream.capture.state.executed import CodeWatch, Ran, stand_in
 from millstream.capture.state.lift import TRACING, Lifted, become_fake, check_apart, lift
@@ -338,6 +338,12 @@ class _Tracer:
             )
 
     def _failure(self, error: Exception) -> CaptureError:
+        if (launched := caller_of(error, "triton")) is not None:
+            return CaptureError(
+                "The step launches a Triton kernel of its own, which needs tensors with memory.",
+                where=launched,
+                remedy="Put the launch into a torch.library.custom_op with a register_fake, which is captured.",
+            )
         message = self.questions.texts.readable(f"Tracing failed: {type(error).__name__}: {error}")
         return CaptureError(
             message.splitlines()[0],
