@@ -563,8 +563,8 @@ ELSEWHERE = (
     "graphs in a row",  # test_step_guards.py
     "again and again",  # test_step_counts.py
     "assigns to .data what shares memory",  # test_step_rebinding.py
-    "shares memory with state or with another gradient",  # test_step_gradients.py
-    "reads the gradient of one of its arguments",  # test_step_gradients.py
+    "shares memory with state or with another gradient",  # test_step_rebinding.py
+    "reads the gradient of one of its arguments",  # test_step_rebinding.py
     "Keep x.resolve_conj()",  # test_step_refusals.py
     "has another shape, dtype or layout",  # test_step_gradients.py
     "is out of date",  # test_step_check.py

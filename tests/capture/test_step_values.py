@@ -344,3 +344,25 @@ def test_modules_and_optimizers_as_arguments():
         assert_same(captured_step(*ours, torch.ones(1, 2), clip=0.5), step(*theirs, torch.ones(1, 2), clip=0.5))
     assert captured_step.graphs[0].state_names[0] == "model.weight"
     assert captured_step.graphs[0].state_names[2] == "opt.momentum_buffer[model.weight]"
+
+
+@pytest.mark.parametrize("has_state", [False, True], ids=["captured at once", "after an eager call"])
+def test_a_view_of_state_in_the_result_is_a_copy_from_the_first_call_on(has_state):
+    """What a step returns is the caller's: the next call does not change it."""
+    table, model = torch.zeros(4), nn.Linear(4, 1)
+    opt = torch.optim.Adam(model.parameters(), 0.1) if has_state else torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x):
+        model(x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        table.add_(1)
+        return table[1:3], table, x[0]
+
+    captured = Step(step, build=interpret, strict=True)
+    x = torch.ones(2, 4)
+    results = [captured(x) for _ in range(3)]
+    for number, (view, whole, row) in enumerate(results):
+        assert view.tolist() == [number + 1] * 2
+        assert whole is table
+        assert row.data_ptr() != x.data_ptr()

@@ -524,12 +524,16 @@ def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _detached(result: Any) -> Any:
-    """A result as a graph would give it."""
+    """A result as a graph would give it: without gradients, and sharing no memory with what the step keeps."""
     leaves: list[Tensor] = []
     structure = take_apart(result, leaves)
-    if all(leaf.is_leaf for leaf in leaves):
+    if all(leaf.is_leaf and not leaf._is_view() for leaf in leaves):
         return result
-    return put_together(structure, (leaf if leaf.is_leaf else leaf.detach() for leaf in leaves).__next__)
+
+    def plain(leaf: Tensor) -> Tensor:
+        return leaf.detach().clone() if leaf._is_view() else leaf if leaf.is_leaf else leaf.detach()
+
+    return put_together(structure, map(plain, leaves).__next__)
 
 
 def _ambient() -> tuple[Any, ...]:

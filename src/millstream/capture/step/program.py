@@ -1,0 +1,88 @@
+"""What runs a captured step: a program of kernels, called with the flat list of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from millstream._torch.modes import is_any_autocast_enabled
+from millstream._torch.tensors import without_autocast
+from millstream.capture.model import Runnable
+from millstream.errors import CaptureError, MillstreamError
+from millstream.lower import Lowered, compile_graph, describe_failure
+from millstream.passes import split_gradients
+
+
+class StepProgram:
+    """A captured step, lowered: runs it on the flat list of state and inputs, and returns the flat results.
+
+    PyTorch's own run-time wrapper around a compiled graph costs tens of microseconds with hundreds of inputs. It is
+    there for cases that a step has not (outputs that alias inputs, subclasses); the first call goes through it and
+    looks whether it passed everything on as it was, and if so later calls go straight to the executable.
+
+    Attributes:
+        executables: What runs it, one entry.
+    """
+
+    def __init__(
+        self,
+        gm: torch.fx.GraphModule,
+        inputs: Sequence[Any],
+        static: frozenset[int],
+        *,
+        name: str,
+        build: Callable[..., Runnable],
+        options: dict[str, Any] | None,
+    ) -> None:
+        self.executables: list[Runnable] = []
+        self._seen: tuple[list[Any], list[Any]] | None = None
+        self._direct: Runnable | None = None
+
+        def finish(lowered: Lowered) -> Callable[[list[Any]], list[Any]]:
+            executable = build(lowered)
+            self.executables.append(executable)
+            return self._watch
+
+        if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):
+            raise CaptureError("The step computes nothing with tensors.", remedy="Run it without ms.step.")
+        gm = split_gradients(gm)
+        self._run = compile_graph(gm, inputs, finish, _refuse, name=name, options=options, step_state=static)
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        if self._direct is not None:
+            if is_any_autocast_enabled():
+                with without_autocast():
+                    return self._direct(inputs)
+            return self._direct(inputs)
+        outputs = list(self._run(*inputs))
+        if self._seen is not None:
+            passed, returned = self._seen
+            if _same_objects(passed, inputs) and _same_objects(returned, outputs):
+                self._direct = self.executables[0]
+            self._seen = None
+        return outputs
+
+    def release(self) -> None:
+        """Give back the memory held between calls."""
+        for executable in self.executables:
+            executable.release()
+
+    def _watch(self, inputs: list[Any]) -> list[Any]:
+        passed = list(inputs)
+        outputs = self.executables[0](inputs)
+        self._seen = (passed, outputs)
+        return outputs
+
+
+def _refuse(error: Exception, _: str) -> None:
+    """A step that cannot be lowered is run eagerly by its caller, which is told why."""
+    if isinstance(error, MillstreamError):
+        raise error
+    failure = describe_failure(error)
+    raise CaptureError(f"The captured step could not be compiled ({failure.reason}).", where=failure.where) from error
+
+
+def _same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
