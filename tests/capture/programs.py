@@ -227,15 +227,16 @@ CALLS = 20
 def programs(draw: Any, cells: Sequence[Cell] = tuple(CELLS)) -> Program:
     """A program over some of ``cells``, which change once or more before calls drawn at random."""
     sites = []
-    for cell in draw(st.lists(st.sampled_from(cells), min_size=1, max_size=min(3, len(cells)), unique_by=str)):
-        most = 3 if cell.reset else 1
+    for cell in draw(st.lists(st.sampled_from(cells), min_size=1, max_size=min(2, len(cells)), unique_by=str)):
+        most = 2 if cell.reset else 1
         changes = draw(st.lists(st.integers(1, CALLS - 1), min_size=1, max_size=most, unique=True))
         sites.append(Site(cell, draw(st.sampled_from([*WAYS])), tuple(sorted(changes))))
+    long = draw(st.sampled_from([CALLS, CALLS, CALLS - 1, 10, 3]))
     return Program(
         tuple(sites),
         write=draw(st.sampled_from([*WRITES])),
         effect=draw(st.sampled_from([*EFFECTS])),
-        sizes=tuple(draw(st.lists(st.sampled_from([2, 2, 2, 2, 3]), min_size=CALLS, max_size=CALLS))),
+        sizes=(2,) * long + (3,) * (CALLS - long),
         momentum=draw(st.sampled_from([0.0, 0.5])),
         is_cleared=draw(st.booleans()),
     )
