@@ -91,7 +91,7 @@ class CodeWatch:
         self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet
         self._met: dict[int, CodeType] = {}  # by id: code that says the same in another place is equal
         self._thread = threading.get_ident()
-        self._computing: set[tuple[Any, ...]] = set()  # code and the objects in its variables
+        self._computing: dict[tuple[Any, ...], Any] = {}  # code and ids of the objects in its variables; and these
         self._outer: Any = None
         self._profile = self._notice  # one object, to be known again
 
@@ -133,7 +133,7 @@ class CodeWatch:
     def _note_computed(self, frame: FrameType, reach: Reach) -> None:
         known = (frame.f_code, *map(id, frame.f_locals.values()))
         if known not in self._computing:
-            self._computing.add(known)
+            self._computing[known] = [*frame.f_locals.values()]
             kinds = NAMESPACES if reach is Reach.NAMESPACES else object
             self._ran.computed.update((id(each), each) for each in nameable(frame) if isinstance(each, kinds))
 
