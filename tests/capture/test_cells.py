@@ -3,7 +3,13 @@
 import pytest
 
 from tests.capture.cells import CELLS
-from tests.capture.programs import Program, Site, run
+from tests.capture.programs import Program, Site, frozen, run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen():
+    with frozen():
+        yield
 
 
 def test_the_table_is_large_enough():
