@@ -101,6 +101,7 @@ class PassModel(RuleBasedStateMachine):
             assert sum(self.sizes[i] for i in under_way) <= self.max_bytes
 
     def do_send(self, *, keeps_source):
+        assert self.look_ahead is None or self.staged[0] < self.asked
         if not self.free:
             self.keeps_source = keeps_source
             self.pipeline.no_room(keeps_source=keeps_source)

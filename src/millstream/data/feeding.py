@@ -252,7 +252,7 @@ class Feed:
             tell=_tell,
             parts=len(self.places or (None,)),
         )
-        run.begin(in_caller=is_list or begins_in_caller(self.loader))
+        run.begin(in_caller=is_list or begins_in_caller(self.loader), may_draw=not is_list)
         return run
 
     @property

@@ -92,15 +92,18 @@ class Pipeline:
         if self.is_closed:
             return _END
         key, self._has_pulled = 0, False
-        if self.staged > self.sent and not self._lacks_room:
-            self.sent += 1
-            self._keeps_source = False
-            key |= _SENDS
-        elif self.pulled > self.staged == self.sent and self._has_room():
+        # Without a thread a batch that is not asked for is not sent: helpers stage it while the loop computes.
+        may_send = self._look_ahead is None or self.sent < self.asked
+        if self.staged > self.sent:
+            if may_send and not self._lacks_room:
+                self.sent += 1
+                self._keeps_source = False
+                key = _SENDS
+        elif self.pulled > self.staged and self._has_room():
             self.staged += 1
-            self.sent += 1
-            key |= _STAGES
-        if self.pulled == self.staged and self._may_pull():
+            self.sent += may_send
+            key = _STAGES if may_send else _STAGES_ONLY
+        if key != _STAGES_ONLY and self.pulled == self.staged and self._may_pull():
             self.pulled += 1
             self._has_pulled = True
             return _PULLING[key]
@@ -144,7 +147,7 @@ class Pipeline:
         if lost is Do.PULL:
             self.pulled -= 1
         elif lost is not None:
-            self.pulled = self.staged = self.sent = self.sent - 1
+            self.pulled = self.staged = self.sent = min(self.sent, self.staged - 1)
 
     def stay_in_step(self, stays: bool = True) -> None:
         """From now on pull only what is waited for; or look ahead again."""
@@ -181,7 +184,7 @@ class Pipeline:
         return sum(self._sizes) <= self._max_bytes  # the one that waits is the last of them
 
 
-_STAGES, _SENDS = 1, 2
+_STAGES, _SENDS, _STAGES_ONLY = 1, 2, 3
 _WAIT, _END = (Do.WAIT,), (Do.END,)
-_SENDING = {_STAGES: (Do.STAGE, Do.SEND), _SENDS: (Do.SEND,)}
+_SENDING = {_STAGES: (Do.STAGE, Do.SEND), _SENDS: (Do.SEND,), _STAGES_ONLY: (Do.STAGE,)}
 _PULLING = {0: (Do.PULL,), _STAGES: (Do.STAGE, Do.SEND, Do.PULL), _SENDS: (Do.SEND, Do.PULL)}

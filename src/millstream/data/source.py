@@ -17,6 +17,7 @@ generators from which its sampler drew are put back to where they were.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -288,23 +289,21 @@ class DrawWatch:
 
     Attributes:
         in_step: Whether it was found to draw: from now on it is asked only while the loop waits.
+        name: Of the generators.
+        next_due: The next pull that is to be looked at.
     """
 
-    NUM_CHECKED, INTERVAL = 16, 16  # the first pulls that are looked at, and then every so many
+    NUM_CHECKED, INTERVAL = 16, 64  # the first pulls that are looked at, and then every so many
 
     def __init__(self) -> None:
         self.in_step = False
         self.name = ""  # of the generators
         self._suspect: int | None = None  # the first pull during which one has moved
-        self._next = 1  # pull to be looked at
+        self.next_due: float = 1  # pull to be looked at
 
-    def begin_pass(self) -> None:
-        """A new pass: the second pull is looked at again."""
-        self._suspect, self._next = None, 1
-
-    def is_due(self, number: int) -> bool:
-        """Whether pull ``number`` is to be looked at."""
-        return not self.in_step and number >= self._next
+    def begin_pass(self, *, may_draw: bool) -> None:
+        """A new pass: the second pull is looked at again, unless the source cannot draw or is known to."""
+        self._suspect, self.next_due = None, 1 if may_draw and not self.in_step else math.inf
 
     @property
     def wants_step(self) -> bool:
@@ -320,15 +319,15 @@ class DrawWatch:
             waited: Whether the loop was waiting all the time, so that nobody else has drawn.
         """
         suspect, self._suspect = self._suspect, None
-        self._next = number + (1 if number < self.NUM_CHECKED else self.INTERVAL)
+        self.next_due = number + (1 if number < self.NUM_CHECKED else self.INTERVAL)
         if moved and waited:
-            self.in_step, self.name = True, " and ".join(moved)
+            self.in_step, self.name, self.next_due = True, " and ".join(moved), math.inf
             return number if suspect is None else suspect
         if moved:
             self._suspect = number
-            self._next = number + 1
+            self.next_due = number + 1
         elif suspect is not None:
-            self._next = 2 * number  # the loop draws: it would be asked to wait again and again
+            self.next_due = 2 * number  # the loop draws: it would be asked to wait again and again
         return None
 
 

@@ -191,17 +191,18 @@ class Run:
         """Whether a pass that is left goes on in the next: what an iterator has given comes only once."""
         return self._source.is_own_iterator and not (self.is_left or self._stopped.is_set() or self.is_inherited)
 
-    def begin(self, *, in_caller: bool) -> None:
+    def begin(self, *, in_caller: bool, may_draw: bool) -> None:
         """Make the source's iterator, and start.
 
         Args:
             in_caller: Whether in this thread, although another one will ask it.
+            may_draw: Whether the source may draw random numbers.
 
         Raises:
             BaseException: What ``iter`` raised.
         """
         self._modes = read_modes()
-        self._draws.begin_pass()
+        self._draws.begin_pass(may_draw=may_draw)
         self._pipeline.stay_in_step(self._draws.in_step)
         if self._refills is not None:
             self._refills.begin_pass()
@@ -344,8 +345,7 @@ class Run:
         return True
 
     def _ask_source(self, number: int) -> Any:
-        looks = self._draws.is_due(number)
-        before = Snapshot.take() if looks else None
+        before = Snapshot.take() if number >= self._draws.next_due else None
         pipeline = self._pipeline
         waited = self._worker is None or pipeline.asked > pipeline.sent
         self._inside = threading.get_ident()
