@@ -91,6 +91,8 @@ class CodeWatch:
         self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet
         self._met: dict[int, CodeType] = {}  # by id: code that says the same in another place is equal
         self._thread = threading.get_ident()
+        self._again: set[int] = set()  # by id: code that is looked at in each call
+        self._reaching: set[int] = set()  # likewise: that may read attributes by names that it computes
         self._computing: dict[tuple[Any, ...], Any] = {}  # code and ids of the objects in its variables; and these
         self._outer: Any = None
         self._profile = self._notice  # one object, to be known again
@@ -118,15 +120,16 @@ class CodeWatch:
         self._functions.clear()
 
     def _notice(self, frame: FrameType, event: str, arg: Any) -> None:
+        # Of every call there is: code is told by its id, as to hash it takes a look into all of it.
         if event == "call":
-            self._note(frame)
-            if frame.f_code is _ENVIRONMENT and frame.f_locals.get("self") is os.environ:
-                self._note_variable(frame)
+            code = id(frame.f_code)
+            if code not in self._met or code in self._again:
+                self._note(frame)
         elif event == "c_call":
-            if arg in IMPURE or (arg.__name__ in _READERS and isinstance(arg.__self__, io.IOBase)):
-                self._note_impure(frame, IMPURE.get(arg, "a file"))
-        elif event == "return" and (reach := reach_of(frame.f_code)) and is_users(frame.f_code.co_filename):
-            self._note_computed(frame, reach)
+            if arg.__name__ in _NAMES:
+                self._note_impure(frame, arg)
+        elif event == "return" and id(frame.f_code) in self._reaching:
+            self._note_computed(frame, reach_of(frame.f_code))
         if self._outer is not None:
             self._outer(frame, event, arg)
 
@@ -141,7 +144,12 @@ class CodeWatch:
         if threading.get_ident() == self._thread and is_asked_by_user(_beyond_library(frame)):
             self._ran.variables.add(str(frame.f_locals.get("key")))
 
-    def _note_impure(self, frame: FrameType, what: str) -> None:
+    def _note_impure(self, frame: FrameType, function: Any) -> None:
+        what = IMPURE.get(function)
+        if what is None and function.__name__ in _READERS and isinstance(function.__self__, io.IOBase):
+            what = "a file"
+        if what is None:
+            return
         asking = _beyond_library(frame)
         if (
             threading.get_ident() == self._thread
@@ -151,16 +159,25 @@ class CodeWatch:
         ):
             self._on_impure(asking, what)
 
+    def _is_asked_again(self, code: CodeType) -> bool:
+        return code is _ENVIRONMENT or code in self._always
+
     def _note(self, frame: FrameType) -> None:
         code = frame.f_code
+        if code is _ENVIRONMENT and frame.f_locals.get("self") is os.environ:
+            self._note_variable(frame)
         waiting, is_new = self._functions.get(id(code), []), id(code) not in self._met or code in self._always
-        if not is_new and not (waiting and code.co_freevars):  # another function may have it, with another closure
-            return
         self._met[id(code)] = code
         self._codes.add(code)
         functions = functions_of(frame, waiting)
         for function in functions:
             waiting.remove(function)
+        # Another function may have the code, with another closure.
+        (self._again.add if (waiting and code.co_freevars) or self._is_asked_again(code) else self._again.discard)(
+            id(code)
+        )
+        if is_users(code.co_filename) and reach_of(code):
+            self._reaching.add(id(code))
         if is_users(code.co_filename) and (is_new or functions):
             self._on_code(frame, functions)
 
@@ -187,6 +204,8 @@ _HARMLESS = (
     *("threading", "queue", "concurrent", "multiprocessing", "asyncio", "selectors", "subprocess"),
 )
 """Modules that read clocks and files for what they print only, or for how long they wait."""
+
+_NAMES = _READERS.union(each.__name__ for each in IMPURE)
 
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
 
