@@ -313,9 +313,9 @@ _CODE = [
     Cell("optimizer that steps", "lr", "assign", "", "(1 + opt.param_groups[0]['lr'])", "opt.param_groups[0]['lr'] = 0.02", "opt.param_groups[0]['lr'] = 0.001"),
     Cell("optimizer that steps", "momentum", "assign", "", "1", "opt.param_groups[0]['momentum'] = 0.25", "opt.param_groups[0]['momentum'] = 0.5"),
     Cell("environment", "os.environ[]", "assign", "os.environ['MS_TEST_#'] = '1.5'", "float(os.environ['MS_TEST_#'])", "os.environ['MS_TEST_#'] = '2.5'", "os.environ['MS_TEST_#'] = '1.5'"),
-    Cell("environment", "os.environ.get", "appears", "os.environ.pop('MS_TEST_#', 0)", "float(os.environ.get('MS_TEST_#', 1))", "os.environ['MS_TEST_#'] = '2.5'", "del os.environ['MS_TEST_#']"),
+    Cell("environment", "os.environ.get", "appears", "os.environ.pop('MS_TEST_#', 0)", "float(os.environ.get('MS_TEST_#', 1))", "os.environ['MS_TEST_#'] = '2.5'", "os.environ.pop('MS_TEST_#', None)"),
     Cell("environment", "os.getenv", "assign", "os.environ['MS_TEST_#'] = '1.5'", "float(os.getenv('MS_TEST_#'))", "os.environ['MS_TEST_#'] = '2.5'", "os.environ['MS_TEST_#'] = '1.5'"),
-    Cell("environment", "in", "appears", "os.environ.pop('MS_TEST_#', 0)", "(2 if 'MS_TEST_#' in os.environ else 3)", "os.environ['MS_TEST_#'] = ''", "del os.environ['MS_TEST_#']"),
+    Cell("environment", "in", "appears", "os.environ.pop('MS_TEST_#', 0)", "(2 if 'MS_TEST_#' in os.environ else 3)", "os.environ['MS_TEST_#'] = ''", "os.environ.pop('MS_TEST_#', None)"),
     Cell("context variable", "get with a default", "appears", "cv# = contextvars.ContextVar('cv#')", "cv#.get(1.5)", "cv#.set(2.5)"),
     Cell("shared memory", "value", "assign", "mp# = multiprocessing.Value('d', 1.5, lock=False)", "mp#.value", "mp#.value = 2.5", "mp#.value = 1.5"),
 ]  # fmt: skip
