@@ -537,8 +537,7 @@ ENDINGS = {
 def test_the_process_ends(ending, code):
     program = """
         import itertools, sys, torch
-        import millstream.data
-from millstream.data import feed
+        from millstream.data import feed
         passing = iter(feed((torch.full((1 << 20,), float(i)) for i in itertools.count()), "cuda:0", 3))
         next(passing)
         torch.cuda._sleep(20_000_000)

@@ -382,7 +382,7 @@ class BufferPool:
         """Forget the buffers, without waiting for the device. Nobody takes or hands out any more."""
         for _ in range(len(self._late)):
             self._late.popleft()()
-        for batch in self._lent:
+        for batch in [*self._lent]:  # which another thread may be dropping
             self._detach(batch)
         self._lent.clear()
         self._sweep(len(self._foreign))
