@@ -167,7 +167,9 @@ class Step(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step."""
-        if is_compiling() or torch.is_inference_mode_enabled():  # part of another capture; no training
+        if (
+            torch.compiler.is_compiling() and is_compiling()
+        ) or torch.is_inference_mode_enabled():  # part of another capture; no training
             return self.function(*args, **kwargs)
         usual = self._usual if not self.check else None
         arguments: list[Any] = [*args]
@@ -176,7 +178,7 @@ class Step(Generic[P, R]):
             and usual.looks is not None
             and not kwargs
             and usual.looks.find(arguments) is not None
-            and not has_same(arguments)
+            and (len(arguments) == 1 or not has_same(arguments))
         ):
             _, ambient, *_ = usual.key
             if ambient == _ambient() and usual.fits(arguments):
