@@ -168,7 +168,8 @@ class Run:
         self._traceback: TracebackType | None = None  # of that error, as it was when it arose
         self._stopped = threading.Event()
         self._over = threading.Event()  # nobody will ask the source any more
-        self._to_end = [True]  # popping is atomic: of the consumer and the worker, who comes last ends the pass
+        self._to_end = [True]  # of the consumer and the worker, whoever comes last ends the pass, and the other waits
+        self._end_lock = threading.RLock()
         self._inside_lock = threading.Lock()
         self._inside = 0  # the thread that is inside the source
         self._has_asked = False  # for a batch that has not come
@@ -499,10 +500,16 @@ class Run:
         """Drop what was not handed out, once the consumer has left and nobody is inside the source; once."""
         if not (self._stopped.is_set() and self._over.is_set()):
             return
-        try:
-            self._to_end.pop()
-        except IndexError:
+        if not self._end_lock.acquire(timeout=JOIN_S):
             return
+        try:
+            if self._to_end:
+                self._to_end.clear()
+                self._drop_rest()
+        finally:
+            self._end_lock.release()
+
+    def _drop_rest(self) -> None:
         with suppress(queue.Empty):
             while True:
                 self._ready.get_nowait()
