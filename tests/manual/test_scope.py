@@ -12,6 +12,7 @@ from torch import nn
 import millstream as ms
 from millstream.errors import ArgumentError, DeviceError, StreamError
 from millstream.manual import session
+from millstream.manual.hints import HintedScope
 from millstream.manual.operators import Effect, find_function, recipe_of
 from millstream.manual.scope import SerialScope
 from tests.device.virtual_device import make_virtual_context
@@ -44,6 +45,16 @@ def test_same_code_runs_on_one_stream(scope):
         f = s[1](torch.add, d, e)
         assert s[2].stream is None
     assert torch.equal(f, (a @ a + 1) * 2 + (a @ a + 1) * 3)
+
+
+@pytest.mark.parametrize("scope", [lambda: ms.streams(4, "cpu"), lambda: ms.streams(1), lambda: HintedScope(4)])
+def test_scope_is_for_its_with_alone_on_one_stream_too(scope):
+    s = scope()
+    for _ in range(2):  # before and after
+        with pytest.raises(StreamError, match="within `with"):
+            s[1]
+        with s:
+            s[1].sin(torch.ones(1))
 
 
 def test_engine_serial_makes_one_stream(monkeypatch, machine):
@@ -257,6 +268,29 @@ def test_forked_child_is_refused(monkeypatch):
         assert b"forked" in os.read(read, 1000)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_forked_child_works_on_the_cpu_within_the_scope(monkeypatch):
+    context, _ = make_virtual_context()
+    monkeypatch.setitem(CONTEXTS._contexts, context.place, context)
+    monkeypatch.setattr(session, "LOOK_EVERY", 1)
+    tensors = [torch.ones(2) for _ in range(200)]
+    read, write = os.pipe()
+    with ms.streams(2, context) as s:
+        child = os.fork()
+        if child == 0:  # as a DataLoader's worker is
+            try:
+                os.write(write, str(sum(tensor + 1 for tensor in tensors)[0].item()).encode())
+                s[1].add(tensors[0], 1)
+            except StreamError as error:
+                os.write(write, str(error).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+    answer = os.read(read, 1000)
+    assert answer.startswith(b"400.0")
+    assert b"forked" in answer
+
+
 def test_scope_of_before_a_capture_is_refused_in_it(machine):
     context, device, _ = machine
     capture = context.stream(5)
@@ -295,6 +329,130 @@ def test_generators_that_end_in_another_order_leave_nothing(machine):
     assert torch._C._len_torch_dispatch_stack() == before
     assert context.current_stream() is device.default
     assert virtual.read(total).item() == 7
+
+
+def suspend(handle):
+    """A generator that is suspended on a stream."""
+    with handle:
+        yield
+
+
+def test_scope_that_ends_while_a_generator_is_on_its_stream_is_left(machine):
+    context, device, virtual = machine
+    a, results = virtual.tensor([1.0]), []
+    with ms.streams(2, context):
+        with ms.streams(2, context) as inner:
+            generator = suspend(inner[1])
+            next(generator)
+        assert context.current_stream() is device.default
+        b = a + 1.0
+    device.starved = range(1, len(device.streams))
+    device.read(b, results)
+    device.run_until(lambda: results)
+    assert torch.frombuffer(bytearray(results[0]), dtype=torch.float32).item() == 2
+    generator.close()
+    assert context.current_stream() is device.default
+
+
+def test_generator_that_ends_after_the_scope_leaves_the_callers_stream(machine):
+    context, device, _ = machine
+    with ms.streams(3, context) as s, s[1]:
+        generator = suspend(s[2])
+        next(generator)
+    generator.close()
+    assert context.current_stream() is device.default
+
+
+def test_group_that_ends_after_its_scope_is_joined(machine):
+    context, device, virtual = machine
+    a, results = virtual.tensor([1.0]), []
+
+    def branch():
+        with ms.streams(2, context) as group:
+            yield group[1].add(a, 1.0)
+
+    with ms.streams(3, context) as s, s[1]:
+        generator = branch()
+        made = next(generator)
+    generator.close()
+    device.starved = range(1, len(device.streams))
+    device.read(made, results)
+    device.run_until(lambda: results)
+    assert torch.frombuffer(bytearray(results[0]), dtype=torch.float32).item() == 2
+
+
+def test_scope_ended_by_another_thread_is_no_ones_next(machine):
+    context, device, virtual = machine
+    a, results = virtual.tensor([1.0]), []
+
+    def branch():
+        with ms.streams(2, context) as s:
+            yield s[1].add(a, 1.0)
+
+    def end(generator):
+        with VirtualTorch(device), torch.no_grad():
+            generator.close()
+            with ms.streams(2, context) as s:
+                results.append(s[1].add(a, 2.0))
+
+    before = torch._C._len_torch_dispatch_stack()
+    generator = branch()
+    made = next(generator)
+    thread = threading.Thread(target=end, args=(generator,))
+    thread.start()
+    thread.join()
+    with ms.streams(2, context) as s, ms.streams(2, context):
+        made = s[1].add(made, results[0])
+    assert virtual.read(made).item() == 5
+    assert torch._C._len_torch_dispatch_stack() == before
+    assert not context._lent
+
+
+def test_eight_threads_do_not_meet():
+    context, device = make_virtual_context("random", seed=3)
+    errors, interval = [], sys.getswitchinterval()
+
+    def work(number):
+        try:
+            with VirtualTorch(device) as virtual, torch.no_grad(), context.on(context.stream(number)):
+                for _ in range(8):
+                    fork_and_fail(context, virtual, number)
+        except BaseException as error:  # noqa: BLE001 - told below
+            errors.append(error)
+
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors
+    assert not context._lent
+
+
+def fork_and_fail(context, virtual, number):
+    a, here, made = virtual.tensor([float(number)]), context.current_stream(), []
+
+    def fails():
+        raise KeyError(number)
+
+    def fork():
+        with ms.streams(4, context) as s:
+            b = s[2].mul(s[1].add(a, 1.0), 2.0)
+            with s[3], ms.streams(3, context) as group:
+                made.append(group[2].add(b, a))
+                a.mul_(2.0)
+            s.run([lambda: None, fails])
+
+    with pytest.raises(KeyError) as caught:
+        fork()
+    assert caught.value.args == (number,)
+    assert caught.value.__notes__ == ["Raised in branch 1."]
+    assert context.current_stream() is here
+    assert (virtual.read(made[0]).item(), virtual.read(a).item()) == (3 * number + 2, 2 * number)
 
 
 # --- memory
@@ -361,6 +519,20 @@ def test_views_and_writes_in_place_are_ordered(machine):
         s[3].relu_(a.neg_())
     assert virtual.read(b).tolist() == [10, 30]
     assert virtual.read(a).tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_tensors_without_storage_are_pytorchs_affair():
+    context, _ = make_virtual_context()
+    sparse, a = torch.eye(3).to_sparse(), torch.rand(3, 3)
+    with ms.streams(2, context) as s:
+        results = [
+            torch.sparse.mm(sparse, a),
+            s[1].mm(sparse, a),
+            s[1].mm(s[1].sparse_coo_tensor([[0, 1, 2], [0, 1, 2]], [1.0, 1.0, 1.0], (3, 3)), a),
+            torch.func.vmap(lambda row: s[1].mul(row, 1.0))(a),
+        ]
+    assert all(torch.equal(result, a) for result in results)
 
 
 def test_gradients_on_the_virtual_device(machine):

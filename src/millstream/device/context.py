@@ -537,7 +537,7 @@ class DeviceContext:
 
     def _check_open(self) -> None:
         if self._end:
-            raise DeviceError(f"The context of {self.place} {self._end}; ask millstream.device.context for a new one.")
+            raise DeviceError(f"The context of {self.place} {self._end}; ask ms.device_context for a new one.")
 
     def _make_distinct_stream(self, *, high_priority: bool) -> Stream:
         # PyTorch hands its 32 streams out in turn, and others draw from the same 32: a full turn shows each of them.

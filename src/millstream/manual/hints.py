@@ -8,6 +8,7 @@ from typing import Any
 from millstream._torch.hints import annotate_stream, current_stream_hint
 from millstream.errors import ArgumentError
 from millstream.manual.operators import look_up
+from millstream.manual.session import scope_is_over
 
 
 class HintedScope:
@@ -37,6 +38,8 @@ class HintedScope:
     def __getitem__(self, index: int) -> HintedHandle:
         if type(index) is not int or index < 0:
             raise ArgumentError(f"Streams have numbers, from 0; {index!r} is none.")
+        if not self._names:
+            raise scope_is_over()
         return HintedHandle(self._names[index % self.num_streams])
 
     def run(self, branches: Iterable[Callable[[], Any]]) -> list[Any]:

@@ -123,6 +123,7 @@ class Scope(AbstractContextManager["Scope"]):
         trace = None
         try:
             if not session.context.closed:
+                session.come_back(parent, others)
                 session.join(parent, others)
                 session.give_back(parent, others)
         finally:
@@ -203,7 +204,9 @@ class StreamHandle:
         return self
 
     def __exit__(self, *details: Any) -> None:
-        self._on.pop().__exit__(*details)
+        on = self._on.pop()
+        if self._scope._session is not None:  # else a generator ends late, and the scope has restored the stream
+            on.__exit__(*details)
 
     @property
     def stream(self) -> Stream:
@@ -218,20 +221,24 @@ class SerialScope(AbstractContextManager["SerialScope"]):
         num_streams: How many were asked for.
     """
 
-    __slots__ = ("_is_over", "num_streams")
+    __slots__ = ("_is_open", "num_streams")
 
     def __init__(self, num_streams: int) -> None:
         self.num_streams = num_streams
-        self._is_over = False
+        self._is_open = False
+
+    def __enter__(self) -> SerialScope:
+        self._is_open = True
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_over = True
+        self._is_open = False
 
     def __len__(self) -> int:
         return self.num_streams
 
     def __getitem__(self, index: int) -> SerialHandle:
-        if self._is_over:
+        if not self._is_open:
             raise scope_is_over()
         if type(index) is not int or index < 0:
             _bad_index(index)
@@ -243,12 +250,12 @@ class SerialScope(AbstractContextManager["SerialScope"]):
 
     def join(self) -> None:
         """Do nothing: all is in order."""
-        if self._is_over:
+        if not self._is_open:
             raise scope_is_over()
 
     def wait(self, *tensors: Any) -> None:  # noqa: ARG002
         """Do nothing: all is in order."""
-        if self._is_over:
+        if not self._is_open:
             raise scope_is_over()
 
 

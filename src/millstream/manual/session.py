@@ -99,19 +99,27 @@ class Session:
 
     def _close(self) -> Trace | None:
         """Stop seeing operators, and let everything go: all streams are joined."""
-        remove_mode(self._mode)
         self.closed = True
+        is_owner = _get_ident() == self._owner
+        if is_owner:
+            remove_mode(self._mode)
         trace, self.trace = self.trace, None
         if trace is not None:
             trace.stop()
         if self.context.closed:
             _abandoned.append(self)  # in a forked child nothing of the parent's may be destroyed
             return trace
+        self.join(0, range(1, len(self._streams)))  # a generator may have ended a scope after the one that it is in
         self._let_go(self._ordering.release_all())
         if not torch.is_inference_mode_enabled():  # whose tensors autograd never saves
             self._protect_survivors()
         self._forget(self._memories)
         self._opaque.clear()
+        if not is_owner:  # a generator's scope that another thread has ended, whose current stream is its own affair
+            for event in self._events.values():
+                self.context.release_event(event)
+            self.context.return_streams(self._streams)
+            return trace
         if self._current() != self.context.stream_id(self._streams[0]):
             self._enter[0]()
         if self._guard is not None:
@@ -151,7 +159,12 @@ class Session:
         """Let children start from here."""
         self._do(self._ordering.fork(parent, children))
 
-    def join(self, parent: int, children: list[int]) -> None:
+    def come_back(self, parent: int, children: list[int]) -> None:
+        """Leave the streams of a scope that ends, where a generator that is suspended on one has left it current."""
+        if self.find() in children and _get_ident() == self._owner:
+            self._enter[parent]()
+
+    def join(self, parent: int, children: Sequence[int]) -> None:
         """Let the parent come after all that children have been given."""
         if self.capturing != self.context.is_capturing():
             return  # the capture has ended before the scope, and with it its events
@@ -187,7 +200,8 @@ class Session:
         if scope._session is None:
             raise scope_is_over()
         before = self._index_of.get(self._current())
-        uses = self._plain_uses(args, kwargs) if function.is_plain and _get_ident() == self._owner else None
+        usable = function.is_plain and _get_ident() == self._owner and not self.context.closed
+        uses = self._plain_uses(args, kwargs) if usable else None
         if uses is None or before is None or num_modes() != 1 or any_autocast() or self.trace is not None:
             return self.run(index, function.call, args, kwargs)
         ordering, marked = self._ordering, _grad_enabled()
@@ -213,8 +227,8 @@ class Session:
             del hidden
             if index != before:
                 self._enter[before]()
-        if type(result) is Tensor:
-            storage = result.untyped_storage()
+        storage = _storage_of(result) if type(result) is Tensor else None
+        if storage is not None:
             key = storage._cdata
             if key not in self._memories:
                 memory = self._memories[key] = Memory(index, storage._weak_ref())
@@ -254,7 +268,10 @@ class Session:
         for value in args:
             kind = type(value)
             if kind in _PLAIN:
-                storage = value.untyped_storage()
+                try:
+                    storage = value.untyped_storage()
+                except (NotImplementedError, RuntimeError):  # as in _storage_of: each call takes its time
+                    return None
                 uses.append(memories.get(storage._cdata) or self._greet(value, storage))
             elif kind in _SCALARS:
                 continue
@@ -272,7 +289,7 @@ class Session:
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of PyTorch's, after what it has to wait for."""
         recipe = recipe_of(func)
-        if self.closed or recipe.effect is Effect.VIEW:
+        if self.closed or recipe.effect is Effect.VIEW or self.context.closed:  # as in a forked child
             return func(*args, **kwargs)
         index = self._index_of.get(self._current())
         if index is None:
@@ -523,7 +540,9 @@ def find_session(context: DeviceContext) -> Session | None:
     for mode in find_modes():
         if isinstance(mode, _Mode):
             session = mode.session
-            if session.context is context and not session.closed and session.find() is not None:
+            if session.closed:
+                remove_mode(mode)  # another thread has ended its last scope, and could not
+            elif session.context is context and session.find() is not None:
                 return session
     return None
 
