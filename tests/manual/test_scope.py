@@ -14,6 +14,7 @@ from millstream.errors import ArgumentError, DeviceError, StreamError
 from millstream.manual import session
 from millstream.manual.hints import HintedScope
 from millstream.manual.operators import Effect, find_function, recipe_of
+from millstream.manual.ordering import Ordering
 from millstream.manual.scope import SerialScope
 from tests.device.virtual_device import make_virtual_context
 from tests.manual.virtual_torch import VirtualTorch
@@ -149,6 +150,41 @@ def test_exception_in_a_branch_joins_the_others_and_surfaces_once(machine):
     assert caught.value.__notes__ == ["Raised in branch 2."]
     assert caught.traceback[-1].name == "fails"
     assert virtual.read(out + 0).item() == 5
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "nth"),
+    [
+        *((Ordering, "add_stream", nth) for nth in (1, 2, 3)),
+        *((Ordering, name, nth) for name in ("fork", "join", "use", "make") for nth in (1, 2)),
+        *((session.Session, name, nth) for name in ("take", "give_back") for nth in (1, 2)),
+    ],
+)
+def test_interrupted_scope_leaves_nothing(where, name, nth, machine, monkeypatch):
+    context, device, virtual = machine
+    a, whole, calls = virtual.tensor([1.0]), getattr(where, name), []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == nth:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    def work():
+        with ms.streams(3, context) as s:
+            b = s[1].add(a, 1.0)
+            with s[2], ms.streams(2, context) as group:
+                return group[1].add(b, a)
+
+    before = torch._C._len_torch_dispatch_stack()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    assert torch._C._len_torch_dispatch_stack() == before
+    assert context.current_stream() is device.default
+    assert not context._lent
+    assert virtual.read(work()).item() == 3
 
 
 def test_stream_after_its_scope_is_refused(machine):

@@ -103,14 +103,15 @@ class Scope(AbstractContextManager["Scope"]):
         if session is None:
             session = open_session(self._context, check=self.check)
         session.num_scopes += 1
-        parent = session.find()
-        assert parent is not None, "the session is of the stream that is current"
         try:
+            session.watch()
+            parent = session.find()
+            assert parent is not None, "the session is of the stream that is current"
             others = session.take(parent, self.num_streams - 1)
-        except BaseException:
-            session.leave()
+            session.fork(parent, others)
+        except BaseException:  # KeyboardInterrupt is one
+            session.abandon()
             raise
-        session.fork(parent, others)
         self._session, self._indices = session, [parent, *others]
         self._handles = [None] * self.num_streams
         return self
@@ -126,6 +127,9 @@ class Scope(AbstractContextManager["Scope"]):
                 session.come_back(parent, others)
                 session.join(parent, others)
                 session.give_back(parent, others)
+        except BaseException:
+            session.distrust()
+            raise
         finally:
             trace = session.leave()
         if kind is None and trace is not None and (races := trace.describe_races()):

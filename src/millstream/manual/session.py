@@ -71,10 +71,11 @@ class Session:
         self._opaque: list[Any] = []  # results whose memory cannot be told: kept to the end
         self._guard: Any = None
         self._ticket = 0
+        self._is_whole = True  # whether another scope may have it
         self._mode = _Mode(self)
 
     def open(self, *, capturing: bool, check: bool) -> bool:
-        """Make the device current, and begin to see operators; False where its streams are somebody else's by now."""
+        """Make the device current; False where its streams are somebody else's by now."""
         if len(self._streams) > 1 and not self.context.lend_again(self._streams[1:], self._ticket):
             return False
         self.closed, self.capturing = False, capturing
@@ -86,8 +87,12 @@ class Session:
             event = self.context.acquire_event()
             self.trace.start(self._streams[0], event)
             self.context.release_event(event)
-        push_mode(self._mode)
         return True
+
+    def watch(self) -> None:
+        """Begin to see operators, with the first scope."""
+        if self.num_scopes == 1:
+            push_mode(self._mode)
 
     def leave(self) -> Trace | None:
         """End a scope; with the last one, the session. Return the trace then, if there is one.
@@ -96,6 +101,15 @@ class Session:
         """
         self.num_scopes -= 1
         return None if self.num_scopes else self._close()
+
+    def abandon(self) -> None:
+        """End a scope that could not be opened."""
+        self.distrust()
+        self.leave()
+
+    def distrust(self) -> None:
+        """Something has interrupted a fork or join: the books may be half written, and are for no other scope."""
+        self._is_whole = False
 
     def _close(self) -> Trace | None:
         """Stop seeing operators, and let everything go: all streams are joined."""
@@ -109,25 +123,39 @@ class Session:
         if self.context.closed:
             _abandoned.append(self)  # in a forked child nothing of the parent's may be destroyed
             return trace
-        self.join(0, range(1, len(self._streams)))  # a generator may have ended a scope after the one that it is in
-        self._let_go(self._ordering.release_all())
-        if not torch.is_inference_mode_enabled():  # whose tensors autograd never saves
-            self._protect_survivors()
-        self._forget(self._memories)
-        self._opaque.clear()
-        if not is_owner:  # a generator's scope that another thread has ended, whose current stream is its own affair
-            for event in self._events.values():
-                self.context.release_event(event)
-            self.context.return_streams(self._streams)
-            return trace
+        try:
+            self._join_all()
+            self._ticket = self.context.return_streams(self._streams)
+            self._let_go(self._ordering.release_all())
+            if not torch.is_inference_mode_enabled():  # whose tensors autograd never saves
+                self._protect_survivors()
+            self._forget(self._memories)
+            self._opaque.clear()
+            if not (is_owner and self._is_whole):
+                for event in self._events.values():
+                    self.context.release_event(event)
+        finally:
+            if is_owner:  # else a generator's scope is ended by a thread whose current stream is its own affair
+                self._restore()
+        if is_owner and self._is_whole:
+            _parked.sessions[self.context, self.context.stream_id(self._streams[0])] = self
+        return trace
+
+    def _join_all(self) -> None:
+        """Join what a generator has ended after the scope that it is in; everything, where the books are no help."""
+        if self._is_whole:
+            self.join(0, range(1, len(self._streams)))
+        elif not self.capturing:
+            for stream in self._streams[1:]:
+                self.context.order(stream, self._streams[0])
+
+    def _restore(self) -> None:
+        """Make current what was when the session was opened."""
         if self._current() != self.context.stream_id(self._streams[0]):
             self._enter[0]()
         if self._guard is not None:
             self._guard.__exit__()
             self._guard = None
-        self._ticket = self.context.return_streams(self._streams)
-        _parked.sessions[self.context, self.context.stream_id(self._streams[0])] = self
-        return trace
 
     # --- streams
 
@@ -143,11 +171,13 @@ class Session:
         """Give a scope that starts from a stream so many others, the same ones each time."""
         idle = self._lent.setdefault(parent, [])
         if len(idle) < count:
-            for stream in self.context.lend_streams(self._streams[parent], count - len(idle)):
-                self._index_of[self.context.stream_id(stream)] = self._ordering.add_stream()
-                idle.append(len(self._streams))
-                self._streams.append(stream)
+            first = len(self._streams)
+            self._streams += self.context.lend_streams(self._streams[parent], count - len(idle))  # returned from there
+            for index, stream in enumerate(self._streams[first:], first):
+                self._ordering.add_stream()
                 self._enter.append(self.context.entry(stream))
+                self._index_of[self.context.stream_id(stream)] = index
+                idle.append(index)
         self._lent[parent] = idle[count:]
         return idle[:count]
 
