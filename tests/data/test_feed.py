@@ -18,7 +18,7 @@ from millstream.device import Place, context
 from millstream.errors import ArgumentError, DeviceError, FeedError
 from tests.data.conftest import WITH_WORKER, feed_threads, is_idle
 from tests.data.test_tree import Frozen, Opaque, same, trees
-from tests.processes import run_python
+from tests.processes import output_of, run_python
 
 DEPTHS = [1, 2, 5]
 
@@ -662,3 +662,32 @@ def test_a_device_that_is_none():
     for device in (0, None, 1.5):
         with pytest.raises(DeviceError, match="named by a string"):
             feed([], device)
+
+
+@pytest.mark.parametrize("ending", ["", "break"], ids=["to its end", "left"])
+def test_a_profiler_works_after_a_pass(ending):
+    """In Python 3.11 one hangs where the signal of an exception for another thread was left set."""
+    said = output_of(
+        f"""
+        import queue, sys, threading
+        import millstream as ms
+
+        waiting = queue.Queue()
+        def source():
+            while (item := waiting.get()) is not None:
+                yield item
+        for item in ([1, 2, None] if not {ending!r} else [1]):
+            waiting.put(item)
+        for item in ms.feed(source(), "cpu"):
+            {ending or "pass"}
+        calls = []
+        sys.setprofile(lambda *event: calls.append(event))
+        def function():
+            return 1
+        function()
+        sys.setprofile(None)
+        print(len(calls) > 0)
+        """,
+        timeout=60,
+    )
+    assert said.strip() == "True"

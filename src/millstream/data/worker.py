@@ -34,7 +34,7 @@ import torch
 
 from millstream._torch.thread_modes import NEW_THREAD, ThreadModes, read_modes
 from millstream.data.generators import Snapshot
-from millstream.data.leaving import clear_exit, raise_exit
+from millstream.data.leaving import absorb_exit, raise_exit
 from millstream.data.pipeline import Do, Message, Pipeline
 from millstream.data.profiler import BatchTimes, Profiler
 from millstream.data.shaping import set_num_valid
@@ -172,6 +172,7 @@ class Run:
         self._end_lock = threading.RLock()
         self._inside_lock = threading.Lock()
         self._inside = 0  # the thread that is inside the source
+        self._was_told_to_leave = False
         self._has_asked = False  # for a batch that has not come
         self.num_forks = _num_forks
         self.has_ended = False  # the consumer has got everything, and there was no error
@@ -241,14 +242,21 @@ class Run:
         except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the consumer
             self._fail(error)
         finally:
-            with self._inside_lock:
-                self._inside = 0
-                clear_exit(threading.get_ident())
+            with suppress(GeneratorExit):  # it may be raised before it is looked for
+                self._go_out()
+            if self._was_told_to_leave:
+                absorb_exit()
+            self._go_out()
             self._context.run(self._leave_source)
             self._thread_modes.put(NEW_THREAD)
             self._ready.put(None)
             self._end()
             del self  # the frames of an error's traceback lead back to this one
+
+    def _go_out(self) -> None:
+        """From here on nobody tells this thread to leave the source."""
+        with self._inside_lock:
+            self._inside = 0
 
     def _begin_source(self) -> bool:
         self._inside = threading.get_ident()
@@ -480,7 +488,7 @@ class Run:
         while not self._over.wait(LEAVE_S if self._inside else 0.01) and time.monotonic() < end_s:
             with self._inside_lock:
                 if self._inside:
-                    raise_exit(self._inside)
+                    self._was_told_to_leave |= raise_exit(self._inside)
                     return
 
     def wait(self) -> None:
