@@ -123,6 +123,11 @@ def run_case(name: str) -> Result:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
+            with torch.no_grad():
+                copy.deepcopy(case[0]).double()(**widen(case[1]))
+        except RuntimeError as error:  # operators that take no doubles: there is nothing to judge by
+            return Result(name, Outcome.NOT_COMPARABLE, f"eager fails in double precision: {describe(error)}")
+        try:
             outcome, detail = (compare_steps if step else compare_forward)(*case)
         except Exception as error:  # noqa: BLE001  an error is a result
             outcome, detail = Outcome.WRONG, f"raises {describe(error)}"
