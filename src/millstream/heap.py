@@ -15,8 +15,12 @@ from typing import Any
 
 def objects_of_types(kinds: Iterable[type]) -> list[Any]:
     """All objects whose type is one of ``kinds`` itself, as far as the collector knows them."""
-    objects, same = itertools.tee(itertools.chain.from_iterable(map(gc.get_objects, (None,))))
-    return list(itertools.compress(objects, map(frozenset(kinds).__contains__, map(type, same))))
+    once, again, last = itertools.tee(map(gc.get_objects, (None,)), 3)
+    flat = itertools.chain.from_iterable
+    chosen = itertools.compress(flat(once), map(frozenset(kinds).__contains__, map(type, flat(again))))
+    found = list(itertools.chain(chosen, map(list.clear, last)))  # the list has these iterators in it: a cycle
+    found.pop()  # what ``clear`` gave
+    return found
 
 
 def instances(kinds: Iterable[type]) -> list[Any]:

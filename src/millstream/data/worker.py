@@ -42,9 +42,9 @@ from millstream.data.source import BatchInfo, DrawWatch, RefillWatch, Source, co
 from millstream.data.transfer.base import PendingBatch, Transfer
 from millstream.errors import FeedError, never_the_end, skip_frames
 
-JOIN_S, LEAVE_S = 5.0, 0.1
-"""How long who leaves waits for the feed's thread, and how long where that is inside the source, which may not return.
-Then the thread ends the pass by itself when the source does."""
+JOIN_S, LEAVE_S, REACH_S = 5.0, 0.05, 0.5
+"""Seconds that who leaves waits for the feed's thread; each time where that is inside the source; and until it is seen
+to wait there, for it may never return. Then the thread ends the pass by itself when the source does."""
 
 Prepare = Callable[[Any], tuple[Any, BatchInfo] | None]
 """Given a batch as the source made it: the batch to deliver and what travels with it; ``None`` to leave it out."""
@@ -484,11 +484,13 @@ class Run:
         self._end()
 
     def _wait(self) -> None:
-        end_s = time.monotonic() + JOIN_S
-        while not self._over.wait(LEAVE_S if self._inside else 0.01) and time.monotonic() < end_s:
+        start_s = time.monotonic()
+        while not self._over.wait(LEAVE_S if self._inside else 0.01) and time.monotonic() < start_s + JOIN_S:
             with self._inside_lock:
-                if self._inside:
-                    self._was_told_to_leave |= raise_exit(self._inside)
+                if self._inside and raise_exit(self._inside):
+                    self._was_told_to_leave = True
+                    return
+                if self._inside and time.monotonic() > start_s + REACH_S:
                     return
 
     def wait(self) -> None:

@@ -177,23 +177,23 @@ def has_same(tensors: Sequence[Tensor]) -> bool:
 
 def merge_same(structure: Structure, leaves: list[Tensor]) -> Structure:
     """Keep each of ``leaves`` once, and say in the structure where it is met again."""
-    positions: dict[int, int] = {}
-    tensors = iter(tuple(leaves))
+    tensors = [*leaves]
     leaves.clear()
+    return _merge(structure, iter(tensors), leaves, {})
 
-    def merge(part: Structure) -> Structure:
-        if isinstance(part, Container):
-            return dataclasses.replace(part, children=tuple(map(merge, part.children)))
-        if not isinstance(part, Leaf):
-            return part
-        tensor = next(tensors)
-        if id(tensor) in positions:
-            return Again(positions[id(tensor)])
-        positions[id(tensor)] = len(leaves)
-        leaves.append(tensor)
-        return part
 
-    return merge(structure)
+def _merge(structure: Structure, tensors: Iterator[Tensor], once: list[Tensor], index_of: dict[int, int]) -> Structure:
+    if isinstance(structure, Container):
+        children = tuple(_merge(child, tensors, once, index_of) for child in structure.children)
+        return dataclasses.replace(structure, children=children)
+    if not isinstance(structure, Leaf):
+        return structure
+    tensor = next(tensors)
+    if id(tensor) in index_of:
+        return Again(index_of[id(tensor)])
+    index_of[id(tensor)] = len(once)
+    once.append(tensor)
+    return structure
 
 
 def spread_same(structure: Structure, tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -132,8 +132,12 @@ def trace_step(request: Request) -> Traced:
         NumbersChanged: It lacks numbers.
         ServesOnce: The graph would not serve again.
     """
-    with tracing_alone():
-        return _Tracer(request).trace()
+    tracer = _Tracer(request)
+    try:
+        with tracing_alone():
+            return tracer.trace()
+    finally:
+        vars(tracer).clear()  # its methods, given to what watches, would keep the arguments until the next collection
 
 
 @contextlib.contextmanager
