@@ -36,7 +36,7 @@ def test_a_way_that_changes_bytes_is_not_timed(monkeypatch):
         for batch in batches:
             yield [leaf + 1 for leaf in batch]
 
-    monkeypatch.setattr(feed, "make_feed", lambda *_: spoil)
+    monkeypatch.setattr(feed, "make_feed", lambda *_, **__: spoil)
     (row,) = feed.run_loop("x", [64 * 100], 1.0, CPU)
     assert row.equal is False
     assert row.ours_ms is None

@@ -557,6 +557,7 @@ ELSEWHERE = (
     "Lightning's Trainer",  # recipes/
     "computes nothing with tensors",
     "belongs to",  # test_data_parallel.py
+    "launches a Triton kernel",  # test_step_operators.py
     "is compiled already",  # tests/engines
     "higher-order operator",
     "on the host, from the device",  # needs a device
