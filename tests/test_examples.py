@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 STEPS = 4
 #: Compiled objects of each example, and how many graphs each has in the end.
 GRAPHS = {
-    "char_rnn": {"train_step": 2},  # one until the feed was rebuilt; why it is captured twice is not known yet
+    "char_rnn": {"train_step": 1},
     "digits_cnn": {"train_step": 1},
     "gan": {"train_step": 1},
     "lora": {"pretrain_step": 1, "finetune_step": 1},

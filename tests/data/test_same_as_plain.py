@@ -187,13 +187,23 @@ def refilled(num_buffers, kind):
         yield {"array": buffer, "tensor": torch.from_numpy(buffer), "dict": {"x": torch.from_numpy(buffer)[1:3]}}[kind]
 
 
-@pytest.mark.parametrize("kind", ["array", "tensor", "dict"])
+def refilled_windows(num_buffers):
+    """A source that writes and yields windows of one buffer, which overlap."""
+    buffer = np.zeros(4 * num_buffers + 1, np.float32)
+    shown = torch.from_numpy(buffer)
+    for i in range(30):
+        start = 2 * i % (4 * num_buffers - 3)
+        buffer[start : start + 5] = i
+        yield shown[start : start + 5]
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "dict", "windows"])
 @pytest.mark.parametrize("num_buffers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_a_source_may_refill_its_buffers(make_feed, num_buffers, depth, kind):
     class Refilled:
         def __iter__(self):
-            return refilled(num_buffers, kind)
+            return refilled_windows(num_buffers) if kind == "windows" else refilled(num_buffers, kind)
 
     fed = make_feed(Refilled(), depth)
     for _ in range(2):
@@ -214,6 +224,18 @@ def test_slices_of_one_tensor_are_not_copied():
             return iter(data.split(4))
 
     assert [batch.data_ptr() for batch in feed(Slices(), "cpu")] == [part.data_ptr() for part in data.split(4)]
+
+
+def test_windows_of_one_tensor_that_overlap_are_not_copied():
+    rows = torch.arange(60.0).view(3, 20)
+    windows = [(rows[:, i : i + 5], rows[:, i + 1 : i + 6]) for i in range(0, 14, 2)]
+
+    class Windows:
+        def __iter__(self):
+            return iter(windows)
+
+    fed = [(x.data_ptr(), y.stride()) for x, y in feed(Windows(), "cpu")]
+    assert fed == [(x.data_ptr(), y.stride()) for x, y in windows]
 
 
 # --- threads

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import operator
 import types
 from collections import Counter
@@ -205,6 +206,9 @@ class _Hooks:
 
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
+_ISOLATED = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+"""Since 2.13: what others compile of the same code, such as ``nn.Sequential.forward``, counts toward no limit of ours."""
+
 _GIVES_UP = ("Hard failure due to fullgraph", "found no compiled frames")
 """Of Dynamo's errors with ``fullgraph=True``: nothing of the user's went wrong, but nothing is compiled either."""
 
@@ -314,6 +318,7 @@ class Compiled:
                 backend=backend,
                 dynamic=False,
                 fullgraph=self.compiler.strict,
+                **_ISOLATED,
             )
             self._calls[hooks] = call_around(function, call) if is_wrapper else call
         return self._calls[hooks]
