@@ -74,7 +74,7 @@ def windows() -> Iterator[tuple[Tensor, Tensor]]:
         yield rows[:, start : start + LENGTH], rows[:, start + 1 : start + LENGTH + 1]
 
 
-h, c = (torch.zeros(BATCH, HIDDEN, device=device) for _ in range(2))  # one tensor as both would be another graph
+h = c = torch.zeros(BATCH, HIDDEN, device=device)
 for step, (x, y) in enumerate(ms.feed(windows(), device)):
     loss, h, c = train_step(x, y, h, c)
     if step % 50 == 0:
