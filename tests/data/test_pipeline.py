@@ -112,6 +112,12 @@ class PassModel(RuleBasedStateMachine):
         self.ready.append(self.staged.pop())
         self.num_sent += 1
 
+    @precondition(lambda self: self.todo == [Do.PULL] and self.staged and self.free)
+    @rule()
+    def send_while_the_source_is_asked(self):
+        assert self.pipeline.retry()
+        self.do_send(keeps_source=False)
+
     @precondition(lambda self: self.todo and self.todo[0] is Do.WAIT)
     @rule()
     def wake(self):

@@ -291,7 +291,7 @@ def test_leaving_while_the_source_waits_is_immediate_and_loses_nothing(make_feed
 
     class Pops(IterableDataset):
         def __iter__(self):
-            while (item := source.get(timeout=5)) is not None:
+            while (item := source.get()) is not None:
                 yield torch.tensor([item])
 
     fed, seen = make_feed(DataLoader(Pops(), batch_size=None)), []

@@ -225,3 +225,24 @@ def test_a_model_that_holds_a_compiled_function_can_be_copied():
     assert torch.equal(other(x), expected)
     assert other.act is not net.act
     assert executables(other.act)
+
+
+def test_many_models_of_one_class_that_others_compile_take_no_form_of_ours():
+    torch._dynamo.reset()
+    x = torch.ones(1, 2)
+    with torch.no_grad():
+        for width in range(2, 14):
+            torch.compile(nn.Sequential(nn.Linear(2, width)), backend="eager")(x)
+        model = nn.Sequential(nn.Linear(2, 20))
+        compiled = ms.compile(model)
+        if not compile_module._ISOLATED:  # before 2.13: it is said
+            with pytest.warns(ms.FallbackWarning, match="captured by others"):
+                compiled(x)
+            return
+        torch.testing.assert_close(compiled(x), model(x))
+    assert len(executables(compiled)) == 1
+
+
+def test_where_others_have_used_up_the_forms_it_is_said(monkeypatch):
+    monkeypatch.setattr(compile_module, "_ISOLATED", {})
+    test_many_models_of_one_class_that_others_compile_take_no_form_of_ours()

@@ -206,8 +206,10 @@ class _Hooks:
 
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
-_ISOLATED = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-"""Since 2.13: what others compile of the same code, such as ``nn.Sequential.forward``, counts toward no limit of ours."""
+_ISOLATED: dict[str, Any] = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+)
+"""Since 2.13: what others compile of the same code, that of ``nn.Sequential`` say, counts toward no limit of ours."""
 
 _GIVES_UP = ("Hard failure due to fullgraph", "found no compiled frames")
 """Of Dynamo's errors with ``fullgraph=True``: nothing of the user's went wrong, but nothing is compiled either."""
@@ -379,6 +381,11 @@ def _guess_obstacles(root: torch.nn.Module) -> list[str]:
     parts = [part for part in root.modules() if isinstance(part, torch.nn.RNNBase)]
     if parts:
         return [f"Dynamo does not trace nn.{type(parts[0]).__name__}, but ms.step takes it"]
+    if num_refused_forms():
+        return [
+            "more forms of this class, or of the function, are captured by others than Dynamo takes; "
+            "torch._dynamo.reset() makes room"
+        ]
     return ["Dynamo does not say why"] if next(root.parameters(), None) is not None else []
 
 

@@ -136,6 +136,14 @@ class Pipeline:
         self.pulled -= self._has_pulled
         self._lacks_room, self._keeps_source, self._has_pulled = True, keeps_source, False
 
+    def retry(self) -> bool:
+        """Whether the batch that waits for memory is to be sent now, while whoever carries out is inside the source."""
+        if self.is_closed or not self._lacks_room:
+            return False
+        self.sent += 1
+        self._lacks_room = self._keeps_source = self._has_pulled = False
+        return True
+
     def end(self, lost: Do | None = None) -> None:
         """Nothing more is pulled.
 

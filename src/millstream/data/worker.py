@@ -358,6 +358,8 @@ class Run:
         pipeline = self._pipeline
         waited = self._worker is None or pipeline.asked > pipeline.sent
         self._inside = threading.get_ident()
+        if not self._inbox.empty():
+            self._send_what_waits()
         try:
             batch = self._source.pull()
         except StopIteration:
@@ -383,6 +385,12 @@ class Run:
         if refills.look(batch):
             self._pipeline.stay_in_step()  # until the loop is done with all that was not copied
         return batch
+
+    def _send_what_waits(self) -> None:
+        """Send what waited for memory, in whichever thread sees that it came back: the source may never return."""
+        with self._inside_lock:
+            if self._inside and self._pipeline.retry():
+                self._carry_out_one(Do.SEND)
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
@@ -438,6 +446,9 @@ class Run:
             if self._worker is None:
                 with self._transfer.spare_captures():
                     self._carry_out()
+            elif not is_there and self._inside:
+                with self._transfer.spare_captures():
+                    self._send_what_waits()
             if not is_there:
                 item = ready.get()
             if item is not None:

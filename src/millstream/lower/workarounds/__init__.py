@@ -95,6 +95,9 @@ class JointPasses(CustomGraphPass):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """What caches know the passes by."""
-        return "millstream.workarounds", [
-            getattr(each, "uuid", lambda each=each: repr(each))() for each in self._passes
-        ]
+        applied = [each.issue for each in _applied()]  # which change what others make of a graph, too
+        return (
+            "millstream.workarounds",
+            applied,
+            [getattr(each, "uuid", lambda each=each: repr(each))() for each in self._passes],
+        )
