@@ -41,11 +41,6 @@ def test_arguments_without_meaning_are_refused(arguments, message):
         ms.compile(nn.Linear(2, 2), **arguments)
 
 
-def test_dynamic_is_told_of():
-    with pytest.warns(ms.FallbackWarning, match="dynamic=True: every shape of inputs is compiled on its own"):
-        ms.compile(nn.Linear(2, 2), dynamic=True)
-
-
 def test_fullgraph_raises_where_the_graph_is_cut():
     def cut(x):
         torch._dynamo.graph_break()

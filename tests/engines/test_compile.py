@@ -543,7 +543,7 @@ def test_more_forms_than_dynamo_takes_are_told_of_once(monkeypatch):
 
     monkeypatch.setattr("millstream.capture.model.RECOMPILE_LIMIT", 3)
     with torch._dynamo.config.patch(recompile_limit=3), torch.no_grad():
-        compiled = ms.compile(double)
+        compiled = ms.compile(double, dynamic=False)
         for size in range(1, 4):
             compiled(torch.ones(size))
         with pytest.warns(ms.FallbackWarning, match="new forms of inputs run as plain Python") as caught:

@@ -142,7 +142,7 @@ def test_hooks_registered_and_removed_later(register, inner):
 def test_where_dynamo_takes_no_more_forms_strict_is_an_error_of_ours(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(compile_module, "RECOMPILE_LIMIT", 2)
-    compiled = ms.compile(lambda x: x.sin() * 2, strict=True)
+    compiled = ms.compile(lambda x: x.sin() * 2, strict=True, dynamic=False)
     with dynamo_config.patch(recompile_limit=2):
         for size in (2, 3):
             compiled(torch.ones(size))
@@ -157,7 +157,7 @@ def test_threads_take_as_many_forms_and_others_keep_their_limit():
 
     def call():
         before = dynamo_config.recompile_limit
-        compiled = ms.compile(lambda x: x.cos() * 2)
+        compiled = ms.compile(lambda x: x.cos() * 2, dynamic=False)
         for size in range(2, 13):
             compiled(torch.ones(size))
         seen.append((len(compiled.compiler.graphs), dynamo_config.recompile_limit == before))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
+from weakref import WeakValueDictionary
 
 import torch
 
 from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.model import Builder, Compiled, Compiler, compile_module
-from millstream.engine import ENGINES, HAND_STREAMS, Family, Scheduling, build
-from millstream.errors import ArgumentError, warn_user
-from millstream.lower import check_options
+from millstream.engine import ENGINES, HAND_STREAMS, BySize, Executable, Family, Scheduling, build
+from millstream.errors import ArgumentError
+from millstream.lower import Lowered, LoweredForSizes, check_options
 
 #: A module or a function; what it is compiled to is used like it.
 Model = TypeVar("Model", bound=Callable[..., Any])
@@ -74,8 +76,9 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
 ) -> Any:
     """Compile a module or a function of tensors into graphs of fused kernels, for inference and for training.
 
-    The first call with new input shapes, dtypes or modes compiles; on a GPU the second captures the kernels in a CUDA
-    graph, and all later ones replay it. Under autograd, the backward pass is compiled as well.
+    The first call with new dtypes or modes compiles, and so does the first in which a size changes; after that, another
+    size takes milliseconds. On a GPU the second call with a size captures the kernels in a CUDA graph, and all later
+    ones replay it. Under autograd, the backward pass is compiled as well.
 
     Args:
         model: A module or a function. A compiled module stays a module in use: parameters, ``state_dict``, ``train()``
@@ -99,17 +102,16 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         mode: As for ``torch.compile``. ``"reduce-overhead"`` is what the engine ``graph`` does anyway;
             ``"max-autotune"`` stands for those options of TorchInductor.
         fullgraph: The same as ``strict``.
-        dynamic: ``True`` is not done, and you are told: every shape is compiled on its own.
+        dynamic: Whether sizes are symbolic, so that one graph serves all: ``None`` makes those symbolic that were seen
+            to change, ``True`` all from the first call on, ``False`` none: every shape is compiled on its own.
         backend: ``"inductor"`` or ``"millstream"``, both of which it is; others are refused.
 
     Raises:
         ArgumentError: An argument has no meaning; the message lists the choices.
     """
     check_arguments(engine, max_graphs, options, freeze=freeze, copy_outputs=copy_outputs, strict=strict)
-    asked = translate(mode=mode, fullgraph=fullgraph, dynamic=dynamic, backend=backend, options=options, strict=strict)
+    asked = translate(mode=mode, fullgraph=fullgraph, backend=backend, dynamic=dynamic, options=options, strict=strict)
     scheduling = scheduling_of(streams, policy, memory)
-    for note in asked.notes:
-        warn_user(note)
     options, strict = asked.options, asked.strict
     if model is None:
         return functools.partial(
@@ -123,6 +125,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
             strict=strict,
             max_graphs=max_graphs,
             options=options,
+            dynamic=dynamic,
         )
     if not callable(model):
         raise ArgumentError(f"compile() takes a module or a function, not {type(model).__name__}.")
@@ -133,6 +136,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         max_graphs=max_graphs,
         options=options,
         freeze=freeze,
+        dynamic=dynamic,
     )
     return compile_module(model, compiler) if isinstance(model, torch.nn.Module) else Compiled(model, compiler)
 
@@ -166,10 +170,21 @@ def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: An
 
 def new_builder(engine: str | None, scheduling: Scheduling, copy_outputs: bool, warn: Callable[[str], None]) -> Builder:
     """A builder for the programs of one graph, whose forward and backward know each other."""
-    family = Family()
-    return lambda lowered: build(
-        lowered, engine=engine, scheduling=scheduling, copy_outputs=copy_outputs, family=family, warn=warn
-    )
+    families: WeakValueDictionary[Hashable, Family] = WeakValueDictionary()
+    own = Family()
+
+    def make(lowered: Lowered, family: Family, scheduling: Scheduling) -> Executable:
+        return build(lowered, engine=engine, scheduling=scheduling, copy_outputs=copy_outputs, family=family, warn=warn)
+
+    def make_for_size(lowered: Lowered, key: Hashable, num_streams: int | None) -> Executable:
+        family = families.setdefault(key, Family())
+        is_open = scheduling.streams is None and engine is None and num_streams is not None
+        return make(lowered, family, replace(scheduling, streams=num_streams) if is_open else scheduling)
+
+    def finish(lowered: Lowered | LoweredForSizes) -> Executable | BySize:
+        return make(lowered, own, scheduling) if isinstance(lowered, Lowered) else BySize(lowered, make_for_size)
+
+    return finish
 
 
 def scheduling_of(streams: int | str, policy: str | None, memory: float | int) -> Scheduling:

@@ -10,7 +10,7 @@ from millstream.capture.model import Compiled, CompiledModule
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.step import Step
 from millstream.cost import Roofline
-from millstream.engine import Executable
+from millstream.engine import BySize, Executable
 from millstream.errors import ArgumentError
 from millstream.graph import Role
 from millstream.lower.program import Program
@@ -76,7 +76,8 @@ def executables(compiled: Any) -> list[Executable]:
     compiled = _function_of(compiled)
     if isinstance(compiled, Step):
         return [executable for graph in compiled.graphs for executable in _behind(graph)]
-    return [executable for graph in _compiled(compiled).compiler.graphs for executable in graph.executables]
+    made = [executable for graph in _compiled(compiled).compiler.graphs for executable in graph.executables]
+    return [one for executable in made for one in (executable if isinstance(executable, BySize) else [executable])]
 
 
 def is_compiled(value: Any) -> bool:

@@ -23,12 +23,10 @@ class Asked:
     Attributes:
         options: Options of TorchInductor.
         strict: Raise rather than leave a part to Python.
-        notes: What was asked for and is not so, for the user.
     """
 
     options: dict[str, Any] | None
     strict: bool
-    notes: tuple[str, ...] = ()
 
 
 def translate(
@@ -43,7 +41,7 @@ def translate(
     """Say what ``torch.compile``'s arguments mean here.
 
     ``mode`` adds its options of TorchInductor to ``options``, whose values win; CUDA graphs are the engine ``graph``'s
-    own. ``fullgraph=True`` is ``strict=True``. ``dynamic=True`` is not done, and a note says so.
+    own. ``fullgraph=True`` is ``strict=True``. ``dynamic`` goes to Dynamo as it is.
 
     Raises:
         ArgumentError: One of them has no meaning.
@@ -58,12 +56,7 @@ def translate(
     for name, value in (("fullgraph", fullgraph), ("dynamic", dynamic)):
         if not isinstance(value, bool) and not (name == "dynamic" and value is None):
             raise ArgumentError(f"{name}={value!r} is neither True nor False.")
-    notes = ()
-    if dynamic:
-        notes = (
-            "dynamic=True: every shape of inputs is compiled on its own; pad to a few lengths where there are many.",
-        )
-    return Asked(with_mode(mode, options), strict or fullgraph, notes)
+    return Asked(with_mode(mode, options), strict or fullgraph)
 
 
 def with_mode(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ from millstream._torch.hooks import count_hooks
 from millstream.capture.lines import is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
-from millstream.lower import Lowered, compile_graph, describe_failure
+from millstream.lower import Lowered, LoweredForSizes, compile_graph, describe_failure
 
 #: Dynamo gives up on a function after this many versions; a user of many input shapes meets its default of 8 too soon.
 RECOMPILE_LIMIT = 64
@@ -49,7 +49,7 @@ class Runnable(Protocol):
 
 
 #: Makes executables for the programs (forward, backward) of one graph.
-Builder = Callable[[Lowered], Runnable]
+Builder = Callable[[Lowered | LoweredForSizes], Runnable]
 
 
 class Graph:
@@ -71,6 +71,7 @@ class Compiler:
             needed.
         options: Inductor options.
         freeze: Fold parameters into the graphs.
+        dynamic: Whether sizes are symbolic: from the second value of a size on, always, or never.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class Compiler:
         max_graphs: int = 8,
         options: dict[str, Any] | None = None,
         freeze: bool = False,
+        dynamic: bool | None = None,
     ) -> None:
         self._new_builder = new_builder
+        self.dynamic = dynamic
         self.freezes = freeze
         self.name, self.strict, self._max_graphs, self._options = name, strict, max_graphs, options
         self.num_runs = 0  # of graphs; a clock for their use
@@ -106,7 +109,7 @@ class Compiler:
             self._folded |= new
         builder, graph = self._new_builder(self.warn), Graph()
 
-        def finish(lowered: Lowered) -> Runnable:
+        def finish(lowered: Lowered | LoweredForSizes) -> Runnable:
             executable = builder(lowered)
             graph.executables.append(executable)
             return executable
@@ -151,6 +154,7 @@ class Compiler:
             max_graphs=self._max_graphs,
             options=self._options,
             freeze=self.freezes,
+            dynamic=self.dynamic,
         )
 
     def warn(self, reason: str) -> None:
@@ -318,7 +322,7 @@ class Compiled:
             call = torch.compile(
                 function.module if is_wrapper else function,
                 backend=backend,
-                dynamic=False,
+                dynamic=self.compiler.dynamic,
                 fullgraph=self.compiler.strict,
                 **_ISOLATED,
             )

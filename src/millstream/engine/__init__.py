@@ -1,6 +1,7 @@
 """Running a plan, all with the same results: ``serial``, ``threads`` (CPU), ``graph`` (one CUDA graph), ``streams``."""
 
 from millstream.engine.build import ENGINES, Engine, Executable, build
+from millstream.engine.by_size import BySize
 from millstream.engine.captured import Family
 from millstream.engine.choice import HAND_STREAMS, Scheduling
 from millstream.engine.cuda_graph import CudaGraphEngine
@@ -10,6 +11,7 @@ from millstream.engine.streams import StreamsEngine
 __all__ = [
     "ENGINES",
     "HAND_STREAMS",
+    "BySize",
     "CudaGraphEngine",
     "Engine",
     "Executable",

@@ -6,13 +6,14 @@ from millstream.lower.probe import ask_early
 from millstream.lower.program import Call, Layout, Program, Value, View
 
 if TYPE_CHECKING:
-    from millstream.lower.compile import Lowered, Phase, check_options, compile_graph
+    from millstream.lower.compile import Lowered, LoweredForSizes, Phase, check_options, compile_graph
     from millstream.lower.failures import describe_failure
 
 __all__ = [
     "Call",
     "Layout",
     "Lowered",
+    "LoweredForSizes",
     "Phase",
     "Program",
     "Value",

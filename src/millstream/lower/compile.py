@@ -25,6 +25,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import should_assume_input_aligned
 
+from millstream._torch.symbols import is_symbolic
 from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import traces_unnoticed
 from millstream.errors import ArgumentError, LoweringError, MillstreamError
@@ -45,6 +46,7 @@ from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
 from millstream.lower.randoms import random_decompositions
 from millstream.lower.shortcuts import shortcuts
+from millstream.lower.symbolic import SymbolicProgram
 from millstream.lower.translate import source_line, translate
 
 
@@ -74,8 +76,29 @@ class Lowered:
     seconds: float
 
 
+@dataclass(frozen=True)
+class LoweredForSizes:
+    """A program for many sizes and how PyTorch is going to call it: ``Lowered`` is what it comes to at some of them.
+
+    Attributes:
+        program: What to run.
+        phase: Which part of a model it is.
+        visible: As of ``Lowered``.
+        seconds: What lowering it took.
+    """
+
+    program: SymbolicProgram
+    phase: Phase
+    visible: frozenset[int]
+    seconds: float
+
+    def at(self, sizes: tuple[int, ...]) -> Lowered:
+        """The program for inputs that have these sizes, as ``program.sizes`` tells of a call's."""
+        return Lowered(self.program.at(sizes), self.phase, self.visible, self.seconds)
+
+
 #: Turns a lowered program into what PyTorch calls with the list of inputs.
-Finish = Callable[[Lowered], Callable[[list[Any]], Sequence[Any]]]
+Finish = Callable[[Lowered | LoweredForSizes], Callable[[list[Any]], Sequence[Any]]]
 #: Told why a graph could not be lowered, and how it runs instead.
 Refuse = Callable[[Exception, str], None]
 
@@ -206,15 +229,16 @@ def _lower(
     phase: Phase,
     static: frozenset[int],
     options: dict[str, Any],
-) -> Lowered:
+) -> Lowered | LoweredForSizes:
     start = time.perf_counter()
+    symbolic = is_symbolic(inputs)
     check_views(graph)
     num_outputs = len(_outputs(graph))
     visible = frozenset(range(num_outputs))
     if phase is Phase.FORWARD:
         visible = frozenset(_visible_outputs(graph))
     launches: Iterable[Launch] = ()
-    if phase is Phase.INFERENCE:
+    if phase is Phase.INFERENCE and not symbolic:  # own kernels are chosen by size
         if puts_channels_last(graph):
             keep_strides(graph)
             align_channels(graph)
@@ -230,13 +254,16 @@ def _lower(
         aligned = aligned_inputs(inputs)
     if not wrappers:
         raise LoweringError("The graph has no kernels.", construct=name)
-    program = split_long_sums(join_siblings(translate(wrappers[-1], name=name, static=static, aligned=aligned)))
-    with compiling(chain(find_joint_launches(program), find_split_launches(program))):
-        pass
+    program = translate(wrappers[-1], name=name, static=static, aligned=aligned, symbolic=symbolic)
     if len(program.outputs) != num_outputs:
         raise LoweringError(
             f"The wrapper returns {len(program.outputs)} values instead of {num_outputs}.", construct=name
         )
+    if symbolic:
+        return LoweredForSizes(SymbolicProgram(program), phase, visible, time.perf_counter() - start)
+    program = split_long_sums(join_siblings(program))
+    with compiling(chain(find_joint_launches(program), find_split_launches(program))):
+        pass
     return Lowered(program, phase, visible, time.perf_counter() - start)
 
 
@@ -281,11 +308,14 @@ def _storage(node: Any) -> int | None:
     return value.untyped_storage()._cdata
 
 
-def _extent(value: torch.Tensor) -> tuple[int, int]:
-    """The first and the last element of a tensor, counted from the start of its memory; nothing of an empty one."""
-    start = int(value.storage_offset())
+def _extent(value: torch.Tensor) -> tuple[Any, Any]:
+    """The first and the last element of a tensor, counted from the start of its memory; nothing of an empty one.
+
+    Of symbolic sizes: what is decided about them becomes a guard.
+    """
+    start = value.storage_offset()
     steps = zip(value.shape, value.stride(), strict=True)
-    return start, start + sum(int((size - 1) * stride) for size, stride in steps) if value.numel() else start - 1
+    return start, start + sum((size - 1) * stride for size, stride in steps) if value.numel() else start - 1
 
 
 def _forget_attempt() -> None:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import sympy
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor import config, ir
@@ -23,11 +24,12 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import common, wrapper_fxir
 from torch._inductor.codegen.wrapper import KernelDefinitionLine, PythonWrapperCodegen, WrapperLine
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-from torch._inductor.utils import parallel_num_threads
+from torch._inductor.utils import convert_to_symint, parallel_num_threads
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._pytree import tree_map_only
 
+from millstream._torch.symbols import with_numbers
 from millstream.errors import LoweringError
 from millstream.lower.cpp_kernels import CppKernels
 from millstream.lower.operators import written_arguments
@@ -118,6 +120,19 @@ class DeviceCopyLine(WrapperLine):
         return converter._generate_device_copy  # type: ignore[no-any-return]
 
 
+@dataclasses.dataclass(frozen=True)
+class NumberBuffer:
+    """An input of the graph that is an expression of sizes."""
+
+    expression: sympy.Expr
+
+    def get_name(self) -> str:
+        return f"number_{re.sub(r'[^0-9A-Za-z]+', '_', str(self.expression))}"
+
+    def get_example(self) -> Any:
+        return convert_to_symint(self.expression)
+
+
 class Converter(wrapper_fxir.FxConverter):
     """Wrapper lines → FX, for Triton and C++ kernels alike."""
 
@@ -130,6 +145,12 @@ class Converter(wrapper_fxir.FxConverter):
             return super().generate()
         finally:
             wrapper_fxir._node_metadata_hook = upstream
+
+    def _get_buffer(self, node: Any) -> Any:
+        """Take an input that is a product of sizes, as forward passes save them: upstream takes bare symbols only."""
+        if isinstance(node, sympy.Expr) and not isinstance(node, sympy.Symbol):
+            return NumberBuffer(node)
+        return super()._get_buffer(node)  # type: ignore[arg-type]
 
     def _generate_graph_constants(self) -> None:
         for name, value in V.graph.constants.items():
@@ -286,6 +307,7 @@ def note_value(node: torch.fx.Node, fake_mode: Any = None) -> None:
     node.meta["val"] = None
     if isinstance(node.target, GeneratedKernel):
         return
+    node.args, node.kwargs = (with_numbers(part, plain_number) for part in (node.args, node.kwargs))
     args, kwargs = tree_map_only(torch.fx.Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
     try:
         with fake_mode or contextlib.nullcontext(), enable_python_dispatcher():
@@ -399,7 +421,7 @@ def quick_callee(kernel: Any) -> Callable[..., Any] | None:
 
 
 def plain_number(value: Any) -> Any:
-    """Turn a sympy number into a Python one; refuse a symbol, for graphs are compiled for one shape."""
+    """Turn a sympy number into a Python one, and a whole one with symbols in it into a symbolic one."""
     if isinstance(value, (int, float, bool, str, type(None), torch.dtype, torch.device)):
         return value
     if getattr(value, "is_Integer", False):
@@ -408,4 +430,6 @@ def plain_number(value: Any) -> Any:
         return float(value)
     if isinstance(value, ir.IRNode):
         raise LoweringError(f"Kernel argument {value} is not a buffer.", construct=str(value))
+    if getattr(value, "is_integer", False):
+        return convert_to_symint(value)
     raise LoweringError(f"Kernel argument {value} depends on a shape that is not known.", construct=str(value))

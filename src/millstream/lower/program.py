@@ -8,7 +8,7 @@ view of one of these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -91,6 +91,7 @@ class Program:
         mutated: Ids of the inputs that the program writes.
         aligned: Ids of the inputs whose first element kernels take to lie at a multiple of ``ALIGNMENT_BYTES``.
         tensors: How inputs, constants and buffers lie in their memory, where that is known.
+        numbers: By position, inputs that are symbolic numbers; of a ``SymbolicProgram`` only.
     """
 
     graph: KernelGraph
@@ -103,6 +104,7 @@ class Program:
     mutated: frozenset[str]
     aligned: frozenset[str]
     tensors: dict[str, Layout]
+    numbers: dict[int, Any] = field(default_factory=dict)
 
     def base(self, name: str) -> str:
         """Return the input, constant or buffer that the value ``name`` lies in."""

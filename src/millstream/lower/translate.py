@@ -16,14 +16,16 @@ import functools
 import operator
 import re
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from millstream._torch.hints import stream_hint_of
+from millstream._torch.symbols import NUMBERS, simplified, without_guards
 from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies
@@ -39,24 +41,30 @@ def translate(
     name: str,
     static: frozenset[int] = frozenset(),
     aligned: frozenset[int] = frozenset(),
+    symbolic: bool = False,
 ) -> Program:
     """Turn the wrapper graph of TorchInductor into a program.
 
     Args:
-        gm: What the FX wrapper produced for one fixed set of shapes.
+        gm: What the FX wrapper produced.
         name: Name of the graph, for people.
         static: Positions of the inputs whose memory stays the same from call to call.
         aligned: Positions of the inputs that kernels take to be aligned.
+        symbolic: Whether sizes may be symbolic numbers, which they then are in the program too. It has no kernels of
+            our own, for these are chosen by size.
 
     Raises:
         LoweringError: A node of the wrapper has no place in a kernel graph.
     """
-    return _Translator(gm, name, static, aligned).run()
+    return _Translator(gm, name, static, aligned, symbolic).run()
 
 
 class _Translator:
-    def __init__(self, gm: torch.fx.GraphModule, name: str, static: frozenset[int], aligned: frozenset[int]) -> None:
-        self.gm, self.name, self.static, self.aligned = gm, name, static, aligned
+    def __init__(
+        self, gm: torch.fx.GraphModule, name: str, static: frozenset[int], aligned: frozenset[int], symbolic: bool
+    ) -> None:
+        self.gm, self.name, self.static, self.aligned, self.symbolic = gm, name, static, aligned, symbolic
+        self.numbers: dict[int, Any] = {}
         self.inputs: list[str | None] = []
         self.static_names: set[str] = set()
         self.views: dict[str, View] = {}
@@ -75,6 +83,8 @@ class _Translator:
     def run(self) -> Program:
         outputs: tuple[Any, ...] = ()
         for node in self.gm.graph.nodes:
+            if self.symbolic:
+                node.args, node.kwargs = with_sizes(node.args), with_sizes(node.kwargs)
             if node.op == "placeholder":
                 self._add_input(node)
             elif node.op == "get_attr":
@@ -89,13 +99,15 @@ class _Translator:
                 self._add_view(node)
             elif node.target is operator.getitem:
                 self._add_element(node)
-            else:
+            elif not (self.symbolic and is_number(node)):
                 self._add_kernel(node)
         return self._finish(outputs)
 
     def _add_input(self, node: torch.fx.Node) -> None:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
+            if isinstance(value, NUMBERS):
+                self.numbers[len(self.inputs)] = value
             self.inputs.append(None)
             return
         if len(self.inputs) in self.static:
@@ -122,7 +134,7 @@ class _Translator:
         self.device[name] = str(numbered(value.device))
 
     def _add_allocation(self, node: torch.fx.Node, size: Any, stride: Any) -> None:
-        size, stride = (tuple(int(n) for n in part) for part in (size, stride))
+        size, stride = (tuple(map(plain_size, part)) for part in (size, stride))
         value = node.meta["val"]
         self.layouts[node.name] = Layout(size, stride, value.dtype, numbered(value.device))
         self._add_storage(node.name, value)
@@ -152,12 +164,14 @@ class _Translator:
             self.calls.append(Call(EMPTY, (layout.size, layout.stride), options, results=((None, name),)))
 
     def _add_view(self, node: torch.fx.Node) -> None:
-        base, size, stride, offset = node.args
-        if not all(isinstance(n, int) for part in (size, stride, [offset]) for n in part):  # type: ignore[union-attr]
+        arguments: Any = node.args
+        base, size, stride, offset = arguments
+        size, stride, offset = tuple(map(plain_size, size)), tuple(map(plain_size, stride)), plain_size(offset)
+        if not all(isinstance(n, (int, torch.SymInt)) for n in (*size, *stride, offset)):
             raise LoweringError(f"View {node.name} depends on a shape that is not known.", construct=node.name)
         # Offsets count from the start of the memory also for a view of a view, so the chain collapses to its base.
-        root = self.views[base.name].base if base.name in self.views else base.name  # type: ignore[union-attr]
-        self.views[node.name] = View(root, tuple(size), tuple(stride), int(offset))  # type: ignore[arg-type]
+        root = self.views[base.name].base if base.name in self.views else base.name
+        self.views[node.name] = View(root, size, stride, offset)
 
     def _add_element(self, node: torch.fx.Node) -> None:
         source, index = node.args
@@ -205,11 +219,11 @@ class _Translator:
             raise LoweringError(
                 f"The wrapper contains {node.format_node()}, which is not a kernel.", construct=str(target)
             )
-        if isinstance(target, GeneratedKernel) and self._absorb(node):
+        if not self.symbolic and isinstance(target, GeneratedKernel) and self._absorb(node):
             return
         if node.name in self.layouts:
             return  # a concatenation whose parts have been written where they belong
-        writer = find_writer(node)
+        writer = None if self.symbolic else find_writer(node)
         join = find_join(node) if writer is not None else None
         if writer is not None and join is None:
             self._add_allocation(node, *layout_of(node.meta["val"]))
@@ -236,9 +250,7 @@ class _Translator:
                 reads=reads,
                 writes=writes,
                 num_bytes=self._traffic(node, writes) + (storage_bytes(node.meta["val"]) if writer is not None else 0),
-                flops=count_elementwise(set(origins))
-                if generated
-                else count_flops(target, node.args, node.kwargs, value),
+                flops=self._flops(node, origins),
                 ops=(writer.ops if writer is not None else ()) or op_names(origins),
                 source=next(filter(None, map(source_line, origins)), ""),
                 parts=parts,
@@ -259,6 +271,13 @@ class _Translator:
             self.calls[-1] = replace(call, results=((None, node.name),))
         elif isinstance(value, (tuple, list)):
             self.tuples[node.name] = len(self.kernels) - 1
+
+    def _flops(self, node: torch.fx.Node, origins: Any) -> Any:
+        if isinstance(node.target, GeneratedKernel):
+            return count_elementwise(set(origins))
+        known = [arg.meta.get("val") for arg in node.all_input_nodes]
+        with without_guards(known) if self.symbolic else nullcontext():
+            return count_flops(node.target, node.args, node.kwargs, node.meta.get("val"))
 
     def _add_part(self, node: torch.fx.Node, join: torch.fx.Node) -> None:
         """Let a convolution write where a concatenation is to have its result."""
@@ -353,13 +372,13 @@ class _Translator:
 
     def _traffic(self, node: torch.fx.Node, writes: tuple[str, ...]) -> int:
         """Bytes of the views that a kernel touches, each once a direction."""
-        total = 0
+        total: Any = 0
         written = set(writes)
         for arg in node.all_input_nodes:
             value = arg.meta.get("val")
             if isinstance(value, torch.Tensor):
                 base = self._base(arg)
-                size = min(value.numel() * value.element_size(), self.bytes[base])
+                size: Any = torch.sym_min(value.numel() * value.element_size(), self.bytes[base])
                 updated = (
                     isinstance(node.target, GeneratedKernel)
                     and base in written
@@ -368,7 +387,7 @@ class _Translator:
                     )
                 )
                 total += size * (2 if updated else 1)
-        return total
+        return total  # type: ignore[no-any-return]
 
     def _base(self, node: torch.fx.Node) -> str:
         return self._base_name(node.name)
@@ -411,6 +430,7 @@ class _Translator:
                 name: Layout(*layout_of(value), value.dtype, numbered(value.device))
                 for name, value in self.fake.items()
             },
+            numbers=self.numbers,
         )
 
     def _open_joined(self, buffers: tuple[Buffer, ...]) -> None:
@@ -462,6 +482,27 @@ def numbered(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
+def is_number(node: torch.fx.Node) -> bool:
+    """Whether a node of the wrapper computes with sizes."""
+    target: Any = node.target
+    is_size = target in (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int)
+    return isinstance(node.meta.get("val"), (int, float, *NUMBERS)) and (
+        is_size or not isinstance(target, (torch._ops.OpOverload, GeneratedKernel))
+    )
+
+
+def with_sizes(tree: Any) -> Any:
+    """Arguments of a node with symbolic numbers in place of the nodes that compute them."""
+    return tree_map_only(torch.fx.Node, plain_size, tree)
+
+
+def plain_size(number: Any) -> Any:
+    """A size as a number, a symbolic one where it depends on symbols; what is no size stays."""
+    if isinstance(number, torch.fx.Node) and is_number(number):
+        number = number.meta["val"]
+    return simplified(number)
+
+
 def layout_of(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes and strides of a tensor."""
     return tuple(value.shape), value.stride()
@@ -469,10 +510,12 @@ def layout_of(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def storage_bytes(value: torch.Tensor) -> int:
     """Bytes from the first to the last element of a tensor."""
-    if value.numel() == 0 or value.layout is not torch.strided:
+    if value.layout is not torch.strided:
         return value.numel() * value.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return int(last + 1) * value.element_size()
+    last: Any = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    if isinstance(last, torch.SymInt):
+        return torch.sym_max(last + 1, 0) * value.element_size()  # type: ignore[no-any-return]
+    return int(last + 1) * value.element_size() if value.numel() else 0
 
 
 def op_names(origins: Iterable[torch.fx.Node]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from millstream._torch.modes import is_any_autocast_enabled
 from millstream._torch.tensors import without_autocast
 from millstream.capture.model import Runnable
 from millstream.errors import CaptureError, MillstreamError
-from millstream.lower import Lowered, compile_graph, describe_failure
+from millstream.lower import Lowered, LoweredForSizes, compile_graph, describe_failure
 from millstream.passes import split_gradients
 
 
@@ -40,7 +40,7 @@ class StepProgram:
         self._seen: tuple[list[Any], list[Any]] | None = None
         self._direct: Runnable | None = None
 
-        def finish(lowered: Lowered) -> Callable[[list[Any]], list[Any]]:
+        def finish(lowered: Lowered | LoweredForSizes) -> Callable[[list[Any]], list[Any]]:
             executable = build(lowered)
             self.executables.append(executable)
             return self._watch

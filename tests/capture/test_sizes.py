@@ -1,0 +1,274 @@
+"""Sizes that change: compiled once for all, equal to eager, on every engine; what is kept ready is bounded."""
+
+import threading
+import warnings
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import settings as property_settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.utils import counters
+
+import millstream as ms
+from millstream.api.compiling import dynamo_backend
+from millstream.api.explaining import executables
+from millstream.engine import by_size
+
+
+def by_backend(model, **arguments):
+    return torch.compile(model, backend=dynamo_backend, **arguments)
+
+
+@pytest.fixture(autouse=True)
+def _counted():
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ms.FallbackWarning)
+        yield
+    torch._dynamo.reset()
+
+
+def num_graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture(params=[ms.compile, by_backend], ids=["compile", "backend"])
+def form(request):
+    return request.param
+
+
+class Text(nn.Module):
+    """Embedding, attention over all positions, layer norm and GELU."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(20, 8), nn.LayerNorm(8)
+        self.linear, self.out = nn.Linear(8, 8), nn.Linear(8, 20)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        hidden = hidden + torch.softmax(hidden @ hidden.transpose(1, 2) / 8**0.5, -1) @ hidden
+        return self.out(F.gelu(self.linear(self.norm(hidden))))
+
+
+def gradients(call, model, x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(call(x).square().mean(), [x, *model.parameters()])
+
+
+def test_any_length_is_one_graph_after_the_second(form):
+    model = Text()
+    compiled = form(model)
+    for length in (7, 16, 33, 100, 7, 2, 16, 64):
+        tokens = torch.randint(20, (3, length))
+        torch.testing.assert_close(compiled(tokens), model(tokens))
+    assert num_graphs() == 2
+
+
+def test_sizes_zero_and_one_are_graphs_of_their_own(form):
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
+    compiled = form(model)
+    for rows in (5, 3, 1, 0, 8, 1, 0):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert num_graphs() == 4
+
+
+def test_short_last_batch_trains(form):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    compiled = form(model)
+    for rows in (8, 8, 3, 8, 8, 5, 7):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(gradients(compiled, model, x), gradients(model, model, x))
+    assert num_graphs() == 2
+
+
+@torch.no_grad()
+def test_growing_cache_is_one_graph(form):
+    step = nn.Linear(8, 24)
+
+    def attend(x, keys, values):
+        query, key, value = step(x).chunk(3, -1)
+        keys, values = torch.cat([keys, key], 1), torch.cat([values, value], 1)
+        return F.scaled_dot_product_attention(query, keys, values), keys, values
+
+    compiled = form(attend)
+    own = keys, values = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    for _ in range(12):
+        x = torch.randn(2, 1, 8)
+        result, keys, values = attend(x, keys, values)
+        mine, *own = compiled(x, *own)
+        torch.testing.assert_close((mine, *own), (result, keys, values))
+    assert num_graphs() == 2
+
+
+def test_images_of_several_sizes_and_batches(form):
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 4, 3, stride=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ).eval()
+    compiled = form(model)
+    with torch.no_grad():
+        for size, rows in product((16, 12, 20), (2, 3, 4, 5, 6)):
+            image = torch.randn(rows, 3, size, size)
+            torch.testing.assert_close(compiled(image), model(image))
+    assert num_graphs() == 3  # the first; any batch; any size and batch
+
+
+def test_independent_sizes_share_no_symbol_because_they_were_equal(form):
+    def pair(a, b):
+        return a @ b.T, torch.cat([a, b]).softmax(0), a.sum() + b.mean(0)
+
+    compiled = form(pair)
+    for rows, others in ((4, 4), (5, 5), (5, 7), (9, 3), (2, 2)):
+        a, b = torch.randn(rows, 8), torch.randn(others, 8)
+        torch.testing.assert_close(compiled(a, b), pair(a, b))
+    assert num_graphs() <= 3
+
+
+def test_numbers_computed_from_sizes(form):
+    def odd(x, shift):
+        rows = x.shape[0]
+        padded = F.pad(x, (0, 0, 1, 2)).roll(1, 0).reshape(-1)[: rows * 4 + shift]
+        return padded, x.new_ones(rows * 2 - shift), rows * x, x.unfold(0, 2, 2), torch.arange(rows // 2) * shift
+
+    compiled = form(odd)
+    for rows, shift in ((4, 2), (6, 2), (6, 3), (7, 4), (9, 5), (8, 2)):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(compiled(x, shift), odd(x, shift))
+    assert num_graphs() <= 3
+
+
+def mix(a, b, c):
+    return torch.cat([a @ b.T, c]), (a * 2).sum(1, keepdim=True), b[::2] @ a.T, c.softmax(0) + 1, a.new_zeros(len(b))
+
+
+@property_settings(max_examples=15)
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=6))
+def test_any_sequence_of_sizes_equals_eager(sizes):
+    for first, second, third in sizes:
+        a, b, c = torch.randn(first, 3), torch.randn(second, 3), torch.randn(third, second)
+        torch.testing.assert_close(compiled_mix(a, b, c), mix(a, b, c))
+
+
+compiled_mix = ms.compile(mix)
+
+
+def test_dynamic_true_is_one_graph(form):
+    model = Text()
+    compiled = form(model, dynamic=True)
+    for length in (5, 9, 31):
+        tokens = torch.randint(20, (3, length))
+        torch.testing.assert_close(compiled(tokens), model(tokens))
+    assert num_graphs() == 1
+
+
+def test_marked_dimension_is_one_graph(form):
+    model = Text()
+    compiled = form(model)
+    for length in (5, 9, 31):
+        tokens = torch.randint(20, (3, length))
+        torch._dynamo.mark_dynamic(tokens, 1)
+        torch.testing.assert_close(compiled(tokens), model(tokens))
+    assert num_graphs() == 1
+
+
+def test_dynamic_false_is_a_graph_each(form):
+    compiled = form(nn.Linear(4, 4), dynamic=False)
+    for rows in (2, 3, 4):
+        compiled(torch.randn(rows, 4))
+    assert num_graphs() == 3
+
+
+def test_a_size_that_the_compiler_decided_about_is_compiled_anew():
+    """Inductor unrolls a reduction of few elements, and guards what it took for granted."""
+    compiled = ms.compile(lambda x: x.softmax(-1), dynamic=True)
+    for size in (4, 6, 900, 3, 70000):
+        x = torch.randn(2, size)
+        torch.testing.assert_close(compiled(x), x.softmax(-1))
+
+
+def test_backward_passes_belong_to_their_forward(form):
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    compiled = form(model)
+    for rows in (2, 3, 5):  # two graphs, and both sizes below known or not
+        compiled(torch.randn(rows, 4)).sum().backward()
+    a, b = torch.randn(5, 4), torch.randn(6, 4)
+    losses = [compiled(x).square().mean() for x in (a, b)]
+    found = [torch.autograd.grad(loss, [*model.parameters()]) for loss in losses]
+    expected = [torch.autograd.grad(model(x).square().mean(), [*model.parameters()]) for x in (a, b)]
+    torch.testing.assert_close(found, expected)
+
+
+def test_two_threads_with_two_sizes():
+    model = Text()
+    compiled = ms.compile(model)
+    for length in (4, 5):
+        compiled(torch.randint(20, (3, length)))
+    wrong = []
+
+    def call(length):
+        for _ in range(20):
+            tokens = torch.randint(20, (3, length))
+            with torch.no_grad():
+                if not torch.allclose(compiled(tokens), model(tokens), atol=1e-5):
+                    wrong.append(length)
+
+    with torch.no_grad():
+        for length in (4, 5):
+            compiled(torch.randint(20, (3, length)))
+    threads = [threading.Thread(target=call, args=(length,)) for length in (11, 17)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@torch.no_grad()
+def test_engines_give_the_same_bits():
+    model = Text()
+    compiled = [ms.compile(model, engine=engine, dynamic=True) for engine in ("serial", "threads", None)]
+    for length in (7, 16, 33, 16, 7, 33, 16, 7, 33, 16, 33):
+        tokens = torch.randint(20, (3, length))
+        first, *others = [each(tokens) for each in compiled]
+        assert all(torch.equal(first, other) for other in others)
+    assert {each.engine.name for each in executables(compiled[1])} == {"threads"}
+
+
+def test_sizes_kept_ready_are_bounded_in_number(monkeypatch):
+    monkeypatch.setattr(by_size, "MOST_SIZES", 3)
+    model = nn.Linear(4, 4)
+    compiled = ms.compile(model, dynamic=True)
+    for rows in (2, 3, 4, 5, 6, 3, 2):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(compiled(x), model(x))
+    sizes = [each.lowered.program.layout(name).size[0] for each in executables(compiled) for name in _batch(each)]
+    assert sizes == [6, 3, 2]
+
+
+def test_sizes_kept_ready_are_bounded_in_bytes(monkeypatch):
+    monkeypatch.setattr(by_size, "MOST_BYTES", 2000)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    compiled = ms.compile(model, dynamic=True)
+    with torch.no_grad():
+        for rows in (10, 1000, 20, 30, 40):
+            compiled(torch.randn(rows, 4))
+    numbers = [each.peak_bytes for each in executables(compiled)]
+    assert len(numbers) > 1
+    assert sum(numbers) <= max(numbers) + 2000
+
+
+def _batch(executable):
+    program = executable.lowered.program
+    return [name for name in program.inputs if name is not None and program.layout(name).size[1:] == (4,)][-1:]
