@@ -103,6 +103,7 @@ class VirtualDevice:
         self.starved = ()  # numbers of streams that run only where no other can
         self.uses = {}  # address -> streams marked as using it
         self.num_pins = self.num_raw = self.num_queries = 0
+        self.is_running = False
         self.tick = 0  # the device's clock, in milliseconds: one operation takes one
         self.on_query = lambda: None
         self.refuse_to_pin = False
@@ -277,12 +278,18 @@ class VirtualDevice:
 
     def run_one(self):
         with self.lock:
+            if self.is_running:  # a finalizer has enqueued something: what comes next waits for what is running
+                return False
             runnable = [s for s in self.streams if s.queue and s.queue[0][0]()]
             if not runnable:
                 return False
             hungry = [s for s in runnable if self.streams.index(s) not in self.starved]
             self.tick += 1
-            self.random.choice(hungry or runnable).queue.pop(0)[1]()
+            self.is_running = True
+            try:
+                self.random.choice(hungry or runnable).queue.pop(0)[1]()
+            finally:
+                self.is_running = False
             return True
 
     def run_until(self, done):

@@ -444,6 +444,53 @@ def test_scope_ended_by_another_thread_is_no_ones_next(machine):
     assert not context._lent
 
 
+def test_eight_threads_do_not_meet():
+    context, device = make_virtual_context("random", seed=3)
+    errors, interval = [], sys.getswitchinterval()
+
+    def work(number):
+        try:
+            with VirtualTorch(device) as virtual, torch.no_grad(), context.on(context.stream(number)):
+                for _ in range(8):
+                    fork_and_fail(context, virtual, number)
+        except BaseException as error:  # noqa: BLE001 - told below
+            errors.append(error)
+
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors
+    assert not context._lent
+
+
+def fork_and_fail(context, virtual, number):
+    a, here, made = virtual.tensor([float(number)]), context.current_stream(), []
+
+    def fails():
+        raise KeyError(number)
+
+    def fork():
+        with ms.streams(4, context) as s:
+            b = s[2].mul(s[1].add(a, 1.0), 2.0)
+            with s[3], ms.streams(3, context) as group:
+                made.append(group[2].add(b, a))
+                a.mul_(2.0)
+            s.run([lambda: None, fails])
+
+    with pytest.raises(KeyError) as caught:
+        fork()
+    assert caught.value.args == (number,)
+    assert caught.value.__notes__ == ["Raised in branch 1."]
+    assert context.current_stream() is here
+    assert (virtual.read(made[0]).item(), virtual.read(a).item()) == (3 * number + 2, 2 * number)
+
+
 # --- memory
 
 
