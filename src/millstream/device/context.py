@@ -153,13 +153,24 @@ class DeviceContext:
         self._check_open()
         key = threading.get_ident(), self._driver.stream_id(base)
         with self._lock:
-            own = self._lendable.setdefault(key, [])
-            found = [stream for stream in own if id(stream) not in self._lent][:count]
-            while len(found) < count:
-                stream = self._take_idle() or self._make_distinct_stream(high_priority=False)
-                own.append(stream)
-                found.append(stream)
-            self._lent.update(map(id, found))
+            found = self._lend(key, count, moves=False)
+        if found is None:
+            with self.capture_lock, self._lock:  # in the order in which pools are made
+                found = self._lend(key, count, moves=True)
+        return found or []
+
+    def _lend(self, key: tuple[int, int], count: int, *, moves: bool) -> list[Stream] | None:
+        """Find the streams to lend; ``None`` where idle ones of others would have to move."""
+        own = self._lendable.setdefault(key, [])
+        found = [stream for stream in own if id(stream) not in self._lent][:count]
+        while len(found) < count:
+            is_full = sum(map(len, self._lendable.values())) >= MAX_LENT_STREAMS
+            if is_full and not moves:
+                return None
+            stream = self._take_idle() if is_full else self._make_distinct_stream(high_priority=False)
+            own.append(stream)
+            found.append(stream)
+        self._lent.update(map(id, found))
         return found
 
     def return_streams(self, streams: Sequence[Stream]) -> int:
@@ -179,15 +190,12 @@ class DeviceContext:
             self._lent.update(map(id, streams))
         return True
 
-    def _take_idle(self) -> Stream | None:
-        """When there are as many as there may be, one that another thread or base has left idle."""
-        if sum(map(len, self._lendable.values())) < MAX_LENT_STREAMS:
-            return None
+    def _take_idle(self) -> Stream:
+        """One that another thread or base has left idle, as there are as many as there may be."""
         for own in self._lendable.values():
             for stream in own:
                 if id(stream) not in self._lent:
-                    with self.capture_lock:
-                        self._driver.synchronize()  # nothing tells when its last user was done with memory from it
+                    self._driver.synchronize()  # nothing tells when its last user was done with memory from it
                     own.remove(stream)
                     self._num_moved += 1
                     return stream
