@@ -35,11 +35,12 @@ NAMES = [
     "feed",
     "fetch",
     "parallel",
+    "profile",
     "step",
     "streams",
     "version_report",
 ]
-CORE = ["errors", "graph", "cost", "schedule", "check", "simulate", "report"]
+CORE = ["errors", "graph", "cost", "schedule", "check", "simulate", "insight", "report"]
 
 
 def run_python(code):

@@ -31,7 +31,7 @@ from millstream.report import Explanation
 from millstream.results import fetch
 
 if TYPE_CHECKING:
-    from millstream.api import callback, compile, explain, step, version_report
+    from millstream.api import callback, compile, explain, profile, step, version_report
 
 __version__ = "0.1.0"
 
@@ -58,12 +58,13 @@ __all__ = [
     "feed",
     "fetch",
     "parallel",
+    "profile",
     "step",
     "streams",
     "version_report",
 ]
 
-_LATE = frozenset(("callback", "compile", "explain", "step", "version_report"))
+_LATE = frozenset(("callback", "compile", "explain", "profile", "step", "version_report"))
 
 
 def __getattr__(name: str) -> Any:

@@ -4,10 +4,12 @@ from millstream.api.callbacks import callback
 from millstream.api.compiling import compile, dynamo_backend
 from millstream.api.environment import version_report
 from millstream.api.explaining import executables, explain, is_compiled
+from millstream.api.profiling import Profile, profile
 from millstream.api.stepping import step
 from millstream.data import feed
 
 __all__ = [
+    "Profile",
     "callback",
     "compile",
     "dynamo_backend",
@@ -15,6 +17,7 @@ __all__ = [
     "explain",
     "feed",
     "is_compiled",
+    "profile",
     "step",
     "version_report",
 ]

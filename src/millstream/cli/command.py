@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from millstream.cli.job import Job
 
 EXIT_BAD_INPUT = 2  # as argparse's own
+SCRIPT_COMMANDS = ("profile",)  # options, a script, and all that follows is the script's own
+WITH_VALUE = ("--save", "--fail-if")
 MAX_SEED = 2**32 - 1  # leaves room to mix an epoch into the 64 bits that PyTorch takes
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -39,7 +41,12 @@ def main(argv: list[str] | None = None) -> int:
         argv = ["explain", "script", *argv[1:]]
         # The script's own arguments stand last; argparse would end their list at the first option before them.
         end = argv.index("--") if "--" in argv else len(argv)
-    arguments = make_parser().parse_args(argv[:end], argparse.Namespace(arguments=argv[end + 1 :]))
+    if argv and argv[0] in SCRIPT_COMMANDS:
+        end = _end_of_options(argv)
+        own = argparse.Namespace(target=argv[end] if end < len(argv) else "", arguments=argv[end + 1 :])
+        arguments = make_parser().parse_args(argv[:end], own)
+    else:
+        arguments = make_parser().parse_args(argv[:end], argparse.Namespace(arguments=argv[end + 1 :]))
     try:
         return arguments.run(arguments)
     except ArgumentError as error:
@@ -53,6 +60,18 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("millstream: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _end_of_options(argv: list[str]) -> int:
+    """Position of the script: the first argument that is neither an option of ours nor an option's value."""
+    position = 1
+    while position < len(argv):
+        if argv[position] == "--":
+            return position + 1
+        if not argv[position].startswith("-"):
+            break
+        position += 2 if argv[position] in WITH_VALUE else 3 if argv[position] == "--compare" else 1
+    return min(position, len(argv))
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -91,6 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
             add_sizes(job)
         if command is explain:
             _add_script(jobs)
+    _add_profile(commands)
     doctor = commands.add_parser(
         "doctor",
         help="say what works here and what would fall back",
@@ -100,6 +120,36 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
     doctor.add_argument("--quick", action="store_true", help="look only; compile nothing")
     return parser
+
+
+def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="say why the device idles in a script: each cause with its line, and what mending it would give",
+        description="Run a script as it is, and say on the standard error output why the device idled: each cause with "
+        "the line, its time, what to do, and what that would give. All that follows SCRIPT is the script's own.",
+    )
+    profile.usage = "%(prog)s [-h] [-m] [--save FILE] [--fail-if COND] SCRIPT.py [ARG ...] | --compare BEFORE AFTER"
+    profile.set_defaults(run=_profile)
+    profile.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
+    profile.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="write the report into a .html, .json or .trace.json (Perfetto) file too; may be given several times",
+    )
+    profile.add_argument(
+        "--fail-if",
+        metavar="COND",
+        action="append",
+        default=[],
+        help="exit with 3 where the report says so, as in 'idle>20%%', 'data>5%%' or 'step>120ms'",
+    )
+    profile.add_argument(
+        "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="two .json reports; runs nothing"
+    )
 
 
 def _add_script(jobs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -193,6 +243,22 @@ def _explain_script(arguments: argparse.Namespace) -> int:
     from millstream.cli.explain import explain_script
 
     return explain_script(arguments.target, arguments.arguments, as_json=arguments.json, save=arguments.save)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from millstream.cli.profile import compare_files, profile
+
+    if arguments.compare:
+        return compare_files(*arguments.compare)
+    if not arguments.target:
+        raise ArgumentError("say which script to run: millstream profile script.py [ARG ...]")
+    return profile(
+        arguments.target,
+        arguments.arguments,
+        as_module=arguments.as_module,
+        save=arguments.save,
+        fail_if=arguments.fail_if,
+    )
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

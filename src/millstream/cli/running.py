@@ -1,0 +1,95 @@
+"""Runs a script as ``python script.py`` would, in this process, and says how it ended."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from types import ModuleType, TracebackType
+
+from millstream.errors import ArgumentError
+
+
+def run_script(target: str, arguments: list[str], *, as_module: bool = False) -> int:
+    """Run it to its end and return the exit code that ``python`` would have given.
+
+    An uncaught exception is printed as Python does, without the frames of this package; Ctrl-C gives 130. Threads that
+    the script leaves running, and that are no daemons, are waited for.
+
+    Args:
+        target: A file, or with ``as_module`` the name of a module.
+        arguments: The script's own.
+        as_module: As ``python -m``.
+
+    Raises:
+        ArgumentError: There is no such file.
+    """
+    source = b""
+    if not as_module:
+        try:
+            with open(target, "rb") as file:  # noqa: PTH123 - as Python opens it
+                source = file.read()
+        except OSError as error:
+            raise ArgumentError(f"cannot read {target}: {error.strerror}") from error
+    before = sys.modules["__main__"], sys.argv, sys.path[:]
+    sys.argv = [target, *arguments]
+    try:
+        if as_module:
+            sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as Python does
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0:1] = [os.path.dirname(os.path.realpath(target))]  # noqa: PTH120 - as Python does
+            module = ModuleType("__main__")
+            module.__file__ = target
+            module.__dict__["__builtins__"] = __builtins__
+            sys.modules["__main__"] = module
+            exec(compile(source, target, "exec"), vars(module))  # noqa: S102 - the user's own script, as Python runs it
+        _join_threads()
+    except SystemExit as error:
+        return _code_of(error)
+    except KeyboardInterrupt:
+        _print_error()
+        return 128 + signal.SIGINT
+    except BaseException:  # noqa: BLE001 - as Python's own top level
+        _print_error()
+        return 1
+    finally:
+        sys.argv, sys.path[:] = before[1], before[2]
+        # ``__main__`` stays the script's: threads, pickles and exit handlers may still look there.
+    return 0
+
+
+def _join_threads() -> None:
+    for thread in threading.enumerate():
+        if thread not in (threading.main_thread(), threading.current_thread()) and not thread.daemon:
+            thread.join()
+
+
+def _code_of(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    sys.stdout.flush()
+    sys.stderr.write(f"{error.code}\n")
+    return 1
+
+
+def _print_error() -> None:
+    kind, error, place = sys.exc_info()
+    sys.stdout.flush()
+    here = os.path.dirname(__file__)  # noqa: PTH120
+    while place is not None and _is_ours(place, here):
+        place = place.tb_next
+    if sys.excepthook is not sys.__excepthook__ and kind is not None and error is not None:
+        sys.excepthook(kind, error, place)  # the script's own
+    else:
+        traceback.print_exception(kind, error, place)
+
+
+def _is_ours(place: TracebackType, here: str) -> bool:
+    name = place.tb_frame.f_code.co_filename
+    return name.startswith(here) or name == "<frozen runpy>" or name.endswith("/runpy.py")

@@ -1,0 +1,37 @@
+"""Why a device idles: recorded runs in, gaps, causes, gains and a verdict out. Pure: no torch, no clock."""
+
+from millstream.insight.causes import SAMPLED, Cause
+from millstream.insight.findings import Findings, Row, Severity, analyse
+from millstream.insight.records import (
+    Activity,
+    ActivityKind,
+    Launch,
+    Loader,
+    Note,
+    Recording,
+    Sample,
+    Site,
+    Span,
+    Step,
+    StreamWait,
+)
+
+__all__ = [
+    "SAMPLED",
+    "Activity",
+    "ActivityKind",
+    "Cause",
+    "Findings",
+    "Launch",
+    "Loader",
+    "Note",
+    "Recording",
+    "Row",
+    "Sample",
+    "Severity",
+    "Site",
+    "Span",
+    "Step",
+    "StreamWait",
+    "analyse",
+]

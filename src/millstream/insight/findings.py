@@ -1,0 +1,379 @@
+"""The verdict: which cause matters, where it comes from, and what its remedy would give."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from millstream.insight.causes import EXPOSED, REMEDY_FREE, SAMPLED, Cause
+from millstream.insight.gaps import Slice, attribute, exposed_ns
+from millstream.insight.host import compute_activities
+from millstream.insight.records import ActivityKind, Loader, Note, Recording, Site, Step
+from millstream.insight.replay import recoverable_ns
+
+HIGH, MODERATE = 0.20, 0.05
+"""Share of a step from which a cause is called so: XProf's thresholds for its input pipeline."""
+UNSURE = 0.10
+"""Share of a step of which nobody knows what it was; with more, that comes first."""
+RARE = 1 / 20
+"""A cause in fewer of the steps is counted per time of the whole run, and not scaled up from a window."""
+DATA = (Cause.DATA_WAIT, Cause.IN_PROCESS)
+LEAST_STEPS = 3
+MAX_WARM_UP = 10
+
+
+class Severity(StrEnum):
+    """How much a finding matters."""
+
+    HIGH = "HIGH"
+    MODERATE = "MODERATE"
+    HEALTHY = "healthy"
+    NOT_SURE = "not sure"
+    UNRELIABLE = "unreliable"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cause at one line.
+
+    Attributes:
+        cause: What the device waited for.
+        site: The user's line; ``None`` if nobody knows it.
+        inside: The library's line below it, if it is one.
+        num_steps: Steps in which it happened; 0 of what is counted per run.
+        idle_ns: Time of all of them.
+        share: Of the window's time, or of the run's where ``is_rare``.
+        recoverable_share: What of the window's time its remedy would return, for the whole cause; never add these up.
+        is_rare: In fewer than one of 20 steps, or before the window: counted over the whole run.
+        detail: A few words more.
+    """
+
+    cause: Cause
+    site: Site | None
+    inside: Site | None
+    num_steps: int
+    idle_ns: int
+    share: float
+    recoverable_share: float
+    is_rare: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a recording says.
+
+    Attributes:
+        recording: Where it comes from.
+        severity: Of the verdict.
+        leading: The row that the verdict is about; ``None`` where there is nothing to mend.
+        rows: Every cause at every line, the largest first.
+        steps: The steps that were judged.
+        step_ns: Their mean length.
+        idle_ns: Of the window, in all.
+        idle_by_cause: The same by cause; sums to it exactly.
+        exposed: Time of the window in which the device only copied or only communicated.
+        slices: The idle time, piece by piece.
+        recoverable: By cause, nanoseconds of the window.
+        located_share: What of the charged time has a line.
+        why_unreliable: Why there is no verdict; empty where there is one.
+        notes: Recompilations and graph breaks.
+        underfilled_share: What of the window is lost to kernels alone on the device that do not fill it.
+    """
+
+    recording: Recording
+    severity: Severity
+    leading: Row | None
+    rows: tuple[Row, ...]
+    steps: tuple[Step, ...]
+    step_ns: float
+    idle_ns: int
+    idle_by_cause: dict[Cause, int]
+    exposed: dict[Cause, int]
+    slices: tuple[Slice, ...]
+    recoverable: dict[Cause, int]
+    located_share: float
+    why_unreliable: str = ""
+    notes: tuple[Note, ...] = ()
+    underfilled_share: float = 0.0
+
+    @property
+    def window_ns(self) -> int:
+        """Length of the steps that were judged."""
+        return self.steps[-1].end_ns - self.steps[0].start_ns if self.steps else 0
+
+    @property
+    def idle_share(self) -> float:
+        """Of the window."""
+        return self.idle_ns / self.window_ns if self.window_ns else 0.0
+
+    @property
+    def loader(self) -> Loader | None:
+        """The loader with the most batches."""
+        return max(self.recording.loaders, key=lambda loader: loader.num_batches, default=None)
+
+    @property
+    def free_step_ns(self) -> float:
+        """Mean length of a step without waiting for data."""
+        waits = sum(self.idle_by_cause.get(cause, 0) for cause in DATA)
+        return max(self.step_ns - waits / max(len(self.steps), 1), 1.0)
+
+    @property
+    def batch_ns(self) -> int:
+        """What one process takes to make a batch; 0 where that is not known."""
+        loader = self.loader
+        if loader is None or loader.num_workers:
+            return 0 if loader is None else loader.batch_ns
+        return self.idle_by_cause.get(Cause.IN_PROCESS, 0) // max(len(self.steps), 1)
+
+    @property
+    def workers_needed(self) -> int:
+        """Workers that would make batches as fast as steps without waiting take them; 0 where that is not known."""
+        return max(-(-self.batch_ns // max(round(self.free_step_ns), 1)), 1) if self.batch_ns else 0
+
+    @property
+    def workers_sensible(self) -> int:
+        """The same, but no more than there are processors, unless there are already: then one more."""
+        num_workers = self.loader.num_workers if self.loader is not None else 0
+        return min(self.workers_needed, max(self.recording.num_cores, num_workers + 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, fit for JSON; times in nanoseconds, shares from 0 to 1."""
+        return {
+            "script": self.recording.script,
+            "device": self.recording.device,
+            "severity": str(self.severity),
+            "why_unreliable": self.why_unreliable,
+            "num_steps": len(self.steps),
+            "step_ns": self.step_ns,
+            "idle": self.idle_share,
+            "idle_ns_by_cause": {str(cause): spent for cause, spent in self.idle_by_cause.items()},
+            "exposed_ns": {str(cause): spent for cause, spent in self.exposed.items()},
+            "recoverable": {
+                str(cause): spent / self.window_ns for cause, spent in self.recoverable.items() if self.window_ns
+            },
+            "unknown": self.idle_by_cause.get(Cause.UNKNOWN, 0) / self.window_ns if self.window_ns else 0.0,
+            "located": self.located_share,
+            "workers_needed": self.workers_needed,
+            "rows": [asdict(row) | {"cause": str(row.cause)} for row in self.rows],
+            "notes": [asdict(note) | {"cause": str(note.cause)} for note in self.notes],
+            "caveats": list(self.recording.caveats),
+            "cost": self.recording.cost_share,
+        }
+
+
+def analyse(recording: Recording) -> Findings:
+    """Find out why the device idled.
+
+    Args:
+        recording: What was seen. Where the host is the device, its activities are derived from samples.
+    """
+    if recording.is_synchronous:
+        recording = replace(recording, activities=compute_activities(recording))
+    steps = steady_steps(recording)
+    why = _why_unreliable(recording, steps)
+    if not steps:
+        rare = tuple(_rare_rows(recording, frozenset()))
+        return Findings(
+            recording, Severity.UNRELIABLE, None, rare, (), 0.0, 0, {}, {}, (), {}, 0.0, why, recording.notes
+        )
+    start, end = steps[0].start_ns, steps[-1].end_ns
+    slices = attribute(recording, start, end)
+    idle_by_cause: dict[Cause, int] = defaultdict(int)
+    for each in slices:
+        idle_by_cause[each.cause] += each.end_ns - each.start_ns
+    exposed = {
+        Cause.COPY: exposed_ns(recording.activities, ActivityKind.COPY, start, end),
+        Cause.COMMUNICATION: exposed_ns(recording.activities, ActivityKind.COMMUNICATION, start, end),
+    }
+    causes = [*idle_by_cause, *(cause for cause in EXPOSED if exposed[cause])]
+    gains = recoverable_ns(recording, slices, causes, start, end)
+    rows = _rows(recording, steps, slices, gains)
+    common = frozenset(row.cause for row in rows)
+    rows += _exposed_rows(exposed, gains, end - start)
+    rows += _rare_rows(recording, common)
+    rows.sort(key=lambda row: (-max(row.recoverable_share, row.share * row.is_rare), -row.idle_ns))
+    located = sum(row.idle_ns for row in rows if row.site is not None and not row.is_rare)
+    charged = sum(idle_by_cause.values()) - idle_by_cause.get(Cause.UNKNOWN, 0)
+    found = Findings(
+        recording,
+        Severity.HEALTHY,
+        None,
+        tuple(rows),
+        steps,
+        (end - start) / len(steps),
+        sum(idle_by_cause.values()),
+        dict(sorted(idle_by_cause.items(), key=lambda item: -item[1])),
+        exposed,
+        tuple(slices),
+        gains,
+        min(located / charged, 1.0) if charged else 1.0,
+        why,
+        recording.notes,
+        _underfilled(recording, start, end),
+    )
+    found = _with_bounded_data_gain(found)
+    severity, leading = _judge(found)
+    return replace(found, severity=severity, leading=leading)
+
+
+def steady_steps(recording: Recording) -> tuple[Step, ...]:
+    """The steps after the first few, which allocate, compile and start workers."""
+    steps = recording.steps
+    if len(steps) < LEAST_STEPS:
+        return ()
+    return steps[min(max(len(steps) // 5, 1), MAX_WARM_UP) :]
+
+
+def _why_unreliable(recording: Recording, steps: Sequence[Step]) -> str:
+    if not recording.steps:
+        return "no step was seen: neither an optimizer stepped nor a DataLoader gave batches"
+    if not steps:
+        return f"{len(recording.steps)} steps are too few to tell them from their warm-up"
+    if not recording.is_complete:
+        return recording.caveats[0] if recording.caveats else "the recording is not complete"
+    return "" if recording.is_synchronous else _why_launches_do_not_match(recording)
+
+
+def _why_launches_do_not_match(recording: Recording) -> str:
+    """Whether a device's profiler lost records: every launch needs an activity, every graph all its nodes."""
+    if not recording.activities:
+        return "no kernel was recorded: the device's profiler was not there, or another one had it"
+    done = {each.launch for each in recording.activities}
+    lost = sum(each.number not in done for each in recording.launches)
+    if lost > 0.005 * len(recording.launches):
+        return f"{lost} of {len(recording.launches)} launches have no kernel: the device's profiler lost records"
+    start_of = {launch.number: launch.start_ns for launch in recording.launches}
+    early = sum(each.start_ns < start_of.get(each.launch, 0) - 10_000 for each in recording.activities if each.launch)
+    if early > 0.005 * len(recording.activities):
+        return f"{early} kernels begin before they are launched: the clocks of host and device do not agree"
+    sizes: dict[int, set[int]] = defaultdict(set)
+    nodes: dict[tuple[int, int | None], int] = defaultdict(int)
+    for each in recording.activities:
+        if each.graph is not None:
+            nodes[each.graph, each.launch] += 1
+    for (graph, _), number in nodes.items():
+        sizes[graph].add(number)
+    uneven = [sorted(each) for each in sizes.values() if len(each) > 1]
+    if uneven:
+        return f"replays of one CUDA graph show {uneven[0][0]} to {uneven[0][-1]} kernels: records were lost"
+    return ""
+
+
+def _rows(recording: Recording, steps: Sequence[Step], slices: Sequence[Slice], gains: dict[Cause, int]) -> list[Row]:
+    """Slices of one cause at one line of the user's, put together."""
+    window = steps[-1].end_ns - steps[0].start_ns
+    idle: dict[tuple[Cause, Site | None], int] = defaultdict(int)
+    inside: dict[tuple[Cause, Site | None], dict[Site, int]] = defaultdict(lambda: defaultdict(int))
+    seen: dict[tuple[Cause, Site | None], set[int]] = defaultdict(set)
+    details: dict[tuple[Cause, Site | None], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    number = 0
+    for each in slices:
+        key = each.cause, recording.user_site(each.stack)
+        idle[key] += each.end_ns - each.start_ns
+        while number + 1 < len(steps) and each.start_ns >= steps[number].end_ns:
+            number += 1
+        seen[key].add(number)
+        if each.stack and each.stack[0] != key[1] and each.cause is not Cause.COMPILE:  # that is Dynamo's own code
+            inside[key][each.stack[0]] += each.end_ns - each.start_ns
+        if each.detail:
+            details[key][each.detail] += each.end_ns - each.start_ns
+    total_of: dict[Cause, int] = defaultdict(int)
+    steps_of: dict[Cause, set[int]] = defaultdict(set)
+    for (cause, site), spent in idle.items():
+        total_of[cause] += spent
+        steps_of[cause] |= seen[cause, site]
+    rows = []
+    for (cause, site), spent in idle.items():
+        if len(steps_of[cause]) < RARE * len(steps) and cause not in SAMPLED:
+            continue  # a row of the whole run's
+        gain = gains.get(cause, 0) * spent / total_of[cause] / window if total_of[cause] else 0.0
+        where = max(inside[cause, site], key=inside[cause, site].__getitem__, default=None)
+        detail = max(details[cause, site], key=details[cause, site].__getitem__, default="")
+        rows.append(Row(cause, site, where, len(seen[cause, site]), spent, spent / window, gain, detail=detail))
+    return rows
+
+
+def _exposed_rows(exposed: dict[Cause, int], gains: dict[Cause, int], window: int) -> list[Row]:
+    return [
+        Row(cause, None, None, 0, spent, spent / window, gains.get(cause, 0) / window)
+        for cause, spent in exposed.items()
+        if spent
+    ]
+
+
+def _rare_rows(recording: Recording, common: frozenset[Cause]) -> list[Row]:
+    """Spans that happen too seldom to be judged by the step, per time of the whole run."""
+    whole = max(recording.end_ns - recording.start_ns, 1)
+    begin = recording.steps[0].end_ns if recording.steps else recording.end_ns
+    spans = [span for span in recording.spans if span.thread == recording.thread and span.start_ns >= begin]
+    idle: dict[tuple[Cause, Site | None], int] = defaultdict(int)
+    times: dict[tuple[Cause, Site | None], int] = defaultdict(int)
+    for span in spans:
+        if span.cause in common or span.cause in (Cause.SYNC, *DATA):
+            continue
+        key = span.cause, recording.user_site(span.stack)
+        idle[key] += span.end_ns - span.start_ns
+        times[key] += 1
+    return [
+        Row(cause, site, None, times[cause, site], spent, spent / whole, 0.0, is_rare=True)
+        for (cause, site), spent in idle.items()
+    ]
+
+
+def _with_bounded_data_gain(found: Findings) -> Findings:
+    """Workers beyond the processors there are may not help: only what as many can give is promised."""
+    gain = sum(found.recoverable.get(cause, 0) for cause in DATA)
+    if not gain or not found.batch_ns:
+        return found
+    per_step = max(found.free_step_ns, found.batch_ns / found.workers_sensible)
+    share = min(max(found.step_ns - per_step, 0) * len(found.steps) / gain, 1.0)
+    rows = (
+        replace(row, recoverable_share=row.recoverable_share * share) if row.cause in DATA else row
+        for row in found.rows
+    )
+    gains = {cause: round(each * share) if cause in DATA else each for cause, each in found.recoverable.items()}
+    return replace(found, rows=tuple(rows), recoverable=gains)
+
+
+def _underfilled(recording: Recording, start: int, end: int) -> float:
+    """Share of a window lost to kernels that were alone on the device and left multiprocessors free."""
+    alone = [each for each in recording.activities if each.kind is ActivityKind.KERNEL and each.fill < 1.0]
+    lost = sum(
+        (min(each.end_ns, end) - max(each.start_ns, start)) * (1 - each.fill)
+        for each in alone
+        if each.end_ns > start and each.start_ns < end
+    )
+    return lost / (end - start)
+
+
+def _judge(found: Findings) -> tuple[Severity, Row | None]:
+    """The verdict, and the row it is about."""
+    if found.why_unreliable:
+        return Severity.UNRELIABLE, None
+    window = found.window_ns
+    gain_of = {
+        cause: gain / window
+        for cause, gain in found.recoverable.items()
+        if cause not in REMEDY_FREE and any(row.cause is cause and not row.is_rare for row in found.rows)
+    }
+    rare_of: dict[Cause, float] = defaultdict(float)
+    for row in found.rows:
+        if row.is_rare:
+            rare_of[row.cause] += row.share
+    if not any(note.cause is Cause.COMPILE for note in found.notes):
+        rare_of.pop(Cause.COMPILE, None)  # compiled once, which is what it takes
+    for cause, share in rare_of.items():
+        gain_of[cause] = max(gain_of.get(cause, 0.0), share)
+    cause = max(gain_of, key=gain_of.__getitem__, default=None)
+    gain = gain_of[cause] if cause is not None else 0.0
+    unknown = found.idle_by_cause.get(Cause.UNKNOWN, 0) / window
+    if unknown > UNSURE and unknown >= gain:
+        return Severity.NOT_SURE, None
+    if cause is None or gain < MODERATE:
+        return Severity.HEALTHY, None
+    leading = max((row for row in found.rows if row.cause is cause), key=lambda row: row.idle_ns)
+    return (Severity.HIGH if gain >= HIGH else Severity.MODERATE), leading

@@ -1,0 +1,224 @@
+"""What the training thread was doing at any time: spans where a hook saw it, samples elsewhere.
+
+A sample speaks for the time since the look before. Of that time the thread ran ``cpu_ns``, and was kept waiting for the
+rest. Whether it ran Python or an operator is told from what Python does anyway: an operator gives the interpreter
+away, so that the sampler gets it at once; Python code has to be interrupted, which takes ``switch_ns`` and leaves the
+thread between two instructions.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from millstream.insight.causes import Cause
+from millstream.insight.intervals import Interval, complement, flatten, overlay, total, union
+from millstream.insight.records import Activity, Recording, Sample, Span, Stack, State
+
+_LATE = 0.8  # of the switch interval: the sampler had to have the interpreter taken away from somebody
+_RUNS = 0.5  # of a time: whoever ran so much of it was running
+_HOLDS = 0.2  # of the time that a thread was kept: another one that ran so much of it held the interpreter
+_FAR_NS = 1_000_000_000  # time that no look speaks for within so long is unknown
+_WORTH = 0.1  # of a sample's time: less than that is noise of two clocks
+_IO_FILES = (
+    "torch/serialization.py",
+    "/pickle.py",
+    "/zipfile.py",
+    "/zipfile/",
+    "/logging/",
+    "/tensorboard/",
+    "/wandb/",
+)
+_TORCH = ("/torch/",)
+_WAITS_FOR_OTHERS = ("/threading.py", "/queue.py", "/selectors.py", "/multiprocessing/", "/subprocess.py", "/socket.py")
+
+_CAUSE_OF = {
+    State.COMPUTE: Cause.PYTHON,  # where the device is another: calling operators
+    State.PYTHON: Cause.PYTHON,
+    State.WAITING: Cause.WAITING,
+    State.GIL: Cause.GIL,
+    State.DESCHEDULED: Cause.DESCHEDULED,
+    State.IO: Cause.IO,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """A stretch of the training thread's time in one state.
+
+    Attributes:
+        start_ns: Begin.
+        end_ns: End.
+        state: What it did.
+        stack: Where.
+        detail: For ``GIL``, the other thread's place in words.
+    """
+
+    start_ns: int
+    end_ns: int
+    state: State
+    stack: Stack
+    detail: str = ""
+
+
+def split_sample(sample: Sample, free: Sequence[Interval], recording: Recording) -> Iterator[Doing]:
+    """Say what a thread did in the time that one sample speaks for.
+
+    Args:
+        sample: The look.
+        free: The parts of the time since the look before in which no hook saw the thread; they are covered exactly.
+        recording: Which it is of.
+    """
+    length, switch_ns = total(free), recording.switch_ns
+    running = _running_state(sample, switch_ns)
+    ran_ns = length if sample.cpu_ns is None else min(max(sample.cpu_ns, 0), length)
+    if length - ran_ns < _WORTH * length:
+        ran_ns = length
+    kept, detail = _kept_state(sample, length - ran_ns, running, recording) if ran_ns < length else (running, "")
+    for start, end in free:
+        until = start + min(ran_ns, end - start)
+        ran_ns -= until - start
+        if start < until:
+            yield Doing(start, until, running, sample.stack)
+        if until < end:
+            yield Doing(until, end, kept, sample.stack, detail)
+
+
+def _running_state(sample: Sample, switch_ns: int) -> State:
+    innermost = sample.stack[0].file if sample.stack else ""
+    if any(part in site.file for site in sample.stack[:12] for part in _IO_FILES):
+        return State.IO
+    was_interrupted = _was_interrupted(sample, switch_ns)
+    # Python within torch is part of an operator's cost, and no code that the user could write otherwise.
+    return State.PYTHON if was_interrupted and not any(part in innermost for part in _TORCH) else State.COMPUTE
+
+
+def _was_interrupted(sample: Sample, switch_ns: int) -> bool:
+    """Whether somebody had to have the interpreter taken away for the sampler to get it."""
+    return sample.late_ns >= _LATE * switch_ns if sample.in_bytecode is None else sample.in_bytecode
+
+
+def _kept_state(sample: Sample, kept_ns: int, running: State, recording: Recording) -> tuple[State, str]:
+    """What kept a thread from running for ``kept_ns``."""
+    length = sample.end_ns - sample.start_ns
+    innermost = sample.stack[0].file if sample.stack else ""
+    if running is State.IO:
+        return State.IO, ""
+    waits = any(part in innermost for part in _WAITS_FOR_OTHERS)
+    busiest = max(sample.others, key=lambda other: other[0], default=None)
+    switch_ns = recording.switch_ns
+    was_taken = _was_interrupted(sample, switch_ns)
+    somebody_held_it = was_taken or sample.late_ns >= _LATE * switch_ns
+    if busiest is not None and busiest[0] >= _HOLDS * kept_ns and somebody_held_it and not waits:
+        where = recording.user_site(busiest[1])
+        return State.GIL, f"{where.file}:{where.line}" if where else ""
+    if waits:
+        return State.WAITING, ""
+    if sample.ready_ns is not None and sample.ready_ns >= _RUNS * kept_ns:
+        return State.DESCHEDULED, str(State.PYTHON) if running is State.PYTHON else ""
+    native_ns = (sample.process_ns or 0) - (sample.cpu_ns or 0) - sum(other[0] for other in sample.others)
+    if native_ns >= _RUNS * length:
+        return State.COMPUTE, ""  # an operator's own threads compute, and this one waits for them
+    # Between two instructions a thread does not wait: it had no processor, which the system did not say.
+    return (running if was_taken else State.WAITING), ""
+
+
+def doings(recording: Recording) -> list[Doing]:
+    """What samples say of the training thread where no hook saw it, in order; they never overlap.
+
+    A look into a hook's span says nothing of the time before that. Such time goes to the next look outside of one, as
+    in any statistic of samples, unless that is far away.
+    """
+    seen = union((start, end) for start, end, _ in spans_of(recording))
+    starts = [start for start, _ in seen]
+    found: list[Doing] = []
+    pending: list[Interval] = []
+    latest = recording.start_ns
+    for sample in recording.samples:
+        if sample.thread != recording.thread or sample.start_ns < latest or sample.start_ns >= sample.end_ns:
+            continue
+        latest = sample.end_ns
+        first = max(bisect.bisect_right(starts, sample.start_ns) - 1, 0)
+        over = bisect.bisect_left(starts, sample.end_ns)
+        free = complement(seen[first:over], sample.start_ns, sample.end_ns)
+        if over and seen[over - 1][1] >= sample.end_ns:  # the thread was inside a span when it was looked at
+            pending += free
+            continue
+        near = [each for each in pending if sample.end_ns - each[1] <= _FAR_NS]
+        pending.clear()
+        running = _running_state(sample, recording.switch_ns)
+        found += (Doing(start, end, running, sample.stack) for start, end in near)
+        found += split_sample(sample, free, recording)
+    return found
+
+
+def spans_of(recording: Recording) -> list[tuple[int, int, Span]]:
+    """The training thread's spans, cut into pieces of the innermost."""
+    return flatten([span for span in recording.spans if span.thread == recording.thread])
+
+
+def compute_activities(recording: Recording) -> tuple[Activity, ...]:
+    """Where the host is the device: when its operators ran, outside of what hooks saw it do otherwise."""
+    computing = union((each.start_ns, each.end_ns) for each in doings(recording) if each.state is State.COMPUTE)
+    return tuple(Activity(start, end, name="operators") for start, end in computing)
+
+
+def host_pieces(recording: Recording, refills: Sequence[Span]) -> list[tuple[int, int, Span]]:
+    """What the training thread did, cut into disjoint pieces: spans first, then refills of the queue, then samples.
+
+    Args:
+        recording: What was seen.
+        refills: After a wait for the device: until its queue is filled again.
+    """
+    latest, over = recording.start_ns, recording.end_ns
+    known = list(_locate(spans_of(recording), recording))
+    for layer in (flatten(refills), _sampled(recording)):
+        free = complement([(start, end) for start, end, _ in known], latest, over)
+        known = sorted([*known, *_within(layer, free)], key=lambda piece: piece[0])
+    return known
+
+
+def _locate(exact: Sequence[tuple[int, int, Span]], recording: Recording) -> Iterator[tuple[int, int, Span]]:
+    """Say where within a loader's span, or one of the driver's, the thread was, as far as samples tell."""
+    looks = [(each.start_ns, each.end_ns, each.stack) for each in recording.samples if each.thread == recording.thread]
+    ends = [end for _, end, _ in looks]
+    for start, end, span in exact:
+        if span.stack and span.cause is not Cause.IN_PROCESS:
+            yield start, end, span
+            continue
+        for first, last, stack in overlay(looks, start, end, bisect.bisect_right(ends, start)):
+            # A look after its end may speak for a little of this span: only what is below it counts.
+            yield first, last, replace(span, stack=stack) if stack and _is_below(stack, span.stack) else span
+
+
+def _is_below(stack: Stack, caller: Stack) -> bool:
+    """Whether a stack goes on from another one, whose innermost line may have moved on."""
+    outer = stack[-len(caller) :] if caller else ()
+    return len(outer) == len(caller) and all(a.function == b.function for a, b in zip(outer, caller, strict=True))
+
+
+def _sampled(recording: Recording) -> list[tuple[int, int, Span]]:
+    found = []
+    for each in doings(recording):
+        cause = _CAUSE_OF[each.state]
+        if cause is Cause.PYTHON and any("torch_dynamo_resume_in" in site.function for site in each.stack[:1]):
+            cause = Cause.GRAPH_BREAK
+        span = Span(recording.thread, each.start_ns, each.end_ns, cause, each.stack, each.detail)
+        found.append((each.start_ns, each.end_ns, span))
+    return found
+
+
+def _within(
+    pieces: Sequence[tuple[int, int, Span]], free: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, Span]]:
+    """The parts of pieces that lie in free intervals; both are disjoint and in order."""
+    i = k = 0
+    while i < len(pieces) and k < len(free):
+        start, end = max(pieces[i][0], free[k][0]), min(pieces[i][1], free[k][1])
+        if start < end:
+            yield start, end, pieces[i][2]
+        if pieces[i][1] < free[k][1]:
+            i += 1
+        else:
+            k += 1

@@ -1,0 +1,259 @@
+"""What was seen of a run. All times are nanoseconds of one clock; intervals are half-open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from millstream.insight.causes import Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A line of Python.
+
+    Attributes:
+        file: Its path as Python knows it.
+        line: Counted from 1.
+        function: In which function.
+    """
+
+    file: str
+    line: int
+    function: str = ""
+
+
+Stack = tuple[Site, ...]
+"""The innermost frame first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something a thread did from begin to end, seen exactly.
+
+    Attributes:
+        thread: Which one.
+        start_ns: Begin.
+        end_ns: End.
+        cause: What an idle device waits for meanwhile.
+        stack: Where from.
+        detail: A few words: what was saved, which generation was collected.
+    """
+
+    thread: int
+    start_ns: int
+    end_ns: int
+    cause: Cause
+    stack: Stack = ()
+    detail: str = ""
+
+
+class State(StrEnum):
+    """What a thread was doing when it was looked at."""
+
+    COMPUTE = "compute"  #: in an operator, without the interpreter
+    PYTHON = "python"
+    WAITING = "waiting"  #: neither running nor ready
+    GIL = "gil"  #: ready, and another Python thread ran
+    DESCHEDULED = "descheduled"
+    IO = "io"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look at a thread; it speaks for the time since the look before.
+
+    Attributes:
+        thread: Which one.
+        start_ns: The look before.
+        end_ns: This look.
+        stack: Where the thread was.
+        cpu_ns: Time it ran meanwhile; ``None`` where the system does not say.
+        late_ns: How much later than planned the sampler got the interpreter.
+        in_bytecode: Whether it stood between two instructions of Python, where the interpreter is taken away; not so
+            inside an operator in C; ``None`` at a call, which may be either.
+        process_ns: Time that all threads of the process ran meanwhile.
+        others: For each other Python thread that ran meanwhile, how long and where.
+        ready_ns: Time that it was ready and no processor was free; ``None`` where the system does not say.
+    """
+
+    thread: int
+    start_ns: int
+    end_ns: int
+    stack: Stack
+    cpu_ns: int | None = None
+    late_ns: int = 0
+    in_bytecode: bool | None = None
+    process_ns: int | None = None
+    others: tuple[tuple[int, Stack], ...] = ()
+    ready_ns: int | None = None
+
+
+class ActivityKind(StrEnum):
+    """What a device did."""
+
+    KERNEL = "kernel"
+    COPY = "copy"
+    MEMSET = "memset"
+    COMMUNICATION = "communication"
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """A kernel, copy, memset or collective on a device.
+
+    Attributes:
+        start_ns: Begin.
+        end_ns: End.
+        stream: On which stream.
+        kind: What it was.
+        name: As the device's profiler has it.
+        launch: Number of the call that launched it (CUPTI's correlation id); ``None`` where that is not known.
+        graph: Number of the CUDA graph it belongs to; ``None`` outside of one.
+        is_pageable: Of a copy: one of its ends is host memory that is not pinned.
+        fill: Share of the multiprocessors that its blocks occupy.
+        num_bytes: Of a copy.
+    """
+
+    start_ns: int
+    end_ns: int
+    stream: int = 0
+    kind: ActivityKind = ActivityKind.KERNEL
+    name: str = ""
+    launch: int | None = None
+    graph: int | None = None
+    is_pageable: bool = False
+    fill: float = 1.0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A call that gave work to the device.
+
+    Attributes:
+        number: Its correlation id.
+        thread: Who called.
+        start_ns: Begin of the call.
+        end_ns: End of the call.
+        name: ``cudaLaunchKernel``, ``cudaGraphLaunch``, ...
+        stack: Where from, if that is known.
+    """
+
+    number: int
+    thread: int
+    start_ns: int
+    end_ns: int
+    name: str = "cudaLaunchKernel"
+    stack: Stack = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWait:
+    """A stream was told to wait for another one's event; ``at_ns`` is the host's time of the call."""
+
+    at_ns: int
+    stream: int
+    on_stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """From the end of one optimizer step (or batch) to the next."""
+
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that happened at a moment: a recompilation and its guard, a graph break and its reason.
+
+    Attributes:
+        cause: ``COMPILE`` or ``GRAPH_BREAK``.
+        at_ns: When; 0 if that is not known.
+        site: The user's line.
+        text: Guard or reason.
+    """
+
+    cause: Cause
+    at_ns: int
+    site: Site | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """A loader that was iterated.
+
+    Attributes:
+        num_workers: Its worker processes.
+        batch_ns: Median time that a worker takes for a batch; 0 where that is not known.
+        num_batches: Batches that workers have made.
+        site: Where its data set makes an item.
+    """
+
+    num_workers: int
+    batch_ns: int = 0
+    num_batches: int = 0
+    site: Site | None = None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All that was seen of one process.
+
+    Attributes:
+        script: What ran, in a word.
+        device: Name of the device.
+        is_synchronous: The host computes itself: there is no queue, and ``activities`` come from samples.
+        start_ns: Begin.
+        end_ns: End.
+        thread: The thread that trains.
+        steps: In order; none overlaps another.
+        spans: Of all threads.
+        samples: Of the training thread, in order.
+        activities: On the device.
+        launches: Calls that started them.
+        waits: Of streams for each other.
+        notes: Recompilations and graph breaks.
+        loaders: Those that were iterated.
+        num_cores: Processors that the process may use.
+        switch_ns: How long a thread may keep the interpreter while others want it.
+        library_roots: Folders whose files are not the user's.
+        cost_share: What looking cost, as a share of the time.
+        caveats: What could not be seen, in sentences.
+        is_complete: Whether that leaves enough for a verdict; else the first caveat says why not.
+    """
+
+    script: str = ""
+    device: str = "CPU"
+    is_synchronous: bool = True
+    start_ns: int = 0
+    end_ns: int = 0
+    thread: int = 0
+    steps: tuple[Step, ...] = ()
+    spans: tuple[Span, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    activities: tuple[Activity, ...] = ()
+    launches: tuple[Launch, ...] = ()
+    waits: tuple[StreamWait, ...] = ()
+    notes: tuple[Note, ...] = ()
+    loaders: tuple[Loader, ...] = ()
+    num_cores: int = 1
+    switch_ns: int = 5_000_000
+    library_roots: tuple[str, ...] = field(default_factory=tuple)
+    cost_share: float | None = None
+    caveats: tuple[str, ...] = ()
+    is_complete: bool = True
+
+    def user_site(self, stack: Stack) -> Site | None:
+        """The innermost line that is the user's own; the outermost there is where none is."""
+        for site in stack:
+            if not self.is_library(site.file):
+                return site
+        return stack[-1] if stack else None
+
+    def is_library(self, file: str) -> bool:
+        """Whether a file belongs to Python, an installed package, or no file at all."""
+        return file.startswith(("<", *self.library_roots))

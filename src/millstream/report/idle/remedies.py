@@ -1,0 +1,88 @@
+"""What to do about a cause: one edit, and why it helps."""
+
+from __future__ import annotations
+
+from millstream.insight import Cause, Findings, Row
+from millstream.report.idle.places import place
+from millstream.report.words import count, duration
+
+TITLES = {
+    Cause.DATA_WAIT: "Waiting for data",
+    Cause.IN_PROCESS: "Making batches in the training process",
+    Cause.SYNC: "The host waits for the device, and leaves its queue empty",
+    Cause.ALLOCATOR: "Taking device memory from the driver",
+    Cause.COMPILE: "Compiling again and again",
+    Cause.GRAPH_BREAK: "Python between compiled parts of one function",
+    Cause.GC: "Python's garbage collector",
+    Cause.IO: "Writing or reading files",
+    Cause.GIL: "Another thread holds Python's interpreter lock",
+    Cause.DESCHEDULED: "No processor is free for the training thread",
+    Cause.WAITING: "The training thread sleeps, or waits for a lock or a file",
+    Cause.PYTHON: "Python of your own",
+    Cause.LAUNCH: "Launching kernels one by one",
+    Cause.GRAPH_TAIL: "Between two CUDA graphs",
+    Cause.STREAM_WAIT: "One stream waits for another",
+    Cause.DEVICE_GAP: "The device's own pauses",
+    Cause.PROFILER: "Looking",
+    Cause.UNKNOWN: "Nothing was seen",
+    Cause.COPY: "Copies that nothing hides",
+    Cause.COMMUNICATION: "Collectives that nothing hides",
+}
+
+
+def remedy(row: Row, found: Findings) -> str:
+    """One or two sentences: the edit, and what was measured that speaks for it."""
+    if row.cause in (Cause.DATA_WAIT, Cause.IN_PROCESS):
+        return _more_workers(row, found)
+    if row.cause is Cause.COMPILE:
+        guards = [note for note in found.notes if note.cause is Cause.COMPILE]
+        why = f" {count(len(guards), 'recompilation')}, the last because {guards[-1].text}." if guards else ""
+        return f"torch.compile(..., dynamic=True), or inputs of few sizes (pad them).{why}"
+    if row.cause is Cause.GIL:
+        other = f" ({row.detail})" if row.detail else ""
+        return f"Move that thread's work{other} into a process, or let it sleep between pieces."
+    if row.cause is Cause.COPY:
+        return "DataLoader(..., pin_memory=True) and .to(device, non_blocking=True), or ms.feed(loader, device)."
+    return _REMEDIES.get(row.cause, "")
+
+
+_REMEDIES = {
+    Cause.SYNC: "Keep the value on the device and read it later: value = ms.fetch(loss), or every 100 steps.",
+    Cause.ALLOCATOR: "Leave out torch.cuda.empty_cache(); where memory is short, a smaller batch, or "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+    Cause.GRAPH_BREAK: "Move what breaks the graph (print, .item(), a library's call) out of the compiled function.",
+    Cause.GC: "gc.freeze() after the model is built, and gc.disable() with a gc.collect() every some hundred steps.",
+    Cause.IO: "Write in a thread (copy the state first), like distributed.checkpoint.async_save, or less often.",
+    Cause.DESCHEDULED: "Fewer threads and workers than processors: torch.set_num_threads, num_workers.",
+    Cause.WAITING: "Do it in a thread, or leave it out.",
+    Cause.PYTHON: "Do it in a thread or process of its own, with tensor operations, or less often.",
+    Cause.LAUNCH: "One graph of the whole step: @ms.step on it, or torch.compile(mode='reduce-overhead').",
+    Cause.GRAPH_TAIL: "Capture what the two graphs do as one: @ms.step on the whole step.",
+    Cause.STREAM_WAIT: "Record the event earlier, or put both pieces of work on one stream.",
+    Cause.COMMUNICATION: "Overlap it with the backward pass (DistributedDataParallel's buckets), or larger batches.",
+}
+
+
+def _more_workers(row: Row, found: Findings) -> str:
+    loader, needed, sensible = found.loader, found.workers_needed, found.workers_sensible
+    if loader is None:
+        return "Let batches be made ahead: ms.feed(loader, device), or a DataLoader with num_workers."
+    free = duration(found.free_step_ns)
+    if row.cause is Cause.IN_PROCESS:
+        facts = f"A batch takes {duration(found.batch_ns)} to make, the rest of a step {free}"
+    elif loader.batch_ns:
+        verb = "takes" if loader.num_workers == 1 else "take"
+        facts = (
+            f"{count(loader.num_workers, 'worker')} {verb} {duration(loader.batch_ns)} a batch, so one comes every "
+            f"{duration(loader.batch_ns / max(loader.num_workers, 1))}; without waiting a step takes {free}"
+        )
+    else:
+        facts = f"Without waiting a step takes {free}"
+    where = f" What makes an item is {place(loader.site)}." if loader.site is not None else ""
+    if needed and needed <= loader.num_workers:
+        return f"{facts}. The workers are fast enough: what is slow is sending batches (fewer, larger tensors).{where}"
+    edit = f"num_workers={sensible}" if needed else "more workers (num_workers)"
+    if needed > sensible:
+        processors = count(found.recording.num_cores, "processor")
+        edit += f", and a cheaper item ({needed} workers would keep up, but there are {processors})"
+    return f"{facts}: {edit}.{where}"

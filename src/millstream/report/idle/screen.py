@@ -1,0 +1,121 @@
+"""The first screen: the verdict, why, what to do, and how the idle time is made up."""
+
+from __future__ import annotations
+
+from textwrap import wrap
+
+from millstream.insight import SAMPLED, Cause, Findings, Row, Severity
+from millstream.report.idle.places import code, place
+from millstream.report.idle.remedies import TITLES, remedy
+from millstream.report.words import count, duration, percent, table
+
+_WIDTH = 118
+_SHOWN = 8  # rows of the table
+_LEAST = 0.01  # of the window: smaller rows are left out of the table
+_INDENT = " " * 10
+
+
+def to_text(found: Findings) -> str:
+    """The report for a terminal."""
+    lines = [_headline(found), *_verdict(found)]
+    if found.steps:
+        lines.append(_sum(found))
+        lines += _rows(found)
+    lines += _events(found)
+    lines += [f"note: {caveat}" for caveat in found.recording.caveats]
+    return "\n".join(lines)
+
+
+def headline_facts(found: Findings) -> str:
+    """How many steps, on what, and what looking cost."""
+    recording = found.recording
+    facts = [recording.device, count(len(found.steps), "step")]
+    if found.idle_ns:
+        facts.append(f"lines found for {percent(found.located_share, 1)}")
+    if recording.cost_share is not None:
+        facts.append(f"profiling cost {recording.cost_share:.1%}".replace("%", " %"))
+    return ", ".join(facts)
+
+
+def _headline(found: Findings) -> str:
+    recording = found.recording
+    if not found.steps:
+        return f"{recording.script}: {duration(recording.end_ns - recording.start_ns)}, {recording.device}."
+    whose = "The CPU does not compute for" if recording.is_synchronous else "GPU idle"
+    idle, step = duration(found.idle_ns / len(found.steps)), duration(found.step_ns)
+    reliable = "Unreliable." if found.why_unreliable else "Reliable."
+    share = percent(found.idle_ns, found.window_ns)
+    return f"{whose} {share} of a step ({idle} of {step}; {headline_facts(found)}).  {reliable}"
+
+
+def _verdict(found: Findings) -> list[str]:
+    severity, row = found.severity, found.leading
+    if severity is Severity.UNRELIABLE:
+        return [f"No verdict: {found.why_unreliable}."]
+    if severity is Severity.NOT_SURE:
+        unknown = percent(found.idle_by_cause.get(Cause.UNKNOWN, 0), found.window_ns)
+        return [f"{severity}  Of {unknown} of the time nobody knows what it was."]
+    if row is None:
+        busy = "the step computes" if found.recording.is_synchronous else "the device is kept busy"
+        share = percent(found.window_ns - found.idle_ns, found.window_ns)
+        return [f"{severity}  Nothing to gain above 5 %: {busy} {share} of the time."]
+    lines = [f"{severity:<8}  {TITLES[row.cause]}. {promise(row, found)}"]
+    for text in (f"{place(row.site)}  {code(row.site)}   {_count(row, found)}", remedy(row, found)):
+        lines += wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+    return lines
+
+
+def promise(row: Row, found: Findings) -> str:
+    """What mending a cause would give."""
+    if row.is_rare:
+        return f"It takes {percent(row.share, 1)} of the run."
+    gain = sum(each.recoverable_share for each in found.rows if each.cause is row.cause)
+    after = found.step_ns * (1 - min(gain, 0.999))
+    return f"Fixing it: {duration(found.step_ns)} → about {duration(after)} a step ({found.step_ns / after:.3g}×)."
+
+
+def _count(row: Row, found: Findings) -> str:
+    if row.is_rare:
+        return f"{count(row.num_steps, 'time')}, {duration(row.idle_ns / max(row.num_steps, 1))} each"
+    if not row.num_steps or (row.cause in SAMPLED and row.num_steps < 0.9 * len(found.steps)):
+        return duration(row.idle_ns / len(found.steps)) + " a step"
+    return f"{row.num_steps} of {count(len(found.steps), 'step')}, {duration(row.idle_ns / row.num_steps)} each"
+
+
+def _sum(found: Findings) -> str:
+    steps = len(found.steps)
+    parts = " | ".join(f"{spent / steps / 1e6:.3g} {cause}" for cause, spent in found.idle_by_cause.items())
+    line = f" idle, ms a step: {parts or 'nothing'} = {found.idle_ns / steps / 1e6:.3g}"
+    exposed = {cause: spent for cause, spent in found.exposed.items() if spent}
+    if exposed:
+        line += "   exposed: " + ", ".join(f"{cause} {spent / steps / 1e6:.3g}" for cause, spent in exposed.items())
+    return line
+
+
+def _rows(found: Findings) -> list[str]:
+    shown = [row for row in found.rows if row.share >= _LEAST or row is found.leading][:_SHOWN]
+    if not shown:
+        return []
+    cells = [
+        (
+            str(row.cause) + (" (whole run)" if row.is_rare else ""),
+            place(row.site) + (f" in {place(row.inside)}" if row.inside is not None else ""),
+            _count(row, found),
+            percent(row.share, 1),
+            "" if row.is_rare else percent(row.recoverable_share, 1),
+        )
+        for row in shown
+    ]
+    return table(("cause", "line", "count", "idle", "to win back"), cells, right={3, 4})
+
+
+def _events(found: Findings) -> list[str]:
+    lines = []
+    for cause, noun in ((Cause.COMPILE, "recompilation"), (Cause.GRAPH_BREAK, "graph break")):
+        notes = [note for note in found.notes if note.cause is cause]
+        places: dict[str, list[str]] = {}
+        for note in notes:
+            places.setdefault(place(note.site), []).append(note.text)
+        for where, texts in places.items():
+            lines.append(f" {count(len(texts), noun)}: {where}  {texts[-1][:_WIDTH]}")
+    return lines

@@ -1,0 +1,5 @@
+"""What really happens while a script runs: hooks and a sampler that write down, and decide nothing."""
+
+from millstream.trace.session import Session, Waiter
+
+__all__ = ["Session", "Waiter"]

@@ -1,0 +1,53 @@
+"""Where hooks write down what they see. Bounded: of a long run the last part is kept."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from millstream.insight import Cause, Loader, Site
+from millstream.trace.frames import RawStack, take_stack
+
+MAX_EVENTS = 200_000
+
+clock = time.perf_counter_ns
+
+
+@dataclass
+class Log:
+    """Events in the order in which they ended; appending to a deque is safe from every thread.
+
+    Attributes:
+        spans: Thread, begin, end, cause, stack, detail.
+        marks: Optimizer steps: thread, when, which optimizer.
+        batches: Batches that a loop got: thread, when.
+        loaders: By name of the place where items are made: the loader.
+        breaks: Graph breaks: when, and the text.
+        num_events: Of each kind of event.
+    """
+
+    spans: deque[tuple[int, int, int, Cause, RawStack, str]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    marks: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    batches: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    loaders: dict[tuple[Site | None, int], Loader] = field(default_factory=dict)
+    num_batches: Counter[tuple[Site | None, int]] = field(default_factory=Counter)
+    breaks: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=1000))
+    num_events: int = 0
+
+    def add_span(self, start_ns: int, cause: Cause, detail: str = "", depth: int = 2) -> None:
+        """Something has ended; the stack begins ``depth`` frames above."""
+        stack = take_stack(sys._getframe(depth))
+        self.spans.append((threading.get_ident(), start_ns, clock(), cause, stack, detail))
+        self.num_events += 1
+
+    def add_mark(self, optimizer: object) -> None:
+        """An optimizer has stepped."""
+        self.marks.append((threading.get_ident(), clock(), id(optimizer)))
+        self.num_events += 1
+
+    def add_batch(self) -> None:
+        """A loop has got a batch."""
+        self.batches.append((threading.get_ident(), clock()))

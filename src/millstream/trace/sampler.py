@@ -1,0 +1,156 @@
+"""Looks at every Python thread some hundred times a second: where it is, and how long it has run since.
+
+The sampler is a Python thread itself, so it waits for the interpreter like any other. How long it waits tells who keeps
+the interpreter: operators give it away at once, Python code only when it is taken away.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from millstream.insight import Sample, Site
+from millstream.trace.frames import RawStack, is_between_instructions, sites_of, take_stack
+
+HERTZ = 250
+MAX_LOOKS = HERTZ * 1200  # twenty minutes; of a longer run the last ones are kept
+MAX_THREADS = 16
+
+
+class ThreadLook(NamedTuple):
+    """A thread at one moment; what it has run in its life and been ready to run; -1 where the system does not say."""
+
+    ident: int
+    stack: RawStack
+    cpu_ns: int
+    ready_ns: int
+
+
+class Look(NamedTuple):
+    """All threads at one moment; ``late_ns`` after it was planned."""
+
+    at_ns: int
+    late_ns: int
+    process_ns: int
+    threads: tuple[ThreadLook, ...]
+
+
+class Sampler:
+    """A daemon thread that looks until it is stopped.
+
+    Args:
+        on_look: Called now and then in the sampler's thread.
+
+    Attributes:
+        looks: What it saw.
+        busy_ns: Its own time.
+    """
+
+    def __init__(self, on_look: Callable[[], None] | None = None) -> None:
+        self.looks: deque[Look] = deque(maxlen=MAX_LOOKS)
+        self.busy_ns = 0
+        self._on_look = on_look
+        self._stopped = threading.Event()
+        self._known: dict[RawStack, RawStack] = {}
+        self._native_of: dict[int, int] = {}
+        self._counts_ready = Path("/proc/self/schedstat").is_file()
+        self._thread = threading.Thread(target=self._run, name="millstream-sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more; a forked child has no sampler to wait for."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        interval_ns = 1_000_000_000 // HERTZ
+        mine, began_ns = threading.get_ident(), time.thread_time_ns()
+        due = time.perf_counter_ns()
+        while not self._stopped.is_set():
+            now = time.perf_counter_ns()
+            if due > now:
+                time.sleep((due - now) / 1e9)
+            now = time.perf_counter_ns()
+            self.looks.append(self._look(mine, now, now - due))
+            if self._on_look is not None:
+                self._on_look()
+            over = time.perf_counter_ns()
+            due = due + interval_ns if due + interval_ns > over else over + interval_ns
+        self.busy_ns = time.thread_time_ns() - began_ns
+
+    def _look(self, mine: int, now: int, late_ns: int) -> Look:
+        threads = []
+        for ident, frame in sys._current_frames().items():
+            if ident == mine:
+                continue
+            stack = take_stack(frame)
+            stack = self._known.setdefault(stack, stack)
+            threads.append(ThreadLook(ident, stack, self._ran_ns(ident), self._ready_ns(ident)))
+            if len(threads) == MAX_THREADS:
+                break
+        frame = None
+        return Look(now, late_ns, time.process_time_ns(), tuple(threads))
+
+    def _ran_ns(self, ident: int) -> int:
+        """Time that a thread has run. Linux names a thread's clock by its number; asking for a dead one is an error."""
+        for _ in range(2):
+            native = self._native_of.get(ident)
+            if native is not None:
+                try:
+                    return time.clock_gettime_ns((~native << 3) | 6)
+                except OSError:
+                    pass
+            threads = threading.enumerate()
+            self._native_of = {each.ident: each.native_id for each in threads if each.ident and each.native_id}
+        return -1
+
+    def _ready_ns(self, ident: int) -> int:
+        """Time that a thread was ready and had no processor, on kernels that count it."""
+        if not self._counts_ready:
+            return -1
+        try:
+            return int(Path(f"/proc/self/task/{self._native_of.get(ident)}/schedstat").read_bytes().split()[1])
+        except (OSError, IndexError, ValueError):
+            return -1
+
+
+def samples_of(looks: deque[Look], thread: int) -> list[Sample]:
+    """What the looks say of one thread, each for the time since the one before."""
+    found: list[Sample] = []
+    before: Look | None = None
+    ran: dict[int, int] = {}
+    ready = -1
+    for look in list(looks):
+        mine = next((each for each in look.threads if each.ident == thread), None)
+        if before is not None and mine is not None and thread in ran:
+            cpu_ns = mine.cpu_ns - ran[thread] if mine.cpu_ns >= 0 and ran[thread] >= 0 else None
+            others: list[tuple[int, tuple[Site, ...]]] = [
+                (each.cpu_ns - ran[each.ident], sites_of(each.stack))
+                for each in look.threads
+                if each.ident != thread and each.cpu_ns - ran.get(each.ident, each.cpu_ns) > 100_000
+            ]
+            found.append(
+                Sample(
+                    thread,
+                    before.at_ns,
+                    look.at_ns,
+                    sites_of(mine.stack),
+                    cpu_ns,
+                    look.late_ns,
+                    is_between_instructions(*mine.stack[0]) if mine.stack else None,
+                    look.process_ns - before.process_ns,
+                    tuple(others),
+                    mine.ready_ns - ready if min(mine.ready_ns, ready) >= 0 else None,
+                )
+            )
+        ready = mine.ready_ns if mine is not None else -1
+        before, ran = look, {each.ident: each.cpu_ns for each in look.threads}
+    return found

@@ -1,0 +1,193 @@
+"""One profiled run: hooks and sampler on, later off, and what they saw as a recording.
+
+**Contract**
+- Output, exit code, random numbers and results of what runs are untouched.
+- There is one session in a process; children that are forked write down nothing but how long their batches took.
+- After ``stop`` nothing of the session is left in the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from millstream._torch import compile_events
+from millstream.errors import ArgumentError
+from millstream.insight import Cause, Note, Recording, Sample, Site, Span, Step
+from millstream.trace import frames
+from millstream.trace.device import DeviceWindow
+from millstream.trace.hooks import Hooks
+from millstream.trace.log import Log, clock
+from millstream.trace.sampler import Sampler, samples_of
+
+Waiter = tuple[type, str]
+"""A class, and the name of its function in which a loop waits for data."""
+
+EVENT_NS = 2_000
+"""What a hook costs, about: a stack of 40 frames takes 0.9 µs, and the wrapper 0.2."""
+NUM_SLICES = 20
+"""A run without steps is cut into so many pieces, to say at least what they waited for."""
+LEAST_MARKS = 3
+
+_lock = threading.Lock()
+
+
+class Session:
+    """Watches this process from ``start`` to ``stop``.
+
+    Args:
+        script: What runs, in a word.
+        waiters: Functions besides a DataLoader's in which a loop waits for data.
+        uses_device: Whether the device's own profiler may be used for some steps, where there is a GPU.
+    """
+
+    def __init__(self, script: str = "", waiters: tuple[Waiter, ...] = (), *, uses_device: bool = True) -> None:
+        self._script, self._waiters = script, waiters
+        self._device = DeviceWindow() if uses_device and torch.cuda.is_available() else None
+        self._log = Log()
+        self._pid = os.getpid()
+        self._hooks: Hooks | None = None
+
+    def start(self) -> None:
+        """Begin to watch.
+
+        Raises:
+            ArgumentError: Another session of this process is watching.
+        """
+        if not _lock.acquire(blocking=False):
+            raise ArgumentError("This process is being profiled already: leave out the inner one.")
+        self._hooks = hooks = Hooks(self._log, self._waiters)
+        if self._device is not None:
+            hooks.on_step = self._device.on_step
+        self._sampler = Sampler(hooks.watch_compiler)
+        self._began_unix_ns, self._began_ns = time.time_ns(), clock()
+        self._sampler.start()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child, which has nothing to report."""
+        return os.getpid() != self._pid
+
+    def stop(self) -> Recording:
+        """Watch no more, and say what was seen."""
+        assert self._hooks is not None, "not started"
+        hooks, ended_ns = self._hooks, clock()
+        self._sampler.stop()
+        device = self._device.close() if self._device is not None else None
+        hooks.close()
+        batch_ns = hooks.worker_times.median_ns()
+        hooks.worker_times.close()
+        _lock.release()
+        thread = self._find_thread()
+        steps, caveats = self._find_steps(thread)
+        is_complete = True
+        if not steps:
+            steps, is_complete = _cut(self._began_ns, ended_ns), False
+        samples = samples_of(self._sampler.looks, thread)
+        caveats += _why_sparse(samples, steps)
+        spent_ns = self._sampler.busy_ns + self._log.num_events * EVENT_NS
+        loaders = [
+            replace(loader, batch_ns=batch_ns if loader.num_workers else 0, num_batches=self._log.num_batches[key])
+            for key, loader in self._log.loaders.items()
+        ]
+        recording = Recording(
+            script=self._script,
+            device="CPU",
+            start_ns=self._began_ns,
+            end_ns=ended_ns,
+            thread=thread,
+            steps=tuple(steps),
+            spans=tuple(
+                Span(ident, start, end, cause, frames.sites_of(stack), detail)
+                for ident, start, end, cause, stack, detail in self._log.spans
+            ),
+            samples=tuple(samples),
+            notes=tuple(self._notes()),
+            loaders=tuple(loaders),
+            num_cores=_num_cores(),
+            switch_ns=round(sys.getswitchinterval() * 1e9),
+            library_roots=frames.library_roots(),
+            cost_share=spent_ns / max(ended_ns - self._began_ns, 1),
+            caveats=tuple(caveats),
+            is_complete=is_complete,
+        )
+        frames.forget()
+        return recording if device is None else device.add_to(recording, self._began_unix_ns - self._began_ns)
+
+    def _find_thread(self) -> int:
+        """The thread that trains: who steps optimizers, or else who gets batches, or else the main thread."""
+        for events in (self._log.marks, self._log.batches):
+            counts = Counter(event[0] for event in events)
+            if counts:
+                return counts.most_common(1)[0][0]
+        main = threading.main_thread().ident
+        return main if main is not None else threading.get_ident()
+
+    def _find_steps(self, thread: int) -> tuple[list[Step], list[str]]:
+        """Steps, from the end of one to the end of the next, and what is to be said of them."""
+        counts = Counter(optimizer for ident, _, optimizer in self._log.marks if ident == thread)
+        first = counts.most_common(1)[0][0] if counts else None
+        marks = [at for ident, at, optimizer in self._log.marks if ident == thread and optimizer == first]
+        batches = [at for ident, at in self._log.batches if ident == thread]
+        # A captured step's optimizer is seen while it is captured, and never again.
+        has_ended = len(batches) >= LEAST_MARKS and marks and marks[-1] < (batches[0] + batches[-1]) / 2
+        if len(marks) >= LEAST_MARKS and not has_ended:
+            return _between(marks), []
+        if len(batches) >= LEAST_MARKS:
+            return _between(batches), ["no optimizer stepped: a step is from one batch to the next"]
+        if marks or batches:
+            return _between(marks if len(marks) >= len(batches) else batches), []
+        return [], ["no step was seen: neither did an optimizer step nor a DataLoader give batches"]
+
+    def _notes(self) -> list[Note]:
+        found = []
+        for each in compile_events.recompilations(self._began_unix_ns):
+            at_ns = each.at_ns - self._began_unix_ns + self._began_ns
+            found.append(Note(Cause.COMPILE, at_ns, Site(each.file, each.line, each.function), _reason(each.reason)))
+        for at_ns, text in self._log.breaks:
+            found.append(_break_note(at_ns, text))
+        return found
+
+
+def _reason(text: str) -> str:
+    """The guard that failed, without the numbers of the compilation."""
+    line = next((line for line in text.splitlines() if line.strip()), "")
+    return line.partition(": ")[2] or line
+
+
+def _break_note(at_ns: int, text: str) -> Note:
+    """A graph break, from Dynamo's log of it."""
+    first, *rest = text.splitlines() or [""]
+    file, _, line = first.rpartition(" at ")[2].rpartition(":")
+    reason = next((each.partition(": ")[2] for each in rest if each.startswith("Graph Break Reason")), "")
+    explanation = next((each.strip() for each in rest if each.strip().startswith("Explanation:")), "")
+    site = Site(file, int(line)) if line.strip().isdigit() else None
+    return Note(Cause.GRAPH_BREAK, at_ns, site, explanation.partition(": ")[2] or reason or first)
+
+
+def _between(marks: list[int]) -> list[Step]:
+    return [Step(start, end) for start, end in pairwise(marks) if start < end]
+
+
+def _cut(start: int, end: int) -> list[Step]:
+    edges = [start + (end - start) * number // NUM_SLICES for number in range(NUM_SLICES + 1)]
+    return _between(edges)
+
+
+def _why_sparse(samples: list[Sample], steps: list[Step]) -> list[str]:
+    if not steps:
+        return []
+    seen = sum(sample.end_ns - sample.start_ns for sample in samples if sample.end_ns > steps[0].start_ns)
+    whole = steps[-1].end_ns - steps[0].start_ns
+    return [f"the sampler saw {seen / whole:.0%} of the time"] if whole and seen < 0.9 * whole else []
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

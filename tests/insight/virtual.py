@@ -1,0 +1,146 @@
+"""A virtual device and host with known causes, and an oracle that looks at every nanosecond."""
+
+import itertools
+
+from hypothesis import strategies as st
+
+from millstream.insight import Activity, Cause, Launch, Recording, Sample, Site, Span, Step, StreamWait
+
+THREAD = 7
+USER = "/home/user/train.py"
+LIBRARY = "/usr/lib/python3/"
+SPAN_CAUSES = (Cause.DATA_WAIT, Cause.IN_PROCESS, Cause.SYNC, Cause.ALLOCATOR, Cause.COMPILE, Cause.GC, Cause.IO)
+
+
+def line(number, file=USER):
+    return (Site(file, number, "train"),)
+
+
+@st.composite
+def recordings(draw, end=240):
+    """Small recordings of anything: overlapping streams, nested spans, launches with and without their kernels."""
+
+    def interval(most=40):
+        start = draw(st.integers(0, end - 1))
+        return start, min(start + draw(st.integers(0, most)), end)
+
+    spans = [
+        Span(draw(st.sampled_from((THREAD, THREAD, 8))), *interval(), draw(st.sampled_from(SPAN_CAUSES)), line(number))
+        for number in range(draw(st.integers(0, 6)))
+    ]
+    looks = sorted(draw(st.sets(st.integers(0, end), max_size=12)))
+    samples = [
+        Sample(
+            THREAD,
+            start,
+            over,
+            line(100 + number) if draw(st.booleans()) else (Site("/x/torch/nn/linear.py", 1, "forward"), *line(100)),
+            draw(st.none() | st.integers(0, over - start)),
+            draw(st.sampled_from((0, 5_000_000))),
+            draw(st.sampled_from((None, True, False))),
+            draw(st.integers(0, 2 * (over - start))),
+            ((draw(st.integers(0, over - start)), line(900)),) if draw(st.booleans()) else (),
+        )
+        for number, (start, over) in enumerate(itertools.pairwise(looks))
+    ]
+    activities, launches = [], []
+    for number in range(draw(st.integers(0, 8))):
+        start, over = interval(12)
+        launches.append(Launch(number, draw(st.sampled_from((THREAD, 8))), start, over, stack=line(200 + number)))
+        for _ in range(draw(st.integers(0, 2))):
+            begin = min(start + draw(st.integers(0, 30)), end)
+            graph = draw(st.sampled_from((None, None, 1, 2)))
+            stop = min(begin + draw(st.integers(0, 25)), end)
+            activities.append(Activity(begin, stop, draw(st.integers(0, 2)), launch=number, graph=graph))
+    activities += [Activity(*interval(25), stream=0) for _ in range(draw(st.integers(0, 2)))]
+    waits = [StreamWait(draw(st.integers(0, end)), draw(st.integers(0, 2)), 1) for _ in range(draw(st.integers(0, 2)))]
+    return Recording(
+        device="virtual",
+        is_synchronous=False,
+        start_ns=0,
+        end_ns=end,
+        thread=THREAD,
+        steps=tuple(Step(at, at + 20) for at in range(0, end, 20)),
+        spans=tuple(spans),
+        samples=tuple(samples),
+        activities=tuple(sorted(activities, key=lambda each: each.start_ns)),
+        launches=tuple(sorted(launches, key=lambda each: each.start_ns)),
+        waits=tuple(waits),
+        library_roots=(LIBRARY,),
+    )
+
+
+def is_busy(recording, at):
+    return any(each.start_ns <= at < each.end_ns for each in recording.activities)
+
+
+def span_at(recording, at):
+    """The training thread's innermost span: began last, then ends first, then comes first."""
+    here = [
+        (-span.start_ns, span.end_ns, number)
+        for number, span in enumerate(recording.spans)
+        if span.thread == THREAD and span.start_ns <= at < span.end_ns
+    ]
+    return recording.spans[min(here)[2]] if here else None
+
+
+def part_at(recording, at):
+    """Of an idle moment: host, launch or device part, and the launch that ends the gap."""
+    after = [each.start_ns for each in recording.activities if each.start_ns > at and each.start_ns < each.end_ns]
+    if not after:
+        return "host", None
+    # At one moment several may begin: the one that runs longest ends the gap.
+    ender = min((each for each in recording.activities if each.start_ns == min(after)), key=lambda each: -each.end_ns)
+    launch = next((each for each in recording.launches if each.number == ender.launch), None)
+    if launch is None or at < launch.start_ns:
+        return "host", launch
+    return ("launch" if at < launch.end_ns else "device"), launch
+
+
+def serial_recording(host, kernels, *, steps, **facts):
+    """A virtual run: for each step, host segments in turn, then kernels that the host launches one after another.
+
+    Args:
+        host: Segments of a step: cause or ``None`` for launching, its length, and its line.
+        kernels: Length of each kernel that a segment of ``None`` launches, in order.
+        steps: How many.
+
+    The device runs one kernel after another, each when it is launched and the one before is over.
+    """
+    now = device = number = 0
+    spans, samples, activities, launches, marks = [], [], [], [], [0]
+    for _ in range(steps):
+        lengths = iter(kernels)
+        for cause, length, place in host:
+            start = now
+            if cause is None:
+                now += length
+                launches.append(Launch(number, THREAD, start, now, stack=line(place)))
+                begin = max(device, now)
+                device = begin + next(lengths)
+                activities.append(Activity(begin, device, launch=number))
+                number += 1
+                continue
+            if cause is Cause.SYNC:
+                now = max(now, device) + length
+            else:
+                now += length
+            if cause is Cause.PYTHON:
+                samples.append(Sample(THREAD, start, now, line(place), now - start, 0, True))
+            else:
+                spans.append(Span(THREAD, start, now, cause, line(place)))
+        marks.append(now)
+    return Recording(
+        device="virtual",
+        is_synchronous=False,
+        start_ns=0,
+        end_ns=max(now, device),
+        thread=THREAD,
+        steps=tuple(Step(a, b) for a, b in itertools.pairwise(marks)),
+        spans=tuple(spans),
+        samples=tuple(samples),
+        activities=tuple(activities),
+        launches=tuple(launches),
+        library_roots=(LIBRARY,),
+        **facts,
+    )
