@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
@@ -182,7 +183,10 @@ def new_builder(engine: str | None, scheduling: Scheduling, copy_outputs: bool, 
         return make(lowered, family, replace(scheduling, streams=num_streams) if is_open else scheduling)
 
     def finish(lowered: Lowered | LoweredForSizes) -> Executable | BySize:
-        return make(lowered, own, scheduling) if isinstance(lowered, Lowered) else BySize(lowered, make_for_size)
+        if isinstance(lowered, Lowered):
+            return make(lowered, own, scheduling)
+        at_once = engine is not None or bool(os.environ.get("MILLSTREAM_ENGINE"))
+        return BySize(lowered, make_for_size, at_once=at_once)
 
     return finish
 

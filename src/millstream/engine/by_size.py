@@ -1,104 +1,144 @@
-"""One executable for each size that a symbolic program is called with.
+"""A symbolic program: one text for all sizes, and an executable for each size that is called often.
 
 **Contract**
-- Every call runs a checked plan of the concrete program for its sizes.
-- Executables are bounded in number and in bytes of temporaries and outputs; the one unused for longest goes.
-- The first size is planned as the user asked. Others take as many streams as the first was found to want, and are not
-  measured; one that is used often is looked at again, for by then the first may have been.
+- The first calls with a size run the kernels one after another, from a text in which the sizes are left open. A new
+  size costs nothing then.
+- A size that comes again gets an executable: the checked plan of its concrete program. The first of them is planned as
+  the user asked; others take as many streams as that one was found to want, and nothing is measured for them.
+- Executables are bounded in number and in bytes of temporaries and outputs; the one unused for longest goes. Where they
+  go soon, they are made later.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from millstream.check import check_plan
+from millstream.device import guard
 from millstream.engine.build import Executable
+from millstream.engine.source import Run, compile_plan
+from millstream.graph import Plan
 from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered, LoweredForSizes
+from millstream.schedule import plan_serial
 
 MOST_SIZES = 64
-"""So many sizes of a program are kept ready."""
+"""So many sizes of a program have executables."""
 MOST_BYTES = 256 << 20
 """So much all but the largest may take for temporaries and outputs."""
-OFTEN = 8
-"""At so many calls with one size its number of streams is looked at again."""
+OPEN_CALLS = {"cpu": 7, "cuda": 1}
+"""So many calls with a size are run from the open text: on a CPU an executable is hardly quicker."""
+MOST_COUNTED = 4096
+"""So many sizes are counted before all counts start anew."""
 
 #: Makes the executable of a concrete program. Programs with the same key belong together, as forward and backward; the
 #: number of streams is ``None`` where the user's settings hold.
 Build = Callable[[Lowered, Hashable, int | None], Executable]
 
 
+class OpenEngine:
+    """Runs the kernels of a symbolic program one after another, at any size.
+
+    Args:
+        symbolic: What to run.
+        sizes: Of a call, at which ``lowered`` and ``plan`` are shown.
+    """
+
+    name = "serial"
+
+    def __init__(self, symbolic: LoweredForSizes, sizes: tuple[int, ...]) -> None:
+        self.lowered = symbolic.at(sizes)
+        self.plan: Plan = plan_serial(self.lowered.program.graph)
+        check_plan(self.plan)
+        self._place = next((name for name in sorted(self.lowered.program.devices) if name != "cpu"), "cpu")
+        program = symbolic.program
+        self._run: Run = compile_plan(program.open_at(sizes), self.plan, numbers=program)
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        if self._place == "cpu":
+            return self._run(inputs)
+        with guard(self._place):
+            return self._run(inputs)
+
+    def release(self) -> None:
+        """Nothing is held between calls."""
+
+
 @dataclass(slots=True)
 class _Entry:
     executable: Executable
     num_bytes: int
-    num_calls: int = 0
 
 
 class BySize(ForkSafeLock):
-    """Runs a symbolic program: makes it concrete for each new size, and keeps what it has made.
+    """Runs a symbolic program.
 
     Args:
         lowered: What to run.
         build: Makes executables.
+        at_once: Whether each size gets one in its first call: the user wants a certain engine.
     """
 
-    def __init__(self, lowered: LoweredForSizes, build: Build) -> None:
-        super().__init__()  # one thread at a time makes executables; those of different sizes run side by side
+    def __init__(self, lowered: LoweredForSizes, build: Build, *, at_once: bool) -> None:
+        super().__init__()  # one thread at a time makes executables; calls run side by side
         self._lowered, self._build = lowered, build
         self._sizes = lowered.program.sizes
         self._entries: OrderedDict[tuple[int, ...], _Entry] = OrderedDict()
         self._first: Executable | None = None
+        self._open: Executable | None = None
+        self._counts: Counter[tuple[int, ...]] = Counter()
+        self._least_open_calls = 0 if at_once else OPEN_CALLS.get(lowered.program.device_type, 1)
+        self._open_calls = self._least_open_calls
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         sizes = self._sizes(inputs)
         with self.lock:
-            entry = self._entries.get(sizes)
-            if entry is None:
-                entry = self._make(sizes)
-            else:
-                self._entries.move_to_end(sizes)
-                entry.num_calls += 1
-                if entry.num_calls == OFTEN:
-                    self._look_again(sizes, entry)
-        return entry.executable(inputs)
+            executable = self._find(sizes)
+        return executable(inputs)
 
     def __iter__(self) -> Iterator[Executable]:
         with self.lock:
-            return iter([entry.executable for entry in self._entries.values()])
+            made = [entry.executable for entry in self._entries.values()]
+            return iter(made or [self._open] if self._open is not None else made)
 
     def release(self) -> None:
         """Give back the memory that is held between calls."""
         for executable in self:
             executable.release()
 
-    def _make(self, sizes: tuple[int, ...]) -> _Entry:
+    def _find(self, sizes: tuple[int, ...]) -> Executable:
+        entry = self._entries.get(sizes)
+        if entry is not None:
+            self._entries.move_to_end(sizes)
+            return entry.executable
+        if self._counts[sizes] >= self._open_calls:
+            return self._make(sizes)
+        if len(self._counts) > MOST_COUNTED:
+            self._counts.clear()
+            self._open_calls = self._least_open_calls
+        self._counts[sizes] += 1
+        if self._open is None:
+            self._open = Executable(OpenEngine(self._lowered, sizes), [])
+        return self._open
+
+    def _make(self, sizes: tuple[int, ...]) -> Executable:
         num_streams = None if self._first is None else self._first.num_streams
-        executable = self._build(self._lowered.at(sizes), self._key(sizes), num_streams)
+        key = frozenset(zip(self._lowered.program.symbols, sizes, strict=True))
+        executable = self._build(self._lowered.at(sizes), key, num_streams)
         self._first = self._first or executable
-        entry = self._entries[sizes] = _Entry(executable, executable.peak_bytes)
+        self._entries[sizes] = _Entry(executable, executable.peak_bytes)
         self._release_oldest()
-        return entry
-
-    def _look_again(self, sizes: tuple[int, ...], entry: _Entry) -> None:
-        first = self._first
-        if first is None or entry.executable is first or first.num_streams == entry.executable.num_streams:
-            return
-        before, entry.executable = (
-            entry.executable,
-            self._build(entry.executable.lowered, self._key(sizes), first.num_streams),
-        )
-        before.release()
-
-    def _key(self, sizes: tuple[int, ...]) -> Hashable:
-        return frozenset(zip(self._lowered.program.symbols, sizes, strict=True))
+        return executable
 
     def _release_oldest(self) -> None:
         numbers = [entry.num_bytes for entry in self._entries.values()]
         total, largest = sum(numbers), max(numbers)
         while len(self._entries) > MOST_SIZES or (len(self._entries) > 1 and total > largest + MOST_BYTES):
-            _, oldest = self._entries.popitem(last=False)
+            sizes, oldest = self._entries.popitem(last=False)
             total -= oldest.num_bytes
             oldest.executable.release()
+            del self._counts[sizes]
+            self._open_calls = min(2 * self._open_calls, MOST_COUNTED)

@@ -17,11 +17,13 @@ it. A graph that is captured from such an input does that in every replay.
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import linecache
 import re
+import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +35,7 @@ from millstream.device import DeviceContext, Event
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
 from millstream.lower.program import Program, Value
+from millstream.lower.symbolic import Named
 
 #: ``observe(kernel, launch, written) -> result``: launches a kernel in its own way. Launching it again would write
 #: other values to these tensors, because it updates some of them in place. One with ``sees_all`` is shown all tensors
@@ -42,8 +45,21 @@ Observe = Callable[[int, Callable[[], Any], tuple[torch.Tensor, ...]], Any]
 #: Names that the text gives a meaning of its own, and those that become such with a number behind them.
 _OWN_NAMES = re.compile(
     r"run|inputs|results|torch|observe|enter|raw_stream|current_stream|fork"
-    r"|(stream|handle|event)(_\d+)?|(given_)?v(_.*)?"
+    r"|(stream|handle|event)(_\d+)?|(given_)?v(_.*)?|numbers|size_\d+"
 )
+
+
+_numbers = itertools.count()  # of texts
+
+
+class Numbers(Protocol):
+    """Numbers that a call brings."""
+
+    names: tuple[str, ...]
+
+    def values(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """What the names stand for in a call with these inputs."""
+        ...
 
 
 class Run(Protocol):
@@ -69,6 +85,7 @@ def compile_plan(
     *,
     context: DeviceContext | None = None,
     observe: Observe | None = None,
+    numbers: Numbers | None = None,
 ) -> Run:
     """Compile a plan into a Python function.
 
@@ -79,12 +96,13 @@ def compile_plan(
             not be named, static inputs and preallocated temporaries may be.
         context: Lends the streams from 1 on, and events; a plan on one stream needs none.
         observe: Called for every kernel instead of it (one stream only).
+        numbers: What the program leaves open until it is called, where it was made with named numbers.
 
     Returns:
         The function; tracebacks through it show its source. With several streams it may leave another one current when
         it raises.
     """
-    return Writer(program, plan, {**program.constants, **(bound or {})}, context, observe).compile()
+    return Writer(program, plan, {**program.constants, **(bound or {})}, context, observe, numbers).compile()
 
 
 class Writer:
@@ -97,9 +115,10 @@ class Writer:
         bound: dict[str, torch.Tensor],
         context: DeviceContext | None,
         observe: Observe | None,
+        numbers: Numbers | None = None,
     ) -> None:
         self.program, self.plan = program, plan
-        self.context, self.observe = context, observe
+        self.context, self.observe, self.numbers = context, observe, numbers
         self.parallel = plan.num_streams > 1
         self.current = 0  # the stream that is current at this point of the text
         self.scope: dict[str, Any] = {}
@@ -141,14 +160,18 @@ class Writer:
 
     def _finish(self, lines: list[str]) -> Run:
         source = "def run(inputs):\n" + "".join(f"    {line}\n" for line in lines)
-        filename = f"<millstream {self.program.graph.name} {id(self)}>"
+        filename = f"<millstream {self.program.graph.name} {next(_numbers)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.scope)  # noqa: S102  our own text, from a checked plan
         run: Any = self.scope.pop("run")  # which holds the scope, and so the arena: in a cycle it would outlive its use
         run.source, run.events = source, self.events
+        weakref.finalize(run, linecache.cache.pop, filename, None)
         return run  # type: ignore[no-any-return]
 
     def _write_inputs(self) -> None:
+        if self.numbers is not None and self.numbers.names:
+            self.scope["numbers"] = self.numbers.values
+            self.lines.append(f"{', '.join(self.numbers.names)}, = numbers(inputs)")
         used = {self.program.base(leaf.name) for leaf in self._all_values()}
         for position, name in enumerate(self.program.inputs):
             if name is not None and name in used and name not in self.bound:
@@ -258,7 +281,8 @@ class Writer:
             return f"[{inner}]" if isinstance(tree, list) else f"({inner},)"
         if isinstance(tree, (int, bool, type(None), str)) or (isinstance(tree, float) and tree - tree == 0):
             return repr(tree)
-        if isinstance(tree, (list, tuple)) and all(type(item) in (int, bool, type(None)) for item in tree):
+        plain = (int, bool, type(None))
+        if isinstance(tree, (list, tuple)) and all(type(each) in plain or isinstance(each, Named) for each in tree):
             return repr(tree)
         return self._global("constant", tree)
 
@@ -271,7 +295,7 @@ class Writer:
         view = self.program.views.get(name)
         if view is None:
             raise InternalError(f"{name} is used in {self.program.graph.name} before anything makes it.")
-        if view.base in self.bound:
+        if view.base in self.bound and not any(isinstance(n, Named) for n in (*view.size, *view.stride, view.offset)):
             tensor = reinterpret(self.bound[view.base], view.size, view.stride, view.offset)
             self.names[name] = self._global(name, tensor)
             return self.names[name]

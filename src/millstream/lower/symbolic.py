@@ -2,7 +2,8 @@
 
 Inductor's kernels take sizes as arguments. So all that differs between two sizes are numbers: of elements and strides,
 of bytes, and among the arguments of calls. They are kept as expressions, which are evaluated for the sizes of a call.
-Schedules, checks and engines see concrete programs only.
+Schedules, checks and engines see concrete programs only; but as kernels, reads and writes are the same at every size,
+a plan that only orders them is right for all, and its text can leave the numbers open.
 """
 
 from __future__ import annotations
@@ -62,10 +63,24 @@ class SymbolicProgram:
             f"lambda inputs: ({''.join(f'{sources[symbol]}, ' for symbol in symbols)})"
         )
         self._evaluate = compile_expressions(symbols, list(self._expressions))
+        devices = {buffer.device.partition(":")[0] for buffer in program.graph.buffers}
+        self.device_type = max(devices, key=lambda name: name != "cpu", default="cpu")
+        #: Names of all numbers in ``open_at``.
+        self.names = tuple(f"size_{position}" for position in range(len(self._expressions)))
 
     def at(self, sizes: tuple[int, ...]) -> Program:
         """The program for the inputs that have these sizes."""
-        values = self._evaluate(*sizes)
+        return self._with(self._evaluate(*sizes))
+
+    def open_at(self, sizes: tuple[int, ...]) -> Program:
+        """As ``at``, with numbers that are written as ``names``: for text that is to serve all sizes."""
+        return self._with(tuple(map(named, self.names, self._evaluate(*sizes))))
+
+    def values(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """What ``names`` stand for in a call with these inputs."""
+        return self._evaluate(*self.sizes(inputs))  # type: ignore[no-any-return]
+
+    def _with(self, values: tuple[Any, ...]) -> Program:
         concrete = {name: _fill_in(recipe, values) for name, recipe in self._recipes.items()}
         return replace(self.program, numbers={}, **concrete)
 
@@ -87,6 +102,35 @@ class SymbolicProgram:
             changed = {name: new for name, old in own.items() if (new := self._recipe(old)) is not old}
             return _Object(tree, changed) if changed else tree
         return tree
+
+
+class Named:
+    """A number that is written as a name."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return self.name
+
+
+class _NamedInt(Named, int):
+    pass
+
+
+class _NamedFloat(Named, float):
+    pass
+
+
+def named(name: str, value: Any) -> Any:
+    """A number that is written as a name and has, elsewhere, this value."""
+    number = _NamedFloat(value) if isinstance(value, float) else _NamedInt(value)
+    number.name = name
+    return number
 
 
 @dataclass(frozen=True, slots=True)
