@@ -38,7 +38,7 @@ def reasons_in(source: str, named: dict[str, str]) -> list[tuple[str, str]]:
     """Reason and remedy of each ``CaptureError`` that ``source`` makes with a text of its own."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "CaptureError" and node.args:
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("CaptureError") and node.args:
             remedy = next((keyword.value for keyword in node.keywords if keyword.arg == "remedy"), None)
             text = named.get(remedy.id, "") if isinstance(remedy, ast.Name) else text_of(remedy)
             found.append((text_of(node.args[0]), text))

@@ -31,6 +31,7 @@ NAMES = [
     "device_context",
     "device_guard",
     "dual_stream_backward",
+    "eager_region",
     "explain",
     "feed",
     "fetch",

@@ -31,7 +31,7 @@ from millstream.report import Explanation
 from millstream.results import fetch
 
 if TYPE_CHECKING:
-    from millstream.api import callback, compile, explain, profile, step, version_report
+    from millstream.api import callback, compile, eager_region, explain, profile, step, version_report
 
 __version__ = "0.1.0"
 
@@ -54,6 +54,7 @@ __all__ = [
     "device_context",
     "device_guard",
     "dual_stream_backward",
+    "eager_region",
     "explain",
     "feed",
     "fetch",
@@ -64,7 +65,7 @@ __all__ = [
     "version_report",
 ]
 
-_LATE = frozenset(("callback", "compile", "explain", "profile", "step", "version_report"))
+_LATE = frozenset(("callback", "compile", "eager_region", "explain", "profile", "step", "version_report"))
 
 
 def __getattr__(name: str) -> Any:

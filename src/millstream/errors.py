@@ -65,6 +65,10 @@ class CaptureError(MillstreamError):
         self.remedy = remedy
 
 
+class EmptyCaptureError(CaptureError):
+    """There is nothing to capture."""
+
+
 class LoweringError(MillstreamError):
     """PyTorch's compiler produced something that Millstream cannot turn into a kernel graph.
 

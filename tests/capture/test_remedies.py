@@ -577,6 +577,7 @@ ELSEWHERE = (
     "with a key that is another",  # test_effects.py
     "ever more that was made outside",  # test_step_refusals.py
     "ever other values",  # test_effects.py
+    "eager_region",  # test_eager_regions.py
     "The step changes ….",  # of hyperparameters that no graph reads: test_step_optimizers.py
 )
 """Reasons whose remedies other tests follow, or that have none to follow here."""

@@ -6,6 +6,7 @@ from millstream.api.environment import version_report
 from millstream.api.explaining import executables, explain, is_compiled
 from millstream.api.profiling import Profile, profile
 from millstream.api.stepping import step
+from millstream.capture.step.islands import eager_region
 from millstream.data import feed
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "callback",
     "compile",
     "dynamo_backend",
+    "eager_region",
     "executables",
     "explain",
     "feed",

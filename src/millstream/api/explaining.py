@@ -31,8 +31,11 @@ def explain(compiled: Any) -> Explanation:
     """
     compiled = _function_of(compiled)
     if isinstance(compiled, Step):
+        notes = [f"Python between graphs, at lines {first} to {last}" for first, last in compiled.regions]
         programs = tuple(
-            _report(executable, graph.effects.notes) for graph in compiled.graphs for executable in _behind(graph)
+            _report(executable, (*graph.effects.notes, *notes))
+            for graph in compiled.graphs
+            for executable in _behind(graph)
         )
         return Explanation(getattr(compiled, "__name__", type(compiled).__name__), programs, tuple(compiled.fallbacks))
     programs = tuple(map(_report, executables(compiled)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 
 from millstream.api.compiling import check_arguments, scheduling_of
+from millstream.capture.step.islands import step_of
 from millstream.capture.step.program import StepProgram
 from millstream.capture.step.step import P, R, Step
 from millstream.engine import build as build_executable
@@ -102,7 +103,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         )
         return StepProgram(gm, inputs, static, name=name, build=build, options=options)
 
-    return Step(fn, build=build_step, strict=strict, max_graphs=max_graphs, check=_calls_between_checks(check))
+    return step_of(fn, build=build_step, strict=strict, max_graphs=max_graphs, check=_calls_between_checks(check))
 
 
 def _calls_between_checks(check: int | None) -> int:

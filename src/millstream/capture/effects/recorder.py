@@ -41,6 +41,8 @@ class Recorder:
         conditions: See ``Effects``.
         kept: What effects may read of the graph: leaves and tensors that have the value at that point.
         lines: The user's lines of those.
+        given: By id, containers among the arguments, which are copies of the user's.
+        passed: Memory of tensors that parts of the step after this one use, too.
     """
 
     questions: Questions
@@ -51,6 +53,8 @@ class Recorder:
     kept: dict[Leaf, Tensor] = field(default_factory=dict)
     lines: dict[Leaf, str] = field(default_factory=dict)
     outline: list[Any] = field(default_factory=list)
+    given: frozenset[int] = frozenset()
+    passed: set[int] = field(default_factory=set)
 
     @property
     def is_active(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from millstream._torch.modes import is_any_autocast_enabled
 from millstream._torch.tensors import without_autocast
 from millstream.capture.model import Runnable
-from millstream.errors import CaptureError, MillstreamError
+from millstream.errors import CaptureError, EmptyCaptureError, MillstreamError
 from millstream.lower import Lowered, LoweredForSizes, compile_graph, describe_failure
 from millstream.passes import split_gradients
 
@@ -46,7 +46,7 @@ class StepProgram:
             return self._watch
 
         if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):
-            raise CaptureError("The step computes nothing with tensors.", remedy="Run it without ms.step.")
+            raise EmptyCaptureError("The step computes nothing with tensors.", remedy="Run it without ms.step.")
         gm = split_gradients(gm)
         self._run = compile_graph(gm, inputs, finish, _refuse, name=name, options=options, step_state=static)
 

@@ -152,6 +152,11 @@ class Step(Generic[P, R]):
         return list(self._graphs.values())
 
     @property
+    def regions(self) -> Sequence[tuple[int, int]]:
+        """First and last line of each eager region."""
+        return ()
+
+    @property
     def fallbacks(self) -> list[str]:
         """Why anything runs eagerly, for people."""
         return [str(refusal.error) for refusal in self.refusals]
@@ -309,9 +314,13 @@ class Step(Generic[P, R]):
 
         handle = register_optimizer_step_post_hook(OwnHook(note))
         try:
-            return _detached(self.function(*call.args, **call.kwargs))
+            return self._result_of(self.function(*call.args, **call.kwargs))
         finally:
             handle.remove()
+
+    def _result_of(self, result: Any) -> Any:
+        """What an eager call gives to the caller."""
+        return _detached(result)
 
     def _look_back(self, call: Call, found: Found) -> None:
         """Learn from graphs that do not fit: drop dead ones, lift what changes, stop if it leads nowhere."""
@@ -470,6 +479,10 @@ class Step(Generic[P, R]):
     def _fall_back(self, call: Call, error: CaptureError) -> Any:
         if self.strict:
             raise error
+        self._note_refusal(call, error)
+        return self.function(*call.args, **call.kwargs)
+
+    def _note_refusal(self, call: Call, error: CaptureError) -> None:
         is_known = any(str(error) == str(refusal.error) for refusal in self.refusals)
         self._refused[call.key] = error
         self.refusals.append(Fallback(call.signature, error))
@@ -481,7 +494,6 @@ class Step(Generic[P, R]):
             with contextlib.suppress(CaptureError):  # then there never was a graph
                 for _, optimizer in discover(self._roots(call)).optimizers:
                     move_counts_to_host(optimizer)
-        return self.function(*call.args, **call.kwargs)
 
 
 def _trace_twice(request: Request) -> Traced:

@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -243,6 +244,7 @@ class _Tracer:
             structure = replace_numbers(self.request.structure, map(Reference, numbers))
             given = put_together(structure, spread_same(structure, self.request.arguments).__next__)
             args, kwargs = given
+            self.recorder.given = frozenset(_containers(given))
             cached = {function.__code__ for function in self.request.found.cached}
             with CodeWatch(self.ran, self._on_code, self._on_impure, cached):
                 if self.ran.codes is None:
@@ -613,6 +615,11 @@ class _Tracer:
             if id(leaf) not in index_of:
                 plain = leaf.detach()
                 if storage_id(plain) in taken:
+                    if storage_id(plain) in self.recorder.passed:
+                        raise CaptureError(
+                            "The step passes tensors that share memory across the edge of an eager_region.",
+                            remedy="Pass a clone.",
+                        )
                     plain = plain.clone()
                 taken.add(storage_id(plain))
                 index_of[id(leaf)] = len(results)
@@ -738,6 +745,15 @@ def _is_write(change: Change) -> bool:
     if is_scalar(key) or (isinstance(key, str) and holds_token(key)):
         return False
     return is_ours and change.is_entry and not is_schedulers(after) and (is_scalar(after) or isinstance(after, SCALARS))
+
+
+def _containers(value: Any) -> Iterator[int]:
+    """By id, the containers within a value, and it."""
+    if isinstance(value, tuple | list | dict) or dataclasses.is_dataclass(value):
+        yield id(value)
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+        for part in parts:
+            yield from _containers(part)
 
 
 def _form_of(value: Any) -> Any:

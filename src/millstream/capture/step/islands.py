@@ -1,0 +1,328 @@
+"""Steps with eager regions: captured parts, and the user's Python between them.
+
+**Contract**
+- The parts of a step run in the order of its function, each once a call, regions as plain Python on true tensors.
+- No gradient is lost: where a backward pass would cross the edge of a region the step runs as plain Python, with the
+  reason, if a first call shows it; later it is an error.
+- What leaves a part is what eager Python would have there: where objects or memory have two names, and a graph would
+  give each name a copy, that part runs as plain Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from millstream._torch.backward import backward_watched, reaches_before
+from millstream._torch.dynamo import is_compiling
+from millstream._torch.tensors import storage_id
+from millstream._torch.tracing import next_sequence_number
+from millstream.capture.effects.recorder import recorder_of_thread
+from millstream.capture.lines import here
+from millstream.capture.state.signature import SCALARS, Reference, put_together, take_apart
+from millstream.capture.step.bind import Call
+from millstream.capture.step.graph import StepGraph
+from millstream.capture.step.split import UNBOUND, Part, split_function
+from millstream.capture.step.step import Fallback, P, R, Step
+from millstream.capture.trace.scalars import is_scalar
+from millstream.errors import CaptureError, EmptyCaptureError, warn_user
+
+_first = threading.local()
+
+MAX_WATCHED = 8
+"""Calls that run eagerly until one has come to the last region."""
+
+
+class Region:
+    """The context of ``ms.eager_region()``: nothing where no step is traced."""
+
+    def __enter__(self) -> None:
+        recorder = recorder_of_thread()
+        if recorder is not None:
+            error = CaptureError(
+                "The step comes to an eager_region that is not a statement of its own in the function's body.",
+                where=here(),
+                remedy="Write `with ms.eager_region():` into the function that ms.step takes, within no other block.",
+            )
+            recorder.questions.refused.append(error)
+            raise error
+        self._note_edge()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._note_edge()
+
+    def _note_edge(self) -> None:
+        for watched in getattr(_first, "calls", ()):
+            watched.note_edge()
+
+
+def eager_region() -> Region:
+    """Run part of a captured step as plain Python, between two captured parts: graph, Python, graph.
+
+    ::
+
+        @ms.step
+        def train_step(x, y):
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            with ms.eager_region():
+                norm = clip_by_history(model)  # reads values, branches, keeps lists: anything
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss, norm
+
+    The body runs once a call, in its place, on true tensors; local variables, state, gradients and random numbers are
+    what they are in eager Python. The statement stands in the body of the function that ``ms.step`` takes, within no
+    other block. No backward pass may cross its edges: that is found in the first call, and then the whole step runs as
+    plain Python. An error inside leaves the step there, as in eager Python: what came before is done.
+
+    Elsewhere, and within another region, it does nothing.
+    """
+    return Region()
+
+
+class _FirstCall:
+    """An eager call that is watched for gradients that cross the edges of regions."""
+
+    def __init__(self) -> None:
+        self.num_edges = 0
+        self.error: CaptureError | None = None
+        self._edge = 0
+
+    def note_edge(self) -> None:
+        """A region begins or ends."""
+        self.num_edges += 1
+        self._edge = next_sequence_number()
+
+    def on_backward(self, roots: Sequence[Any]) -> None:
+        """A backward pass begins."""
+        if self.num_edges and self.error is None and reaches_before(roots, self._edge):
+            self.error = _crossing()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        calls = _first.__dict__.setdefault("calls", [])
+        calls.append(self)
+        try:
+            with backward_watched(self.on_backward):
+                yield
+        finally:
+            calls.remove(self)
+
+
+class IslandStep(Step[P, R]):
+    """A step whose function has eager regions: its parts are steps of their own.
+
+    Args:
+        function: The user's.
+        parts: It, split.
+        refused: What forbids to run it in parts, if anything.
+        how: As for ``Step``.
+    """
+
+    def __init__(self, function: Callable[P, R], parts: list[Part], refused: CaptureError | None, **how: Any) -> None:
+        super().__init__(function, **how)
+        self._how = how
+        self._refused_whole: CaptureError | None = None
+        self._shared = refused
+        self._num_regions = sum(part.is_region for part in parts)
+        self._num_watched = 0
+        self._is_watched = False  # whether a call has shown that no gradient crosses an edge
+        self._signature = inspect.signature(getattr(function, "__func__", function))
+        self._parts: list[tuple[Part, Callable[..., Any]]] = []
+        for part in parts:
+            run = part.function if part.is_region or part.is_trivial else _PartStep(part, self, **how)
+            self._parts.append((part, run))
+
+    @property
+    def graphs(self) -> list[StepGraph]:
+        """Those of all parts, in order."""
+        return [graph for _, run in self._parts if isinstance(run, Step) for graph in run.graphs]
+
+    @property
+    def regions(self) -> list[tuple[int, int]]:
+        """First and last line of each region."""
+        return [part.lines for part, _ in self._parts if part.is_region]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step[P, R]:
+        copied = super().__deepcopy__(memo)
+        return step_of(copied.function, **self._how)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the step."""
+        if (torch.compiler.is_compiling() and is_compiling()) or torch.is_inference_mode_enabled():
+            return self.function(*args, **kwargs)
+        if self._shared is not None and self._refused_whole is None:
+            self._refuse(self._shared)
+        if self._refused_whole is not None:
+            return self.function(*args, **kwargs)
+        if not self._is_watched:
+            return self._run_watched(args, kwargs)  # type: ignore[no-any-return]
+        if isinstance(self.function, MethodType):
+            args = (self.function.__self__, *args)  # type: ignore[assignment]
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return self._run_parts(dict(bound.arguments))  # type: ignore[no-any-return]
+
+    def _run_parts(self, values: dict[str, Any]) -> Any:
+        guarded: dict[int, Tensor] = {}
+        for part, run in self._parts:
+            is_done, left = run(*[values.get(name, UNBOUND) for name in part.inputs])
+            if is_done:
+                return _without_guards(left, guarded) if guarded else left
+            if isinstance(run, _PartStep):
+                left, graded = left
+                if any(graded):
+                    pairs = zip(left, graded, strict=True)
+                    left = [_with_guards(value, which, guarded) if which else value for value, which in pairs]
+            values.update(zip(part.outputs, left, strict=True))
+        raise AssertionError("the last part returns")
+
+    def _run_watched(self, args: Any, kwargs: Any) -> Any:
+        """Run eagerly, and learn whether a gradient crosses an edge."""
+        call = _FirstCall()
+        self._num_watched += 1
+        with call.watching():
+            result = self.function(*args, **kwargs)
+        self._is_watched = call.num_edges >= 2 * self._num_regions or self._num_watched == MAX_WATCHED
+        if call.error is not None:
+            self._refuse(call.error)
+        return self._result_of(result)
+
+    def _refuse(self, error: CaptureError) -> None:
+        """From now on run as plain Python."""
+        if self.strict:
+            raise error
+        self._refused_whole = error
+        self.refusals.append(Fallback({}, error))
+        warn_user(f"{self._name} runs as plain Python: {error}")
+
+
+class _PartStep(Step[Any, Any]):
+    """A captured part. What it leaves to others is as in eager Python, where it runs eagerly."""
+
+    def __init__(self, part: Part, whole: IslandStep[Any, Any], **how: Any) -> None:
+        super().__init__(part.function, **how)
+        self._name = "{}, lines {} to {},".format(whole._name, *part.lines)
+        self.refusals = whole.refusals
+
+    def _result_of(self, result: Any) -> Any:
+        return result
+
+    def _fall_back(self, call: Call, error: CaptureError) -> Any:
+        if isinstance(error, EmptyCaptureError):
+            self._refused[call.key] = error
+            return self.function(*call.args, **call.kwargs)
+        if self.strict:
+            raise error
+        result = self.function(*call.args, **call.kwargs)  # says by itself where a gradient would cross an edge
+        self._note_refusal(call, error)
+        return result
+
+
+def step_of(function: Callable[P, R], **how: Any) -> Step[P, R]:
+    """The step of a function, in parts where it has eager regions; ``how`` as for ``Step``."""
+    plain = getattr(function, "__func__", function)
+    if isinstance(plain, FunctionType):
+        parts, refused = split_function(plain, eager_region, _leave)
+        if parts:
+            return IslandStep(function, parts, refused, **how)
+    return Step(function, **how)
+
+
+def _leave(*values: Any) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]:
+    """What a part leaves to others, without gradients, and for each value which of its tensors, counted, had them.
+
+    Where the part runs eagerly, containers are left as they are: another object may hold them.
+    """
+    recorder = recorder_of_thread()
+    if recorder is not None:
+        met = {*recorder.given}
+        for value in values:
+            _check_passed(value, met, recorder.own)
+    detached: dict[int, Tensor] = {}
+    left, graded = [], []
+    for value in values:
+        leaves: list[Tensor] = []
+        is_open = recorder is not None or isinstance(value, Tensor)
+        structure = take_apart(value, leaves) if is_open else Reference(value)
+        for leaf in leaves:
+            if leaf.requires_grad and not leaf.is_leaf:
+                detached.setdefault(id(leaf), leaf.detach())
+        if recorder is not None:
+            recorder.passed.update(map(storage_id, leaves))
+        graded.append(tuple(index for index, leaf in enumerate(leaves) if id(leaf) in detached))
+        plain = (detached.get(id(leaf), leaf) for leaf in leaves)
+        left.append(put_together(structure, plain.__next__))
+    return tuple(left), tuple(graded)
+
+
+def _check_passed(value: Any, met: set[int], own: Container[int]) -> None:
+    """Refuse what a graph would give a copy of where eager Python has one object with several names."""
+    if isinstance(value, (Tensor, *SCALARS, *_LASTING)) or is_scalar(value) or value is UNBOUND:
+        return
+    if isinstance(value, FunctionType) and not value.__closure__:
+        return
+    parts: Iterable[Any] | None = None
+    if isinstance(value, tuple | list):
+        parts = value
+    elif isinstance(value, dict):
+        parts = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = vars(value).values() if hasattr(value, "__dict__") else None
+    if parts is None or id(value) in own or (id(value) in met and not isinstance(value, tuple)):
+        raise CaptureError(
+            f"The step passes a {type(value).__name__} across the edge of an eager_region which may have another name.",
+            where=here(),
+            remedy="Read it again after the edge, or pass tensors and numbers, or new lists of them.",
+        )
+    met.add(id(value))
+    for part in parts:
+        _check_passed(part, met, own)
+
+
+_LASTING = (nn.Module, Optimizer, LRScheduler, ModuleType, BuiltinFunctionType, torch.Generator, type)
+"""Kinds of objects that were there before the step, and are known by what they hold."""
+
+
+def _with_guards(value: Any, graded: Sequence[int], guarded: dict[int, Tensor]) -> Any:
+    """Let tensors that had a gradient in a graph require one, and raise where it would be lost."""
+    leaves: list[Tensor] = []
+    structure = take_apart(value, leaves)
+    for index in graded:
+        leaf = leaves[index].detach().requires_grad_()
+        leaf.register_hook(_on_lost)
+        guarded[id(leaf)] = leaves[index] = leaf
+    return put_together(structure, iter(leaves).__next__)
+
+
+def _without_guards(result: Any, guarded: dict[int, Tensor]) -> Any:
+    leaves: list[Tensor] = []
+    structure = take_apart(result, leaves)
+    if not any(id(leaf) in guarded for leaf in leaves):
+        return result
+    return put_together(structure, (leaf.detach() if id(leaf) in guarded else leaf for leaf in leaves).__next__)
+
+
+def _on_lost(_: Tensor) -> NoReturn:
+    raise _crossing()
+
+
+def _crossing() -> CaptureError:
+    return CaptureError(
+        "A backward pass crosses the edge of an eager_region.",
+        where=here(),
+        remedy="Put forward and backward on the same side of it, or detach what the other side uses.",
+    )
