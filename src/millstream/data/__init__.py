@@ -1,7 +1,8 @@
 """Batches cross to the device while it computes."""
 
 from millstream.data.feeding import Feed, feed, num_valid
+from millstream.data.lengths import Padded
 from millstream.data.stats import Stats, draw_lanes
 from millstream.tree import register
 
-__all__ = ["Feed", "Stats", "draw_lanes", "feed", "num_valid", "register"]
+__all__ = ["Feed", "Padded", "Stats", "draw_lanes", "feed", "num_valid", "register"]

@@ -6,13 +6,14 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from millstream.data.lengths import Lengths, Value
 from millstream.data.pipeline import IN_STEP, Pipeline
 from millstream.data.profiler import Profiler
 from millstream.data.shaping import LEFT_OUT, Shaper, get_num_valid, make_sharing, make_transform
@@ -47,6 +48,7 @@ class Options:
     threads: int | None = None
     check: bool = False
     prefetch: bool = True
+    lengths: Lengths = Lengths(None, None, 0)  # noqa: RUF009  it never changes
 
     def __post_init__(self) -> None:
         for name, least, meaning in (
@@ -74,6 +76,9 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     transform: Transform | None = None,
     drop_last: bool = False,
     pad_last: bool = False,
+    pad_to: int | Sequence[int] | None = None,
+    pad_multiple: int | None = None,
+    pad_value: Value | Mapping[str, Value] = 0,
     deal: bool = False,
     threads: int | None = None,
     check: bool = False,
@@ -134,6 +139,12 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         drop_last: Leave out a batch that has fewer rows than the first.
         pad_last: Lengthen such a batch by repeating its last row, and lists that have an item for each row by repeating
             the last; ``num_valid`` says of a batch, and of the feed, how many rows are data.
+        pad_to: Pad sequences to the least of these lengths that holds the longest of a batch, so that there are few
+            shapes. Sequences are lists of tensors or of numbers within a batch, and packed sequences. In a dict the
+            padded tensor stays under its key, with ``attention_mask`` beside ``input_ids`` and ``KEY_lengths`` beside
+            others where the batch has no ``attention_mask``; elsewhere ``millstream.data.Padded`` arrives.
+        pad_multiple: Or pad to multiples of this.
+        pad_value: What is padded with. A dict of values by key also pads tensors under these keys, in dimension 1.
         deal: With several devices: give them whole batches in turn.
         threads: How many threads stage a batch at most; by default as many as there are processors, up to 16.
         check: Verify every copy and poison every buffer that was dropped, to find what reads or writes a batch
@@ -156,6 +167,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         threads,
         check,
         prefetch,
+        Lengths(pad_to, pad_multiple, pad_value),
     )
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise ArgumentError(
@@ -194,7 +206,7 @@ class Feed:
         self._position = Position()
         self._profiler: Profiler | None = None
         self._draws, self._refills = DrawWatch(), RefillWatch(options.depth + 1)
-        self._shaper = Shaper(drop_last=options.drop_last, pad_last=options.pad_last)
+        self._shaper = Shaper(drop_last=options.drop_last, pad_last=options.pad_last, lengths=options.lengths)
         self._engine = _Engine()
         self._finalizer = weakref.finalize(self, self._engine.close, "")
         # The end of the interpreter is the device context's to order.

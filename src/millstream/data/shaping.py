@@ -1,4 +1,4 @@
-"""What is done to whole batches: short ones padded or left out, dtypes cast, batches split for several devices."""
+"""What is done to whole batches: lengths padded, short ones padded or left out, dtypes cast, split for devices."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from millstream.data.lengths import Lengths
 from millstream.data.source import Position
 from millstream.data.transfer.base import Transform
 from millstream.errors import ArgumentError, FeedError
@@ -21,16 +22,18 @@ LEFT_OUT = object()
 
 
 class Shaper:
-    """Makes all batches of one length, that of the first which has any rows.
+    """Makes all batches of as many rows as the first which has any, and their sequences of few lengths.
 
     Args:
-        drop_last: Leave out shorter ones.
+        drop_last: Leave out those with fewer rows.
         pad_last: Lengthen them.
+        lengths: Pads sequences.
     """
 
-    def __init__(self, *, drop_last: bool, pad_last: bool) -> None:
-        self._drops = drop_last
-        self.is_needed = drop_last or pad_last
+    def __init__(self, *, drop_last: bool, pad_last: bool, lengths: Lengths) -> None:
+        self._drops, self._lengths = drop_last, lengths
+        self._counts = drop_last or pad_last
+        self.is_needed = self._counts or lengths.is_needed
 
     def shape(self, batch: Any, position: Position) -> tuple[Any, int | None]:
         """What is to become of a batch, and how many of its rows are data, if it has any.
@@ -39,7 +42,8 @@ class Shaper:
             batch: It.
             position: Remembers what a full batch has.
         """
-        if not self.is_needed or (rows := count_rows(batch)) is None:
+        batch = self._lengths.pad(batch)
+        if not self._counts or (rows := count_rows(batch)) is None:
             return batch, None
         if not position.rows:  # a batch without any tells nothing
             position.rows, position.rowed = rows, have_rows(batch, rows)
