@@ -15,6 +15,7 @@ SOURCE = Path(ms.__file__).parents[1]
 NAMES = [
     "ArgumentError",
     "CaptureError",
+    "DataParallelError",
     "DeviceError",
     "Explanation",
     "FallbackWarning",

@@ -17,6 +17,7 @@ from millstream.device import guard as device_guard
 from millstream.errors import (
     ArgumentError,
     CaptureError,
+    DataParallelError,
     DeviceError,
     FallbackWarning,
     FeedError,
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "CaptureError",
+    "DataParallelError",
     "DeviceError",
     "Explanation",
     "FallbackWarning",

@@ -93,6 +93,13 @@ class FeedError(MillstreamError):
     """A batch cannot be fed to the device; the message names the leaf and the remedy."""
 
 
+class DataParallelError(MillstreamError, RuntimeError):
+    """Processes that train together do not agree, or one of them is gone or does not answer.
+
+    After a failure in the midst of a step the parameters of the processes may differ: go on from a checkpoint.
+    """
+
+
 class InternalError(MillstreamError):
     """A bug in Millstream: please report it with the message."""
 

@@ -557,6 +557,8 @@ ELSEWHERE = (
     "Lightning's Trainer",  # recipes/
     "computes nothing with tensors",
     "belongs to",  # test_data_parallel.py
+    "is in a DistributedDataParallel",  # tests/parallel
+    "find_unused_parameters",  # tests/parallel
     "launches a Triton kernel",  # test_step_operators.py
     "is compiled already",  # tests/engines
     "higher-order operator",

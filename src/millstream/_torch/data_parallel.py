@@ -1,17 +1,21 @@
-"""PyTorch's data-parallel wrappers: which parameters they own, and their forward around a compiled module.
+"""PyTorch's data-parallel wrappers: what they own and how they are set, and how to run them without their reducer.
 
 Tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from millstream.heap import instances
 
@@ -23,7 +27,7 @@ def data_parallel_wrappers() -> list[nn.Module]:
     own, other than C++ hooks that Python cannot see, so they are looked for among all objects. Without a process group
     there are none.
     """
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if not is_distributed_run():
         return []
     kinds = (DistributedDataParallel, *_fully_sharded())
     return instances(kinds)
@@ -46,3 +50,104 @@ def call_around(wrapper: DistributedDataParallel, compiled: Callable[..., Any]) 
     around = object.__new__(kind)
     around.__dict__ = wrapper.__dict__
     return around
+
+
+def why_not_ours(wrapper: DistributedDataParallel) -> str:
+    """Why gradients of ``wrapper`` cannot be reduced in its reducer's place; empty where they can.
+
+    A matter of settings alone, so that all processes say the same.
+    """
+    hooks = [hook for hook, _ in wrapper._comm_hooks]
+    foreign = next((hook for hook in hooks if hook not in _compressions()), None)
+    reasons = {
+        f"the communication hook {getattr(foreign, '__name__', foreign)}": foreign is not None,
+        "mixed_precision": wrapper.mixed_precision is not None,
+        "delayed parameters": bool(wrapper._delay_all_reduce_params),
+        "a hook for buffers": hasattr(wrapper, "buffer_hook"),
+        "the context manager Join": wrapper._join_config.enable,
+        "SyncBatchNorm": any(isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules()),
+        "DTensor parameters": any(_is_distributed(parameter) for parameter in wrapper.parameters()),
+        "sparse gradients": any(getattr(module, "sparse", False) is True for module in wrapper.modules()),
+        "torch.compile's own reducer": wrapper._use_python_reducer,
+    }
+    return next((what for what, is_there in reasons.items() if is_there), "")
+
+
+def _compressions() -> dict[Any, torch.dtype]:
+    hooks = sys.modules.get("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+    if hooks is None:  # nobody has registered one
+        return {}
+    return {hooks.fp16_compress_hook: torch.float16, hooks.bf16_compress_hook: torch.bfloat16}
+
+
+def _is_distributed(parameter: Tensor) -> bool:
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(parameter, kind)
+
+
+def compression_of(wrapper: DistributedDataParallel) -> torch.dtype | None:
+    """The dtype in which a communication hook lets gradients travel; ``None`` for their own."""
+    return next((_compressions()[hook] for hook, _ in wrapper._comm_hooks), None)
+
+
+def reduced_parameters(wrapper: DistributedDataParallel) -> list[tuple[str, Tensor]]:
+    """Names and parameters whose gradients are reduced, shared ones once."""
+    ignored = wrapper.parameters_to_ignore
+    named = wrapper.module.named_parameters()
+    return [(name, each) for name, each in named if each.requires_grad and name not in ignored]
+
+
+def broadcast_buffers(wrapper: DistributedDataParallel) -> list[Tensor]:
+    """The buffers that are now to be those of the first process; none where they need not be."""
+    if not (wrapper.require_forward_param_sync and wrapper.broadcast_buffers):
+        return []
+    ignored = wrapper.parameters_to_ignore
+    return [buffer for name, buffer in wrapper.module.named_buffers() if name not in ignored]
+
+
+def put_reducer_off(wrapper: DistributedDataParallel) -> None:
+    """Let hooks of the reducer do nothing in the next backward pass, also where a forward pass has prepared it."""
+    wrapper.reducer._reset_state()
+
+
+def inputs_on_device(wrapper: DistributedDataParallel, inputs: Any) -> Any:
+    """Arguments of the forward pass with tensors on the device of ``wrapper``, where it has one."""
+    if not wrapper.device_ids:
+        return inputs
+    device = torch.device(wrapper.device_type, wrapper.device_ids[0])
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+
+
+@contextlib.contextmanager
+def calls_replaced(
+    forward: Callable[..., Any], backward: Callable[..., Any], is_wanted: Callable[[], bool]
+) -> Iterator[None]:
+    """For the length of the context, calls of wrappers and backward passes go through these functions.
+
+    Args:
+        forward: Called with the wrapper's own method, the wrapper and its arguments.
+        backward: Called with ``torch.autograd.backward`` and its arguments.
+        is_wanted: Asked in each call; where it is not, PyTorch's own runs.
+    """
+    places = [(DistributedDataParallel, "forward", forward), (torch.autograd, "backward", backward)]
+    originals = [vars(owner)[name] for owner, name, _ in places]
+    for (owner, name, replacement), original in zip(places, originals, strict=True):
+        setattr(owner, name, _choosing(original, replacement, is_wanted))
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
+
+
+def _choosing(original: Any, replacement: Callable[..., Any], is_wanted: Callable[[], bool]) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs) if is_wanted() else original(*args, **kwargs)
+
+    return call
+
+
+def is_distributed_run() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()

@@ -14,6 +14,7 @@ from millstream.api.compiling import check_arguments, scheduling_of
 from millstream.capture.step.islands import step_of
 from millstream.capture.step.program import StepProgram
 from millstream.capture.step.step import P, R, Step
+from millstream.engine import SegmentedEngine
 from millstream.engine import build as build_executable
 from millstream.errors import ArgumentError, CaptureError, warn_user
 
@@ -101,7 +102,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         build = functools.partial(
             build_executable, engine=engine, scheduling=scheduling, copy_outputs=copy_outputs, warn=warn
         )
-        return StepProgram(gm, inputs, static, name=name, build=build, options=options)
+        return StepProgram(gm, inputs, static, name=name, build=build, options=options, join=SegmentedEngine)
 
     return step_of(fn, build=build_step, strict=strict, max_graphs=max_graphs, check=_calls_between_checks(check))
 

@@ -5,6 +5,7 @@ from millstream.engine.by_size import BySize
 from millstream.engine.captured import Family
 from millstream.engine.choice import HAND_STREAMS, Scheduling
 from millstream.engine.cuda_graph import CudaGraphEngine
+from millstream.engine.segmented import SegmentedEngine
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
 
@@ -17,6 +18,7 @@ __all__ = [
     "Executable",
     "Family",
     "Scheduling",
+    "SegmentedEngine",
     "SerialEngine",
     "StreamsEngine",
     "build",

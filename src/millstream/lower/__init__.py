@@ -6,16 +6,19 @@ from millstream.lower.probe import ask_early
 from millstream.lower.program import Call, Layout, Program, Value, View
 
 if TYPE_CHECKING:
-    from millstream.lower.compile import Lowered, LoweredForSizes, Phase, check_options, compile_graph
+    from millstream.lower.compile import Cutting, Lowered, LoweredForSizes, Phase, check_options, compile_graph
     from millstream.lower.failures import describe_failure
+    from millstream.lower.segments import Segments
 
 __all__ = [
     "Call",
+    "Cutting",
     "Layout",
     "Lowered",
     "LoweredForSizes",
     "Phase",
     "Program",
+    "Segments",
     "Value",
     "View",
     "ask_early",

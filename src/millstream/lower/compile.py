@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
 from typing import Any
@@ -45,6 +45,7 @@ from millstream.lower.fx_wrapper import collect_wrappers
 from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
 from millstream.lower.randoms import random_decompositions
+from millstream.lower.segments import Segments, cut, has_collectives
 from millstream.lower.shortcuts import shortcuts
 from millstream.lower.symbolic import SymbolicProgram
 from millstream.lower.translate import source_line, translate
@@ -99,6 +100,21 @@ class LoweredForSizes:
 
 #: Turns a lowered program into what PyTorch calls with the list of inputs.
 Finish = Callable[[Lowered | LoweredForSizes], Callable[[list[Any]], Sequence[Any]]]
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """What is done with a graph that has collectives.
+
+    Attributes:
+        finish: Turns its segments and their programs, none for a segment without kernels, into what PyTorch calls.
+        max_cuts: After so many segments, at most, gradients are sent off.
+    """
+
+    finish: Callable[[Segments, Sequence[Lowered | LoweredForSizes | None]], Callable[[list[Any]], Sequence[Any]]]
+    max_cuts: int
+
+
 #: Told why a graph could not be lowered, and how it runs instead.
 Refuse = Callable[[Exception, str], None]
 
@@ -117,7 +133,7 @@ def check_options(options: dict[str, Any]) -> None:
             )
 
 
-def compile_graph(
+def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a default
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
     finish: Finish,
@@ -127,6 +143,7 @@ def compile_graph(
     options: dict[str, Any] | None = None,
     step_state: frozenset[int] | None = None,
     freeze: bool = False,
+    cutting: Cutting | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph, for inference or for forward and backward as autograd demands, into programs.
 
@@ -140,6 +157,7 @@ def compile_graph(
         options: Further Inductor options, such as autotuning.
         step_state: For a whole training step: positions of the inputs whose memory stays the same between calls.
         freeze: Without gradients, fold the parameters that are attributes of the graph.
+        cutting: What is done with a graph that has collectives, instead of ``finish``.
 
     Returns:
         A callable on the flat inputs that returns the flat outputs.
@@ -158,6 +176,10 @@ def compile_graph(
             # Inductor's passes rewrite the graph they are given; another attempt needs it as it was.
             fresh = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
             settings = {**options, **without}
+            if cutting is not None and has_collectives(fresh.graph):
+                segments = cut(fresh, cutting.max_cuts)
+                programs = list(_lower_segments(segments, kwargs, f"{name}.{phase}", phase, static, settings))
+                return _boxed(cutting.finish(segments, programs))
             return _boxed(finish(_lower(fresh, example_inputs, kwargs, f"{name}.{phase}", phase, static, settings)))
 
         try:
@@ -219,6 +241,29 @@ def _try_in_turn(attempt: Callable[[dict[str, Any]], Any]) -> Any:
 
 def _user_pass(options: Mapping[str, Any]) -> Any:
     return options.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
+
+
+def _lower_segments(
+    segments: Segments,
+    kwargs: dict[str, Any],
+    name: str,
+    phase: Phase,
+    static: frozenset[int],
+    options: dict[str, Any],
+) -> Iterator[Lowered | LoweredForSizes | None]:
+    """The program of each segment; the memory of collectives stays where it is, like parameters."""
+    num_fixed = segments.num_inputs + segments.num_views
+    for number, segment in enumerate(segments.segments):
+        if segment.graph is None:
+            yield None
+            continue
+        inputs = [node.meta["val"] for node in segment.graph.graph.find_nodes(op="placeholder")]
+        fixed = (place in static or segments.num_inputs <= place < num_fixed for place in segment.inputs)
+        positions = frozenset(position for position, is_fixed in enumerate(fixed) if is_fixed)
+        own = {**kwargs, "static_input_idxs": sorted(positions)}
+        lowered = _lower(segment.graph, inputs, own, f"{name}.{number}", phase, positions, options)
+        _forget_attempt()
+        yield replace(lowered, visible=segment.results)
 
 
 def _lower(

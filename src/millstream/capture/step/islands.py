@@ -36,6 +36,7 @@ from millstream.capture.step.split import UNBOUND, Part, split_function
 from millstream.capture.step.step import Fallback, P, R, Step
 from millstream.capture.trace.scalars import is_scalar
 from millstream.errors import CaptureError, EmptyCaptureError, warn_user
+from millstream.parallel.session import Session
 
 _first = threading.local()
 
@@ -164,17 +165,21 @@ class IslandStep(Step[P, R]):
         """Run the step."""
         if (torch.compiler.is_compiling() and is_compiling()) or torch.is_inference_mode_enabled():
             return self.function(*args, **kwargs)
+        with Session().active():
+            return self._run(args, kwargs)  # type: ignore[no-any-return]
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
         if self._shared is not None and self._refused_whole is None:
             self._refuse(self._shared)
         if self._refused_whole is not None:
             return self.function(*args, **kwargs)
         if not self._is_watched:
-            return self._run_watched(args, kwargs)  # type: ignore[no-any-return]
+            return self._run_watched(args, kwargs)
         if isinstance(self.function, MethodType):
-            args = (self.function.__self__, *args)  # type: ignore[assignment]
+            args = (self.function.__self__, *args)
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return self._run_parts(dict(bound.arguments))  # type: ignore[no-any-return]
+        return self._run_parts(dict(bound.arguments))
 
     def _run_parts(self, values: dict[str, Any]) -> Any:
         guarded: dict[int, Tensor] = {}
@@ -224,10 +229,10 @@ class _PartStep(Step[Any, Any]):
     def _fall_back(self, call: Call, error: CaptureError) -> Any:
         if isinstance(error, EmptyCaptureError):
             self._refused[call.key] = error
-            return self.function(*call.args, **call.kwargs)
+            return self._run_plainly(call)
         if self.strict:
             raise error
-        result = self.function(*call.args, **call.kwargs)  # says by itself where a gradient would cross an edge
+        result = self._run_plainly(call)  # says by itself where a gradient would cross an edge
         self._note_refusal(call, error)
         return result
 

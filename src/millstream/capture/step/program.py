@@ -11,8 +11,18 @@ from millstream._torch.modes import is_any_autocast_enabled
 from millstream._torch.tensors import without_autocast
 from millstream.capture.model import Runnable
 from millstream.errors import CaptureError, EmptyCaptureError, MillstreamError
-from millstream.lower import Lowered, LoweredForSizes, compile_graph, describe_failure
+from millstream.lower import Cutting, Lowered, LoweredForSizes, Segments, compile_graph, describe_failure
 from millstream.passes import split_gradients
+
+MOST_CUTS = 4
+"""After so many segments on a GPU gradients are sent off; each costs the launch of a graph more, some 10 µs."""
+
+Runner = Callable[[list[Any]], list[Any]]
+
+
+def most_cuts(inputs: Sequence[Any]) -> int:
+    """After how many segments gradients may be sent off: on a CPU, whose cores do both, once, at the end."""
+    return MOST_CUTS if any(isinstance(each, torch.Tensor) and each.is_cuda for each in inputs) else 1
 
 
 class StepProgram:
@@ -23,7 +33,7 @@ class StepProgram:
     looks whether it passed everything on as it was, and if so later calls go straight to the executable.
 
     Attributes:
-        executables: What runs it, one entry.
+        executables: What runs it: one, or one a segment where gradients are reduced between processes.
     """
 
     def __init__(
@@ -35,20 +45,37 @@ class StepProgram:
         name: str,
         build: Callable[..., Runnable],
         options: dict[str, Any] | None,
+        join: Callable[[Segments, Sequence[Any]], Runner],
     ) -> None:
         self.executables: list[Runnable] = []
         self._seen: tuple[list[Any], list[Any]] | None = None
-        self._direct: Runnable | None = None
+        self._runner: Runner | None = None
+        self._direct: Runner | None = None
 
-        def finish(lowered: Lowered | LoweredForSizes) -> Callable[[list[Any]], list[Any]]:
-            executable = build(lowered)
-            self.executables.append(executable)
+        def finish(lowered: Lowered | LoweredForSizes) -> Runner:
+            self._runner = build(lowered)
+            self.executables = [self._runner]
+            return self._watch
+
+        def finish_segments(segments: Segments, programs: Sequence[Lowered | LoweredForSizes | None]) -> Runner:
+            executables = [None if lowered is None else build(lowered) for lowered in programs]
+            self._runner = join(segments, executables)
+            self.executables = [executable for executable in executables if executable is not None]
             return self._watch
 
         if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):
             raise EmptyCaptureError("The step computes nothing with tensors.", remedy="Run it without ms.step.")
         gm = split_gradients(gm)
-        self._run = compile_graph(gm, inputs, finish, _refuse, name=name, options=options, step_state=static)
+        self._run = compile_graph(
+            gm,
+            inputs,
+            finish,
+            _refuse,
+            name=name,
+            options=options,
+            step_state=static,
+            cutting=Cutting(finish_segments, most_cuts(inputs)),
+        )
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._direct is not None:
@@ -60,7 +87,7 @@ class StepProgram:
         if self._seen is not None:
             passed, returned = self._seen
             if _same_objects(passed, inputs) and _same_objects(returned, outputs):
-                self._direct = self.executables[0]
+                self._direct = self._runner
             self._seen = None
         return outputs
 
@@ -70,8 +97,9 @@ class StepProgram:
             executable.release()
 
     def _watch(self, inputs: list[Any]) -> list[Any]:
+        assert self._runner is not None
         passed = list(inputs)
-        outputs = self.executables[0](inputs)
+        outputs = self._runner(inputs)
         self._seen = (passed, outputs)
         return outputs
 

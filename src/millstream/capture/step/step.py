@@ -63,6 +63,8 @@ from millstream.device.likeness import Likeness
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
 from millstream.locks import ForkSafeLock
 from millstream.lower import ask_early
+from millstream.parallel.exchange import PROGRESS
+from millstream.parallel.session import Session
 
 MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""
@@ -254,7 +256,7 @@ class Step(Generic[P, R]):
 
     def _call_slowly(self, call: Call) -> Any:
         if self._hopeless is not None or call.key in self._refused:
-            return self.function(*call.args, **call.kwargs)
+            return self._run_plainly(call)
         error: CaptureError | None = None
         done: Callable[[], Any] | None = None
         try:
@@ -314,13 +316,18 @@ class Step(Generic[P, R]):
 
         handle = register_optimizer_step_post_hook(OwnHook(note))
         try:
-            return self._result_of(self.function(*call.args, **call.kwargs))
+            return self._result_of(self._run_plainly(call))
         finally:
             handle.remove()
 
     def _result_of(self, result: Any) -> Any:
         """What an eager call gives to the caller."""
         return _detached(result)
+
+    def _run_plainly(self, call: Call) -> Any:
+        """Run the user's function as it is, but for gradients of DDP models, which all runs reduce alike."""
+        with Session().active():
+            return self.function(*call.args, **call.kwargs)
 
     def _look_back(self, call: Call, found: Found) -> None:
         """Learn from graphs that do not fit: drop dead ones, lift what changes, stop if it leads nowhere."""
@@ -430,6 +437,7 @@ class Step(Generic[P, R]):
             The complete arguments, and the graph's results.
         """
         start = time.perf_counter()
+        num_exchanges = PROGRESS.num_started
         random_state = RandomState()
         # On the host, so that a large model does not need its state twice on the device.
         backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
@@ -447,6 +455,8 @@ class Step(Generic[P, R]):
                 for tensor, backup in zip(arguments, argument_backups, strict=False):
                     tensor.copy_(backup)
             random_state.restore()
+            if PROGRESS.num_started > num_exchanges:  # which others have taken part in: no plain run may repeat them
+                raise
             if not isinstance(error, Exception) or isinstance(error, (ArgumentError, CaptureError)):
                 raise  # it is the user who is asked, or it says by itself what it is
             what = error if isinstance(error, MillstreamError) else f"{type(error).__name__}: {error}"
@@ -480,7 +490,7 @@ class Step(Generic[P, R]):
         if self.strict:
             raise error
         self._note_refusal(call, error)
-        return self.function(*call.args, **call.kwargs)
+        return self._run_plainly(call)
 
     def _note_refusal(self, call: Call, error: CaptureError) -> None:
         is_known = any(str(error) == str(refusal.error) for refusal in self.refusals)

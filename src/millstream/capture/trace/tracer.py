@@ -81,6 +81,7 @@ from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, Operato
 from millstream.capture.trace.outputs import check_returned
 from millstream.capture.trace.patches.caches import caches_unfilled
 from millstream.capture.trace.patches.checkpointing import RandomRecords, checkpoints_reuse_randoms
+from millstream.capture.trace.patches.data_parallel import TracedSession
 from millstream.capture.trace.patches.optimizers import (
     is_number,
     is_schedulers,
@@ -93,7 +94,7 @@ from millstream.capture.trace.patches.randomness import RandomState, other_gener
 from millstream.capture.trace.patches.scaler import is_idle, steps_are_masked
 from millstream.capture.trace.scalars import GraphScalar, Questions, is_scalar, is_tensor, math_takes_scalars
 from millstream.capture.trace.unsupported import check_sources
-from millstream.errors import CaptureError
+from millstream.errors import CaptureError, DataParallelError
 from millstream.passes.cleanup import (
     drop_idle_nodes,
     drop_unused_inputs,
@@ -209,7 +210,7 @@ class _Tracer:
                         gm = self._record(inputs)
                     finally:
                         self.snapshot.restore()
-        except (CaptureError, StateMissing, FoundLate, NumbersChanged, FirstChange, ServesOnce):
+        except (CaptureError, DataParallelError, StateMissing, FoundLate, NumbersChanged, FirstChange, ServesOnce):
             raise
         except ForeignTensor as foreign:
             if not foreign.tensor.is_leaf:
@@ -266,7 +267,8 @@ class _Tracer:
                 counts = widen_counts(optimizer for _, optimizer in self.request.found.optimizers)
                 functions.looked_at.clear()
                 functions.asked.clear()
-                with self.recorder.active(), outputs_recorded(self.recorder) as self.record_files:
+                session = TracedSession(lambda: [root for _, root in self.request.found.modules], self._report)
+                with self.recorder.active(), outputs_recorded(self.recorder) as self.record_files, session.active():
                     self.record_files(self.request.found.files)
                     result = run_step()
                 self._raise_failure()

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SparseAdam
 
-from millstream._torch.data_parallel import data_parallel_wrappers
+from millstream._torch.data_parallel import data_parallel_wrappers, why_not_ours
 from millstream._torch.hooks import (
     has_accumulation_hooks,
     has_backward_hooks,
@@ -18,6 +19,7 @@ from millstream._torch.hooks import (
 )
 from millstream._torch.modes import modes_of_caller
 from millstream.capture.state.discover import Found
+from millstream.capture.trace.patches.data_parallel import uses_own_reducer
 from millstream.errors import CaptureError
 
 
@@ -93,16 +95,29 @@ def _check_module(name: str, root: nn.Module) -> None:
 
 
 def _check_data_parallel(found: Found) -> None:
-    """Refuse parameters whose gradients a wrapper averages between processes, also where the step goes around it."""
+    """Refuse parameters whose gradients a wrapper averages between processes in a way that no graph has.
+
+    A ``DistributedDataParallel`` that the step reaches is captured, if its settings allow it; where the step goes
+    around its wrapper, nobody can know whether it is to be averaged.
+    """
     wrappers = data_parallel_wrappers()
-    owner_of = {id(parameter): wrapper for wrapper in wrappers for parameter in wrapper.parameters()}
+    reached = {id(module) for _, root in found.modules for module in root.modules()}
+    owners: dict[int, list[nn.Module]] = {}
+    for wrapper in wrappers:
+        is_captured = isinstance(wrapper, DistributedDataParallel) and id(wrapper) in reached
+        if is_captured and (obstacle := why_not_ours(wrapper)) != "":
+            raise uses_own_reducer(type(wrapper.module).__name__, obstacle)
+        for parameter in wrapper.parameters():
+            owners.setdefault(id(parameter), []).append(wrapper)
     for name, tensor in _tensors_of(found):
-        if (wrapper := owner_of.get(id(tensor))) is not None:
-            kind = type(wrapper).__name__
+        those = owners.get(id(tensor), [])
+        if those and not any(isinstance(each, DistributedDataParallel) and id(each) in reached for each in those):
+            kind = type(those[0]).__name__
             raise CaptureError(
                 f"{name} belongs to {kind}, which averages gradients between processes while backward runs; "
                 "a captured step would train each process on its own.",
-                remedy=f"Compile the model instead, ms.compile(model) around {kind}, and leave the step to Python.",
+                remedy=f"Let the step call the {kind} itself, or compile the model instead, ms.compile(model) around "
+                f"{kind}, and leave the step to Python.",
             )
 
 

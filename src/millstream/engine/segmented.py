@@ -1,0 +1,52 @@
+"""A graph that is cut at its collectives: each segment on an engine of its own, collectives issued in between.
+
+No collective is captured. So every process may replay, capture or run plain Python in its own time, for other shapes
+than the rest: what must be the same everywhere is the order of the collectives, and that is of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from millstream._torch.collectives import exchange_of
+from millstream.engine.build import Executable
+from millstream.lower.segments import Segments
+
+
+class SegmentedEngine:
+    """Runs the segments in order.
+
+    Args:
+        segments: What is computed and exchanged, and what goes where.
+        executables: One a segment; ``None`` where it has nothing to compute.
+    """
+
+    def __init__(self, segments: Segments, executables: Sequence[Executable | None]) -> None:
+        self._segments, self._executables = segments, executables
+        self._exchanges: list[Any] = [exchange_of(key) for key in segments.keys]
+        self._views = [view for exchange in self._exchanges for view in exchange.views]
+        for segment, executable in zip(segments.segments, executables, strict=True):
+            if executable is not None and segment.starts:
+                exchanged = "; ".join(self._exchanges[number].label for number in segment.starts)
+                executable.notes.append(f"then processes exchange {exchanged}")
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        segments, exchanges = self._segments, self._exchanges
+        values: list[Any] = [*inputs, *self._views, *[None] * (segments.num_values - len(inputs) - len(self._views))]
+        inputs.clear()
+        for segment, executable in zip(segments.segments, self._executables, strict=True):
+            for number in segment.waits:
+                exchanges[number].wait()
+            if executable is not None:
+                results = executable([values[place] for place in segment.inputs])
+                for place, result in zip(segment.outputs, results, strict=True):
+                    values[place] = result
+                del results
+            for number, places in segment.brings:
+                torch._foreach_copy_(exchanges[number].views, [values[place] for place in places])
+            for number in segment.starts:
+                exchanges[number].start()
+        return [values[value] if is_place else value for is_place, value in segments.outputs]

@@ -1,0 +1,404 @@
+"""Cut a graph at its collectives: compute between them is lowered as ever, and they are issued from the host.
+
+**Contract**
+- The graph is functional, as AOT autograd makes it: nothing is written but inputs, by ``copy_`` whose results nobody
+  uses. Cut, it does the same.
+- Collectives begin in the order in which they stand in the graph, which is that of all processes.
+- Nothing of what a collective needs waits for one that comes later: while it travels, the rest is computed.
+
+**Steps**
+1. Find after which segment each collective begins: as many as come in one go share a segment (``groups``).
+2. Put what a collective needs before it, what needs a result of one last, and the rest as early as it can be.
+3. Write each segment's graph. What crosses are results of kernels: views are made again where they are used. Values
+   that are exchanged are copied into the collective's memory by the segment that ends before it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from millstream._torch.collectives import EXCHANGE
+from millstream.errors import LoweringError
+
+AT_START = -1
+"""The number of the segment after which a collective of inputs alone begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What is computed between collectives.
+
+    Attributes:
+        graph: Of kernels alone; ``None`` where there is nothing to compute.
+        inputs: Where each input comes from, a position in ``Segments``' list of values.
+        outputs: Where each output goes, likewise.
+        results: Positions among ``outputs`` of those that are results of the whole graph.
+        waits: Collectives, counted from 0, whose results it reads.
+        brings: Collectives that begin after it and exchange inputs of the whole graph, and which.
+        starts: Collectives that begin after it.
+    """
+
+    graph: fx.GraphModule | None
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    results: frozenset[int]
+    waits: tuple[int, ...]
+    brings: tuple[tuple[int, tuple[int, ...]], ...]
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A graph that is cut.
+
+    While it runs there is a list of values: the inputs of the whole graph, then the views of each collective in turn,
+    then what crosses from segment to segment.
+
+    Attributes:
+        keys: Of the collectives, in the order in which they begin.
+        num_inputs: Of the whole graph.
+        num_views: Of all collectives together.
+        num_values: Length of the list of values.
+        segments: In the order in which they run.
+        outputs: Results of the whole graph: whether it is a position in the list of values, and that or a plain value.
+    """
+
+    keys: tuple[int, ...]
+    num_inputs: int
+    num_views: int
+    num_values: int
+    segments: tuple[Segment, ...]
+    outputs: tuple[tuple[bool, Any], ...]
+
+
+def has_collectives(graph: fx.Graph) -> bool:
+    """Whether there is anything to cut at."""
+    return bool(graph.find_nodes(op="call_function", target=EXCHANGE))
+
+
+def cut(gm: fx.GraphModule, max_cuts: int) -> Segments:
+    """Cut a graph.
+
+    Args:
+        gm: Functional but for ``copy_`` into its inputs.
+        max_cuts: Collectives begin after at most so many segments, beside those that depend on earlier ones.
+
+    Raises:
+        LoweringError: What would have to cross is no tensor.
+    """
+    return _Cutter(gm, max_cuts).run()
+
+
+class _Cutter:
+    def __init__(self, gm: fx.GraphModule, max_cuts: int) -> None:
+        self._gm = gm
+        self._nodes = list(gm.graph.nodes)
+        self._placeholders = [node for node in self._nodes if node.op == "placeholder"]
+        self._collectives = [node for node in self._nodes if node.target is EXCHANGE]
+        self._number = {node: number for number, node in enumerate(self._collectives)}
+        self._first_view: dict[fx.Node, int] = {}
+        self._view_of: dict[fx.Node, int] = {}  # what a collective makes of its values -> place in the list of values
+        self._place = {node: place for place, node in enumerate(self._placeholders)}
+        place = len(self._placeholders)
+        for node in self._collectives:
+            for user in node.users:
+                self._view_of[user] = place + int(user.args[1])
+            self._first_view[node] = place
+            place += len(_values(node))
+        self._num_views = place - len(self._placeholders)
+        self._num_values = place
+        # Constants, and views, are made again where they are used instead of crossing.
+        self._remade = {node for node in self._nodes if node.op == "get_attr" or _is_view(node)}
+        self._crossing: dict[fx.Node, int] = {}
+        self._max_cuts = max_cuts
+
+    def run(self) -> Segments:
+        self._starts = self._group()
+        self._segment_of = self._assign(self._starts)
+        last = max(*self._starts.values(), *self._segment_of.values(), max(self._starts.values()) + 1)
+        self._writers = [_Writer(self._gm, number) for number in range(last + 1)]
+        computed = [node for node in self._nodes if node in self._segment_of]
+        for node in (node for node in computed if not _is_write(node)):
+            self._need(self._writers[self._segment_of[node]], node)
+        for node in self._collectives:
+            if not self._is_brought(node):
+                self._writers[self._starts[node]].copy_into(
+                    node, self._number[node], self._first_view[node], self._need
+                )
+        outputs = tuple(map(self._output, self._nodes[-1].args[0]))
+        for node in filter(_is_write, computed):  # after all that reads the input
+            self._need(self._writers[self._segment_of[node]], node)
+        first = Segment(None, (), (), frozenset(), (), self._brought_after(AT_START), self._started_after(AT_START))
+        segments = tuple(map(self._segment, self._writers))
+        return Segments(
+            keys=tuple(int(node.args[1]) for node in self._collectives),
+            num_inputs=len(self._placeholders),
+            num_views=self._num_views,
+            num_values=self._num_values,
+            segments=(first, *segments) if first.starts else segments,
+            outputs=outputs,
+        )
+
+    def _need(self, writer: _Writer, node: fx.Node) -> fx.Node:
+        """The node in a segment that stands for ``node``: computed there, made again, or an input of the segment."""
+        known = writer.made.get(node)
+        if known is not None:
+            return known
+        place = self._place.get(node, self._view_of.get(node))
+        if place is not None:
+            return writer.add_input(node, place)
+        if node in self._remade or self._segment_of[node] == writer.number:
+            return writer.copy(node, lambda argument: self._need(writer, argument))
+        if not isinstance(node.meta.get("val"), Tensor):
+            raise LoweringError(f"{node} would have to cross a collective.", construct=str(node.target))
+        if node not in self._crossing:
+            self._crossing[node] = self._new_place()
+            maker = self._writers[self._segment_of[node]]
+            maker.outputs.append((self._crossing[node], self._need(maker, node)))
+        return writer.add_input(node, self._crossing[node])
+
+    def _new_place(self) -> int:
+        self._num_values += 1
+        return self._num_values - 1
+
+    def _is_brought(self, node: fx.Node) -> bool:
+        """Whether a collective exchanges inputs of the graph as they are, which need no kernel of a graph."""
+        return all(value in self._place for value in _values(node))
+
+    def _depends_on(self) -> dict[fx.Node, set[fx.Node]]:
+        """Collectives whose results each node needs, directly or by way of others."""
+        found: dict[fx.Node, set[fx.Node]] = {}
+        for node in self._nodes:
+            needed: set[fx.Node] = set()
+            for argument in node.all_input_nodes:
+                needed |= found[argument]
+                if argument in self._number:
+                    needed.add(argument)
+            found[node] = needed
+        return found
+
+    def _group(self) -> dict[fx.Node, int]:
+        """After which segment each collective begins."""
+        needs = self._depends_on()
+        starts: dict[fx.Node, int] = {}
+        at, taken = AT_START, 0
+        free = [node for node in self._collectives if not self._is_brought(node)]
+        sizes = {node: sum(_num_bytes(value) for value in _values(node)) for node in free}
+        share = sum(sizes.values()) / self._max_cuts if free else 0
+        filled = 0.0
+        for node in self._collectives:
+            is_dependent = any(starts[each] == at for each in needs[node])
+            if node in sizes:
+                if at == AT_START or is_dependent or (filled >= share * taken and taken < self._max_cuts):
+                    at, taken = at + 1, taken + 1
+                filled += sizes[node]
+            elif is_dependent:
+                at += 1
+            starts[node] = at
+        return starts
+
+    def _assign(self, starts: dict[fx.Node, int]) -> dict[fx.Node, int]:
+        """The segment of everything that is computed or written."""
+        deadlines, needs = self._deadlines(starts), self._depends_on()
+        last = max(starts.values()) + 1
+        segment_of: dict[fx.Node, int] = {}
+        for node in self._nodes:
+            if not self._is_computed(node):
+                continue
+            if node.target is operator.getitem:
+                segment_of[node] = segment_of[node.args[0]]
+            elif node in deadlines:
+                segment_of[node] = max(deadlines[node], 0)
+            elif needs[node]:
+                segment_of[node] = last
+            else:
+                there = (self._earliest(argument, segment_of, starts) for argument in node.all_input_nodes)
+                segment_of[node] = max(there, default=0)
+        readers: dict[fx.Node, int] = defaultdict(int)
+        for node in self._nodes:
+            for root in (root for argument in node.all_input_nodes for root in self._roots(argument)):
+                readers[root] = max(readers[root], self._read_at(node, segment_of, starts))
+        for node in filter(_is_write, self._nodes):
+            target, value = node.all_input_nodes
+            segment_of[node] = max(self._earliest(value, segment_of, starts), readers[target])
+        return segment_of
+
+    def _is_computed(self, node: fx.Node) -> bool:
+        """Whether a node stands for a kernel: not for an input, a view, a collective, or the write of an input."""
+        if node.op in ("placeholder", "get_attr", "output") or node.target is EXCHANGE:
+            return False
+        return not (node in self._view_of or node in self._remade or _is_write(node))
+
+    def _deadlines(self, starts: dict[fx.Node, int]) -> dict[fx.Node, int]:
+        """The last segment in which that may be computed which collectives need."""
+        deadlines: dict[fx.Node, int] = {}
+        for node in reversed(self._nodes):
+            own = [starts[node]] if node.target is EXCHANGE else []
+            known = own + [deadlines[user] for user in node.users if user in deadlines]
+            if known:
+                deadlines[node] = min(known)
+        return deadlines
+
+    def _earliest(self, node: fx.Node, segment_of: dict[fx.Node, int], starts: dict[fx.Node, int]) -> int:
+        """The first segment in which a value is there."""
+        if node in self._view_of:
+            return max(starts[node.all_input_nodes[0]] + 1, 0)
+        if node in self._remade:
+            there = (self._earliest(argument, segment_of, starts) for argument in node.all_input_nodes)
+            return max(there, default=0)
+        return segment_of.get(node, 0)
+
+    def _roots(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs of the whole graph that a view of them, or they themselves, lie in."""
+        if node in self._place:
+            return [node]
+        if node in self._remade:
+            return [root for argument in node.all_input_nodes for root in self._roots(argument)]
+        return []
+
+    def _read_at(self, node: fx.Node, segment_of: dict[fx.Node, int], starts: dict[fx.Node, int]) -> int:
+        """The last segment in which ``node`` reads its arguments."""
+        if node.target is EXCHANGE:  # what is brought is read after that segment
+            return starts[node] + 1 if self._is_brought(node) else max(starts[node], 0)
+        if node.op == "output" or _is_write(node):
+            return 0
+        if node in self._remade:
+            return max((self._read_at(user, segment_of, starts) for user in node.users), default=0)
+        return segment_of.get(node, 0)
+
+    def _output(self, value: Any) -> tuple[bool, Any]:
+        """Where a result of the whole graph comes from."""
+        if not isinstance(value, fx.Node):
+            return False, value
+        if value in self._place:
+            return True, self._place[value]
+        base = value
+        while base in self._remade and base.all_input_nodes:
+            base = base.all_input_nodes[0]
+        writer = self._writers[self._segment_of.get(base, len(self._writers) - 1)]
+        place = self._crossing.get(value)
+        if place is None:
+            place, made = self._new_place(), self._need(writer, value)
+            if base in self._view_of:  # the collective's memory, which the next call uses again
+                made = writer.clone(value, made)
+            writer.outputs.append((place, made))
+        writer.results.add(place)
+        return True, place
+
+    def _started_after(self, segment: int) -> tuple[int, ...]:
+        return tuple(self._number[node] for node in self._collectives if self._starts[node] == segment)
+
+    def _brought_after(self, segment: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        return tuple(
+            (self._number[node], tuple(self._place[value] for value in _values(node)))
+            for node in self._collectives
+            if self._starts[node] == segment and self._is_brought(node)
+        )
+
+    def _segment(self, writer: _Writer) -> Segment:
+        owner = {
+            self._first_view[node] + index: self._number[node]
+            for node in self._collectives
+            for index in range(len(_values(node)))
+        }
+        places = tuple(place for place, _ in writer.outputs)
+        return Segment(
+            graph=writer.finish(),
+            inputs=tuple(writer.inputs),
+            outputs=places,
+            results=frozenset(index for index, place in enumerate(places) if place in writer.results),
+            waits=tuple(sorted({owner[place] for place in writer.inputs if place in owner} - writer.filled)),
+            brings=self._brought_after(writer.number),
+            starts=self._started_after(writer.number),
+        )
+
+
+class _Writer:
+    """Writes the graph of one segment."""
+
+    def __init__(self, gm: fx.GraphModule, number: int) -> None:
+        self._gm, self.number = gm, number
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.inputs: list[int] = []
+        self.outputs: list[tuple[int, fx.Node]] = []
+        self.results: set[int] = set()
+        self.filled: set[int] = set()
+        self._end_of_inputs: fx.Node = self.graph._root
+
+    def add_input(self, node: fx.Node, place: int) -> fx.Node:
+        with self.graph.inserting_after(self._end_of_inputs):
+            made = self.graph.placeholder(node.name)
+        made.meta = dict(node.meta)
+        self._end_of_inputs = self.made[node] = made
+        self.inputs.append(place)
+        return made
+
+    def copy(self, node: fx.Node, get: Any) -> fx.Node:
+        for argument in node.all_input_nodes:
+            get(argument)
+        made = self.made[node] = self.graph.node_copy(node, get)
+        return made
+
+    def clone(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        made = self.graph.call_function(torch.ops.aten.clone.default, (made,))
+        made.meta = {**node.meta, "val": torch.empty_like(node.meta["val"])}
+        return made
+
+    def copy_into(self, collective: fx.Node, number: int, first_view: int, need: Any) -> None:
+        """Copy what is exchanged into the memory of the collective."""
+        self.filled.add(number)
+        results = {user.args[1]: user for user in collective.users}
+        values = collective.meta["val"]
+        for index, value in enumerate(_values(collective)):
+            source = need(self, value)
+            with self.graph.inserting_after(self._end_of_inputs):
+                target = self.graph.placeholder(f"exchanged_{first_view + index}")
+            target.meta = {"val": values[index]}
+            self._end_of_inputs = target
+            self.inputs.append(first_view + index)
+            copy = self.graph.call_function(torch.ops.aten.copy_.default, (target, source))
+            copy.meta = {"val": values[index], **_lines(results.get(index, collective))}
+
+    def finish(self) -> fx.GraphModule | None:
+        if all(node.op in ("placeholder", "get_attr") for node in self.graph.nodes) and not self.outputs:
+            return None
+        output = self.graph.output(tuple(node for _, node in self.outputs))
+        output.meta["user_visible_output_idxs"] = list(range(len(self.outputs)))
+        output.meta["original_output_strides"] = [node.meta["val"].stride() for _, node in self.outputs]
+        self.graph.lint()
+        return fx.GraphModule(self._gm, self.graph)
+
+
+def _values(collective: fx.Node) -> list[Any]:
+    """What it exchanges."""
+    return list(collective.args[0])  # type: ignore[arg-type]
+
+
+def _lines(node: fx.Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in ("stack_trace",) if key in node.meta}
+
+
+def _is_write(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.copy_.default and not node.users
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    return (
+        node.op == "call_function"
+        and isinstance(target, torch._ops.OpOverload)
+        and target.is_view
+        and isinstance(node.meta.get("val"), Tensor)
+    )
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel()) * value.element_size()

@@ -1,0 +1,147 @@
+"""A collective on memory that stays where it is: a bucket of gradients, buffers, or a note of which were used."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from millstream._torch.collectives import register_exchange
+from millstream.errors import DataParallelError
+from millstream.parallel.buckets import Bucket
+
+
+class Progress:
+    """What this process has exchanged so far: how often, and the last that was waited for."""
+
+    def __init__(self) -> None:
+        self.num_started = 0
+        self.last = ""
+
+
+PROGRESS = Progress()
+
+
+class Exchange:
+    """One collective and its memory.
+
+    On a GPU it runs on a stream of its own, after what the current stream has been given so far, and no host waits.
+
+    Args:
+        bucket: How ``like`` lie in the memory; its members are counted in the order of ``like``.
+        like: Tensors that look as what is exchanged; each view has the strides of one, where those are dense.
+        group: The processes.
+        issue: ``issue(memory, async_op=...)`` begins the collective.
+        label: What it is, for people.
+        dtype: Of what travels; ``None`` for that of ``like``.
+
+    Attributes:
+        key: By which graphs refer to it.
+        views: Parts of the memory, in the order of ``like``.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        like: Sequence[Tensor],
+        group: dist.ProcessGroup,
+        issue: Callable[..., Any],
+        label: str,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        device = like[0].device
+        self.group, self.label, self._issue = group, label, issue
+        self.memory = torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device)
+        self.views = [
+            self.memory.as_strided(tensor.shape, dense_strides(tensor), offset)
+            for tensor, offset in zip(like, bucket.offsets, strict=True)
+        ]
+        self.num_uses = 0
+        self._work: Any = None
+        self._stream = comm_stream(device) if device.type == "cuda" else None
+        self._done = torch.cuda.Event() if self._stream is not None else None
+        self.key = register_exchange(self)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory."""
+        return self.memory.numel() * self.memory.element_size()
+
+    def start(self) -> None:
+        """Begin; what the current stream has been given so far comes before.
+
+        Raises:
+            DataParallelError: The other processes cannot be reached.
+        """
+        self.num_uses += 1
+        PROGRESS.num_started += 1
+        try:
+            if self._stream is None:
+                self._work = self._issue(self.memory, async_op=True)
+                return
+            self._stream.wait_stream(torch.cuda.current_stream(self.memory.device))
+            with torch.cuda.stream(self._stream):  # NCCL launches on the current stream where it is not asynchronous
+                self._issue(self.memory, async_op=False)
+                self._done.record(self._stream)  # type: ignore[union-attr]
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def wait(self) -> None:
+        """Let what comes next, on the host or on the current stream, come after.
+
+        Raises:
+            DataParallelError: A process is gone, or did not come within the group's timeout.
+        """
+        if self._done is not None:
+            torch.cuda.current_stream(self.memory.device).wait_event(self._done)
+        elif self._work is not None:
+            work, self._work = self._work, None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure(error) from error
+        PROGRESS.last = f"{self.label}, time {self.num_uses}"
+
+    def _failure(self, error: RuntimeError) -> DataParallelError:
+        rank = dist.get_rank(self.group) if dist.is_initialized() else "?"
+        last = f"the last that came through was {PROGRESS.last}" if PROGRESS.last else "none came through before"
+        return DataParallelError(
+            f"Rank {rank} could not exchange {self.label}, time {self.num_uses} ({last}): {error} "
+            "Another process is gone or does not answer, and parameters may differ now: go on from a checkpoint."
+        )
+
+
+@functools.cache
+def comm_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device on which all collectives run, in the order in which they are issued."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of ``tensor``, or those of a contiguous one where they leave gaps or repeat memory."""
+    size, stride = tensor.shape, tensor.stride()
+    expected = 1
+    for step, length in sorted(pair for pair in zip(stride, size, strict=True) if pair[1] != 1):
+        if step != expected:
+            return torch.empty(size, device="meta").stride()
+        expected *= length
+    return stride
+
+
+def mean_over(group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Sums that become the mean, since each process divides its own values by their number before."""
+    return functools.partial(dist.all_reduce, op=dist.ReduceOp.SUM, group=group)
+
+
+def greatest_over(group: dist.ProcessGroup) -> Callable[..., Any]:
+    """The greatest value of all processes."""
+    return functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group)
+
+
+def first_of(group: dist.ProcessGroup) -> Callable[..., Any]:
+    """The values of the group's first process."""
+    return functools.partial(dist.broadcast, group=group, group_src=0)

@@ -1,0 +1,180 @@
+"""The gradients of one model: how processes agree on their buckets, and the mean over all of them.
+
+The same code runs eagerly and while a step is traced, where each exchange becomes one node of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from millstream._torch.collectives import EXCHANGE, unsaved_writes
+from millstream.errors import DataParallelError
+from millstream.parallel.buckets import CAP_BYTES, Bucket, Member, plan_buckets
+from millstream.parallel.exchange import Exchange, first_of, greatest_over, mean_over
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is to be the same in all processes.
+
+    Attributes:
+        cap_bytes: Of a bucket.
+        compress: Dtype in which gradients travel; ``None`` for their own.
+        finds_unused: Whether processes tell each other in every step which parameters they have used.
+        is_static: Whether the same are used in every step, so that once is enough.
+    """
+
+    cap_bytes: int = CAP_BYTES
+    compress: torch.dtype | None = None
+    finds_unused: bool = False
+    is_static: bool = False
+
+
+class Reducer:
+    """The mean over processes of the gradients of some parameters. Made in all processes at once, outside of traces.
+
+    Args:
+        name: Of the model, for people.
+        parameters: By name, those that get gradients, in the order of the model.
+        group: The processes.
+        settings: How.
+
+    Attributes:
+        buckets: Which gradients travel together.
+        unused: Positions of the parameters that no process uses, where that is known for good.
+
+    Raises:
+        DataParallelError: The processes differ in any of it.
+    """
+
+    def __init__(
+        self, name: str, parameters: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup, settings: Settings
+    ) -> None:
+        self.name, self.group, self.settings = name, group, settings
+        self.names = [each for each, _ in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self.num_processes = dist.get_world_size(group)
+        self.buckets = plan_buckets([_member(each, settings.compress) for each in self.parameters], settings.cap_bytes)
+        self.unused: frozenset[int] | None = None if settings.finds_unused or settings.is_static else frozenset()
+        self._rounds: list[list[Exchange]] = []
+        self._notes: list[Exchange] = []
+        self._broadcasts: dict[object, list[Exchange]] = {}
+        self._agree()
+
+    def _agree(self) -> None:
+        """Compare what every process has.
+
+        Raises:
+            DataParallelError: They differ.
+        """
+        if self.num_processes == 1:
+            return
+        mine = [self.name, f"torch {torch.__version__}", str(self.settings)]
+        mine += [f"{name}: {each.dtype} {list(each.shape)}" for name, each in self._named()]
+        mine += [f"bucket of {bucket.num_elements}: {bucket.members}" for bucket in self.buckets]
+        all_of_them: list[list[str]] = [[]] * self.num_processes
+        try:
+            dist.all_gather_object(all_of_them, mine, group=self.group)
+        except RuntimeError as error:
+            raise DataParallelError(
+                f"Rank {dist.get_rank(self.group)} could not compare {self.name} with the other processes: {error} "
+                "One of them is gone or does not answer; nothing has changed yet."
+            ) from error
+        for rank, theirs in enumerate(all_of_them):
+            if theirs != all_of_them[0]:
+                ours, other = next(
+                    ((a, b) for a, b in zip(all_of_them[0], theirs, strict=False) if a != b),
+                    (f"{len(all_of_them[0])} entries", f"{len(theirs)}"),
+                )
+                raise DataParallelError(
+                    f"{self.name} differs between processes: rank 0 has {ours!r} where rank {rank} has {other!r}. "
+                    "All must train the same model with the same settings."
+                )
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        return [*zip(self.names, self.parameters, strict=True)]
+
+    @property
+    def notes_use(self) -> bool:
+        """Whether processes tell each other in the next step which parameters they have used."""
+        return self.unused is None
+
+    def exchange_use(self, used: Sequence[bool], time: int = 0) -> Tensor:
+        """Tell each other which parameters were used; one in the result: by some process."""
+        device = self.parameters[0].device
+        if time == len(self._notes):
+            like = torch.empty(len(used), dtype=torch.int32, device=device)
+            whole = Bucket((0,), (0,), len(used))
+            self._notes.append(
+                Exchange(whole, [like], self.group, greatest_over(self.group), f"which parameters {self.name} uses")
+            )
+        note = torch.tensor(used, dtype=torch.int32) if not all(used) else torch.ones(len(used), dtype=torch.int32)
+        (result,) = EXCHANGE([note.to(device)], self._notes[time].key)
+        return result  # type: ignore[no-any-return]
+
+    def reduce(self, unused: frozenset[int], time: int = 0) -> None:
+        """Put the mean over all processes into every ``.grad``, but for those that no process has used.
+
+        Args:
+            unused: Positions of parameters that no process has used.
+            time: How many reductions of the same step came before; each has memory of its own.
+        """
+        if time == len(self._rounds):
+            self._rounds.append([*map(self._make_exchange, range(len(self.buckets)))])
+        scale, compress = 1 / self.num_processes, self.settings.compress
+        for bucket, exchange in zip(self.buckets, self._rounds[time], strict=True):
+            values: list[Tensor] = []
+            for position in bucket.members:
+                parameter = self.parameters[position]
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                values.append(gradient * scale if compress is None else gradient.to(compress).div(self.num_processes))
+            results = EXCHANGE(values, exchange.key)
+            for position, result in zip(bucket.members, results, strict=True):
+                parameter = self.parameters[position]
+                if position in unused:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(result)
+
+    def _make_exchange(self, number: int) -> Exchange:
+        bucket = self.buckets[number]
+        like = [self.parameters[position] for position in bucket.members]
+        label = f"bucket {number} of {self.name} ({len(like)} of {len(self.parameters)} gradients)"
+        return Exchange(bucket, like, self.group, mean_over(self.group), label, self.settings.compress)
+
+    def broadcast(self, buffers: Sequence[Tensor], time: int = 0) -> None:
+        """Give all processes the buffers of the first.
+
+        Args:
+            buffers: Looking alike in all processes.
+            time: How many broadcasts of the same step came before.
+        """
+        form = (time, *((tuple(each.shape), each.stride(), each.dtype, each.device) for each in buffers))
+        members = [_member(each) for each in buffers]
+        if form not in self._broadcasts:
+            self._broadcasts[form] = [
+                Exchange(
+                    bucket,
+                    [buffers[position] for position in bucket.members],
+                    self.group,
+                    first_of(self.group),
+                    f"buffers of {self.name}",
+                )
+                for bucket in plan_buckets(members)
+            ]
+        for bucket, exchange in zip(plan_buckets(members), self._broadcasts[form], strict=True):
+            sent = [buffers[position] for position in bucket.members]
+            with unsaved_writes(sent):
+                for buffer, result in zip(sent, EXCHANGE(sent, exchange.key), strict=True):
+                    buffer.copy_(result)
+
+
+def _member(tensor: Tensor, dtype: torch.dtype | None = None) -> Member:
+    dtype = dtype or tensor.dtype
+    return Member((str(dtype), str(tensor.device)), tensor.numel(), dtype.itemsize)

@@ -1,0 +1,218 @@
+"""One run of a step's function, eager or traced, in which we reduce gradients in the place of DDP's reducer.
+
+DDP's reducer issues its collectives from hooks of autograd, which no graph has. All runs of a step, captured or not,
+reduce in our way instead, so that a process may replay while another one captures or runs plain Python.
+
+**Contract**
+- The semantics are DDP's: what is broadcast and when, ``no_sync``, which backward pass ends with a reduction, which
+  gradients stay ``None``, and what is an error.
+- Which wrappers are reduced in this way is a matter of their settings; others keep their own reducer in all processes.
+- Other threads notice nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from millstream._torch.data_parallel import (
+    broadcast_buffers,
+    calls_replaced,
+    compression_of,
+    inputs_on_device,
+    is_distributed_run,
+    put_reducer_off,
+    reduced_parameters,
+    why_not_ours,
+)
+from millstream.errors import DataParallelError
+from millstream.locks import ForkSafeLock
+from millstream.parallel.reducer import Reducer, Settings
+
+_reducers: WeakKeyDictionary[DistributedDataParallel, Reducer] = WeakKeyDictionary()
+
+
+class Session:
+    """One run of a step's function; the next has another."""
+
+    def __init__(self) -> None:
+        self._armed: dict[Reducer, set[int]] = {}  # forward has run; parameters that have got gradients since
+        self._times: Counter[Any] = Counter()
+        self._depth = 0
+
+    # --- what a trace does otherwise ----------------------------------------------------------------------------------
+
+    def reducer_of(self, wrapper: DistributedDataParallel) -> Reducer | None:
+        """The reducer of ``wrapper``, made where it has none: in all processes at once. ``None``: it keeps its own."""
+        if why_not_ours(wrapper):
+            return None
+        if wrapper not in _reducers:
+            _reducers[wrapper] = new_reducer(wrapper)
+        put_reducer_off(wrapper)
+        return _reducers[wrapper]
+
+    def used_by_all(self, reducer: Reducer, used: list[bool]) -> frozenset[int]:
+        """Positions of parameters that no process has used in this step."""
+        if not reducer.notes_use:
+            return reducer.unused or frozenset()
+        result = reducer.exchange_use(used, self._count(reducer, "use")).tolist()
+        unused = frozenset(position for position, is_used in enumerate(result) if not is_used)
+        if reducer.settings.is_static:
+            reducer.unused = unused
+        return unused
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Within the context, this thread's calls of DDP models and backward passes go through here.
+
+        Raises:
+            DataParallelError: Some parameters of a model have got gradients, and others that should have not.
+        """
+        if not is_distributed_run():
+            yield
+            return
+        outer = getattr(_running, "session", None)
+        _running.session = self
+        try:
+            with _PATCHES.applied():
+                yield
+        finally:
+            _running.session = outer
+        for reducer, touched in self._armed.items():
+            self._check_complete(reducer, touched)
+
+    def forward(self, original: Callable[..., Any], wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        """Run a wrapper's module as the wrapper does, but for its reducer."""
+        reducer = self.reducer_of(wrapper)
+        if reducer is None:
+            return original(wrapper, *args, **kwargs)
+        buffers = broadcast_buffers(wrapper) if reducer.num_processes > 1 else []
+        if buffers:
+            with torch.no_grad():
+                reducer.broadcast(buffers, self._count(reducer, "buffers"))
+        args, kwargs = inputs_on_device(wrapper, (args, kwargs))
+        result = wrapper.module(*args, **kwargs)
+        is_synchronised = bool(torch.is_grad_enabled() and wrapper.require_backward_grad_sync)
+        if wrapper.require_forward_param_sync != is_synchronised:
+            wrapper.require_forward_param_sync = is_synchronised
+        if is_synchronised and reducer.num_processes > 1:
+            self._check_complete(reducer, self._armed.get(reducer, set()))
+            self._armed[reducer] = set()
+        return result
+
+    def backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass, and reduce what is complete after it."""
+        if self._depth or not self._armed:  # a checkpointed region runs passes of its own within one
+            return original(*args, **kwargs)
+        before = {reducer: [*map(_state_of, reducer.parameters)] for reducer in self._armed}
+        self._depth += 1
+        try:
+            original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        for reducer, states in before.items():
+            now = map(_state_of, reducer.parameters)
+            self._armed[reducer] |= {i for i, pair in enumerate(zip(states, now, strict=True)) if _differ(*pair)}
+            self._reduce_if_complete(reducer)
+        return None
+
+    def _reduce_if_complete(self, reducer: Reducer) -> None:
+        touched, settings = self._armed[reducer], reducer.settings
+        is_lenient = settings.finds_unused or settings.is_static
+        if not touched or not (is_lenient or len(touched) == len(reducer.parameters)):
+            return
+        del self._armed[reducer]
+        with torch.no_grad():
+            unused = self.used_by_all(reducer, [i in touched for i in range(len(reducer.parameters))])
+            reducer.reduce(unused, self._count(reducer, "gradients"))
+
+    def _check_complete(self, reducer: Reducer, touched: set[int]) -> None:
+        if touched:
+            missing = [name for i, name in enumerate(reducer.names) if i not in touched]
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise DataParallelError(
+                f"{', '.join(missing[:3])}{more} of {reducer.name} got no gradient, so that none was reduced. Give "
+                "DistributedDataParallel find_unused_parameters=True, or static_graph=True where the same parameters "
+                "are unused in every step; the latter is captured."
+            )
+
+    def _count(self, reducer: Reducer, what: str) -> int:
+        self._times[reducer, what] += 1
+        return self._times[reducer, what] - 1
+
+
+def reducer_known(wrapper: DistributedDataParallel) -> Reducer | None:
+    """The reducer of ``wrapper``, if an eager run has made it."""
+    return _reducers.get(wrapper)
+
+
+def new_reducer(wrapper: DistributedDataParallel) -> Reducer:
+    """Agree with all processes on the buckets of ``wrapper``.
+
+    Raises:
+        DataParallelError: They have other models or settings.
+    """
+    settings = Settings(
+        cap_bytes=wrapper.bucket_bytes_cap,
+        compress=compression_of(wrapper),
+        finds_unused=wrapper.find_unused_parameters and not wrapper.static_graph,
+        is_static=wrapper.static_graph,
+    )
+    group: Any = wrapper.process_group
+    return Reducer(type(wrapper.module).__name__, reduced_parameters(wrapper), group, settings)
+
+
+def _state_of(parameter: Tensor) -> tuple[Tensor | None, int]:
+    gradient = parameter.grad
+    return gradient, 0 if gradient is None else gradient._version
+
+
+def _differ(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> bool:
+    return before[0] is not now[0] or before[1] != now[1]
+
+
+_running = threading.local()
+
+
+def _forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _running.session.forward(original, *args, **kwargs)
+
+
+def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _running.session.backward(original, *args, **kwargs)
+
+
+class _Patches:
+    """PyTorch's functions are replaced as long as any thread wants it; for threads that don't, they do as ever."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_users = ForkSafeLock(), 0
+        self._stack = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        with self._lock.lock:
+            if not self._num_users:
+                wanted = lambda: getattr(_running, "session", None) is not None  # noqa: E731
+                self._stack.enter_context(calls_replaced(_forward, _backward, wanted))
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            with self._lock.lock:
+                self._num_users -= 1
+                if not self._num_users:
+                    self._stack.close()
+
+
+_PATCHES = _Patches()

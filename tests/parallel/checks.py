@@ -1,0 +1,469 @@
+"""What each process of a group does for a test: trains in several ways, and compares."""
+
+import contextlib
+import copy
+import hashlib
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+import millstream as ms
+from millstream.capture import Step
+from millstream.parallel import exchange
+from tests.capture.worlds import interpret
+
+
+class Net(nn.Module):
+    """Its bias before the normalisation is left out: its true gradient is zero."""
+
+    def __init__(self, hidden=8, tied=False, unused=False):
+        super().__init__()
+        self.first = nn.Linear(4, hidden, bias=False)
+        self.norm = nn.BatchNorm1d(hidden)
+        self.second = nn.Linear(hidden, hidden)
+        self.third = nn.Linear(hidden, hidden)
+        if tied:
+            self.third.weight = self.second.weight
+        self.spare = nn.Linear(3, 3) if unused else None
+        self.last = nn.Linear(hidden, 2)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.norm(self.first(x))))))))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, 1e-2)
+
+
+def plain(ddp, optimizer):
+    def step(x, y):
+        loss = F.mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def clipping(ddp, optimizer):
+    def step(x, y):
+        loss = F.mse_loss(ddp(x), y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+    return step
+
+
+def accumulating(ddp, optimizer):
+    def step(x, y):
+        with ddp.no_sync():
+            F.mse_loss(ddp(x[:3]), y[:3]).backward()
+        loss = F.mse_loss(ddp(x[3:]), y[3:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def scaled(ddp, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step(x, y):
+        loss = F.mse_loss(ddp(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+KINDS = {
+    "sgd": (plain, sgd, {}, {}),
+    "adamw": (plain, adamw, {}, {}),
+    "clipping": (clipping, adamw, {}, {}),
+    "accumulation": (accumulating, sgd, {}, {}),
+    "tied": (plain, sgd, {"tied": True}, {}),
+    "unused": (plain, adamw, {"unused": True}, {"static_graph": True}),
+    "scaler": (scaled, sgd, {}, {}),
+    "small buckets": (plain, sgd, {}, {"bucket_cap_mb": 1e-4}),
+    "bucket views": (plain, sgd, {}, {"gradient_as_bucket_view": True}),
+    "own buffers": (plain, sgd, {}, {"broadcast_buffers": False}),
+    "finds unused": (plain, adamw, {}, {"find_unused_parameters": True}),
+}
+
+
+COMPILED = ("sgd", "adamw", "clipping", "unused", "scaler")
+"""Others are interpreted: what is special of them is in the traced graph."""
+
+
+def interpreted(step):
+    """A captured step whose graphs run operator by operator, which takes no time to compile."""
+    return Step(step, build=interpret, strict=True)
+
+
+def batches(rank, count, rows=lambda rank, number: 6):
+    generator = torch.Generator().manual_seed(100 + rank)
+    for number in range(count):
+        size = rows(rank, number)
+        yield torch.randn(size, 4, generator=generator), torch.randn(size, 2, generator=generator)
+
+
+def make(make_step, make_optimizer, of_net, of_ddp, hook=None):
+    torch.manual_seed(0)
+    net = Net(**of_net)
+    ddp = DistributedDataParallel(net, **of_ddp)
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
+    return net, make_step(ddp, make_optimizer(ddp.parameters()))
+
+
+def train(step, data):
+    return [tree_map(lambda each: each.detach().clone(), step(*batch)) for batch in data]
+
+
+def assert_alike(ours, theirs, rtol=1e-4, atol=1e-5):
+    """Parameters and buffers within a tolerance."""
+    for (name, left), right in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(left, right, rtol=rtol, atol=atol, msg=lambda told, name=name: f"{name}: {told}")
+
+
+def digest(net):
+    content = b"".join(each.detach().contiguous().numpy().tobytes() for each in net.parameters())
+    return hashlib.sha256(content).hexdigest()
+
+
+@contextlib.contextmanager
+def fallbacks():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ms.FallbackWarning)
+        told = []
+        yield told
+    told += [str(each.message) for each in caught if issubclass(each.category, ms.FallbackWarning)]
+
+
+# --- the checks -------------------------------------------------------------------------------------------------------
+
+
+def same_as_ddp(rank, kind, num_steps):
+    """Our step and DDP's, eager: results, parameters and buffers."""
+    theirs, their_step = make(*KINDS[kind])
+    ours, our_step = make(*KINDS[kind])
+    captured = ms.step(our_step, strict=True) if kind in COMPILED else interpreted(our_step)
+    expected = train(their_step, batches(rank, num_steps))
+    results = train(captured, batches(rank, num_steps))
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+    assert_alike(ours, theirs)
+    unused = [name for name, each in theirs.named_parameters() if each.grad is None]
+    assert unused == [name for name, each in ours.named_parameters() if each.grad is None]
+    assert len(captured.graphs) == 1
+    return digest(ours)
+
+
+def ranks_after(rank, num_steps, without=None):
+    """Digest of the parameters after many steps; ``without``: the all-reduce of that bucket is taken out."""
+    net, step = make(plain, adamw, {}, {"bucket_cap_mb": 1e-4})
+    captured = ms.step(step, strict=True)
+    train(captured, batches(rank, 2))
+    (graph,) = captured.graphs
+    if without is not None:
+        runner = graph.executable._runner
+        reduced = [each for each in runner._exchanges if each.label.startswith("bucket")]
+        assert len(reduced) > 2
+        reduced[without]._issue = lambda memory, **_: None
+    train(captured, batches(rank, num_steps))
+    return digest(net)
+
+
+def mean_of_two_devices(rank):
+    """Whether gradients are, bit by bit, the mean of those of two runs on one device each."""
+    torch.manual_seed(0)
+    net = Net()
+    alone, ddp = copy.deepcopy(net), DistributedDataParallel(net)
+
+    def gradients_of(model):
+        def step(x, y):
+            model.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        return ms.step(step, strict=True)
+
+    ours, single = gradients_of(ddp), gradients_of(alone)
+    for number, (x, y) in enumerate(batches(rank, 5)):
+        ours(x, y)
+        single(x, y)
+        if not ours.graphs:  # the first call, by eager kernels
+            assert number == 0
+            continue
+        for reduced, own in zip(net.parameters(), alone.parameters(), strict=True):
+            parts = [torch.empty_like(own.grad) for _ in range(2)]
+            dist.all_gather(parts, own.grad)
+            assert torch.equal(reduced.grad, parts[0] / 2 + parts[1] / 2)
+    assert ours.graphs
+    assert single.graphs
+
+
+def other_lengths(rank, num_steps):
+    """Each process has batches of its own sizes, and captures when it likes."""
+
+    def rows(rank, number):
+        return (5, 6, 7)[(number // 2 + rank) % 3] + rank
+
+    theirs, their_step = make(*KINDS["sgd"])
+    ours, our_step = make(*KINDS["sgd"])
+    captured = ms.step(our_step, strict=True)
+    expected = train(their_step, batches(rank, num_steps, rows))
+    torch.testing.assert_close(train(captured, batches(rank, num_steps, rows)), expected, rtol=1e-4, atol=1e-5)
+    assert_alike(ours, theirs)
+    return len(captured.graphs)
+
+
+def fallback_on_one(rank, num_steps):
+    """One process cannot capture."""
+
+    def branching(ddp, optimizer):
+        step = plain(ddp, optimizer)
+
+        def on_one(x, y):
+            if rank == 1 and bool((x.sum() > 1e9).item()):
+                return x
+            return step(x, y)
+
+        return on_one
+
+    theirs, their_step = make(branching, sgd, {}, {"bucket_cap_mb": 1e-4})
+    ours, our_step = make(branching, sgd, {}, {"bucket_cap_mb": 1e-4})
+    captured = ms.step(our_step)
+    expected = train(their_step, batches(rank, num_steps))
+    with fallbacks() as told:
+        torch.testing.assert_close(train(captured, batches(rank, num_steps)), expected, rtol=1e-4, atol=1e-5)
+    assert_alike(ours, theirs)
+    return bool(captured.graphs), len(told)
+
+
+def other_settings(rank):
+    """The error that tells that processes differ."""
+    net, step = make(plain, sgd, {}, {"bucket_cap_mb": 25 + rank})
+    before = copy.deepcopy(net.state_dict())
+    try:
+        train(ms.step(step), batches(rank, 1))
+    except ms.DataParallelError as error:
+        for name, value in net.state_dict().items():
+            assert torch.equal(value, before[name])
+        return str(error)
+    return ""
+
+
+def unused_without_notice(rank):
+    """The error about parameters without gradients."""
+    _, step = make(plain, sgd, {"unused": True}, {})
+    try:
+        train(ms.step(step), batches(rank, 1))
+    except ms.DataParallelError as error:
+        return str(error)
+    return ""
+
+
+def sometimes_unused(rank, num_steps):
+    """A parameter that one process uses, and none in other steps: left to Python, where nobody else is hindered."""
+
+    class Sometimes(Net):
+        def forward(self, x):
+            result = super().forward(x)
+            return result + self.spare(x[:, :3]).sum() if self.is_used else result
+
+    def run(wrap):
+        torch.manual_seed(0)
+        net = Sometimes(unused=True)
+        net.is_used = False
+        ddp = DistributedDataParallel(net, find_unused_parameters=True)
+        step = wrap(plain(ddp, adamw(ddp.parameters())))
+        for number, batch in enumerate(batches(rank, num_steps)):
+            net.is_used = number > 2 and number % 3 == rank
+            step(*batch)
+        return net
+
+    theirs = run(lambda step: step)
+    with fallbacks() as told:
+        ours = run(ms.step)
+    assert_alike(ours, theirs)
+    return told[0]
+
+
+def two_models(rank, num_steps):
+    """A step in which one model's gradients are reduced after each of two backward passes, and another's after one."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        nets = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), nn.Linear(4, 1)]
+        maker, judge = map(DistributedDataParallel, nets)
+        first, second = sgd(maker.parameters()), sgd(judge.parameters())
+
+        def step(x, _):
+            made = maker(x)
+            loss = judge(x).mean() - judge(made.detach()).mean()
+            loss.backward()
+            second.step()
+            second.zero_grad()
+            score = judge(made).pow(2).mean()
+            score.backward()
+            first.step()
+            first.zero_grad()
+            second.zero_grad()
+            return loss, score
+
+        step = wrap(step)
+        return nn.ModuleList(nets), train(step, batches(rank, num_steps)), step
+
+    theirs, expected, _ = run(lambda step: step)
+    ours, results, step = run(interpreted)
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+    assert_alike(ours, theirs)
+    return len(step.graphs)
+
+
+def no_sync_outside(rank, num_steps):
+    """``no_sync`` around whole calls of the step."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        net = Net()
+        ddp = DistributedDataParallel(net)
+        optimizer = sgd(ddp.parameters())
+
+        def accumulate(x, y):
+            loss = F.mse_loss(ddp(x), y)
+            loss.backward()
+            return loss
+
+        def finish(x, y):
+            loss = F.mse_loss(ddp(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        accumulate, finish = wrap(accumulate), wrap(finish)
+        results = []
+        for number, batch in enumerate(batches(rank, num_steps)):
+            if number % 3 < 2:
+                with ddp.no_sync():
+                    results.append(accumulate(*batch).detach().clone())
+            else:
+                results.append(finish(*batch).detach().clone())
+        return net, results, (accumulate, finish)
+
+    theirs, expected, _ = run(lambda step: step)
+    ours, results, steps = run(interpreted)
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+    assert_alike(ours, theirs)
+    return [len(step.graphs) for step in steps]
+
+
+def eval_between(rank, num_steps):
+    """The wrapper itself, by DDP's own ways, between steps: evaluation, and a forward pass without a backward one."""
+
+    def run(wrap):
+        net, step = make(plain, sgd, {}, {})
+        ddp = step.__closure__[0].cell_contents
+        step, seen = wrap(step), []
+        for number, batch in enumerate(batches(rank, num_steps)):
+            step(*batch)
+            if number % 3 == 1:
+                ddp.eval()
+                with torch.no_grad():
+                    seen.append(ddp(batch[0]))
+                ddp.train()
+                ddp(batch[0])
+        return net, seen
+
+    theirs, expected = run(lambda step: step)
+    ours, seen = run(interpreted)
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
+    assert_alike(ours, theirs)
+
+
+def compressed(rank, num_steps):
+    """Gradients travel in half precision."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    theirs, their_step = make(plain, sgd, {}, {}, fp16_compress_hook)
+    ours, our_step = make(plain, sgd, {}, {}, fp16_compress_hook)
+    captured = ms.step(our_step, strict=True)
+    train(their_step, batches(rank, num_steps))
+    train(captured, batches(rank, num_steps))
+    assert_alike(ours, theirs, rtol=2e-2, atol=2e-3)
+    assert any(each.memory.dtype is torch.float16 for each in captured.graphs[0].executable._runner._exchanges)
+
+
+def own_hook(rank, num_steps):
+    """A communication hook of the user's: DDP's own reducer runs it, in all processes."""
+
+    def hook(state, bucket):
+        future = dist.all_reduce(bucket.buffer().mul_(0.25), async_op=True).get_future()
+        return future.then(lambda each: each.value()[0])
+
+    theirs, their_step = make(plain, sgd, {}, {}, hook)
+    ours, our_step = make(plain, sgd, {}, {}, hook)
+    train(their_step, batches(rank, num_steps))
+    with fallbacks() as told:
+        train(ms.step(our_step), batches(rank, num_steps))
+    assert_alike(ours, theirs)
+    return told
+
+
+def overlapped(rank, num_steps):
+    """Gradients are sent off after several segments, as on a GPU."""
+    from millstream.capture.step import program
+
+    theirs, their_step = make(*KINDS["small buckets"])
+    ours, our_step = make(*KINDS["small buckets"])
+    captured = ms.step(our_step, strict=True)
+    expected = train(their_step, batches(rank, num_steps))
+    before, program.most_cuts = program.most_cuts, lambda inputs: 4
+    try:
+        results = train(captured, batches(rank, num_steps))
+    finally:
+        program.most_cuts = before
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+    assert_alike(ours, theirs)
+    return sum(bool(each.starts) for each in captured.graphs[0].executable._runner._segments.segments)
+
+
+_training = {}
+
+
+def begin_training(rank):
+    """Capture a step, for the next check."""
+    _training["step"] = captured = ms.step(make(plain, sgd, {}, {})[1], strict=True)
+    train(captured, batches(rank, 3))
+
+
+def until_another_dies(rank):
+    """Train for ever; what ends it."""
+    try:
+        while True:
+            train(_training["step"], batches(rank, 50))
+    except ms.DataParallelError as error:
+        assert exchange.PROGRESS.last
+        return str(error)

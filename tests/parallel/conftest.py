@@ -1,0 +1,23 @@
+import pytest
+import torch.distributed
+
+from tests.parallel.group import Group
+
+
+def _group(size):
+    group = Group(size)
+    yield group
+    group.kill()
+
+
+if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+
+    @pytest.fixture(scope="session")
+    def pair():
+        """Two processes, kept for all tests."""
+        yield from _group(2)
+
+    @pytest.fixture
+    def own_pair():
+        """Two processes for a test that ends them."""
+        yield from _group(2)

@@ -1,0 +1,84 @@
+"""Steps with DistributedDataParallel, captured, in two processes, against DDP's own reducer."""
+
+import pytest
+
+from tests.parallel import checks
+
+
+@pytest.mark.parametrize("kind", checks.KINDS)
+def test_training_is_as_with_ddp(pair, kind):
+    digests = pair.run(checks.same_as_ddp, kind, 50)
+    assert digests[0] == digests[1]
+
+
+def test_ranks_stay_bit_equal(pair):
+    digests = pair.run(checks.ranks_after, 1000)
+    assert digests[0] == digests[1]
+
+
+def test_ranks_differ_without_one_all_reduce(pair):
+    digests = pair.run(checks.ranks_after, 3, 1)
+    assert digests[0] != digests[1]
+
+
+def test_gradients_are_bitwise_the_mean_of_single_runs(pair):
+    pair.run(checks.mean_of_two_devices)
+
+
+def test_ranks_have_batches_of_different_sizes(pair):
+    assert pair.run(checks.other_lengths, 16) == [3, 3]
+
+
+def test_one_rank_falls_back(pair):
+    assert pair.run(checks.fallback_on_one, 8) == [[True, 0], [False, 1]]
+
+
+def test_settings_differ(pair):
+    for told in pair.run(checks.other_settings):
+        assert "Net differs between processes: rank 0 has 'Settings(" in told
+
+
+def test_unused_parameter_is_an_error(pair):
+    for told in pair.run(checks.unused_without_notice):
+        assert told.startswith("spare.weight, spare.bias of Net got no gradient")
+
+
+def test_parameter_is_used_by_some_ranks_in_some_steps(pair):
+    for told in pair.run(checks.sometimes_unused, 12):
+        assert "find_unused_parameters=True" in told
+
+
+def test_two_models(pair):
+    assert pair.run(checks.two_models, 10) == [1, 1]
+
+
+def test_no_sync_around_steps(pair):
+    pair.run(checks.no_sync_outside, 18)
+
+
+def test_wrapper_is_used_between_steps(pair):
+    pair.run(checks.eval_between, 10)
+
+
+def test_compression(pair):
+    pair.run(checks.compressed, 10)
+
+
+def test_hook_of_the_users_keeps_its_reducer(pair):
+    for told in pair.run(checks.own_hook, 5):
+        assert len(told) == 1
+        assert "communication hook hook, which is not captured" in told[0]
+
+
+def test_gradients_are_sent_off_early(pair):
+    for num_cuts in pair.run(checks.overlapped, 10):
+        assert num_cuts > 2
+
+
+def test_rank_dies(own_pair):
+    own_pair.run(checks.begin_training)
+    own_pair.start_check(checks.until_another_dies)
+    own_pair.kill_one(1)
+    (told,) = own_pair.finish_check(without=(1,))
+    assert told.startswith("Rank 0 could not exchange ")
+    assert "go on from a checkpoint" in told
