@@ -40,6 +40,7 @@ NAMES = [
     "profile",
     "step",
     "streams",
+    "trace_syncs",
     "version_report",
 ]
 CORE = ["errors", "graph", "cost", "schedule", "check", "simulate", "insight", "report"]

@@ -32,7 +32,7 @@ from millstream.report import Explanation
 from millstream.results import fetch
 
 if TYPE_CHECKING:
-    from millstream.api import callback, compile, eager_region, explain, profile, step, version_report
+    from millstream.api import callback, compile, eager_region, explain, profile, step, trace_syncs, version_report
 
 __version__ = "0.1.0"
 
@@ -64,10 +64,13 @@ __all__ = [
     "profile",
     "step",
     "streams",
+    "trace_syncs",
     "version_report",
 ]
 
-_LATE = frozenset(("callback", "compile", "eager_region", "explain", "profile", "step", "version_report"))
+_LATE = frozenset(
+    ("callback", "compile", "eager_region", "explain", "profile", "step", "trace_syncs", "version_report")
+)
 
 
 def __getattr__(name: str) -> Any:

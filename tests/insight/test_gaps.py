@@ -34,9 +34,10 @@ def test_each_nanosecond_has_the_cause_that_the_rules_give(recording):
             if part == "device":
                 assert each.cause in DEVICE_CAUSES
             elif part == "launch":
-                hidden = span is not None and span.cause is not Cause.SYNC
-                assert hidden or each.cause in (Cause.LAUNCH, *({span.cause} if span else ())) or span is None
-                assert not hidden or each.cause is span.cause
+                if span is not None:
+                    assert each.cause is span.cause
+                else:
+                    assert each.cause is not Cause.UNKNOWN
                 assert each.stack
             elif span is not None:
                 assert each.cause is span.cause

@@ -4,7 +4,7 @@ from millstream.api.callbacks import callback
 from millstream.api.compiling import compile, dynamo_backend
 from millstream.api.environment import version_report
 from millstream.api.explaining import executables, explain, is_compiled
-from millstream.api.profiling import Profile, profile
+from millstream.api.profiling import Profile, profile, trace_syncs
 from millstream.api.stepping import step
 from millstream.capture.step.islands import eager_region
 from millstream.data import feed
@@ -21,5 +21,6 @@ __all__ = [
     "is_compiled",
     "profile",
     "step",
+    "trace_syncs",
     "version_report",
 ]

@@ -13,8 +13,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 from millstream.data.feeding import _Pass
 from millstream.errors import ArgumentError
 from millstream.insight import Findings, analyse
-from millstream.report.idle import to_page, to_text, to_trace
-from millstream.trace import Session
+from millstream.insight.syncs import SyncFindings
+from millstream.report.idle import syncs, to_page, to_text, to_trace
+from millstream.trace import Session, SyncTrace
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -132,6 +133,50 @@ def profile(function: Callable[P, R] | None = None, *, save: str | Path | None =
                 sys.stderr.write(f"{run}\n")
 
     return profiled
+
+
+class trace_syncs:  # noqa: N801 - reads as a function does: with ms.trace_syncs() as t
+    """List what makes the host wait for the device while some code runs: which line, how often, what to write instead.
+
+    Reads of values (``.item()``, ``if t:``, ``print(t)``), of tensors (``.cpu()``, ``.tolist()``), masks as indices,
+    copies, pinned allocations, ``synchronize``, graph breaks and recompilations, in the thread that enters::
+
+        with ms.trace_syncs() as t:
+            train(steps=5)
+        print(t)
+
+    Every operator is looked at, which is slow: times are only those of the calls found. Without a GPU, the calls are
+    listed that would wait for one. From the command line: ``millstream syncs train.py``.
+    """
+
+    def __init__(self) -> None:
+        self._trace = SyncTrace()
+
+    def __enter__(self) -> trace_syncs:
+        self._trace.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._trace.__exit__(kind, error, traceback)
+
+    @property
+    def findings(self) -> SyncFindings | None:
+        """The list as data; ``None`` until the ``with`` is left."""
+        return self._trace.findings
+
+    def __str__(self) -> str:
+        return syncs.to_text(self._known())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The list as plain data, fit for JSON."""
+        return syncs.to_dict(self._known())
+
+    def _known(self) -> SyncFindings:
+        if self.findings is None:
+            raise ArgumentError("The trace is not over: read it after the with block.")
+        return self.findings
 
 
 class _Saved(Profile):

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from millstream.cli.job import Job
 
 EXIT_BAD_INPUT = 2  # as argparse's own
-SCRIPT_COMMANDS = ("profile",)  # options, a script, and all that follows is the script's own
-WITH_VALUE = ("--save", "--fail-if")
+SCRIPT_COMMANDS = ("profile", "syncs")  # options, a script, and all that follows is the script's own
+WITH_VALUE = ("--save", "--fail-if", "--json")
 MAX_SEED = 2**32 - 1  # leaves room to mix an epoch into the 64 bits that PyTorch takes
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -151,6 +151,17 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="two .json reports; runs nothing"
     )
 
+    syncs = commands.add_parser(
+        "syncs",
+        help="list what makes the host wait for the device in a script: reads, copies, graph breaks, with lines",
+        description="Run a script, slowly, and list on the standard error output what makes the host wait for the "
+        "device: kind, count, line, and what to write instead. All that follows SCRIPT is the script's own.",
+    )
+    syncs.usage = "%(prog)s [-h] [-m] [--json FILE] SCRIPT.py [ARG ...]"
+    syncs.set_defaults(run=_syncs)
+    syncs.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
+    syncs.add_argument("--json", type=Path, metavar="FILE", help="write the list as data, too")
+
 
 def _add_script(jobs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "what ms.step or ms.compile returned in a script, which is run to its end or until Ctrl-C"
@@ -259,6 +270,14 @@ def _profile(arguments: argparse.Namespace) -> int:
         save=arguments.save,
         fail_if=arguments.fail_if,
     )
+
+
+def _syncs(arguments: argparse.Namespace) -> int:
+    from millstream.cli.profile import list_syncs
+
+    if not arguments.target:
+        raise ArgumentError("say which script to run: millstream syncs script.py [ARG ...]")
+    return list_syncs(arguments.target, arguments.arguments, as_module=arguments.as_module, save=arguments.json)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from millstream.api.profiling import Profile, check_writable
+from millstream.api.profiling import Profile, check_writable, trace_syncs
 from millstream.cli.running import run_script
 from millstream.errors import ArgumentError
 from millstream.report.idle import Condition, compare
@@ -57,6 +57,20 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
     if broken:
         print(f"millstream: {', '.join(broken)} holds", file=sys.stderr)
     return EXIT_CONDITION if broken and code == 0 else code
+
+
+def list_syncs(target: str, arguments: list[str], *, as_module: bool, save: Path | None) -> int:
+    """Run a script and list what makes its host wait for the device; returns the script's exit code."""
+    trace = trace_syncs()
+    with trace:
+        code = run_script(target, arguments, as_module=as_module)
+    if trace.findings is None:  # a child that the script forked
+        return code
+    sys.stdout.flush()
+    print(f"\n{trace}", file=sys.stderr)
+    if save is not None:
+        save.write_text(json.dumps(trace.to_dict(), indent=2) + "\n", encoding="utf-8")
+    return code
 
 
 def compare_files(before: Path, after: Path) -> int:

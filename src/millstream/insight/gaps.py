@@ -8,7 +8,7 @@
 **Steps**, for a gap (a, b) whose next activity was launched by a call L of the training thread, or of another:
 1. *Host part*, from a until L begins: what the thread did then, the innermost span first; after a wait for the device,
    until two launches are outstanding again, the refill of the queue belongs to that wait; then samples.
-2. *Launch part*, while L ran: launching, unless a hook saw the driver compile or allocate in it.
+2. *Launch part*, while L ran: launching, unless it refills the queue, or the driver compiles or allocates in it.
 3. *Device part*, from the end of L: between two graphs, behind another stream's event, or the device's own.
 """
 
@@ -129,9 +129,11 @@ def _slice_gap(gap: Gap, pieces: Sequence[tuple[int, int, Span]], first: int, co
     if launch is None:
         return
     for start, end, span in overlay(pieces, host_end, launch_end, first):
-        is_plain = span is None or span.cause in (Cause.PYTHON, Cause.SYNC, Cause.WAITING)
-        stack = launch.stack or (span.stack if span is not None else ())
-        yield Slice(start, end, Cause.LAUNCH if is_plain else span.cause, stack)
+        is_plain = span is None or span.cause in (Cause.PYTHON, Cause.WAITING)
+        if span is None or is_plain:
+            yield Slice(start, end, Cause.LAUNCH, launch.stack or (span.stack if span is not None else ()))
+        else:
+            yield Slice(start, end, span.cause, span.stack or launch.stack, span.detail)
     if launch_end < gap.end_ns and ender is not None:
         yield _slice_device_part(launch_end, gap, ender, launch, context)
 

@@ -223,6 +223,7 @@ class Recording:
         library_roots: Folders whose files are not the user's.
         cost_share: What looking cost, as a share of the time.
         caveats: What could not be seen, in sentences.
+        has_steps: ``steps`` are the loop's; else they are slices of time, because none was seen.
         is_complete: Whether that leaves enough for a verdict; else the first caveat says why not.
     """
 
@@ -245,6 +246,7 @@ class Recording:
     library_roots: tuple[str, ...] = field(default_factory=tuple)
     cost_share: float | None = None
     caveats: tuple[str, ...] = ()
+    has_steps: bool = True
     is_complete: bool = True
 
     def user_site(self, stack: Stack) -> Site | None:

@@ -18,13 +18,13 @@ from itertools import pairwise
 
 import torch
 
-from millstream._torch import compile_events
 from millstream.errors import ArgumentError
-from millstream.insight import Cause, Note, Recording, Sample, Site, Span, Step
+from millstream.insight import Recording, Sample, Span, Step
 from millstream.trace import frames
 from millstream.trace.device import DeviceWindow
 from millstream.trace.hooks import Hooks
 from millstream.trace.log import Log, clock
+from millstream.trace.notes import notes_of
 from millstream.trace.sampler import Sampler, samples_of
 
 Waiter = tuple[type, str]
@@ -34,7 +34,7 @@ EVENT_NS = 2_000
 """What a hook costs, about: a stack of 40 frames takes 0.9 µs, and the wrapper 0.2."""
 NUM_SLICES = 20
 """A run without steps is cut into so many pieces, to say at least what they waited for."""
-LEAST_MARKS = 3
+LEAST_MARKS, LEAST_STEPS = 3, 3
 
 _lock = threading.Lock()
 
@@ -87,9 +87,11 @@ class Session:
         _lock.release()
         thread = self._find_thread()
         steps, caveats = self._find_steps(thread)
-        is_complete = True
-        if not steps:
-            steps, is_complete = _cut(self._began_ns, ended_ns), False
+        has_steps = len(steps) >= LEAST_STEPS
+        if not has_steps:
+            if steps:
+                caveats = [f"{len(steps)} steps are too few to tell them from their warm-up", *caveats]
+            steps = _cut(self._began_ns, ended_ns)
         samples = samples_of(self._sampler.looks, thread)
         caveats += _why_sparse(samples, steps)
         spent_ns = self._sampler.busy_ns + self._log.num_events * EVENT_NS
@@ -109,14 +111,15 @@ class Session:
                 for ident, start, end, cause, stack, detail in self._log.spans
             ),
             samples=tuple(samples),
-            notes=tuple(self._notes()),
+            notes=tuple(notes_of(self._log.breaks, self._began_unix_ns, self._began_ns)),
             loaders=tuple(loaders),
             num_cores=_num_cores(),
             switch_ns=round(sys.getswitchinterval() * 1e9),
             library_roots=frames.library_roots(),
             cost_share=spent_ns / max(ended_ns - self._began_ns, 1),
             caveats=tuple(caveats),
-            is_complete=is_complete,
+            has_steps=has_steps,
+            is_complete=has_steps,
         )
         frames.forget()
         return recording if device is None else device.add_to(recording, self._began_unix_ns - self._began_ns)
@@ -143,33 +146,8 @@ class Session:
         if len(batches) >= LEAST_MARKS:
             return _between(batches), ["no optimizer stepped: a step is from one batch to the next"]
         if marks or batches:
-            return _between(marks if len(marks) >= len(batches) else batches), []
+            return [], [f"{max(len(marks), len(batches))} steps are too few to tell them from their warm-up"]
         return [], ["no step was seen: neither did an optimizer step nor a DataLoader give batches"]
-
-    def _notes(self) -> list[Note]:
-        found = []
-        for each in compile_events.recompilations(self._began_unix_ns):
-            at_ns = each.at_ns - self._began_unix_ns + self._began_ns
-            found.append(Note(Cause.COMPILE, at_ns, Site(each.file, each.line, each.function), _reason(each.reason)))
-        for at_ns, text in self._log.breaks:
-            found.append(_break_note(at_ns, text))
-        return found
-
-
-def _reason(text: str) -> str:
-    """The guard that failed, without the numbers of the compilation."""
-    line = next((line for line in text.splitlines() if line.strip()), "")
-    return line.partition(": ")[2] or line
-
-
-def _break_note(at_ns: int, text: str) -> Note:
-    """A graph break, from Dynamo's log of it."""
-    first, *rest = text.splitlines() or [""]
-    file, _, line = first.rpartition(" at ")[2].rpartition(":")
-    reason = next((each.partition(": ")[2] for each in rest if each.startswith("Graph Break Reason")), "")
-    explanation = next((each.strip() for each in rest if each.strip().startswith("Explanation:")), "")
-    site = Site(file, int(line)) if line.strip().isdigit() else None
-    return Note(Cause.GRAPH_BREAK, at_ns, site, explanation.partition(": ")[2] or reason or first)
 
 
 def _between(marks: list[int]) -> list[Step]:

@@ -47,7 +47,7 @@ class Condition:
                 f"names are {', '.join(names)}"
             )
         name, sign, number, unit = match.groups()
-        if (name == "step") != (unit == "ms"):
+        if unit != ("ms" if name == "step" else "%"):
             raise ArgumentError(f"{text!r}: a step is bounded in ms ('step>120ms'), all else in % ('idle>20%')")
         try:
             bound = float(number)

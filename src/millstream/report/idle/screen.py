@@ -29,7 +29,7 @@ def to_text(found: Findings) -> str:
 def headline_facts(found: Findings) -> str:
     """How many steps, on what, and what looking cost."""
     recording = found.recording
-    facts = [recording.device, count(len(found.steps), "step")]
+    facts = [recording.device, count(len(found.steps), "step") if recording.has_steps else "no steps"]
     if found.idle_ns:
         facts.append(f"lines found for {percent(found.located_share, 1)}")
     if recording.cost_share is not None:
@@ -42,6 +42,9 @@ def _headline(found: Findings) -> str:
     if not found.steps:
         return f"{recording.script}: {duration(recording.end_ns - recording.start_ns)}, {recording.device}."
     whose = "The CPU does not compute for" if recording.is_synchronous else "GPU idle"
+    if not recording.has_steps:
+        length = duration(recording.end_ns - recording.start_ns)
+        return f"{recording.script}: {length}, {headline_facts(found)}.  Unreliable."
     idle, step = duration(found.idle_ns / len(found.steps)), duration(found.step_ns)
     reliable = "Unreliable." if found.why_unreliable else "Reliable."
     share = percent(found.idle_ns, found.window_ns)

@@ -1,0 +1,209 @@
+"""``millstream profile`` and ``syncs``: the script's output and exit code are its own, however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from millstream.cli import main
+from millstream.cli.profile import EXIT_CONDITION
+from millstream.errors import ArgumentError
+from millstream.report.idle import Condition, compare
+
+STEPS = """
+    import sys, torch
+    from torch import nn
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    def train(steps):
+        for _ in range(steps):
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a script in a process of its own, plainly and profiled."""
+
+    def run(body, *options, command="profile", before=STEPS, arguments=(), plain=False):
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(before) + textwrap.dedent(body), encoding="utf-8")
+        words = [] if plain else ["-m", "millstream", command, *options]
+        return subprocess.run(
+            [sys.executable, *words, str(script), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        )
+
+    return run
+
+
+def test_output_random_numbers_and_exit_code_are_the_scripts(run):
+    body = """
+        train(5)
+        print(sys.argv[1:], torch.rand(2).tolist(), float(model.weight.detach().sum()), __name__, __file__)
+        sys.exit(7)
+    """
+    seeded = "import torch\ntorch.manual_seed(0)\n" + textwrap.dedent(STEPS)
+    options = {"before": seeded, "arguments": ("--lr", "3")}
+    plain, profiled = run(body, plain=True, **options), run(body, **options)
+    assert profiled.stdout == plain.stdout
+    assert profiled.returncode == plain.returncode == 7
+    assert "of a step" in profiled.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("train(5)\nraise ValueError('broken')", 1, "ValueError: broken"),
+        ("train(5)\nraise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("train(5)\nsys.exit('no more')", 1, "no more"),
+        ("train(5)\nsys.exit(-1)", 255, "of a step"),
+        ("print('nothing')", 0, "no step was seen"),
+        ("train(1)", 0, "too few"),
+        ("import threading\nthreading.Thread(target=train, args=(8,)).start()", 0, "of a step"),
+        ("syntax error", 1, "SyntaxError"),
+    ],
+)
+def test_however_it_ends_there_is_a_report(body, code, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(STEPS) + body, encoding="utf-8")
+    before = sys.argv[:], sys.path[:]
+    assert main(["profile", str(script)]) == code
+    told = capsys.readouterr().err
+    assert said in told
+    assert "of a step" in told or "No verdict" in told
+    assert "millstream/cli/running.py" not in told  # a traceback begins in the script
+    assert (sys.argv, sys.path) == before
+
+
+def test_forked_child_reports_nothing(run):
+    done = run(
+        """
+        import os
+        train(5)
+        child = os.fork()
+        if child == 0:
+            train(3)
+            print("child")
+            sys.exit(5)
+        print("child gave", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    )
+    assert done.returncode == 0
+    assert sorted(done.stdout.split("\n")) == ["", "child", "child gave 5"]
+    assert done.stderr.count("of a step") == 1
+
+
+def test_other_profiler_of_the_script_works_as_ever(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    script = tmp_path / "script.py"
+    body = """
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            train(5)
+        print(any("addmm" in event.key for event in profiler.key_averages()))
+        """
+    script.write_text(textwrap.dedent(STEPS) + textwrap.dedent(body))
+    assert main(["profile", str(script)]) == 0
+    told = capsys.readouterr()
+    assert told.out == "True\n"
+    assert "of a step" in told.err
+
+
+def test_interrupt_from_outside_is_the_scripts_and_reported(tmp_path):
+    script = tmp_path / "endless.py"
+    script.write_text(textwrap.dedent(STEPS) + "train(5)\nprint('ready', flush=True)\nwhile True: train(1)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "millstream", "profile", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "of a step" in told
+
+
+def test_reports_are_saved_compared_and_held_against_bounds(tmp_path, capsys, monkeypatch):
+    page, data, trace = tmp_path / "r.html", tmp_path / "r.json", tmp_path / "r.trace.json"
+    body = "import time\nfor _ in range(12):\n    train(1)\n    time.sleep(0.01)\n"
+    options = [word for path in (page, data, trace) for word in ("--save", str(path))]
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(STEPS) + body)
+    code = main(["profile", *options, "--fail-if", "idle>20%", "--fail-if", "gc>90%", str(script)])
+    assert code == EXIT_CONDITION
+    assert "idle>20% holds" in capsys.readouterr().err
+    report = json.loads(data.read_text())
+    assert report["num_steps"] == 9
+    assert report["idle"] > 0.2
+    text = page.read_text()
+    assert "<script" not in text
+    assert "src=" not in text
+    assert text.count("class='step'") >= report["num_steps"]
+    assert page.stat().st_size < 2_000_000
+    assert any(event["name"] == "step 0" for event in json.loads(trace.read_text())["traceEvents"])
+    assert "as fast" in compare(report, report)
+
+
+def test_bad_options_are_told_before_the_script_runs(tmp_path, capsys):
+    script = tmp_path / "s.py"
+    script.write_text("print('ran')")
+    for options, said in (
+        (["--fail-if", "speed>3"], "is no condition"),
+        (["--save", "report.pdf"], "must end with"),
+        (["--save", str(tmp_path / "no" / "r.html")], "no folder"),
+    ):
+        assert main(["profile", *options, str(script)]) == 2
+        told = capsys.readouterr()
+        assert said in told.err
+        assert told.out == ""
+    assert main(["profile", "nowhere.py"]) == 2
+    assert main(["profile"]) == 2
+    assert main(["profile", "--compare", str(script), str(script)]) == 2
+    assert "is no JSON" in capsys.readouterr().err
+
+
+def test_syncs_lists_lines_and_keeps_the_exit_code(tmp_path, capsys, monkeypatch):
+    saved = tmp_path / "s.json"
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    body = """
+        for _ in range(3):
+            train(1)
+            loss = model.weight.detach().sum().item()  # reads
+        sys.exit(4)
+        """
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(STEPS) + textwrap.dedent(body))
+    assert main(["syncs", "--json", str(saved), str(script)]) == 4
+    assert "# reads" in capsys.readouterr().err
+    rows = json.loads(saved.read_text())["rows"]
+    assert [row["count"] for row in rows] == [3]
+
+
+@pytest.mark.parametrize("text", ["idle", "idle>20", "step>20%", "step>fast ms", "data 5%", "idle>1.2.3%", ""])
+def test_condition_that_is_none_is_refused(text):
+    with pytest.raises(ArgumentError, match=r"condition|bounded|number"):
+        Condition.parse(text)
+
+
+def test_condition_compares_shares_and_lengths():
+    report = {"step_ns": 50e6, "num_steps": 2, "idle": 0.3, "idle_ns_by_cause": {"data": 20_000_000}, "exposed_ns": {}}
+    assert Condition.parse("idle > 20%").holds(report)
+    assert not Condition.parse("idle<20%").holds(report)
+    assert Condition.parse("data>=20%").holds(report)
+    assert not Condition.parse("host waits>0%").holds(report)
+    assert Condition.parse("step>40ms").holds(report)

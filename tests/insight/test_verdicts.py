@@ -1,0 +1,250 @@
+"""Verdicts on a virtual device whose causes are known, and what taking them away gives."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.insight import (
+    Activity,
+    ActivityKind,
+    Cause,
+    Launch,
+    Loader,
+    Note,
+    Recording,
+    Sample,
+    Severity,
+    Site,
+    Span,
+    Step,
+    analyse,
+)
+from tests.insight.virtual import LIBRARY, THREAD, USER, line, serial_recording
+
+US, MS = 1_000, 1_000_000
+STEPS = 30
+
+
+def launches(number, length=10 * US, place=5):
+    return [(None, length, place)] * number
+
+
+PLANTED = {
+    Cause.DATA_WAIT: ([(Cause.DATA_WAIT, 60 * MS, 41), *launches(4)], [5 * MS] * 4),
+    Cause.PYTHON: ([*launches(2), (Cause.PYTHON, 15 * MS, 42), *launches(2)], [MS] * 4),
+    Cause.ALLOCATOR: ([*launches(4), (Cause.ALLOCATOR, 20 * MS, 43)], [2 * MS] * 4),
+    Cause.IO: ([*launches(4), (Cause.IO, 30 * MS, 44)], [5 * MS] * 4),
+    Cause.GC: ([*launches(4), (Cause.GC, 20 * MS, 45)], [2 * MS] * 4),
+    Cause.LAUNCH: (launches(400, 8 * US, 46), [2 * US] * 400),
+}
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_planted_cause_leads_with_its_line(cause):
+    host, kernels = PLANTED[cause]
+    found = analyse(serial_recording(host, kernels, steps=STEPS))
+    assert found.severity is Severity.HIGH
+    assert found.leading.cause is cause
+    assert found.leading.site.line in range(41, 47)
+    assert sum(found.idle_by_cause.values()) == found.idle_ns
+
+
+def test_wait_that_empties_the_queue_leads_and_its_refill_belongs_to_it():
+    # The host reads the loss in the middle of a step, then launches slowly: the device starves until two are queued.
+    host = [*launches(2, 300 * US), (Cause.SYNC, 0, 51), *launches(2, 300 * US)]
+    found = analyse(serial_recording(host, [320 * US] * 4, steps=STEPS))
+    assert found.leading.cause is Cause.SYNC
+    assert found.leading.site.line == 51
+
+
+def test_wait_with_work_queued_after_it_is_no_loss():
+    recording = serial_recording(launches(4), [5 * MS] * 4, steps=STEPS)
+    # The host waits for the first kernel of each step; three more are queued.
+    ends = [each.end_ns for each in recording.activities[::4]]
+    waits = tuple(Span(THREAD, end - MS, end, Cause.SYNC, line(60)) for end in ends)
+    found = analyse(replace(recording, spans=waits))
+    assert found.idle_by_cause.get(Cause.SYNC, 0) == 0
+
+
+def test_full_device_is_healthy():
+    found = analyse(serial_recording(launches(8), [5 * MS] * 8, steps=STEPS))
+    assert found.severity is Severity.HEALTHY
+    assert found.leading is None
+
+
+def test_two_stalls_are_ranked_and_add_up():
+    host = [(Cause.DATA_WAIT, 20 * MS, 41), *launches(2), (Cause.PYTHON, 7 * MS, 42), *launches(2)]
+    found = analyse(serial_recording(host, [MS] * 4, steps=STEPS))
+    assert [row.cause for row in found.rows[:2]] == [Cause.DATA_WAIT, Cause.PYTHON]
+    assert sum(found.idle_by_cause.values()) == found.idle_ns
+
+
+def test_python_hidden_behind_queued_kernels_is_nothing_to_win_back():
+    # 15 ms of Python while 20 ms of kernels are queued: the device does not notice, and no gain is promised.
+    host = [*launches(4), (Cause.PYTHON, 15 * MS, 42)]
+    found = analyse(serial_recording(host, [5 * MS] * 4, steps=STEPS))
+    assert found.severity is Severity.HEALTHY
+    assert found.recoverable.get(Cause.PYTHON, 0) < 0.05 * found.window_ns
+
+
+@given(
+    st.lists(
+        st.sampled_from([Cause.DATA_WAIT, Cause.PYTHON, Cause.GC, Cause.IO, Cause.SYNC, None, None]),
+        min_size=1,
+        max_size=12,
+    ),
+    st.data(),
+)
+def test_gain_is_what_the_twin_without_the_cause_takes(causes, data):
+    host = [(cause, data.draw(st.integers(1, 900)) * US, 10 + i) for i, cause in enumerate(causes)]
+    kernels = [data.draw(st.integers(1, 900)) * US for each in causes if each is None]
+    whole = serial_recording([*host, *launches(1)], [*kernels, US], steps=12)
+    found = analyse(whole)
+    for cause in {each for each in causes if each is not None} - {Cause.SYNC}:
+        twin = serial_recording(
+            [each for each in [*host, *launches(1)] if each[0] is not cause], [*kernels, US], steps=12
+        )
+        gain = whole.end_ns - twin.end_ns
+        promised = found.recoverable.get(cause, 0) / len(found.steps) * 12
+        slack = 0.25 * gain + 0.1 * whole.end_ns  # its warm-up and its end are not judged
+        assert promised <= gain + slack
+
+
+def test_copy_that_nothing_hides_is_exposed_and_not_idle():
+    steps, activities, calls, now = [], [], [], 0
+    for number in range(STEPS):
+        start = now
+        calls += [
+            Launch(2 * number, THREAD, now, now + 30 * MS),
+            Launch(2 * number + 1, THREAD, now + 30 * MS, now + 31 * MS),
+        ]
+        activities.append(
+            Activity(
+                now,
+                now + 30 * MS,
+                0,
+                ActivityKind.COPY,
+                "Memcpy HtoD (Pageable -> Device)",
+                2 * number,
+                is_pageable=True,
+            )
+        )
+        activities.append(Activity(now + 31 * MS, now + 51 * MS, 0, launch=2 * number + 1))
+        now += 51 * MS
+        steps.append(Step(start, now))
+    recording = Recording(
+        device="virtual", is_synchronous=False, end_ns=now, thread=THREAD, steps=tuple(steps),
+        activities=tuple(activities), launches=tuple(calls), library_roots=(LIBRARY,),
+    )  # fmt: skip
+    found = analyse(recording)
+    assert found.leading.cause is Cause.COPY
+    assert found.severity is Severity.HIGH
+    assert found.exposed[Cause.COPY] == len(found.steps) * 30 * MS
+    assert found.idle_ns == len(found.steps) * MS
+
+
+def test_unknown_time_is_printed_and_comes_first_where_it_is_much():
+    recording = serial_recording([*launches(2), (Cause.WAITING, 9 * MS, 42)], [MS] * 2, steps=STEPS)
+    found = analyse(replace(recording, spans=()))
+    assert found.severity is Severity.NOT_SURE
+    assert found.idle_by_cause[Cause.UNKNOWN] > 0.1 * found.window_ns
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda r: replace(r, activities=r.activities[::2]), "lost records"),
+        (lambda r: replace(r, activities=()), "no kernel"),
+        (lambda r: replace(r, steps=()), "no step"),
+        (lambda r: replace(r, steps=r.steps[:2]), "too few"),
+        (lambda r: replace(r, is_complete=False, caveats=("cut short",)), "cut short"),
+        (
+            lambda r: replace(
+                r,
+                activities=tuple(
+                    replace(a, start_ns=a.start_ns - 200 * MS, end_ns=a.end_ns - 200 * MS) for a in r.activities
+                ),
+            ),
+            "clocks",
+        ),
+        (
+            lambda r: replace(
+                r, activities=tuple(replace(a, graph=1, launch=a.launch // 3) for a in r.activities[:-4])
+            ),
+            "",
+        ),
+    ],
+)
+def test_incomplete_recording_gets_no_verdict(spoil, why):
+    recording = spoil(serial_recording(launches(4), [MS] * 4, steps=STEPS))
+    found = analyse(recording)
+    assert found.severity is Severity.UNRELIABLE
+    assert why in found.why_unreliable
+    assert found.leading is None
+
+
+def test_replays_of_one_graph_with_unlike_numbers_of_kernels_are_no_verdict():
+    steps, activities, calls, now = [], [], [], 0
+    for number in range(STEPS):
+        calls.append(Launch(number, THREAD, now, now + 10 * US, "cudaGraphLaunch"))
+        kernels = 9 if number % 2 else 10
+        activities += [
+            Activity(now + (20 + 10 * k) * US, now + (30 + 10 * k) * US, launch=number, graph=3) for k in range(kernels)
+        ]
+        steps.append(Step(now, now + 200 * US))
+        now += 200 * US
+    recording = Recording(
+        device="virtual", is_synchronous=False, end_ns=now, thread=THREAD, steps=tuple(steps),
+        activities=tuple(activities), launches=tuple(calls),
+    )  # fmt: skip
+    assert "9 to 10 kernels" in analyse(recording).why_unreliable
+
+
+def test_workers_that_keep_up_are_counted():
+    host, kernels = [(Cause.DATA_WAIT, 80 * MS, 41), *launches(4)], [5 * MS] * 4
+    loaders = (Loader(2, 200 * MS, 40, Site(USER, 12, "__getitem__")),)
+    found = analyse(serial_recording(host, kernels, steps=STEPS, loaders=loaders, num_cores=16))
+    assert found.workers_needed == round(200 * MS / found.free_step_ns + 0.5)
+    assert found.workers_sensible == found.workers_needed
+    few = analyse(serial_recording(host, kernels, steps=STEPS, loaders=loaders, num_cores=2))
+    assert few.workers_sensible == 3
+    assert few.recoverable[Cause.DATA_WAIT] < found.recoverable[Cause.DATA_WAIT]
+
+
+def test_rare_event_is_counted_over_the_run_and_not_scaled_up():
+    recording = serial_recording(launches(4), [5 * MS] * 4, steps=60)
+    at = recording.steps[40].start_ns
+    found = analyse(replace(recording, spans=(Span(THREAD, at, at + 4 * MS, Cause.GC, line(7)),)))
+    row = next(row for row in found.rows if row.cause is Cause.GC)
+    assert row.is_rare
+    assert row.idle_ns == 4 * MS
+    assert found.severity is Severity.HEALTHY
+
+
+def test_one_compilation_is_no_fault_and_recompilations_are():
+    recording = serial_recording(launches(4), [MS] * 4, steps=60)
+    at = recording.steps[40].start_ns
+    recording = replace(recording, spans=(Span(THREAD, at, at + 100 * MS, Cause.COMPILE, line(8)),))
+    assert analyse(recording).severity is not Severity.HIGH
+    note = Note(Cause.COMPILE, at, Site(USER, 8), "size mismatch")
+    found = analyse(replace(recording, notes=(note,)))
+    assert found.severity is Severity.HIGH
+    assert found.leading.cause is Cause.COMPILE
+
+
+def test_on_a_cpu_operators_are_busy_and_a_python_loop_is_not():
+    samples, steps, now = [], [], 0
+    for _ in range(STEPS):
+        start = now
+        for number in range(10):
+            stack = line(70) if number < 4 else (Site("/x/torch/nn/linear.py", 9, "forward"), *line(71))
+            samples.append(Sample(THREAD, now, now + 4 * MS, stack, 4 * MS, 0, number < 4))
+            now += 4 * MS
+        steps.append(Step(start, now))
+    found = analyse(Recording(end_ns=now, thread=THREAD, steps=tuple(steps), samples=tuple(samples)))
+    assert found.idle_ns == len(found.steps) * 16 * MS
+    assert found.leading.cause is Cause.PYTHON
+    assert found.leading.site.line == 70
+    assert found.leading.recoverable_share == pytest.approx(0.4)
