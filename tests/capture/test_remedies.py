@@ -559,6 +559,8 @@ ELSEWHERE = (
     "belongs to",  # test_data_parallel.py
     "is in a DistributedDataParallel",  # tests/parallel
     "find_unused_parameters",  # tests/parallel
+    "calls the collective",  # tests/parallel
+    "with async_op=True",  # tests/parallel
     "launches a Triton kernel",  # test_step_operators.py
     "is compiled already",  # tests/engines
     "higher-order operator",

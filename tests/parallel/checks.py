@@ -450,6 +450,134 @@ def overlapped(rank, num_steps):
     return sum(bool(each.starts) for each in captured.graphs[0].executable._runner._segments.segments)
 
 
+def without_wrapper(rank, num_steps):
+    """``data_parallel=True`` and DDP: the model begins otherwise in each process."""
+
+    def run(wraps, capture):
+        torch.manual_seed(rank)
+        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        net.spare = nn.Parameter(torch.ones(3))
+        model = DistributedDataParallel(net, static_graph=True) if wraps else net
+        optimizer = adamw(net.parameters())
+
+        def step(x, y):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = capture(step)
+        return net, train(step, batches(rank, num_steps)), step
+
+    theirs, expected, _ = run(True, lambda step: step)
+    ours, results, step = run(False, lambda step: ms.step(step, strict=True, data_parallel=True))
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+    assert_alike(ours, theirs)
+    assert ours.spare.grad is None
+    assert len(step.graphs) == 1
+    return digest(ours)
+
+
+def accumulating_without_wrapper(rank):
+    """Two backward passes, each reduced: the mean of the sum."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    alone = copy.deepcopy(net)
+
+    def step(x, y):
+        F.mse_loss(net(x[:3]), y[:3]).backward()
+        F.mse_loss(net(x[3:]), y[3:]).backward()
+
+    captured = Step(step, build=interpret, strict=True, data_parallel=True)
+    for x, y in batches(rank, 4):
+        net.zero_grad()
+        alone.zero_grad()
+        captured(x, y)
+        (F.mse_loss(alone(x[:3]), y[:3]) + F.mse_loss(alone(x[3:]), y[3:])).backward()
+        for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+            mean = theirs.grad.clone()
+            dist.all_reduce(mean)
+            torch.testing.assert_close(ours.grad, mean / 2)
+    assert captured.graphs
+
+
+def own_collectives(rank, num_steps):
+    """``all_reduce`` and ``broadcast`` in the step, of its own tensors; ``all_gather`` is left to Python."""
+
+    def run(capture, gathers):
+        net, train_on = make(plain, sgd, {}, {})
+
+        def step(x, y):
+            loss = train_on(x, y).detach().clone()
+            dist.all_reduce(loss)
+            first = x.sum(0)
+            dist.broadcast(first, src=1)
+            greatest = y.amax()
+            dist.all_reduce(greatest, op=dist.ReduceOp.MAX)
+            parts = [torch.empty_like(loss) for _ in range(2)]
+            if gathers:
+                dist.all_gather(parts, loss)
+            return (loss / 2, first, greatest, *parts) if gathers else (loss / 2, first, greatest)
+
+        step = capture(step)
+        return net, train(step, batches(rank, num_steps)), step
+
+    for gathers in (False, True):
+        theirs, expected, _ = run(lambda step: step, gathers)
+        with fallbacks() as told:
+            ours, results, step = run(ms.step, gathers)
+        torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+        assert_alike(ours, theirs)
+        assert bool(step.graphs) is not gathers, told
+    return told[0]
+
+
+def asynchronous_collective(rank):
+    """A collective that is waited for later: left to Python."""
+    net, train_on = make(plain, sgd, {}, {})
+
+    def step(x, y):
+        loss = train_on(x, y).detach().clone()
+        dist.all_reduce(loss, async_op=True).wait()
+        return loss
+
+    with fallbacks() as told:
+        captured = ms.step(step)
+        results = train(captured, batches(rank, 3))
+    return results[-1].item(), told
+
+
+def eager_region_between(rank, num_steps):
+    """A step in parts, with a region that reads values."""
+
+    def run(capture):
+        torch.manual_seed(0)
+        net = Net()
+        ddp = DistributedDataParallel(net)
+        optimizer = sgd(ddp.parameters())
+        norms = []
+
+        def step(x, y):
+            loss = F.mse_loss(ddp(x), y)
+            loss.backward()
+            with ms.eager_region():
+                norms.append(float(net.last.weight.grad.norm()))
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = capture(step)
+        return net, train(step, batches(rank, num_steps)), norms, step
+
+    theirs, expected, their_norms, _ = run(lambda step: step)
+    ours, results, norms, step = run(ms.step)
+    torch.testing.assert_close((results, norms), (expected, their_norms), rtol=1e-4, atol=1e-5)
+    assert_alike(ours, theirs)
+    assert step.graphs
+
+
 _training = {}
 
 

@@ -75,6 +75,30 @@ def test_gradients_are_sent_off_early(pair):
         assert num_cuts > 2
 
 
+def test_step_without_wrapper(pair):
+    digests = pair.run(checks.without_wrapper, 20)
+    assert digests[0] == digests[1]
+
+
+def test_each_backward_of_a_step_without_wrapper_is_reduced(pair):
+    pair.run(checks.accumulating_without_wrapper)
+
+
+def test_collectives_of_the_users(pair):
+    for told in pair.run(checks.own_collectives, 5):
+        assert "collective allgather_" in told
+
+
+def test_asynchronous_collective_is_left_to_python(pair):
+    (first, told), (second, _) = pair.run(checks.asynchronous_collective)
+    assert first == second
+    assert "all_reduce with async_op=True" in told[0]
+
+
+def test_step_has_an_eager_region(pair):
+    pair.run(checks.eager_region_between, 6)
+
+
 def test_rank_dies(own_pair):
     own_pair.run(checks.begin_training)
     own_pair.start_check(checks.until_another_dies)

@@ -118,32 +118,40 @@ def inputs_on_device(wrapper: DistributedDataParallel, inputs: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
 
 
+REPLACED = {
+    "forward": (DistributedDataParallel, "forward"),
+    "backward": (torch.autograd, "backward"),
+    "all_reduce": (dist, "all_reduce"),
+    "broadcast": (dist, "broadcast"),
+}
+"""What a run of a step does in its own way: a name, and where PyTorch has the function."""
+
+
 @contextlib.contextmanager
-def calls_replaced(
-    forward: Callable[..., Any], backward: Callable[..., Any], is_wanted: Callable[[], bool]
-) -> Iterator[None]:
-    """For the length of the context, calls of wrappers and backward passes go through these functions.
+def calls_replaced(choose: Callable[[str], Callable[..., Any] | None]) -> Iterator[None]:
+    """For the length of the context, these functions of PyTorch's go through others.
 
     Args:
-        forward: Called with the wrapper's own method, the wrapper and its arguments.
-        backward: Called with ``torch.autograd.backward`` and its arguments.
-        is_wanted: Asked in each call; where it is not, PyTorch's own runs.
+        choose: Asked in each call, with a name of ``REPLACED``: gives what is called instead, with the original and its
+            arguments, or ``None`` for the original alone.
     """
-    places = [(DistributedDataParallel, "forward", forward), (torch.autograd, "backward", backward)]
-    originals = [vars(owner)[name] for owner, name, _ in places]
-    for (owner, name, replacement), original in zip(places, originals, strict=True):
-        setattr(owner, name, _choosing(original, replacement, is_wanted))
+    originals = {
+        name: vars(owner)[attribute] for name, (owner, attribute) in REPLACED.items() if hasattr(owner, attribute)
+    }
+    for name, original in originals.items():
+        setattr(*REPLACED[name], _choosing(original, functools.partial(choose, name)))
     try:
         yield
     finally:
-        for (owner, name, _), original in zip(places, originals, strict=True):
-            setattr(owner, name, original)
+        for name, original in originals.items():
+            setattr(*REPLACED[name], original)
 
 
-def _choosing(original: Any, replacement: Callable[..., Any], is_wanted: Callable[[], bool]) -> Any:
+def _choosing(original: Any, choose: Callable[[], Callable[..., Any] | None]) -> Any:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs) if is_wanted() else original(*args, **kwargs)
+        chosen = choose()
+        return original(*args, **kwargs) if chosen is None else chosen(original, *args, **kwargs)
 
     return call
 
@@ -151,3 +159,9 @@ def _choosing(original: Any, replacement: Callable[..., Any], is_wanted: Callabl
 def is_distributed_run() -> bool:
     """Whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def copy_from_first(group: dist.ProcessGroup, tensors: list[Tensor]) -> None:
+    """Give all processes of a group the values of the first, as DDP does at construction."""
+    with torch.no_grad():
+        dist._broadcast_coalesced(group, [tensor.detach() for tensor in tensors], 250 * 2**20, 0)

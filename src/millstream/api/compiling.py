@@ -21,6 +21,7 @@ from millstream.lower import Lowered, LoweredForSizes, check_options
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from typing_extensions import TypedDict  # whose dicts may be closed
 
     class CommonSettings(TypedDict, total=False):
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         """What ``ms.step`` may be told."""
 
         check: int | None
+        data_parallel: bool | ProcessGroup
 
     class Settings(CommonSettings, total=False, closed=True):
         """What ``ms.compile`` may be told."""

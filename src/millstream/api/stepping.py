@@ -19,6 +19,8 @@ from millstream.engine import build as build_executable
 from millstream.errors import ArgumentError, CaptureError, warn_user
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from millstream.api.compiling import StepSettings
 
 
@@ -41,6 +43,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     strict: bool = False,
     max_graphs: int = 8,
     check: int | None = None,
+    data_parallel: bool | ProcessGroup = False,
     options: dict[str, Any] | None = None,
 ) -> Any:
     """Capture a whole training step, forward, backward and optimizer, as one graph of fused kernels.
@@ -61,6 +64,10 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         check: Every so many calls, capture the step again and compare: what has changed without being noticed, such as
             an item of a very long list, is a ``CaptureError`` that names the value and the line. For debugging: such a
             call takes as long as a capture. The environment variable ``MILLSTREAM_CHECK`` sets it where it is left out.
+        data_parallel: Whether processes that ``torchrun`` has started train one model together, or which of them: what
+            the first one has is copied to all at the first call, and gradients become their mean after each backward
+            pass. The same parameters get gradients in every call; buffers stay each process's own. A step with
+            a ``DistributedDataParallel`` model needs none of this.
         options: Options of TorchInductor.
 
     Raises:
@@ -68,6 +75,8 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     """
     check_arguments(engine, max_graphs, options, copy_outputs=copy_outputs, strict=strict)
     scheduling = scheduling_of(streams, policy, memory)
+    if not isinstance(data_parallel, bool) and not hasattr(data_parallel, "allreduce"):
+        raise ArgumentError(f"data_parallel={data_parallel!r} is neither True nor False nor a process group.")
     if fn is None:
         return functools.partial(
             step,
@@ -79,6 +88,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             strict=strict,
             max_graphs=max_graphs,
             check=check,
+            data_parallel=data_parallel,
             options=options,
         )
     if not callable(fn):
@@ -104,7 +114,14 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         )
         return StepProgram(gm, inputs, static, name=name, build=build, options=options, join=SegmentedEngine)
 
-    return step_of(fn, build=build_step, strict=strict, max_graphs=max_graphs, check=_calls_between_checks(check))
+    return step_of(
+        fn,
+        build=build_step,
+        strict=strict,
+        max_graphs=max_graphs,
+        check=_calls_between_checks(check),
+        data_parallel=data_parallel,
+    )
 
 
 def _calls_between_checks(check: int | None) -> int:

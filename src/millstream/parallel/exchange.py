@@ -38,6 +38,7 @@ class Exchange:
         issue: ``issue(memory, async_op=...)`` begins the collective.
         label: What it is, for people.
         dtype: Of what travels; ``None`` for that of ``like``.
+        device: Where it is; ``None`` for where ``like`` are.
 
     Attributes:
         key: By which graphs refer to it.
@@ -48,12 +49,13 @@ class Exchange:
         self,
         bucket: Bucket,
         like: Sequence[Tensor],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         issue: Callable[..., Any],
         label: str,
         dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        device = like[0].device
+        device = device or like[0].device
         self.group, self.label, self._issue = group, label, issue
         self.memory = torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device)
         self.views = [

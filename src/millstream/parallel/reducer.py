@@ -46,7 +46,6 @@ class Reducer:
 
     Attributes:
         buckets: Which gradients travel together.
-        unused: Positions of the parameters that no process uses, where that is known for good.
 
     Raises:
         DataParallelError: The processes differ in any of it.
@@ -60,7 +59,7 @@ class Reducer:
         self.parameters = [parameter for _, parameter in parameters]
         self.num_processes = dist.get_world_size(group)
         self.buckets = plan_buckets([_member(each, settings.compress) for each in self.parameters], settings.cap_bytes)
-        self.unused: frozenset[int] | None = None if settings.finds_unused or settings.is_static else frozenset()
+        self._unused: dict[int, frozenset[int]] = {}
         self._rounds: list[list[Exchange]] = []
         self._notes: list[Exchange] = []
         self._broadcasts: dict[object, list[Exchange]] = {}
@@ -99,10 +98,15 @@ class Reducer:
     def _named(self) -> list[tuple[str, Tensor]]:
         return [*zip(self.names, self.parameters, strict=True)]
 
-    @property
-    def notes_use(self) -> bool:
-        """Whether processes tell each other in the next step which parameters they have used."""
-        return self.unused is None
+    def unused(self, time: int = 0) -> frozenset[int] | None:
+        """Positions of the parameters that no process uses in that reduction of a step; ``None``: to be found out."""
+        if self.settings.finds_unused or self.settings.is_static:
+            return self._unused.get(time)
+        return frozenset()
+
+    def note_unused(self, time: int, unused: frozenset[int]) -> None:
+        """Take it to be so in every step."""
+        self._unused[time] = unused
 
     def exchange_use(self, used: Sequence[bool], time: int = 0) -> Tensor:
         """Tell each other which parameters were used; one in the result: by some process."""

@@ -41,10 +41,17 @@ _reducers: WeakKeyDictionary[DistributedDataParallel, Reducer] = WeakKeyDictiona
 
 
 class Session:
-    """One run of a step's function; the next has another."""
+    """One run of a step's function; the next has another.
 
-    def __init__(self) -> None:
+    Args:
+        replica: Reduces what every backward pass of the run gives; ``None`` where models are wrapped.
+    """
+
+    def __init__(self, replica: Reducer | None = None) -> None:
+        self._replica = replica
         self._armed: dict[Reducer, set[int]] = {}  # forward has run; parameters that have got gradients since
+        if replica is not None and replica.num_processes > 1:
+            self._armed[replica] = set()
         self._times: Counter[Any] = Counter()
         self._depth = 0
 
@@ -59,14 +66,15 @@ class Session:
         put_reducer_off(wrapper)
         return _reducers[wrapper]
 
-    def used_by_all(self, reducer: Reducer, used: list[bool]) -> frozenset[int]:
-        """Positions of parameters that no process has used in this step."""
-        if not reducer.notes_use:
-            return reducer.unused or frozenset()
-        result = reducer.exchange_use(used, self._count(reducer, "use")).tolist()
+    def used_by_all(self, reducer: Reducer, used: list[bool], time: int) -> frozenset[int]:
+        """Positions of parameters that no process has used, in the reduction of that number in this step."""
+        known = reducer.unused(time)
+        if known is not None:
+            return known
+        result = reducer.exchange_use(used, time).tolist()
         unused = frozenset(position for position, is_used in enumerate(result) if not is_used)
         if reducer.settings.is_static:
-            reducer.unused = unused
+            reducer.note_unused(time, unused)
         return unused
 
     # --- the run ------------------------------------------------------------------------------------------------------
@@ -132,9 +140,18 @@ class Session:
         if not touched or not (is_lenient or len(touched) == len(reducer.parameters)):
             return
         del self._armed[reducer]
+        time = self._count(reducer, "gradients")
         with torch.no_grad():
-            unused = self.used_by_all(reducer, [i in touched for i in range(len(reducer.parameters))])
-            reducer.reduce(unused, self._count(reducer, "gradients"))
+            unused = self.used_by_all(reducer, [i in touched for i in range(len(reducer.parameters))], time)
+            if not touched.isdisjoint(unused):
+                name = reducer.names[min(touched & unused)]
+                raise DataParallelError(
+                    f"{name} of {reducer.name} gets a gradient, which it got in no process when the step first ran. "
+                    "Let every step use the same parameters, or DistributedDataParallel find them out in each."
+                )
+            reducer.reduce(unused, time)
+        if reducer is self._replica:
+            self._armed[reducer] = set()
 
     def _check_complete(self, reducer: Reducer, touched: set[int]) -> None:
         if touched:
@@ -184,12 +201,9 @@ def _differ(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -
 _running = threading.local()
 
 
-def _forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _running.session.forward(original, *args, **kwargs)
-
-
-def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _running.session.backward(original, *args, **kwargs)
+def _choose(name: str) -> Callable[..., Any] | None:
+    session = getattr(_running, "session", None)
+    return None if session is None else getattr(session, name, None)
 
 
 class _Patches:
@@ -203,8 +217,7 @@ class _Patches:
     def applied(self) -> Iterator[None]:
         with self._lock.lock:
             if not self._num_users:
-                wanted = lambda: getattr(_running, "session", None) is not None  # noqa: E731
-                self._stack.enter_context(calls_replaced(_forward, _backward, wanted))
+                self._stack.enter_context(calls_replaced(_choose))
             self._num_users += 1
         try:
             yield

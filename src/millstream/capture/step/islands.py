@@ -35,7 +35,7 @@ from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.split import UNBOUND, Part, split_function
 from millstream.capture.step.step import Fallback, P, R, Step
 from millstream.capture.trace.scalars import is_scalar
-from millstream.errors import CaptureError, EmptyCaptureError, warn_user
+from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, warn_user
 from millstream.parallel.session import Session
 
 _first = threading.local()
@@ -242,6 +242,8 @@ def step_of(function: Callable[P, R], **how: Any) -> Step[P, R]:
     plain = getattr(function, "__func__", function)
     if isinstance(plain, FunctionType):
         parts, refused = split_function(plain, eager_region, _leave)
+        if parts and how.get("data_parallel", False) is not False:
+            raise ArgumentError("A step with eager regions takes no data_parallel; use DistributedDataParallel there.")
         if parts:
             return IslandStep(function, parts, refused, **how)
     return Step(function, **how)

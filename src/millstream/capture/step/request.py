@@ -17,6 +17,7 @@ from millstream.capture.state.lift import Lifted
 from millstream.capture.state.location import Entry, Location
 from millstream.capture.state.signature import Structure
 from millstream.capture.trace.scalars import Questions
+from millstream.parallel.reducer import Reducer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Request:
         mirrored: Positions in ``state`` of numbers on the host, and the device on which the graph reads them.
         settled: Changes of plain values that were seen before; see ``FirstChange``.
         style: Of text; see ``STYLES``.
+        replica: Reduces all gradients between processes, if the step is to do that by itself.
     """
 
     function: Callable[..., Any]
@@ -65,6 +67,7 @@ class Request:
     mirrored: dict[int, torch.device]
     settled: set[Any] = field(default_factory=set)
     style: int = 0
+    replica: Reducer | None = None
 
 
 @dataclass

@@ -64,6 +64,8 @@ from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn
 from millstream.locks import ForkSafeLock
 from millstream.lower import ask_early
 from millstream.parallel.exchange import PROGRESS
+from millstream.parallel.reducer import Reducer
+from millstream.parallel.replica import replicate
 from millstream.parallel.session import Session
 
 MAX_LATE = 32
@@ -114,6 +116,7 @@ class Step(Generic[P, R]):
         strict: Raise ``CaptureError`` where otherwise a ``FallbackWarning`` is given and the function runs eagerly.
         max_graphs: So many graphs are kept; the one unused for longest goes first.
         check: Every so many calls of a graph, capture again and compare; 0 for never.
+        data_parallel: Whether to replicate what it trains and to reduce its gradients, or the processes that do.
 
     Attributes:
         function: The user's function.
@@ -121,13 +124,22 @@ class Step(Generic[P, R]):
     """
 
     def __init__(
-        self, function: Callable[P, R], *, build: Build, strict: bool = False, max_graphs: int = 8, check: int = 0
+        self,
+        function: Callable[P, R],
+        *,
+        build: Build,
+        strict: bool = False,
+        max_graphs: int = 8,
+        check: int = 0,
+        data_parallel: Any = False,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self.function = function
         self.strict = strict
         self.max_graphs = max_graphs
         self.check = check
+        self.data_parallel = data_parallel
+        self._replica: Reducer | None = None
         self.refusals: list[Fallback] = []
         self._name = getattr(function, "__name__", type(function).__name__)
         self._parameters = _parameters_of(function)
@@ -166,7 +178,14 @@ class Step(Generic[P, R]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Step[P, R]:
         """The same of a copy of the function, with the copied object where it is a method; nothing is captured yet."""
         function = copy.deepcopy(self.function, memo)
-        return Step(function, build=self._build, strict=self.strict, max_graphs=self.max_graphs, check=self.check)
+        return Step(
+            function,
+            build=self._build,
+            strict=self.strict,
+            max_graphs=self.max_graphs,
+            check=self.check,
+            data_parallel=self.data_parallel,
+        )
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A step defined in a class is a method."""
@@ -295,6 +314,8 @@ class Step(Generic[P, R]):
 
     def _is_unready(self, found: Found) -> bool:
         """Whether an eager call must come first, to create what only an eager call can create."""
+        if self.data_parallel is not False and self._replica is None:
+            return True
         for _, module in found.modules:
             if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
                 return True
@@ -326,7 +347,11 @@ class Step(Generic[P, R]):
 
     def _run_plainly(self, call: Call) -> Any:
         """Run the user's function as it is, but for gradients of DDP models, which all runs reduce alike."""
-        with Session().active():
+        if self.data_parallel is not False and self._replica is None:
+            found = discover(self._roots(call))
+            group = None if self.data_parallel is True else self.data_parallel
+            self._replica = replicate(self._name, found.modules, found.optimizers, found.tensors, group)
+        with Session(self._replica).active():
             return self.function(*call.args, **call.kwargs)
 
     def _look_back(self, call: Call, found: Found) -> None:
@@ -413,6 +438,7 @@ class Step(Generic[P, R]):
             for _, optimizer in found.optimizers:
                 counts.move(optimizer)
             request = self._workshop.make_request(self.function, call, roots, found, like)
+            request.replica = self._replica
             try:
                 return request, _trace_twice(request)
             except FoundLate as late:

@@ -214,6 +214,14 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fail(
                 CaptureError("The step gives a tensor other memory with set_().", where=here(), remedy="Use copy_().")
             )
+        if getattr(func, "namespace", "") in _COLLECTIVES:
+            self._fail(
+                CaptureError(
+                    f"The step calls the collective {func.__name__}, which is not captured.",
+                    where=here(),
+                    remedy="Captured are torch.distributed.all_reduce and broadcast, by these names.",
+                )
+            )
         if is_higher_order(func) and func.name() not in _HIGHER_ORDER:
             self._fail(
                 CaptureError(
@@ -320,6 +328,9 @@ def _update_scale(
     growth_tracker.copy_(torch.where(failed | grows, torch.zeros_like(successes), successes))
     return scale
 
+
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
+"""Namespaces of operators between processes."""
 
 _HIGHER_ORDER = frozenset({"flex_attention", "flex_attention_backward"})
 """Operators with functions for arguments that TorchInductor compiles within a graph."""

@@ -174,6 +174,7 @@ class _Tracer:
     looked_at: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
     graded: set[int] = field(default_factory=set)
+    exchanges: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.questions.texts.style = self.request.style
@@ -267,7 +268,13 @@ class _Tracer:
                 counts = widen_counts(optimizer for _, optimizer in self.request.found.optimizers)
                 functions.looked_at.clear()
                 functions.asked.clear()
-                session = TracedSession(lambda: [root for _, root in self.request.found.modules], self._report)
+                session = TracedSession(
+                    lambda: [root for _, root in self.request.found.modules],
+                    self._report,
+                    self.request.replica,
+                    [(gradient.name, gradient.parameter) for gradient in self.request.gradients],
+                )
+                self.exchanges = session.exchanges
                 with self.recorder.active(), outputs_recorded(self.recorder) as self.record_files, session.active():
                     self.record_files(self.request.found.files)
                     result = run_step()
@@ -702,6 +709,7 @@ class _Tracer:
             gm.graph.find_nodes(op="placeholder")[-1].append(placeholders[index])
         kept = [position for position in kept if position not in self.replaced]
         gm.recompile()
+        gm.meta["exchanges"] = self.exchanges  # which the graph knows by number only
         state, gradients, numbers, arguments = (
             [position - start for position in kept if start <= position < start + size]
             for start, size in zip(starts, sizes, strict=True)

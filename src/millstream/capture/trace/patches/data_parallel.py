@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from millstream._torch.collectives import EXCHANGE
 from millstream._torch.data_parallel import why_not_ours
+from millstream._torch.tensors import FakeTensor, real_tensors
 from millstream.capture.lines import here
 from millstream.capture.step.request import FoundLate, StateMissing
-from millstream.errors import CaptureError
+from millstream.errors import CaptureError, DataParallelError
+from millstream.parallel.buckets import Bucket
+from millstream.parallel.exchange import Exchange
 from millstream.parallel.reducer import Reducer
 from millstream.parallel.session import Session, reducer_known
 
@@ -25,11 +32,25 @@ class TracedSession(Session):
     Args:
         modules: Those whose tensors are fake.
         report: Raises what it is given, and remembers it.
+        replica: As of ``Session``.
+        others: By name, tensors that may get gradients besides those which ``replica`` reduces.
+
+    Attributes:
+        exchanges: Collectives of the user's own, which nobody else holds.
     """
 
-    def __init__(self, modules: Callable[[], list[nn.Module]], report: Callable[[Exception], NoReturn]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        modules: Callable[[], list[nn.Module]],
+        report: Callable[[Exception], NoReturn],
+        replica: Reducer | None,
+        others: Sequence[tuple[str, Tensor]],
+    ) -> None:
+        super().__init__(replica)
         self._modules, self._report = modules, report
+        known = set(map(id, replica.parameters)) if replica is not None else set()
+        self._others = [pair for pair in others if id(pair[1]) not in known] if replica is not None else []
+        self.exchanges: list[Exchange] = []
 
     def reducer_of(self, wrapper: DistributedDataParallel) -> Reducer:
         """The reducer that an eager run has made."""
@@ -38,14 +59,17 @@ class TracedSession(Session):
         if (obstacle := why_not_ours(wrapper)) != "":
             self._report(uses_own_reducer(type(wrapper.module).__name__, obstacle))
         reducer = reducer_known(wrapper)
-        if reducer is None or (reducer.settings.is_static and reducer.notes_use):
+        if reducer is None or (reducer.settings.is_static and reducer.unused() is None):
             self._report(StateMissing(f"{type(wrapper).__name__}'s buckets"))
         return reducer
 
-    def used_by_all(self, reducer: Reducer, used: list[bool]) -> frozenset[int]:
+    def used_by_all(self, reducer: Reducer, used: list[bool], time: int) -> frozenset[int]:
         """What is known for good; where it is not, this process has to use all parameters."""
-        if not reducer.notes_use:
-            return reducer.unused or frozenset()
+        known = reducer.unused(time)
+        if known is not None:
+            return known
+        if reducer.settings.is_static:
+            self._report(StateMissing(f"what {reducer.name} uses"))
         if not all(used):
             name = reducer.names[used.index(False)]
             self._report(
@@ -56,8 +80,55 @@ class TracedSession(Session):
                     remedy="Give DistributedDataParallel static_graph=True if it is the same in every step.",
                 )
             )
-        reducer.exchange_use(used, self._count(reducer, "use"))
+        reducer.exchange_use(used, time)
         return frozenset()
+
+    def backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass, and see that nothing gets a gradient that would not be reduced.
+
+        Raises:
+            DataParallelError: Something does.
+        """
+        before = [tensor.grad for _, tensor in self._others]
+        super().backward(original, *args, **kwargs)
+        for (name, tensor), gradient in zip(self._others, before, strict=True):
+            if tensor.grad is not gradient:
+                raise DataParallelError(
+                    f"{name} gets a gradient, but was not there when the step was first called, so that processes "
+                    "would train it apart. Let the step's function reach it from the first call on."
+                )
+
+    # --- collectives of the user's own --------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, original: Callable[..., Any], tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **how: Any
+    ) -> None:
+        """``torch.distributed.all_reduce`` as a node of the graph."""
+        self._exchange("all_reduce", functools.partial(original, op=op, group=group), tensor, group, how)
+
+    def broadcast(self, original: Callable[..., Any], tensor: Tensor, *source: Any, **how: Any) -> None:
+        """``torch.distributed.broadcast`` as a node of the graph."""
+        group = source[1] if len(source) > 1 else how.pop("group", None)
+        origin = {"src": source[0]} if source else {key: how.pop(key) for key in ("src", "group_src") if key in how}
+        self._exchange("broadcast", functools.partial(original, group=group, **origin), tensor, group, how)
+
+    def _exchange(self, name: str, issue: Callable[..., Any], tensor: Tensor, group: Any, how: dict[str, Any]) -> None:
+        if how.get("async_op") or not isinstance(tensor, FakeTensor):
+            self._report(
+                CaptureError(
+                    f"The step calls {name} with async_op=True, or on what is no tensor of the step.",
+                    where=here(),
+                    remedy="Call it with async_op=False.",
+                )
+            )
+        like = torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
+        with real_tensors():
+            whole = Bucket((0,), (0,), tensor.numel())
+            exchange = Exchange(whole, [like], group, issue, f"{name} at {here()}", device=tensor.device)
+        self.exchanges.append(exchange)
+        with torch.no_grad():
+            (result,) = EXCHANGE([tensor.detach().reshape(-1)], exchange.key)
+            tensor.copy_(result.view(tensor.shape))
 
 
 def uses_own_reducer(name: Any, obstacle: str) -> CaptureError:

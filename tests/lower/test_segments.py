@@ -1,0 +1,144 @@
+"""Graphs cut at collectives: the segments together do what the graph did, in any cutting."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from millstream._torch.collectives import EXCHANGE, register_exchange
+from millstream.lower.segments import cut
+
+
+class Doubling:
+    """A collective of two processes that have the same."""
+
+    def __init__(self, *like, log):
+        self.views = [torch.empty_like(each) for each in like]
+        self.key, self.log = register_exchange(self), log
+        self._is_under_way = False
+
+    def start(self):
+        assert not self._is_under_way
+        self._is_under_way = True
+        self.sent = [view.clone() for view in self.views]
+        for view in self.views:
+            view.fill_(float("nan"))  # nobody may read it yet
+        self.log.append(self.key)
+
+    def wait(self):
+        if self._is_under_way:
+            self._is_under_way = False
+            for view, sent in zip(self.views, self.sent, strict=True):
+                view.copy_(2 * sent)
+
+
+def run(segments, exchanges, inputs):
+    """As the engine does it, by the segments' own graphs."""
+    views = [view for exchange in exchanges for view in exchange.views]
+    values = [*inputs, *views, *[None] * (segments.num_values - len(inputs) - len(views))]
+    for segment in segments.segments:
+        for number in segment.waits:
+            exchanges[number].wait()
+        if segment.graph is not None:
+            for place, result in zip(segment.outputs, segment.graph(*[values[p] for p in segment.inputs]), strict=True):
+                values[place] = result
+        for number, places in segment.brings:
+            for view, place in zip(exchanges[number].views, places, strict=True):
+                view.copy_(values[place])
+        for number in segment.starts:
+            exchanges[number].start()
+    return [values[value] if is_place else value for is_place, value in segments.outputs]
+
+
+def functional(function, *inputs):
+    """The graph as AOT autograd would give it."""
+    gm = make_fx(torch.func.functionalize(function), tracing_mode="fake")(*inputs)
+    output = next(iter(reversed(gm.graph.nodes)))
+    output.args = (tuple(output.args[0]),)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
+
+
+def backward_like(log):
+    """Three buckets in the order of a backward pass; buffers that are broadcast; a step whose results cross."""
+    w = [torch.randn(4, 4, dtype=torch.float64) for _ in range(3)]
+    buffer, x = torch.randn(4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    first = Doubling(buffer, log=log)
+    buckets = [Doubling(each, log=log) for each in w]
+
+    def step(a, b, c, buffer, x):
+        (sent,) = EXCHANGE([buffer], first.key)
+        one = torch.tanh(x @ a)
+        two = torch.tanh(one @ b)
+        three = two @ c
+        loss = three.sum()
+        grads = []
+        back = torch.ones_like(three)
+        for weight, before, bucket in ((c, two, 0), (b, one, 1), (a, x, 2)):
+            grads += EXCHANGE([before.t() @ back], buckets[bucket].key)
+            back = back @ weight.t()
+        mean, _ = torch.var_mean(one, 0)
+        buffer.copy_(0.9 * sent + mean)
+        for weight, gradient in zip((c, b, a), grads, strict=True):
+            weight.copy_(weight - 0.1 * gradient)
+        return [loss, grads[1], c.t() * 2, three]
+
+    return step, [first, *buckets], [*w, buffer, x]
+
+
+@pytest.mark.parametrize("max_cuts", [1, 2, 3, 8])
+def test_segments_do_what_the_graph_does(max_cuts):
+    log = []
+    step, exchanges, inputs = backward_like(log)
+    ours, theirs = [each.clone() for each in inputs], [each.clone() for each in inputs]
+    segments = cut(functional(step, *inputs), max_cuts)
+    expected = step(*theirs)
+    issued, log[:] = list(log), []
+    results = run(segments, exchanges, ours)
+    for left, right in zip([*results, *ours], [*expected, *theirs], strict=True):
+        torch.testing.assert_close(left, right)
+    assert log == issued
+    assert sum(bool(segment.starts) for segment in segments.segments) == 1 + min(max_cuts, 3)
+
+
+def test_what_a_later_collective_needs_does_not_hold_up_an_earlier_one():
+    log = []
+    step, _, inputs = backward_like(log)
+    segments = cut(functional(step, *inputs), 8)
+    _, first, second, third, last = segments.segments
+    assert [segment.starts for segment in (first, second, third)] == [(1,), (2,), (3,)]
+    mm = torch.ops.aten.mm.default
+    products = [
+        len(segment.graph.graph.find_nodes(op="call_function", target=mm)) for segment in (first, second, third)
+    ]
+    assert products == [4, 2, 2]  # three forward and one gradient; then one to go back and one gradient each
+    assert not any(segment.waits for segment in (first, second, third))
+    assert set(last.waits) == {0, 1, 2, 3}
+
+
+def test_collective_that_needs_another_comes_after_it():
+    log = []
+    like = torch.ones(3)
+    one, two = Doubling(like, log=log), Doubling(like, log=log)
+
+    def chain(x):
+        (a,) = EXCHANGE([x + 1], one.key)
+        (b,) = EXCHANGE([a * 3], two.key)
+        return [b, a]
+
+    segments = cut(functional(chain, like), 1)
+    results = run(segments, [one, two], [torch.ones(3)])
+    assert [each.tolist() for each in results] == [[24.0] * 3, [4.0] * 3]
+    assert log == [one.key, two.key]
+
+
+def test_results_are_no_memory_of_a_collective():
+    exchange = Doubling(torch.ones(3), log=[])
+
+    def step(x):
+        return [*EXCHANGE([x + 1], exchange.key)]
+
+    segments = cut(functional(step, torch.ones(3)), 1)
+    (first,) = run(segments, [exchange], [torch.ones(3)])
+    run(segments, [exchange], [torch.zeros(3)])
+    assert first.tolist() == [4.0] * 3
