@@ -536,7 +536,7 @@ def own_collectives(rank, num_steps):
 
 def asynchronous_collective(rank):
     """A collective that is waited for later: left to Python."""
-    net, train_on = make(plain, sgd, {}, {})
+    _, train_on = make(plain, sgd, {}, {})
 
     def step(x, y):
         loss = train_on(x, y).detach().clone()
