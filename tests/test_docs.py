@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages whose programs are pieces, and why they are not run here.
 PIECES = {
+    "data_parallel.md": "tests/parallel runs it in two processes",
     "effects.md": "its trainer and logger are the reader's; tests/capture runs the same calls",
     "feed.md": "its loaders and steps are the reader's; tests/feed runs the same calls",
     "recipes.md": "recipes/ runs them with the real packages; here they are compared with what is run there",

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         own = argparse.Namespace(target=argv[end] if end < len(argv) else "", arguments=argv[end + 1 :])
         arguments = make_parser().parse_args(argv[:end], own)
     else:
-        arguments = make_parser().parse_args(argv[:end], argparse.Namespace(arguments=argv[end + 1 :]))
+        arguments = make_parser().parse_args(argv[:end], argparse.Namespace(arguments=argv[end + 1 :], argv=argv))
     try:
         return arguments.run(arguments)
     except ArgumentError as error:
@@ -108,6 +108,9 @@ def make_parser() -> argparse.ArgumentParser:
             job.add_argument("--seed", type=seed, default=0, help="of weights, batches and sample (%(default)s)")
             add_options(job)
             add_sizes(job)
+            if command is train and name == "char-rnn":
+                help_devices = "share each batch between so many, a process each (%(default)s)"
+                job.add_argument("--devices", type=_number(int, 1), default=1, help=help_devices)
         if command is explain:
             _add_script(jobs)
     _add_profile(commands)
@@ -232,16 +235,32 @@ def _number(kind: Callable[[str], float], low: float, high: float = math.inf) ->
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from millstream.cli.devices import Team, check_devices, is_launched, launch, own_device
+    from millstream.cli.job import find_device
+
+    devices = getattr(arguments, "devices", 1)
+    if devices > 1 and not is_launched():
+        check_devices(arguments.device, devices)
+        return launch(arguments.argv, devices)
+
     from millstream.cli.train import train
 
-    return train(
-        _make_jobs(arguments),
-        steps=arguments.steps,
-        seconds=arguments.seconds,
-        compare=arguments.compare,
-        resume=arguments.resume,
-        checkpoint=arguments.checkpoint or arguments.resume or Path("runs", f"{arguments.job}.pt"),
-    )
+    def run(team: Team | None = None) -> int:
+        return train(
+            _make_jobs(arguments),
+            steps=arguments.steps,
+            seconds=arguments.seconds,
+            compare=arguments.compare,
+            resume=arguments.resume,
+            checkpoint=arguments.checkpoint or arguments.resume or Path("runs", f"{arguments.job}.pt"),
+            team=team,
+        )
+
+    if devices == 1:
+        return run()
+    arguments.device = own_device(arguments.device)
+    with Team.joined(find_device(arguments.device)) as team:
+        return run(team)
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -33,6 +33,7 @@ from torch import Tensor
 import millstream as ms
 from millstream.cli.checkpoint import check_writable, load_checkpoint, restore, save_checkpoint
 from millstream.cli.command import EXIT_INTERRUPTED
+from millstream.cli.devices import STEPS_BETWEEN_ASKS, Team
 from millstream.cli.job import Carry, Job
 
 WARM_UP_STEPS = 3  # eager, which makes the optimizer's state; captured and compiled; recorded as a CUDA graph
@@ -130,6 +131,7 @@ def train(
     compare: int,
     resume: Path | None,
     checkpoint: Path,
+    team: Team | None = None,
 ) -> int:
     """Train a job and say what happened.
 
@@ -141,6 +143,7 @@ def train(
         compare: Steps to run eagerly too.
         resume: Checkpoint to start from.
         checkpoint: File to save to.
+        team: The processes that share each batch; the first of them speaks and saves, and none compares with eager.
 
     Returns:
         The exit code.
@@ -149,19 +152,24 @@ def train(
         ArgumentError: A file cannot be read or written, or the checkpoint is of another job.
     """
     began = time.perf_counter()
-    check_writable(checkpoint)
-    console = Console(highlight=False, soft_wrap=True)
+    is_first = team is None or team.rank == 0
+    if is_first:
+        check_writable(checkpoint)
+    console = Console(highlight=False, soft_wrap=True, quiet=not is_first)
     job = make_job()
-    console.print(f"[bold]{job.name}[/] on {job.device}: {job.title}")
+    console.print(f"[bold]{job.name}[/] on {job.device if team is None else f'{team.size} devices'}: {job.title}")
     start = load_checkpoint(resume, job) if resume else None
     has_length = steps is not None or seconds is not None
     if not has_length:
         steps = job.steps
-    compare = compare if steps is None else min(compare, steps)
+    compare = 0 if team is not None else compare if steps is None else min(compare, steps)
 
     def begin(captured: bool) -> Run:
         job = make_job()
         done, carry = restore(job, start) if start else (0, job.carry)
+        if team is not None:
+            job = team.share(job, carry)
+            return Run(job, ms.step(job.step, data_parallel=True), done, job.carry)
         return Run(job, ms.step(job.step) if captured else job.step, done, carry)
 
     run = begin(captured=True)
@@ -172,8 +180,11 @@ def train(
         if not has_length:
             seconds = max(DEFAULT_SECONDS - (time.perf_counter() - began), LEAST_SECONDS)
         with stop_after_step() as stops:
-            _run_on(console, run, losses, None if steps is None else steps - compare, seconds, stops)
-    save_checkpoint(checkpoint, run.job, run.done, run.carry)
+            _run_on(console, run, losses, None if steps is None else steps - compare, seconds, stops, team)
+    carry = run.carry if team is None else team.join_rows(run.carry)
+    if not is_first:
+        return EXIT_INTERRUPTED if stops() else EXIT_OK
+    save_checkpoint(checkpoint, run.job, run.done, carry)
     if stops():
         console.print(
             f"interrupted; saved {escape(str(checkpoint))} after step {run.done}: --resume goes on from there"
@@ -280,6 +291,7 @@ def _run_on(
     count: int | None,
     seconds: float | None,
     stops: Callable[[], bool],
+    team: Team | None = None,
 ) -> None:
     if count == 0:
         return
@@ -295,7 +307,10 @@ def _run_on(
         begin = shown = time.perf_counter()
         for taken, loss in enumerate(islice(losses, count), start=1):
             now = time.perf_counter()
-            over = taken == count or stops() or (seconds is not None and now - begin >= seconds)
+            over = stops() or (seconds is not None and now - begin >= seconds)
+            if team is not None:  # all stop after the same step
+                over = taken % STEPS_BETWEEN_ASKS == 0 and team.any(over, run.job.device)
+            over = over or taken == count
             if over or now - shown >= REFRESH_SECONDS:
                 shown = now
                 value = loss.item()
