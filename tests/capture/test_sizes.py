@@ -141,7 +141,8 @@ def test_numbers_computed_from_sizes():
     def odd(x, shift):
         rows = x.shape[0]
         padded = F.pad(x, (0, 0, 1, 2)).roll(1, 0).reshape(-1)[: rows * 4 + shift]
-        return padded, x.new_ones(rows * 2 - shift), rows * x, x.unfold(0, 2, 2), torch.arange(rows // 2) * shift
+        parts = x.new_ones(rows * 2 - shift), rows * x, x.unfold(0, 2, 2), torch.arange(rows // 2) * shift
+        return padded, *parts, F.pad(x, (0, 0, rows // 2, 1), value=2.0), F.interpolate(x[None], scale_factor=1.7)
 
     compiled = ms.compile(odd)
     for rows, shift in ((4, 2), (6, 2), (6, 3), (7, 4), (9, 5), (8, 2)):

@@ -24,6 +24,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import should_assume_input_aligned
+from torch.utils._pytree import tree_leaves
 
 from millstream._torch.symbols import is_symbolic
 from millstream._torch.tensors import without_autocast
@@ -299,6 +300,7 @@ def _lower(
         aligned = aligned_inputs(inputs)
     if not wrappers:
         raise LoweringError("The graph has no kernels.", construct=name)
+    symbolic = symbolic or is_symbolic(tree_leaves([(node.args, node.kwargs) for node in wrappers[-1].graph.nodes]))
     program = translate(wrappers[-1], name=name, static=static, aligned=aligned, symbolic=symbolic)
     if len(program.outputs) != num_outputs:
         raise LoweringError(

@@ -142,15 +142,38 @@ class Converter(wrapper_fxir.FxConverter):
         upstream = wrapper_fxir._node_metadata_hook
         wrapper_fxir._node_metadata_hook = note_value  # pyrefly: ignore[bad-assignment]
         try:
-            return super().generate()
+            gm = super().generate()
         finally:
             wrapper_fxir._node_metadata_hook = upstream
+        write_sizes_as_numbers(next(iter(reversed(gm.graph.nodes))))
+        return gm
 
     def _get_buffer(self, node: Any) -> Any:
         """Take an input that is a product of sizes, as forward passes save them: upstream takes bare symbols only."""
         if isinstance(node, sympy.Expr) and not isinstance(node, sympy.Symbol):
             return NumberBuffer(node)
         return super()._get_buffer(node)  # type: ignore[arg-type]
+
+    def _generate_graph_input_shapes(self) -> None:
+        """Nothing: upstream makes nodes that compute sizes, and here sizes are symbolic numbers among the arguments."""
+
+    def _generate_symbolic_call_arg(self, line: Any) -> None:
+        """Likewise."""
+
+    def _generate_sym_node(self, s: Any) -> Any:
+        return int(s) if isinstance(s, sympy.Integer) else s
+
+    def _generate_buffer(self, node: Any) -> Any:
+        return node.expr if isinstance(node, ir.ShapeAsConstantBuffer) else super()._generate_buffer(node)
+
+    def _lookup_args(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Find sizes too, where Inductor has written a symbol's name: also of one that stands for an expression."""
+        if all(arg in self.buffer_to_node for arg in args if isinstance(arg, str)):
+            return super()._lookup_args(args)
+        sizes = V.graph.sizevars
+        symbols = {str(each): each for each in (*sizes.shape_env.var_to_range, *sizes.inv_precomputed_replacements)}
+        found = (arg if arg in self.buffer_to_node else symbols.get(arg, arg) for arg in args)
+        return super()._lookup_args(tuple(found))
 
     def _generate_graph_constants(self) -> None:
         for name, value in V.graph.constants.items():
@@ -175,7 +198,8 @@ class Converter(wrapper_fxir.FxConverter):
         pass  # all kernels were imported together, so that they compile in parallel
 
     def _generate_kernel_call(self, line: Any) -> None:
-        args = tuple(a if isinstance(a, torch.fx.Node) else plain_number(a) for a in self._lookup_args(line.call_args))
+        known = (torch.fx.Node, sympy.Basic)
+        args: Any = tuple(a if isinstance(a, known) else plain_number(a) for a in self._lookup_args(line.call_args))
         entry = self.generated.get(line.kernel_name)
         if entry is None:
             raise LoweringError(f"Kernel {line.kernel_name} is called but not defined.", construct=line.kernel_name)
@@ -305,9 +329,9 @@ def note_value(node: torch.fx.Node, fake_mode: Any = None) -> None:
     returns what it writes, and otherwise nothing is known of its result.
     """
     node.meta["val"] = None
+    write_sizes_as_numbers(node)
     if isinstance(node.target, GeneratedKernel):
         return
-    node.args, node.kwargs = (with_numbers(part, plain_number) for part in (node.args, node.kwargs))
     args, kwargs = tree_map_only(torch.fx.Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
     try:
         with fake_mode or contextlib.nullcontext(), enable_python_dispatcher():
@@ -315,6 +339,11 @@ def note_value(node: torch.fx.Node, fake_mode: Any = None) -> None:
     except UnsupportedOperatorException:
         written = written_arguments(node.target, node.args, node.kwargs)
         node.meta["val"] = written[0].meta["val"] if written else None
+
+
+def write_sizes_as_numbers(node: torch.fx.Node) -> None:
+    """Write symbolic numbers for expressions among the arguments of a node: FX warns of them while it makes one."""
+    node.args, node.kwargs = (with_numbers(part, plain_number) for part in (node.args, node.kwargs))
 
 
 def import_kernels(prologue: str, lines: list[Any], cpp_kernels: CppKernels) -> dict[str, tuple[Any, str]]:
@@ -431,5 +460,5 @@ def plain_number(value: Any) -> Any:
     if isinstance(value, ir.IRNode):
         raise LoweringError(f"Kernel argument {value} is not a buffer.", construct=str(value))
     if getattr(value, "is_integer", False):
-        return convert_to_symint(value)
+        return convert_to_symint(V.graph.sizevars.remove_precomputed_replacements(value))
     raise LoweringError(f"Kernel argument {value} depends on a shape that is not known.", construct=str(value))

@@ -84,7 +84,7 @@ class _Translator:
         outputs: tuple[Any, ...] = ()
         for node in self.gm.graph.nodes:
             if self.symbolic:
-                node.args, node.kwargs = with_sizes(node.args), with_sizes(node.kwargs)
+                node.args, node.kwargs = tree_map_only(torch.fx.Node, plain_size, (node.args, node.kwargs))
             if node.op == "placeholder":
                 self._add_input(node)
             elif node.op == "get_attr":
@@ -99,7 +99,7 @@ class _Translator:
                 self._add_view(node)
             elif node.target is operator.getitem:
                 self._add_element(node)
-            elif not (self.symbolic and is_number(node)):
+            else:
                 self._add_kernel(node)
         return self._finish(outputs)
 
@@ -482,24 +482,10 @@ def numbered(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def is_number(node: torch.fx.Node) -> bool:
-    """Whether a node of the wrapper computes with sizes."""
-    target: Any = node.target
-    is_size = target in (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int)
-    return isinstance(node.meta.get("val"), (int, float, *NUMBERS)) and (
-        is_size or not isinstance(target, (torch._ops.OpOverload, GeneratedKernel))
-    )
-
-
-def with_sizes(tree: Any) -> Any:
-    """Arguments of a node with symbolic numbers in place of the nodes that compute them."""
-    return tree_map_only(torch.fx.Node, plain_size, tree)
-
-
 def plain_size(number: Any) -> Any:
     """A size as a number, a symbolic one where it depends on symbols; what is no size stays."""
-    if isinstance(number, torch.fx.Node) and is_number(number):
-        number = number.meta["val"]
+    if isinstance(number, torch.fx.Node) and number.op == "placeholder":  # a size is an input
+        number = number.meta["val"] if isinstance(number.meta["val"], NUMBERS) else number
     return simplified(number)
 
 
