@@ -189,3 +189,20 @@ def test_a_bound_by_prediction_says_so_where_it_takes_longer(times, is_told):
     chosen = Candidate("list", 2, 0, 0, 0, round(times * report.predicted_ns), CHOSEN)
     told = report_of(PLAN, costs=COSTS, candidates=(chosen,)).bound()
     assert ("measured it takes 4.0 times as long" in told) == is_told
+
+
+def test_what_nobody_measured_is_called_calculated_and_is_no_verdict(tmp_path):
+    report = report_of(PLAN, costs=COSTS, is_calculated=True)
+    explanation = Explanation("model", (report,))
+    text = explanation.text()
+    assert "calculated 15.3 µs" in text
+    assert "bound:" not in text
+    assert "predicted" not in text
+    assert explanation.to_dict()["programs"][0]["bound"] == ""
+    assert list(explanation.to_dict()["programs"][0]["timelines"]) == ["calculated"]
+    for name in ("run.html", "run.svg"):
+        explanation.save(tmp_path / name)
+        drawn = (tmp_path / name).read_text(encoding="utf-8")
+        assert "calculated 15.3 µs" in drawn.replace("\\u00b5", "µ")
+        assert "no kernel was measured" in drawn
+        assert "predicted" not in drawn

@@ -45,6 +45,7 @@ def explain(compiled: Any) -> Explanation:
 
 def _report(executable: Executable, effects: Sequence[str] = ()) -> ProgramReport:
     costs, notes = executable.costs, (*executable.notes, *effects)
+    is_calculated = costs is None
     if costs is None:
         costs = Roofline().estimate(executable.plan.graph)
         notes = (*notes, "times are calculated from bytes and operations: no kernel was measured")
@@ -56,6 +57,7 @@ def _report(executable: Executable, effects: Sequence[str] = ()) -> ProgramRepor
         compile_seconds=executable.compile_seconds,
         notes=notes,
         costs=costs,
+        is_calculated=is_calculated,
         candidates=executable.candidates,
         num_in_place=executable.num_in_place,
         inputs=tuple(_describe_inputs(executable.lowered.program)),

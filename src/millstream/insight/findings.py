@@ -124,10 +124,7 @@ class Findings:
     @property
     def batch_ns(self) -> int:
         """What one process takes to make a batch; 0 where that is not known."""
-        loader = self.loader
-        if loader is None or loader.num_workers:
-            return 0 if loader is None else loader.batch_ns
-        return self.idle_by_cause.get(Cause.IN_PROCESS, 0) // max(len(self.steps), 1)
+        return self.loader.batch_ns if self.loader is not None else 0
 
     @property
     def workers_needed(self) -> int:
@@ -190,7 +187,7 @@ def analyse(recording: Recording) -> Findings:
         Cause.COMMUNICATION: exposed_ns(recording.activities, ActivityKind.COMMUNICATION, start, end),
     }
     causes = [*idle_by_cause, *(cause for cause in EXPOSED if exposed[cause])]
-    gains = recoverable_ns(recording, slices, causes, start, end)
+    gains = recoverable_ns(recording, slices, exposed, causes, start, end)
     rows = _rows(recording, steps, slices, gains)
     common = frozenset(row.cause for row in rows)
     rows += _exposed_rows(exposed, gains, end - start)

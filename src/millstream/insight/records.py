@@ -188,7 +188,8 @@ class Loader:
 
     Attributes:
         num_workers: Its worker processes.
-        batch_ns: Median time that a worker takes for a batch; 0 where that is not known.
+        batch_ns: Median time that a worker, or without any the process itself, takes for a batch; 0 where
+            that is not known.
         num_batches: Batches that workers have made.
         site: Where its data set makes an item.
     """

@@ -12,7 +12,7 @@ graph is one activity.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from millstream.insight.causes import Cause
@@ -23,13 +23,19 @@ from millstream.insight.records import Activity, ActivityKind, Launch, Recording
 
 
 def recoverable_ns(
-    recording: Recording, slices: Sequence[Slice], causes: Sequence[Cause], start_ns: int, end_ns: int
+    recording: Recording,
+    slices: Sequence[Slice],
+    exposed: Mapping[Cause, int],
+    causes: Sequence[Cause],
+    start_ns: int,
+    end_ns: int,
 ) -> dict[Cause, int]:
     """By how much the time between two moments would shrink without each cause, one at a time.
 
     Args:
         recording: What was seen.
         slices: Its idle time by cause.
+        exposed: Time in which the device only copied, or only communicated.
         causes: Which to take away.
         start_ns: Begin of the window.
         end_ns: Its end.
@@ -42,8 +48,12 @@ def recoverable_ns(
             charged[Cause.PYTHON] += sum(s.end_ns - s.start_ns for s in waits)
         return charged
     model = _Model(recording, start_ns, end_ns)
-    base = model.play(None)
-    return {cause: max(base - model.play(cause), 0) for cause in causes}
+    base = max(model.play(None), 1)
+    idle = sum(each.end_ns - each.start_ns for each in slices)
+    # What computes takes its time whatever the host does; and a model that is off must not promise by its own scale.
+    most = {cause: idle + exposed.get(cause, 0) for cause in causes}
+    scale = (end_ns - start_ns) / base
+    return {cause: min(max(round((base - model.play(cause)) * scale), 0), most[cause]) for cause in causes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +99,7 @@ class _Model:
         calls = [each for each in calls if start_ns <= each.start_ns < end_ns]
         calls.sort(key=lambda each: (each.start_ns, -each.end_ns))
         self.calls: list[_Call] = []
-        latest = start_ns
+        latest = done = start_ns
         for each in calls:
             if each.start_ns < latest:  # within the call before
                 continue
@@ -99,10 +109,11 @@ class _Model:
                     saved[span.cause] = saved.get(span.cause, 0) + last - first
             before_ns = each.start_ns - latest
             latest = max(each.end_ns, each.start_ns)
-            if isinstance(each, Span):
-                self.calls.append(_Call(before_ns, saved, 0))
+            if isinstance(each, Span):  # what remains of the wait when the device is done
+                self.calls.append(_Call(before_ns, saved, each.end_ns - min(max(each.start_ns, done), each.end_ns)))
                 continue
             first, last, sample = work[each.number]
+            done = max(done, last)
             is_blocking = sample.kind is ActivityKind.COPY and sample.is_pageable and each.end_ns >= last
             self.calls.append(
                 _Call(
@@ -130,7 +141,7 @@ class _Model:
                 host -= call.before_ns  # one graph: nothing is called in between
             if call.stream is None:
                 if without is not Cause.SYNC:
-                    host = max(host, device)
+                    host = max(host, device) + call.length_ns
                 continue
             hidden = (without is Cause.COPY and call.kind is ActivityKind.COPY) or (
                 without is Cause.COMMUNICATION and call.kind is ActivityKind.COMMUNICATION

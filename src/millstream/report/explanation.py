@@ -40,6 +40,8 @@ class ProgramReport:
         compile_seconds: What lowering it took.
         notes: Why it does not run as asked for.
         costs: What its kernels cost, where that is known; needed for a prediction.
+        is_calculated: The costs are calculated from bytes and operations, and no kernel was measured: then what comes
+            of them is called so, and nothing is said of what bounds the run.
         timeline: A run of it, traced on the device.
         candidates: The plans that this one was chosen from.
         num_in_place: Graphs that read inputs where callers have them, beside the one that copies them.
@@ -54,6 +56,7 @@ class ProgramReport:
     compile_seconds: float
     notes: tuple[str, ...] = ()
     costs: Costs | None = None
+    is_calculated: bool = False
     timeline: Timeline | None = None
     candidates: tuple[Candidate, ...] = ()
     num_in_place: int = 0
@@ -76,18 +79,23 @@ class ProgramReport:
 
     @cached_property
     def accounts(self) -> dict[str, Account]:
-        """Where the time goes: ``measured`` when there is a trace, ``predicted`` when there are costs."""
+        """Where the time goes: ``measured`` when there is a trace, else from costs: ``predicted`` or ``calculated``."""
         accounts = {}
         if self.timeline is not None:
             accounts["measured"] = Account(self.graph, self.timeline, self.costs)
         if self.costs is not None:
-            accounts["predicted"] = Account(self.graph, simulate(self.plan, self.costs), self.costs)
+            accounts[self._guess] = Account(self.graph, simulate(self.plan, self.costs), self.costs)
         return accounts
+
+    @property
+    def _guess(self) -> str:
+        """What a time is called that nobody has measured."""
+        return "calculated" if self.is_calculated else "predicted"
 
     @property
     def predicted_ns(self) -> int | None:
         """Time of one run by the simulator; ``None`` without costs."""
-        return self.accounts["predicted"].timeline.end_ns if self.costs is not None else None
+        return self.accounts[self._guess].timeline.end_ns if self.costs is not None else None
 
     @property
     def measured_ns(self) -> int | None:
@@ -97,8 +105,9 @@ class ProgramReport:
         return next((time for time in measured if time is not None), traced)
 
     def bound(self) -> str:
-        """Say in words what bounds its time; empty when nothing is known about that."""
-        bound = next((account.bound() for account in self.accounts.values()), "")
+        """Say in words what bounds its time; empty when nothing was measured that tells."""
+        accounts = self.accounts
+        bound = next((account.bound() for kind, account in accounts.items() if kind != "calculated"), "")
         tried = [each for each in self.candidates if each.streams > 1 and each.measured_ns is not None]
         if bound and self.streams == 1 and tried:
             bound += f"; but of {count(len(tried), 'plan')} with more streams, none was quicker when measured"
@@ -118,10 +127,16 @@ class ProgramReport:
                 account.timeline,
                 critical=account.critical_path,
                 title=f"{name}: {on}, {kind} {duration(account.timeline.end_ns)}",
-                caption=(f"{account.bound()}.", *self._times()[1:]),
+                caption=(self._caption(kind, account), *self._times()[-1 if kind == "calculated" else 1 :]),
             )
             for kind, account in self.accounts.items()
         ]
+
+    def _caption(self, kind: str, account: Account) -> str:
+        """What is said first of a picture."""
+        if kind == "calculated":
+            return "Calculated from bytes and operations: no kernel was measured, and lengths say little."
+        return f"{account.bound()}."
 
     def by_kind(self) -> dict[KernelKind, tuple[int, int, int]]:
         """Number of kernels, bytes moved and operations of each kind that occurs, largest traffic first."""
@@ -215,17 +230,18 @@ class ProgramReport:
 
     def _times(self) -> list[str]:
         """What bounds a run, and how long it takes beside what it could."""
-        times = {"measured": self.measured_ns, "predicted": self.predicted_ns}
+        times = {"measured": self.measured_ns, self._guess: self.predicted_ns}
         known = ", ".join(f"{kind} {duration(time_ns)}" for kind, time_ns in times.items() if time_ns is not None)
         account = next(iter(self.accounts.values()), None)
         if account is None:
             return [f"time: {known}"] if known else []
         roofline = "" if account.roofline_ns is None else f", roofline {duration(account.roofline_ns)}"
-        lines = [
-            f"bound: {self.bound()}",
-            f"time: {known}; kernels one after another {duration(account.serial_ns)}, "
-            f"critical path {duration(account.critical_path_ns)}{roofline}",
-        ]
+        parts = f"kernels one after another {duration(account.serial_ns)}, critical path "
+        parts += f"{duration(account.critical_path_ns)}{roofline}"
+        if "calculated" in self.accounts and "measured" not in self.accounts:
+            lines = [f"time: {known}; calculated as well: {parts}"]
+        else:
+            lines = [f"bound: {self.bound()}", f"time: {known}; {parts}"]
         if self.phase == "inference" and (preparation := account.preparation()):
             lines.append(
                 f"parameters: {preparation} (another layout or type), in every call; where they stay as they are, "

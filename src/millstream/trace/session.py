@@ -15,11 +15,12 @@ import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 
 import torch
 
 from millstream.errors import ArgumentError
-from millstream.insight import Recording, Sample, Span, Step
+from millstream.insight import Cause, Recording, Sample, Span, Step
 from millstream.trace import frames
 from millstream.trace.device import DeviceWindow
 from millstream.trace.hooks import Hooks
@@ -95,8 +96,10 @@ class Session:
         samples = samples_of(self._sampler.looks, thread)
         caveats += _why_sparse(samples, steps)
         spent_ns = self._sampler.busy_ns + self._log.num_events * EVENT_NS
+        in_process = [end - start for _, start, end, cause, _, _ in self._log.spans if cause is Cause.IN_PROCESS]
+        own_ns = int(median(in_process)) if in_process else 0
         loaders = [
-            replace(loader, batch_ns=batch_ns if loader.num_workers else 0, num_batches=self._log.num_batches[key])
+            replace(loader, batch_ns=batch_ns if loader.num_workers else own_ns, num_batches=self._log.num_batches[key])
             for key, loader in self._log.loaders.items()
         ]
         recording = Recording(

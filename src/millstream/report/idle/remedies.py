@@ -33,7 +33,7 @@ TITLES = {
 def remedy(row: Row, found: Findings) -> str:
     """One or two sentences: the edit, and what was measured that speaks for it."""
     if row.cause in (Cause.DATA_WAIT, Cause.IN_PROCESS):
-        return _more_workers(row, found)
+        return _more_workers(found)
     if row.cause is Cause.COMPILE:
         guards = [note for note in found.notes if note.cause is Cause.COMPILE]
         why = f" {count(len(guards), 'recompilation')}, the last because {guards[-1].text}." if guards else ""
@@ -63,12 +63,12 @@ _REMEDIES = {
 }
 
 
-def _more_workers(row: Row, found: Findings) -> str:
+def _more_workers(found: Findings) -> str:
     loader, needed, sensible = found.loader, found.workers_needed, found.workers_sensible
     if loader is None:
         return "Let batches be made ahead: ms.feed(loader, device), or a DataLoader with num_workers."
     free = duration(found.free_step_ns)
-    if row.cause is Cause.IN_PROCESS:
+    if loader.num_workers == 0 and found.batch_ns:
         facts = f"A batch takes {duration(found.batch_ns)} to make, the rest of a step {free}"
     elif loader.batch_ns:
         verb = "takes" if loader.num_workers == 1 else "take"
