@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import hashlib
+import os
 import warnings
 
 import torch
@@ -16,6 +17,9 @@ import millstream as ms
 from millstream.capture import Step
 from millstream.parallel import exchange
 from tests.capture.worlds import interpret
+
+DEVICE = torch.device("cpu")
+"""Of this process."""
 
 
 class Net(nn.Module):
@@ -81,7 +85,7 @@ def accumulating(ddp, optimizer):
 
 
 def scaled(ddp, optimizer):
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
 
     def step(x, y):
         loss = F.mse_loss(ddp(x), y)
@@ -124,12 +128,13 @@ def batches(rank, count, rows=lambda rank, number: 6):
     generator = torch.Generator().manual_seed(100 + rank)
     for number in range(count):
         size = rows(rank, number)
-        yield torch.randn(size, 4, generator=generator), torch.randn(size, 2, generator=generator)
+        pair = torch.randn(size, 4, generator=generator), torch.randn(size, 2, generator=generator)
+        yield tuple(each.to(DEVICE) for each in pair)
 
 
 def make(make_step, make_optimizer, of_net, of_ddp, hook=None):
     torch.manual_seed(0)
-    net = Net(**of_net)
+    net = Net(**of_net).to(DEVICE)
     ddp = DistributedDataParallel(net, **of_ddp)
     if hook is not None:
         ddp.register_comm_hook(None, hook)
@@ -147,7 +152,7 @@ def assert_alike(ours, theirs, rtol=1e-4, atol=1e-5):
 
 
 def digest(net):
-    content = b"".join(each.detach().contiguous().numpy().tobytes() for each in net.parameters())
+    content = b"".join(each.detach().cpu().contiguous().numpy().tobytes() for each in net.parameters())
     return hashlib.sha256(content).hexdigest()
 
 
@@ -434,17 +439,15 @@ def own_hook(rank, num_steps):
 
 def overlapped(rank, num_steps):
     """Gradients are sent off after several segments, as on a GPU."""
-    from millstream.capture.step import program
-
     theirs, their_step = make(*KINDS["small buckets"])
     ours, our_step = make(*KINDS["small buckets"])
     captured = ms.step(our_step, strict=True)
     expected = train(their_step, batches(rank, num_steps))
-    before, program.most_cuts = program.most_cuts, lambda inputs: 4
+    os.environ["MILLSTREAM_CUTS"] = "4"
     try:
         results = train(captured, batches(rank, num_steps))
     finally:
-        program.most_cuts = before
+        del os.environ["MILLSTREAM_CUTS"]
     torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
     assert_alike(ours, theirs)
     return sum(bool(each.starts) for each in captured.graphs[0].executable._runner._segments.segments)

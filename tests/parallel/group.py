@@ -1,6 +1,6 @@
 """Processes that train together: started once, they run one check after another, and are killed when one hangs.
 
-As a program, ``python -m tests.parallel.group rank size store``, it is one of them.
+As a program, ``python -m tests.parallel.group rank size store backend``, it is one of them.
 """
 
 import json
@@ -24,9 +24,10 @@ TIMEOUT = timedelta(seconds=20)
 
 
 class Group:
-    """Some processes with a process group of Gloo's."""
+    """Some processes with a process group of Gloo's on the CPU, or of NCCL's with a GPU each."""
 
-    def __init__(self, size):
+    def __init__(self, size, backend="gloo"):
+        self.backend = backend
         self.size, self._processes, self._answers = size, [], queue.Queue()
 
     def run(self, check, *args):
@@ -74,7 +75,7 @@ class Group:
         store = tempfile.mktemp(prefix="store")  # the processes make it
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         for rank in range(self.size):
-            command = [sys.executable, "-m", "tests.parallel.group", str(rank), str(self.size), store]
+            command = [sys.executable, "-m", "tests.parallel.group", str(rank), str(self.size), store, self.backend]
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -97,7 +98,7 @@ class Group:
         answers.put((rank, {"error": "the process has ended"}))
 
 
-def main(rank, size, store):
+def main(rank, size, store, backend):
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what checks print
     import torch
@@ -106,7 +107,10 @@ def main(rank, size, store):
     from tests.parallel import checks
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"file://{store}", timeout=TIMEOUT)
+    if backend == "nccl":
+        checks.DEVICE = torch.device("cuda", rank)
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, rank=rank, world_size=size, init_method=f"file://{store}", timeout=TIMEOUT)
     for line in sys.stdin:
         name, *args = json.loads(line)
         try:
@@ -118,4 +122,4 @@ def main(rank, size, store):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -13,7 +13,7 @@ import torch
 
 from millstream._torch.collectives import exchange_of
 from millstream.engine.build import Executable
-from millstream.lower.segments import Segments
+from millstream.lower.segments import Segment, Segments
 
 
 class SegmentedEngine:
@@ -28,6 +28,15 @@ class SegmentedEngine:
         self._segments, self._executables = segments, executables
         self._exchanges: list[Any] = [exchange_of(key) for key in segments.keys]
         self._views = [view for exchange in self._exchanges for view in exchange.views]
+        num_sent = sum(bool(segment.starts) for segment in segments.segments if segment.graph is not None)
+        for exchange in self._exchanges:
+            exchange.is_beside = num_sent > 1
+        last_uses = {place: number for number, each in enumerate(segments.segments) for place in _read_by(each)}
+        kept = {value for is_place, value in segments.outputs if is_place}
+        self._done_with: list[list[int]] = [[] for _ in segments.segments]
+        for place, number in last_uses.items():
+            if place not in kept:
+                self._done_with[number].append(place)
         for segment, executable in zip(segments.segments, executables, strict=True):
             if executable is not None and segment.starts:
                 exchanged = "; ".join(self._exchanges[number].label for number in segment.starts)
@@ -37,7 +46,8 @@ class SegmentedEngine:
         segments, exchanges = self._segments, self._exchanges
         values: list[Any] = [*inputs, *self._views, *[None] * (segments.num_values - len(inputs) - len(self._views))]
         inputs.clear()
-        for segment, executable in zip(segments.segments, self._executables, strict=True):
+        steps = zip(segments.segments, self._executables, self._done_with, strict=True)
+        for segment, executable, done_with in steps:
             for number in segment.waits:
                 exchanges[number].wait()
             if executable is not None:
@@ -49,4 +59,10 @@ class SegmentedEngine:
                 torch._foreach_copy_(exchanges[number].views, [values[place] for place in places])
             for number in segment.starts:
                 exchanges[number].start()
+            for place in done_with:  # activations are given back as soon as nothing needs them
+                values[place] = None
         return [values[value] if is_place else value for is_place, value in segments.outputs]
+
+
+def _read_by(segment: Segment) -> set[int]:
+    return {*segment.inputs, *(place for _, places in segment.brings for place in places)}

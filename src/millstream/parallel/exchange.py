@@ -29,7 +29,9 @@ PROGRESS = Progress()
 class Exchange:
     """One collective and its memory.
 
-    On a GPU it runs on a stream of its own, after what the current stream has been given so far, and no host waits.
+    On a GPU no host waits: it runs after what the current stream has been given so far, on that stream, or on one of
+    its own where something is to be computed meanwhile. A second stream slows all kernels a little
+    (docs/decisions/0031), so that it is not taken for nothing.
 
     Args:
         bucket: How ``like`` lie in the memory; its members are counted in the order of ``like``.
@@ -43,6 +45,7 @@ class Exchange:
     Attributes:
         key: By which graphs refer to it.
         views: Parts of the memory, in the order of ``like``.
+        is_beside: Whether something is computed meanwhile.
     """
 
     def __init__(
@@ -64,8 +67,8 @@ class Exchange:
         ]
         self.num_uses = 0
         self._work: Any = None
-        self._stream = comm_stream(device) if device.type == "cuda" else None
-        self._done = torch.cuda.Event() if self._stream is not None else None
+        self.is_beside = False
+        self._done: Any = None
         self.key = register_exchange(self)
 
     @property
@@ -82,13 +85,16 @@ class Exchange:
         self.num_uses += 1
         PROGRESS.num_started += 1
         try:
-            if self._stream is None:
+            if self.memory.device.type != "cuda":
                 self._work = self._issue(self.memory, async_op=True)
-                return
-            self._stream.wait_stream(torch.cuda.current_stream(self.memory.device))
-            with torch.cuda.stream(self._stream):  # NCCL launches on the current stream where it is not asynchronous
+            elif not self.is_beside:  # NCCL launches on the current stream where it is not asynchronous
                 self._issue(self.memory, async_op=False)
-                self._done.record(self._stream)  # type: ignore[union-attr]
+            else:
+                stream = comm_stream(self.memory.device)
+                stream.wait_stream(torch.cuda.current_stream(self.memory.device))
+                with torch.cuda.stream(stream):
+                    self._issue(self.memory, async_op=False)
+                    self._done = stream.record_event(self._done)
         except RuntimeError as error:
             raise self._failure(error) from error
 
@@ -98,7 +104,7 @@ class Exchange:
         Raises:
             DataParallelError: A process is gone, or did not come within the group's timeout.
         """
-        if self._done is not None:
+        if self._done is not None and self.is_beside:
             torch.cuda.current_stream(self.memory.device).wait_event(self._done)
         elif self._work is not None:
             work, self._work = self._work, None

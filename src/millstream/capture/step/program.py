@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,19 +11,23 @@ import torch
 from millstream._torch.modes import is_any_autocast_enabled
 from millstream._torch.tensors import without_autocast
 from millstream.capture.model import Runnable
-from millstream.errors import CaptureError, EmptyCaptureError, MillstreamError
+from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, MillstreamError
 from millstream.lower import Cutting, Lowered, LoweredForSizes, Segments, compile_graph, describe_failure
 from millstream.passes import split_gradients
-
-MOST_CUTS = 4
-"""After so many segments on a GPU gradients are sent off; each costs the launch of a graph more, some 10 µs."""
 
 Runner = Callable[[list[Any]], list[Any]]
 
 
-def most_cuts(inputs: Sequence[Any]) -> int:
-    """After how many segments gradients may be sent off: on a CPU, whose cores do both, once, at the end."""
-    return MOST_CUTS if any(isinstance(each, torch.Tensor) and each.is_cuda for each in inputs) else 1
+def most_cuts() -> int:
+    """After how many segments gradients may be sent off: 1, all of them at the end, or ``MILLSTREAM_CUTS``.
+
+    Raises:
+        ArgumentError: That is no number of segments.
+    """
+    asked = os.environ.get("MILLSTREAM_CUTS") or "1"
+    if not asked.isdecimal() or int(asked) < 1:
+        raise ArgumentError(f"MILLSTREAM_CUTS={asked!r} is no number of segments; give 1 or more.")
+    return int(asked)
 
 
 class StepProgram:
@@ -74,7 +79,7 @@ class StepProgram:
             name=name,
             options=options,
             step_state=static,
-            cutting=Cutting(finish_segments, most_cuts(inputs)),
+            cutting=Cutting(finish_segments, most_cuts()),
         )
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
