@@ -1,9 +1,11 @@
 """Verdicts on a virtual device whose causes are known, and what taking them away gives."""
 
+import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.insight import (
@@ -110,6 +112,33 @@ def test_gain_is_what_the_twin_without_the_cause_takes(causes, data):
         promised = found.recoverable.get(cause, 0) / len(found.steps) * 12
         slack = 0.25 * gain + 0.1 * whole.end_ns  # its warm-up and its end are not judged
         assert promised <= gain + slack
+
+
+CLEAN = {
+    "large kernels": (launches(8), [5 * MS] * 8),
+    "a read at the end of a full step": ([*launches(8), (Cause.SYNC, 10 * US, 61)], [5 * MS] * 8),
+    "two percent of waiting": ([(Cause.DATA_WAIT, 800 * US, 62), *launches(8), (Cause.SYNC, 0, 63)], [5 * MS] * 8),
+    "much Python behind long kernels": ([*launches(4), (Cause.PYTHON, 12 * MS, 64)], [5 * MS] * 4),
+    "small kernels launched ahead of large ones": (launches(40), [MS, *[20 * US] * 19] * 2),
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+@settings(max_examples=20)
+@given(seed=st.integers(0, 1 << 30))
+def test_clean_run_with_jitter_raises_no_alarm(name, seed):
+    host, kernels = CLEAN[name]
+    dice = random.Random(seed)
+
+    def jitter(length):
+        return round(length * dice.uniform(0.8, 1.3))
+
+    # Steps that differ: as many of them in a row are one "step" of the virtual run.
+    segments = [(cause, jitter(length), place) for _ in range(25) for cause, length, place in host]
+    recording = serial_recording(segments, [jitter(each) for _ in range(25) for each in kernels], steps=1)
+    marks = [recording.end_ns * number // 25 for number in range(26)]
+    found = analyse(replace(recording, steps=tuple(Step(a, b) for a, b in pairwise(marks))))
+    assert found.severity is Severity.HEALTHY, found.rows[:2]
 
 
 def test_copy_that_nothing_hides_is_exposed_and_not_idle():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -23,7 +24,7 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
         target: A script, or with ``as_module`` a module.
         arguments: The script's own.
         as_module: As ``python -m``.
-        save: Files for the report.
+        save: Files for the report; under ``torchrun`` each process writes its own, with its rank in the name.
         fail_if: Conditions such as ``idle>20%`` under which a script that succeeds gives ``EXIT_CONDITION``.
 
     Returns:
@@ -35,6 +36,7 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
     conditions = [Condition.parse(text) for text in fail_if]
     for path in save:
         check_writable(path)
+    save = [_of_rank(path) for path in save]
     run = Profile(Path(target).name)
     code = EXIT_FAILED
     try:
@@ -57,6 +59,14 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
     if broken:
         print(f"millstream: {', '.join(broken)} holds", file=sys.stderr)
     return EXIT_CONDITION if broken and code == 0 else code
+
+
+def _of_rank(path: Path) -> Path:
+    """A file of this process's own where several processes run the script, as under ``torchrun``."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return path
+    name, dot, suffixes = path.name.partition(".")
+    return path.with_name(f"{name}.rank{os.environ.get('RANK', '0')}{dot}{suffixes}")
 
 
 def list_syncs(target: str, arguments: list[str], *, as_module: bool, save: Path | None) -> int:

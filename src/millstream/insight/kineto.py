@@ -19,6 +19,7 @@ _ACTIVITIES = {
     "gpu_memset": ActivityKind.MEMSET,
 }
 _CALLS = ("cuda_runtime", "cuda_driver")
+_LAUNCHING = ("LaunchKernel", "GraphLaunch")
 _BLOCKING = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "CtxSynchronize")
 _ALLOCATING = (
     "Malloc",
@@ -90,7 +91,10 @@ def read_trace(trace: Mapping[str, Any]) -> DeviceTrace:
         span = _span_of(call, pageable)
         if span is not None:
             spans.append(span)
-    launches = [call for call in calls if call.number in launched]
+    launches = [call for call in calls if call.number in launched or any(part in call.name for part in _LAUNCHING)]
+    # CUPTI may lose the first kernels of a window (pytorch#192021): it begins with the first one that was kept.
+    begin = min((call.start_ns for call in launches if call.number in launched), default=0)
+    launches = [call for call in launches if call.start_ns >= begin]
     return DeviceTrace(
         tuple(sorted(activities, key=lambda each: each.start_ns)),
         tuple(sorted(launches, key=lambda each: each.start_ns)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from millstream.insight import Recording, Step
 from millstream.insight.kineto import DeviceTrace, read_trace
+from millstream.trace.hooks import Patch
 
 FIRST_STEP, NUM_STEPS = 10, 20
 """The window begins after the warm-up, and is so long."""
@@ -56,11 +58,16 @@ def _is_within(step: tuple[int, int], first: int, last: int) -> bool:
 
 
 class DeviceWindow:
-    """Starts and stops the device's profiler by the count of steps."""
+    """Starts and stops the device's profiler by the count of steps; gives way to a profiler of the script's."""
 
     def __init__(self) -> None:
+        self._patches = [
+            Patch(torch.profiler.profile, "start", self._give_way),
+            Patch(torch.autograd.profiler.profile, "__enter__", self._give_way),
+        ]
         self._num_steps = 0
         self._profiler: Any = None
+        self._is_starting = False
         self._recorded: Recorded | None = None
         self._device = torch.cuda.get_device_name()
 
@@ -74,21 +81,36 @@ class DeviceWindow:
 
     def close(self) -> Recorded:
         """End the window, if it has not ended, and say what was seen."""
+        for patch in self._patches:
+            patch.close()
         if self._profiler is not None:
             self._end()
         short = f"the run ended before step {FIRST_STEP}"
         return self._recorded or Recorded(None, self._device, short)
+
+    def _give_way(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """There is one profiler at a time; the script's must not fail because of ours."""
+
+        def start(profiler: Any, *arguments: Any, **options: Any) -> Any:
+            if self._profiler is not None and not self._is_starting:
+                self._end()
+            return original(profiler, *arguments, **options)
+
+        return start
 
     def _begin(self) -> None:
         if torch.autograd._profiler_enabled():
             self._recorded = Recorded(None, self._device, "another profiler was running")
             return
         profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._is_starting = True
         try:
             profiler.start()
         except RuntimeError as error:
             self._recorded = Recorded(None, self._device, str(error).splitlines()[0])
             return
+        finally:
+            self._is_starting = False
         self._profiler = profiler
 
     def _end(self) -> None:

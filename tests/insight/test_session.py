@@ -1,0 +1,127 @@
+"""What a profile leaves behind, and what it changes: nothing."""
+
+import gc
+import random
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import optimizer
+from torch.utils.data import DataLoader, TensorDataset, dataloader
+from torch.utils.data._utils import fetch
+
+import millstream as ms
+from millstream.errors import ArgumentError
+
+
+def look():
+    return (
+        vars(dataloader._BaseDataLoaderIter)["__next__"],
+        vars(fetch._MapDatasetFetcher)["fetch"],
+        torch.save,
+        list(gc.callbacks),
+        dict(optimizer._global_optimizer_post_hooks),
+        threading.active_count(),
+        sys.getswitchinterval(),
+        vars(torch.Tensor).get("tolist"),
+    )
+
+
+def train():
+    model = torch.nn.Linear(4, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for (x,) in DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4, shuffle=True):
+        model(x).sum().backward()
+        sgd.step()
+    return model.weight.detach().clone()
+
+
+def seed():
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+
+
+@pytest.mark.parametrize("watch", [ms.profile, ms.trace_syncs])
+def test_nothing_is_left_behind_and_no_random_number_is_drawn(watch):
+    seed()
+    plain, states = train(), (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    before = look()
+    seed()
+    with watch():
+        watched = train()
+    assert look() == before
+    assert torch.equal(plain, watched)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+
+
+def test_error_within_is_raised_and_what_was_seen_is_kept():
+    def fail():
+        train()
+        raise ZeroDivisionError
+
+    before = look()
+    run = ms.profile()
+    with pytest.raises(ZeroDivisionError), run:
+        fail()
+    assert look() == before
+    assert len(run.findings.recording.steps) == 5
+
+
+def test_patch_of_somebody_else_made_meanwhile_stays():
+    before = torch.save
+
+    def save(*arguments):
+        return before(*arguments)
+
+    try:
+        with ms.profile():
+            torch.save = save
+        assert torch.save is save
+    finally:
+        torch.save = before
+
+
+def test_profile_within_a_profile_is_refused_and_the_outer_goes_on():
+    with ms.profile() as outer:
+        with pytest.raises(ArgumentError, match="profiled already"), ms.profile():
+            pass
+        train()
+    assert outer.findings.recording.steps
+
+
+def test_profile_is_read_after_it_is_over(tmp_path):
+    with ms.profile() as run, pytest.raises(ArgumentError, match="not over"):
+        str(run)
+    with pytest.raises(ArgumentError, match="must end with"):
+        run.save(tmp_path / "run.pdf")
+    with pytest.raises(ArgumentError, match="must end with"):
+        ms.profile(save="run.txt")
+
+
+def test_decorated_function_returns_its_result_and_is_reported(capsys):
+    @ms.profile
+    def work(steps):
+        for _ in range(steps):
+            train()
+        return steps
+
+    assert work(2) == 2
+    assert "of a step" in capsys.readouterr().err
+
+
+def test_saved_profile_is_written_when_it_is_over(tmp_path):
+    with ms.profile(save=tmp_path / "run.html"):
+        train()
+    assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
+
+
+def test_loop_without_optimizer_is_counted_by_batches():
+    with ms.profile() as run:
+        for _ in DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=4):
+            pass
+    assert len(run.findings.recording.steps) == 9
+    assert any("no optimizer" in caveat for caveat in run.findings.recording.caveats)
