@@ -5,7 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 
-SUITES = ("inference", "alone", "identity", "plans", "training", "large", "feed", "overhead", "hand_streams", "cpu")
+SUITES = (
+    "inference",
+    "alone",
+    "identity",
+    "plans",
+    "training",
+    "large",
+    "feed",
+    "overhead",
+    "hand_streams",
+    "cpu",
+    "shapes",
+)
 
 if __name__ == "__main__":
     codes = [subprocess.call([sys.executable, "-m", f"benchmarks.{suite}", *sys.argv[1:]]) for suite in SUITES]

@@ -1,0 +1,156 @@
+"""Programs whose sizes change from call to call, each run by one side in a process of its own, with an empty cache.
+
+The clock of the first pass runs from the uncompiled model to the last result; later passes find everything compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import millstream as ms
+from benchmarks.harness import prepare_torch
+
+#: A pass over all sizes: what it computes, to be compared.
+Pass = Callable[[], list[torch.Tensor]]
+#: Compiles a module or a function.
+Form = Callable[[Any], Any]
+LATER = 5  # passes, of which the median counts
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A program.
+
+    Attributes:
+        name: Of the case.
+        make: Builds its model for a form, and returns a pass.
+        calls: In a pass, for people.
+    """
+
+    name: str
+    make: Callable[[Form], Pass]
+    calls: int
+
+
+def generate(tokens: int, form: Form) -> Pass:
+    """GPT-2 of two layers generates text with a cache that grows by a token a call."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # pyrefly: ignore[missing-import]
+
+    size = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 1024}
+    model: Any = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=None)).eval()
+    model.forward = form(model.forward)
+    prompt = torch.randint(500, (2, 5))
+
+    @torch.no_grad()
+    def run() -> list[torch.Tensor]:
+        mask = torch.ones_like(prompt)
+        options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        return [model.generate(prompt, attention_mask=mask, **options)]
+
+    return run
+
+
+class Text(nn.Module):
+    """Layers of a transformer over an embedding."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.out = nn.Linear(width, 100)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.out(self.layers(self.embed(tokens))).logsumexp(-1).mean()
+
+
+def train(lengths: list[int], form: Form) -> Pass:
+    """Forward, backward and SGD with batches padded to their longest text."""
+    model = Text(4, 64)
+    compiled, optimizer = form(model), torch.optim.SGD(model.parameters(), 1e-3)
+    batches = [torch.randint(100, (4, length)) for length in lengths]
+
+    def run() -> list[torch.Tensor]:
+        losses = []
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = compiled(batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses
+
+    return run
+
+
+def classify(sizes: list[tuple[int, int]], form: Form) -> Pass:
+    """A small convolutional network at some resolutions and batch sizes, without gradients."""
+    blocks: list[nn.Module] = []
+    for before, width, stride in ((3, 16, 1), (16, 32, 2), (32, 32, 1), (32, 64, 2)):
+        blocks += [nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).eval()
+    compiled = form(model)
+    images = [torch.randn(rows, 3, size, size) for size, rows in sizes]
+
+    @torch.no_grad()
+    def run() -> list[torch.Tensor]:
+        return [compiled(image) for image in images]
+
+    return run
+
+
+_random = random.Random(0)
+_LENGTHS = [_random.randint(2, 128) for _ in range(100)]
+_IMAGES = list(product((32, 48, 64), (2, 3, 4, 5, 6)))
+
+
+def programs() -> Iterator[Sizes]:
+    """All of them."""
+    for tokens in (40, 400):
+        yield Sizes(f"generate {tokens} tokens", lambda form, tokens=tokens: generate(tokens, form), tokens)
+    yield Sizes("train lengths 2 to 128", lambda form: train(_LENGTHS, form), len(_LENGTHS))
+    yield Sizes("train with a short last batch", lambda form: train([32] * 9 + [20], form), 10)
+    yield Sizes("classify 3 resolutions, 5 batches", lambda form: classify(_IMAGES, form), len(_IMAGES))
+
+
+FORMS: dict[str, Form] = {"ours": ms.compile, "compile": torch.compile}
+
+
+def measure(name: str, side: str) -> dict[str, Any]:
+    """Run a program by a side; say what it took, how many graphs, and whether it computed what eager does."""
+    program = next(each for each in programs() if each.name == name)
+    torch.manual_seed(0)
+    expected = program.make(lambda model: model)()
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    run = program.make(FORMS[side])
+    results = run()
+    first_s = time.perf_counter() - start
+    graphs = counters["stats"]["unique_graphs"]
+    equal = all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(results, expected, strict=True))
+    later = []
+    for _ in range(LATER):
+        start = time.perf_counter()
+        run()
+        later.append(time.perf_counter() - start)
+    return {"first_s": first_s, "later_s": sorted(later)[LATER // 2], "graphs": graphs, "equal": equal}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program")
+    parser.add_argument("side", choices=FORMS)
+    options = parser.parse_args()
+    prepare_torch()
+    print(json.dumps(measure(options.program, options.side)))
