@@ -121,7 +121,7 @@ def programs() -> Iterator[Sizes]:
         yield Sizes(f"generate {tokens} tokens", lambda form, tokens=tokens: generate(tokens, form), tokens)
     yield Sizes("train lengths 2 to 128", lambda form: train(_LENGTHS, form), len(_LENGTHS))
     yield Sizes("train with a short last batch", lambda form: train([32] * 9 + [20], form), 10)
-    yield Sizes("classify 3 resolutions, 5 batches", lambda form: classify(_IMAGES, form), len(_IMAGES))
+    yield Sizes("classify 3 resolutions and 5 batches", lambda form: classify(_IMAGES, form), len(_IMAGES))
 
 
 FORMS: dict[str, Form] = {"ours": ms.compile, "compile": torch.compile}
