@@ -192,12 +192,13 @@ def test_dynamic_false_is_a_graph_each():
     assert num_graphs() == 3
 
 
-def test_a_size_that_the_compiler_decided_about_is_compiled_anew():
-    """Inductor unrolls a reduction of few elements, and guards what it took for granted."""
-    compiled = ms.compile(lambda x: x.softmax(-1), dynamic=True)
-    for size in (4, 6, 900, 3, 70000):
+def test_sizes_that_inductor_decided_about_are_compiled_anew():
+    """Inductor numbers the elements of short rows in 16 bits when it sorts, and sums rows of up to 4096 in one pass."""
+    compiled = ms.compile(lambda x: (x.sort(-1), x.softmax(-1)), dynamic=True)
+    for size, graphs in ((8, 1), (40, 1), (40_000, 2), (50_000, 2), (9, 2)):
         x = torch.randn(2, size)
-        torch.testing.assert_close(compiled(x), x.softmax(-1))
+        torch.testing.assert_close(compiled(x), (x.sort(-1), x.softmax(-1)))
+        assert num_graphs() == graphs
 
 
 def test_backward_passes_belong_to_their_forward():
