@@ -79,6 +79,45 @@ for step in (around, through, by_one_parameter, frozen, unrelated):
     ]
 
 
+def test_a_wrapper_made_after_the_capture_is_noticed(tmp_path):
+    """By the next call; steps on other parameters keep their graphs, and nothing watches once no step is left."""
+    said = output_of(
+        WORLD
+        + f"""
+join(0, 1, {str(tmp_path / "store")!r})
+from torch.nn.modules import module as nn_module
+
+def make_step(net):
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    @ms.step
+    def step(x):
+        loss = net(x).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad(); return loss
+    return step
+
+nets = [nn.Linear(4, 2), nn.Linear(4, 2)]
+steps = [make_step(net) for net in nets]
+for step in steps:
+    for _ in range(3):
+        step(torch.ones(3, 4))
+    print(len(step.graphs), step.graphs[0].num_runs)
+wrapper = DistributedDataParallel(nets[0])
+for step in steps:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(torch.ones(3, 4))
+    runs = [graph.num_runs for graph in step.graphs]
+    print(runs, sum("belongs to DistributedDataParallel" in str(w.message) for w in caught))
+print(len(nn_module._global_module_registration_hooks))
+del step, steps
+gc.collect()
+nn.Sequential(nn.Linear(1, 1))
+print(len(nn_module._global_module_registration_hooks))
+"""
+    )
+    assert said.splitlines() == ["1 2", "1 2", "[2] 1", "[5] 0", "1", "0"]
+
+
 def test_a_compiled_wrapper_trains_as_in_eager(tmp_path):
     """Averaged gradients, ``no_sync``, broadcast buffers; compiled around the wrapper and within it."""
     script = tmp_path / "train.py"

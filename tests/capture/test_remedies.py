@@ -581,6 +581,7 @@ ELSEWHERE = (
     "with a key that is another",  # test_effects.py
     "ever more that was made outside",  # test_step_refusals.py
     "ever other values",  # test_effects.py
+    "The step writes to",  # test_step_writers.py
     "eager_region",  # test_eager_regions.py
     "The step changes ….",  # of hyperparameters that no graph reads: test_step_optimizers.py
 )

@@ -8,16 +8,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from millstream.heap import instances
+from millstream.locks import ForkSafeLock
 
 
 def data_parallel_wrappers() -> list[nn.Module]:
@@ -31,6 +35,37 @@ def data_parallel_wrappers() -> list[nn.Module]:
         return []
     kinds = (DistributedDataParallel, *_fully_sharded())
     return instances(kinds)
+
+
+_num_wrapped = [0]
+_asking: weakref.WeakSet[Any] = weakref.WeakSet()
+_handles: list[RemovableHandle] = []
+_lock = ForkSafeLock()
+
+
+def num_wrapped() -> int:
+    """How many ``DistributedDataParallel`` were made since somebody watches."""
+    return _num_wrapped[0]
+
+
+def watch_wrapping(who: object) -> None:
+    """Have ``num_wrapped`` count, as long as ``who`` lives.
+
+    PyTorch tells of each module that becomes part of another. Once nobody is left to watch the hook goes, too.
+    """
+    with _lock.lock:
+        _asking.add(who)
+        if not _handles and dist.is_available():
+            _handles.append(register_module_module_registration_hook(_on_registration))
+
+
+def _on_registration(module: nn.Module, *_: Any) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _num_wrapped[0] += 1
+    elif not _asking:
+        with _lock.lock:
+            while _handles and not _asking:
+                _handles.pop().remove()
 
 
 def _fully_sharded() -> Iterator[type[nn.Module]]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from millstream._torch.data_parallel import data_parallel_wrappers, num_wrapped
 from millstream._torch.hooks import has_tensor_hooks, hooks_clock, hooks_for_all
 from millstream._torch.tensors import layout_check
 from millstream.capture.guards.native import QuickGuards, load_library
@@ -113,6 +114,7 @@ class Guards:
         scalers: Gradient scalers, which must be between ``update`` and ``unscale_``.
         hook_clock: Changes with the hooks; as it was when they were last looked at.
         hook_state: Numbers of hooks of ``hooked``, and the hooks for all modules and optimizers.
+        num_wrapped: How many data-parallel wrappers had been made when they were last looked at.
         quick: The same conditions, but for forms, scalers and hooks, in compiled code.
     """
 
@@ -140,6 +142,7 @@ class Guards:
     scalers: list[GradScaler] = field(default_factory=list)
     hook_clock: tuple[int, ...] = ()
     hook_state: list[Any] = field(default_factory=list)
+    num_wrapped: int = field(default_factory=num_wrapped)
     quick: QuickGuards | None = None
 
     # --- what is expected ---------------------------------------------------------------------------------------------
@@ -239,6 +242,10 @@ class Guards:
             if self.hook_state != self._hooks():
                 return None
             self.hook_clock = hooks_clock()
+        if self.num_wrapped != num_wrapped():
+            if self._is_wrapped():
+                return None
+            self.num_wrapped = num_wrapped()
         if self.scalers and not all(map(is_idle, self.scalers)):
             return None
         if self.forms and not all(form_of(location.get()) == form for location, form_of, form in self.forms):
@@ -259,6 +266,10 @@ class Guards:
             for tensor, now, expected in zip(self.watched, gradients, self.gradients, strict=True)
             if now is not expected
         ]
+
+    def _is_wrapped(self) -> bool:
+        owned = {id(parameter) for wrapper in data_parallel_wrappers() for parameter in wrapper.parameters()}
+        return not owned.isdisjoint(map(id, self.placed))
 
     def _entries_hold(self) -> bool:
         try:
@@ -286,6 +297,8 @@ class Guards:
         for location, value in self.cells:
             if not is_same(location.get(), value):
                 return self._another(location, value)
+        if self.num_wrapped != num_wrapped() and self._is_wrapped():
+            return Break("A parameter belongs to a data-parallel model now.", is_final=True)
         change = self._changed_container() or self._changed_object() or self._changed_tensor()
         if change is not None:
             return change

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import io
 import os
+import pickle
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from types import (
 )
 from typing import Any
 
+import torch
 from torch import nn
 
 from millstream.capture.lines import is_asked_by_user, is_ours, is_pythons, is_users, is_users_own
@@ -74,8 +76,8 @@ class CodeWatch:
     Args:
         ran: Where it is noted.
         on_code: Called with its frame before code of the user's runs for the first time; may raise an error there.
-        on_impure: Called with a frame that is about to call what gives something else each time, and what that is
-            (``IMPURE``); may raise an error there.
+        on_impure: Called with a frame that is about to call what gives something else each time (``IMPURE``) or what
+            writes to the world (``WRITING``), with what that is and whether it writes; may raise an error there.
         always: Code before which ``on_code`` is called each time.
     """
 
@@ -83,7 +85,7 @@ class CodeWatch:
         self,
         ran: Ran,
         on_code: Callable[[FrameType, list[FunctionType]], None],
-        on_impure: Callable[[FrameType, str], None] = lambda frame, what: None,
+        on_impure: Callable[[FrameType, str, bool], None] = lambda frame, what, is_written: None,
         always: Container[CodeType] = frozenset(),
     ) -> None:
         self._ran, self._on_code, self._on_impure, self._always = ran, on_code, on_impure, always
@@ -95,14 +97,18 @@ class CodeWatch:
         self._reaching: set[int] = set()  # likewise: that may read attributes by names that it computes
         self._computing: dict[tuple[Any, ...], Any] = {}  # code and ids of the objects in its variables; and these
         self._outer: Any = None
+        self._writers: list[Any] = []  # what was there before and may be written to
         self._profile = self._notice  # one object, to be known again
 
     def __enter__(self) -> None:
         self._outer = sys.getprofile()
         if self._outer is not None and not isinstance(getattr(self._outer, "__self__", None), CodeWatch):
             return
-        for function in objects_of_types([FunctionType]):
-            if is_users(function.__code__.co_filename):
+        kinds = _writer_kinds()
+        for function in objects_of_types([FunctionType, *kinds]):
+            if type(function) is not FunctionType:
+                self._writers.append(function)
+            elif is_users(function.__code__.co_filename):
                 self._functions.setdefault(id(function.__code__), []).append(function)
         self._ran.codes = self._codes
         sys.setprofile(self._profile)
@@ -118,6 +124,7 @@ class CodeWatch:
         if not is_watched or threading.Thread.start.__code__ in self._codes:  # nobody watched what that did
             self._ran.codes = None
         self._functions.clear()
+        self._writers.clear()
 
     def _notice(self, frame: FrameType, event: str, arg: Any) -> None:
         # Of every call there is: code is told by its id, as to hash it takes a look into all of it.
@@ -145,19 +152,36 @@ class CodeWatch:
             self._ran.variables.add(str(frame.f_locals.get("key")))
 
     def _note_impure(self, frame: FrameType, function: Any) -> None:
-        what = IMPURE.get(function)
+        what, is_written = IMPURE.get(function), False
         if what is None and function.__name__ in _READERS and isinstance(function.__self__, io.IOBase):
-            what = "a file"
+            what = None if self._is_new(function.__self__) else "a file"
+        if what is None:
+            what, is_written = self._written_by(function), True
         if what is None:
             return
         asking = _beyond_library(frame)
+        harmless = _HARMLESS_WRITERS if is_written else _HARMLESS
         if (
             threading.get_ident() == self._thread
             and asking is not None
             and is_users_own(asking.f_code.co_filename)
-            and not any(each.f_globals.get("__name__", "").startswith(_HARMLESS) for each in _between(frame, asking))
+            and not any(each.f_globals.get("__name__", "").startswith(harmless) for each in _between(frame, asking))
         ):
-            self._on_impure(asking, what)
+            self._on_impure(asking, what, is_written)
+
+    def _written_by(self, function: Any) -> str | None:
+        """What a function in C writes to, unless that was made while this watches."""
+        owner = function.__self__
+        if function.__name__ not in WRITING.get(type(owner).__module__, ()):
+            return WRITING_FUNCTIONS.get(function)
+        kind = type(owner)
+        return None if self._is_new(owner) else f"{kind.__module__.strip('_')}.{kind.__qualname__}"
+
+    def _is_new(self, owner: Any) -> bool:
+        """Whether something in memory to which one writes was made while this watches."""
+        if type(owner) not in _writer_kinds() or any(owner is each for each in self._writers):
+            return False
+        return any(owner is each for each in objects_of_types([type(owner)]))  # or ``gc.freeze()`` hides it
 
     def _is_asked_again(self, code: CodeType) -> bool:
         return code is _ENVIRONMENT or code in self._always
@@ -166,6 +190,8 @@ class CodeWatch:
         code = frame.f_code
         if code is _ENVIRONMENT and frame.f_locals.get("self") is os.environ:
             self._note_variable(frame)
+        if code is _SAVE and threading.get_ident() == self._thread and frame.f_back is not None:
+            self._on_impure(frame.f_back, "a file", True)
         waiting, is_new = self._functions.get(id(code), []), id(code) not in self._met or code in self._always
         self._met[id(code)] = code
         self._codes.add(code)
@@ -200,12 +226,46 @@ _READERS = frozenset({"read", "readline", "readlines", "readinto", "getvalue"})
 """Methods of files."""
 
 _HARMLESS = (
-    *("logging", "tqdm", "warnings", "traceback", "linecache", "tokenize"),
+    *("logging", "tqdm", "warnings", "traceback", "linecache", "tokenize", "importlib", "_frozen_importlib"),
     *("threading", "queue", "concurrent", "multiprocessing", "asyncio", "selectors", "subprocess"),
 )
-"""Modules that read clocks and files for what they print only, or for how long they wait."""
+"""Modules that read clocks and files for what they print only, for how long they wait, or for code."""
 
-_NAMES = _READERS.union(each.__name__ for each in IMPURE)
+WRITING: dict[str, frozenset[str]] = {
+    "_csv": frozenset({"writerow", "writerows"}),
+    "_io": frozenset({"write", "writelines"}),
+    "_pickle": frozenset({"dump"}),
+    "sqlite3": frozenset({"execute", "executemany", "executescript", "commit"}),
+    "_socket": frozenset({"send", "sendall", "sendto", "sendmsg"}),
+    "socket": frozenset({"send", "sendall", "sendto", "sendmsg"}),
+    "mmap": frozenset({"write", "write_byte"}),
+}
+"""By module, methods in C of objects that nobody can compare, by which something is written."""
+
+WRITING_FUNCTIONS: dict[Any, str] = {
+    getattr(os, name): f"os.{name}()"
+    for name in "write writev pwrite sendfile remove unlink rename replace mkdir rmdir system kill putenv".split()
+    if hasattr(os, name)
+} | {pickle.dump: "a file"}
+"""Functions in C that write."""
+
+_HARMLESS_WRITERS = ("logging", "tqdm", "warnings", "traceback", "importlib", "_frozen_importlib", "multiprocessing")
+"""Modules whose writing is recorded otherwise, or is none of the step's."""
+
+_NAMES = _READERS.union(
+    *WRITING.values(), (each.__name__ for each in IMPURE), (each.__name__ for each in WRITING_FUNCTIONS)
+)
+
+
+def _writer_kinds() -> set[type]:
+    """Classes of objects in memory to which a step may write that has made them."""
+    kinds: set[type] = {io.StringIO, io.BytesIO, pickle.Pickler}
+    if (module := sys.modules.get("_csv")) is not None:
+        kinds.add(module.Writer if hasattr(module, "Writer") else type(module.writer(io.StringIO())))
+    return kinds
+
+
+_SAVE = torch.save.__code__
 
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
 

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from millstream._torch.data_parallel import watch_wrapping
 from millstream._torch.dynamo import is_compiling
 from millstream._torch.hooks import OwnHook
 from millstream._torch.modes import is_any_autocast_enabled, modes_of_caller
@@ -391,6 +392,7 @@ class Step(Generic[P, R]):
             The graph, its complete arguments and its results.
         """
         counts = CountsOnDevice()
+        watch_wrapping(self)
         try:
             with tracing_alone():
                 found = discover(self._roots(call))

@@ -326,11 +326,20 @@ class _Tracer:
             self.random_state.add(found)
         self._check_sources()
 
-    def _on_impure(self, frame: FrameType, what: str) -> None:
+    def _on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if is_written:
+            self._report(
+                CaptureError(
+                    f"The step writes to {what}, which a graph would not do again.",
+                    where=where,
+                    remedy="Let ms.callback do it, as in ms.callback(writer.writerow, [loss.item()]).",
+                )
+            )
         self._report(
             CaptureError(
                 f"The step reads {what}, which gives something else each time.",
-                where=f"{frame.f_code.co_filename}:{frame.f_lineno}",
+                where=where,
                 remedy="Read it outside of the step, and pass what depends on it as an argument.",
             )
         )
