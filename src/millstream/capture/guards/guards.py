@@ -52,6 +52,10 @@ class Break:
     is_tensor: bool = False
 
 
+def _wrapped() -> set[int]:
+    return {id(parameter) for wrapper in data_parallel_wrappers() for parameter in wrapper.parameters()}
+
+
 @dataclass(slots=True)
 class Entries:
     """Entries of dicts and lists, and what they held.
@@ -115,6 +119,7 @@ class Guards:
         hook_clock: Changes with the hooks; as it was when they were last looked at.
         hook_state: Numbers of hooks of ``hooked``, and the hooks for all modules and optimizers.
         num_wrapped: How many data-parallel wrappers had been made when they were last looked at.
+        wrapped: By id, parameters that belonged to such at the capture.
         quick: The same conditions, but for forms, scalers and hooks, in compiled code.
     """
 
@@ -143,6 +148,7 @@ class Guards:
     hook_clock: tuple[int, ...] = ()
     hook_state: list[Any] = field(default_factory=list)
     num_wrapped: int = field(default_factory=num_wrapped)
+    wrapped: set[int] = field(default_factory=_wrapped)
     quick: QuickGuards | None = None
 
     # --- what is expected ---------------------------------------------------------------------------------------------
@@ -268,8 +274,7 @@ class Guards:
         ]
 
     def _is_wrapped(self) -> bool:
-        owned = {id(parameter) for wrapper in data_parallel_wrappers() for parameter in wrapper.parameters()}
-        return not owned.isdisjoint(map(id, self.placed))
+        return not (_wrapped() - self.wrapped).isdisjoint(map(id, self.placed))
 
     def _entries_hold(self) -> bool:
         try:
