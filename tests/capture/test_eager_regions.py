@@ -577,6 +577,57 @@ def test_a_remedy_works(name):
     assert step.graphs
 
 
+def test_a_reason_offers_a_region_where_it_would_work():
+    bench = Bench()
+
+    def late(x):
+        loss = bench.model(x).square().mean()
+        loss.backward()
+        if loss.item() > 1e9:
+            bench.opt.zero_grad()
+            return loss
+        bench.opt.step()
+        bench.opt.zero_grad()
+        return loss
+
+    def early(x):
+        loss = bench.model(x).square().mean()
+        if loss.item() > 1e9:
+            return loss
+        loss.backward()
+        bench.opt.step()
+        bench.opt.zero_grad()
+        return loss
+
+    said = {}
+    for function in (late, early):
+        step = step_of(function, build=interpret)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            step(torch.randn(5, 4, dtype=torch.float64))
+            step(torch.randn(5, 4, dtype=torch.float64))
+        (said[function.__name__],) = step.fallbacks
+    first = late.__code__.co_firstlineno + 3
+    assert f"Or put lines {first} to {first + 2} into `with ms.eager_region():`" in said["late"]
+    assert "with ms.eager_region" not in said["early"]
+
+    def followed(x):
+        loss = bench.model(x).square().mean()
+        loss.backward()
+        with ms.eager_region():
+            if loss.item() > 1e9:
+                bench.opt.zero_grad()
+                return loss
+        bench.opt.step()
+        bench.opt.zero_grad()
+        return loss
+
+    step = step_of(followed, build=interpret, strict=True)
+    for _ in range(3):
+        step(torch.randn(5, 4, dtype=torch.float64))
+    assert len(step.graphs) == 2
+
+
 def test_elsewhere_a_region_does_nothing():
     with ms.eager_region():
         value = 1

@@ -226,6 +226,9 @@ class _PartStep(Step[Any, Any]):
     def _result_of(self, result: Any) -> Any:
         return result
 
+    def _with_region(self, error: CaptureError) -> CaptureError:
+        return error
+
     def _fall_back(self, call: Call, error: CaptureError) -> Any:
         if isinstance(error, EmptyCaptureError):
             self._refused[call.key] = error

@@ -110,6 +110,41 @@ def definition_of(function: FunctionType) -> ast.FunctionDef | None:
     return found if counts == (code.co_argcount, code.co_kwonlyargcount) else None
 
 
+def lines_for_a_region(function: Any, where: str) -> tuple[int, int] | None:
+    """The statement of a function's body that holds a line, if an eager region may stand there.
+
+    That is known after the last backward pass: no gradient can cross then.
+
+    Args:
+        function: The user's; may be a method.
+        where: ``file:line``.
+
+    Returns:
+        The first and the last line of the statement.
+    """
+    plain = getattr(function, "__func__", function)
+    file, _, line = where.rpartition(":")
+    if not isinstance(plain, FunctionType) or plain.__code__.co_filename != file or not line.isdigit():
+        return None
+    tree = definition_of(plain)
+    body = [] if tree is None else tree.body
+    for index, statement in enumerate(body):
+        last = statement.end_lineno or statement.lineno
+        if statement.lineno <= int(line) <= last:
+            is_after = any(map(_goes_backward, body[:index])) and not any(map(_goes_backward, body[index:]))
+            return (statement.lineno, last) if is_after else None
+    return None
+
+
+def _goes_backward(statement: ast.stmt) -> bool:
+    """Whether a statement mentions a backward pass, by a name like ``backward`` or ``grad``."""
+    names = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(statement) if isinstance(node, _NAMES))
+    return any("backward" in name or name == "grad" for name in names)
+
+
+_NAMES = (ast.Attribute, ast.Name)
+
+
 def _bodies(
     function: FunctionType, tree: ast.FunctionDef, marker: Callable[..., Any]
 ) -> list[tuple[list[ast.stmt], bool]]:

@@ -56,6 +56,7 @@ from millstream.capture.step.request import (
     StateMissing,
     Traced,
 )
+from millstream.capture.step.split import lines_for_a_region
 from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of
 from millstream.capture.trace.patches.randomness import RandomState
 from millstream.capture.trace.tracer import trace_step, tracing_alone
@@ -304,7 +305,7 @@ class Step(Generic[P, R]):
                     remedy="Compute with it by operators and functions of math, such as math.sqrt, or use a tensor.",
                 )
         except CaptureError as refusal:
-            error = refusal
+            error = self._with_region(refusal)
         if done is not None:  # what the effects raise is the user's own
             return done()
         return self._run_watching(call) if error is None else self._fall_back(call, error)
@@ -354,6 +355,17 @@ class Step(Generic[P, R]):
             self._replica = replicate(self._name, found.modules, found.optimizers, found.tensors, group)
         with Session(self._replica).active():
             return self.function(*call.args, **call.kwargs)
+
+    def _with_region(self, error: CaptureError) -> CaptureError:
+        """The same refusal with an eager region as another remedy, where that would work."""
+        lines = lines_for_a_region(self.function, error.where)
+        if lines is None:
+            return error
+        which = f"line {lines[0]}" if lines[0] == lines[1] else f"lines {lines[0]} to {lines[1]}"
+        offer = f"Or put {which} into `with ms.eager_region():`, and the rest stays captured."
+        told = type(error)(error.reason, where=error.where, remedy=f"{error.remedy} {offer}".strip())
+        told.__cause__ = error.__cause__
+        return told.with_traceback(error.__traceback__)
 
     def _look_back(self, call: Call, found: Found) -> None:
         """Learn from graphs that do not fit: drop dead ones, lift what changes, stop if it leads nowhere."""
