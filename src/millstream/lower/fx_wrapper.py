@@ -459,6 +459,10 @@ def plain_number(value: Any) -> Any:
         return float(value)
     if isinstance(value, ir.IRNode):
         raise LoweringError(f"Kernel argument {value} is not a buffer.", construct=str(value))
-    if getattr(value, "is_integer", False):
-        return convert_to_symint(V.graph.sizevars.remove_precomputed_replacements(value))
+    if isinstance(value, sympy.Expr):  # Triton kernels take some as numbers that were computed before
+        value = V.graph.sizevars.remove_precomputed_replacements(value)
+        if value.is_integer:
+            return convert_to_symint(value)
+        if value.is_real:
+            return V.graph.sizevars.shape_env.create_symfloatnode(value, hint=None)
     raise LoweringError(f"Kernel argument {value} depends on a shape that is not known.", construct=str(value))
