@@ -461,8 +461,8 @@ def plain_number(value: Any) -> Any:
         raise LoweringError(f"Kernel argument {value} is not a buffer.", construct=str(value))
     if isinstance(value, sympy.Expr):  # Triton kernels take some as numbers that were computed before
         value = V.graph.sizevars.remove_precomputed_replacements(value)
-        if value.is_integer:
+        if getattr(value, "is_integer", False):
             return convert_to_symint(value)
-        if value.is_real:
+        if getattr(value, "is_real", False):
             return V.graph.sizevars.shape_env.create_symfloatnode(value, hint=None)
     raise LoweringError(f"Kernel argument {value} depends on a shape that is not known.", construct=str(value))
