@@ -267,6 +267,17 @@ class Crossing:
         self.opt.step()
         self.opt.zero_grad()
 
+    def in_later_calls_by_an_attribute(self, x):
+        self.loss = self.model(x).square().mean()
+        with ms.eager_region():
+            pass
+        penalty = self.model.weight.square().sum()
+        if self.penalized:
+            penalty = penalty + self.loss
+        penalty.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
     def in_later_calls_of_a_region(self, x):
         loss = self.model(x).square().mean()
         with ms.eager_region():
@@ -309,6 +320,20 @@ def test_a_gradient_that_crosses_in_a_later_call_is_an_error(name):
     for _ in range(2):
         with pytest.raises(CaptureError, match="crosses the edge"):
             step(torch.randn(5, 4, dtype=torch.float64))
+
+
+def test_a_stored_tensor_keeps_its_gradient():
+    ours, theirs = Crossing(), Crossing()
+    step = step_of(ours.in_later_calls_by_an_attribute, build=interpret)
+    for call in range(5):
+        ours.penalized = theirs.penalized = call > 2
+        x = torch.randn(5, 4, dtype=torch.float64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            step(x)
+        theirs.in_later_calls_by_an_attribute(x)
+        assert_same(ours.state(), theirs.state(), name="state")
+    assert any("Detach it" in reason for reason in step.fallbacks)
 
 
 class Names:

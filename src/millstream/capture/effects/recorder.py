@@ -43,6 +43,7 @@ class Recorder:
         lines: The user's lines of those.
         given: By id, containers among the arguments, which are copies of the user's.
         passed: Memory of tensors that parts of the step after this one use, too.
+        is_part: Whether there are such parts.
     """
 
     questions: Questions
@@ -55,6 +56,7 @@ class Recorder:
     outline: list[Any] = field(default_factory=list)
     given: frozenset[int] = frozenset()
     passed: set[int] = field(default_factory=set)
+    is_part: bool = False
 
     @property
     def is_active(self) -> bool:

@@ -142,6 +142,9 @@ class IslandStep(Step[P, R]):
         self._num_watched = 0
         self._is_watched = False  # whether a call has shown that no gradient crosses an edge
         self._signature = inspect.signature(getattr(function, "__func__", function))
+        kinds = {each.kind for each in self._signature.parameters.values()}
+        is_plain = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        self._plain = [*self._signature.parameters] if is_plain else None  # what may be passed by position alone
         self._parts: list[tuple[Part, Callable[..., Any]]] = []
         for part in parts:
             run = part.function if part.is_region or part.is_trivial else _PartStep(part, self, **how)
@@ -177,6 +180,8 @@ class IslandStep(Step[P, R]):
             return self._run_watched(args, kwargs)
         if isinstance(self.function, MethodType):
             args = (self.function.__self__, *args)
+        if self._plain is not None and len(args) == len(self._plain) and not kwargs:
+            return self._run_parts(dict(zip(self._plain, args, strict=True)))
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return self._run_parts(dict(bound.arguments))
@@ -259,6 +264,7 @@ def _leave(*values: Any) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]:
     """
     recorder = recorder_of_thread()
     if recorder is not None:
+        recorder.is_part = True
         met = {*recorder.given}
         for value in values:
             _check_passed(value, met, recorder.own)

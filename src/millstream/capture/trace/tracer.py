@@ -647,6 +647,11 @@ class _Tracer:
         self.outputs += (take(part) if is_tensor(part) else self.recorder.host_output(part) for part in parts)
         program = self.recorder.program
         for change in stored:
+            if self.recorder.is_part and change.after.requires_grad and not change.after.is_leaf:
+                raise CaptureError(
+                    f"The step stores a tensor with gradients in {change.location}, and an eager_region follows.",
+                    remedy="Detach it.",
+                )
             output = take(change.after)
             program.append(Write(change.location, output))
             if output.kind == "graph":
