@@ -166,6 +166,20 @@ def test_any_sequence_of_sizes_equals_eager(sizes):
 compiled_mix = ms.compile(mix)
 
 
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "automatic_dynamic_exclusion_guard"), reason="since torch 2.13")
+def test_the_size_compiled_first_keeps_its_graph_after_a_short_batch(monkeypatch):
+    symbolic = []
+    call = by_size.BySize.__call__
+    monkeypatch.setattr(by_size.BySize, "__call__", lambda self, inputs: symbolic.append(1) or call(self, inputs))
+    compiled = ms.compile(nn.Linear(4, 4))
+    with torch.no_grad():
+        for rows in (8, 8, 3, 8, 5, 8, 8):
+            compiled(torch.randn(rows, 4))
+    assert len(symbolic) == 2
+    assert num_graphs() == 2
+    assert not torch._dynamo.config.automatic_dynamic_exclusion_guard
+
+
 def test_dynamic_true_is_one_graph():
     model = Text()
     compiled = ms.compile(model, dynamic=True)

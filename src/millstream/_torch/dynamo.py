@@ -50,7 +50,9 @@ class DuringCalls:
     """Settings of Dynamo that hold in this thread while a function of ours is called, and for nobody else.
 
     A recompilation limit, unless the user's own is higher; and parameters as attributes of graphs, for Inductor to
-    fold, where the backend that Dynamo compiles for has ``freezes`` set.
+    fold, where the backend that Dynamo compiles for has ``freezes`` set. A graph for any size leaves those that were
+    compiled on their own to their graphs, which are better; else Dynamo, which tries the latest first, would use them
+    no more (since torch 2.13).
 
     Args:
         freezes: Whether any backend may have it set.
@@ -58,18 +60,32 @@ class DuringCalls:
 
     def __init__(self, *, freezes: bool) -> None:
         self._freezes = freezes
+        self._exclusion = _exclusion_override()
 
     def begin(self, limit: int) -> Any:
         """Let the settings hold; returns what ``end`` needs."""
         if self._freezes:
             _freezing.begin()
-        return _begin_limit(limit)
+        exclusion = self._exclusion.set(True) if self._exclusion is not None else None
+        return _begin_limit(limit), exclusion
 
     def end(self, token: Any) -> None:
         """Put back what was there."""
-        _end_limit(token)
+        limit, exclusion = token
+        if self._exclusion is not None:
+            self._exclusion.reset(exclusion)
+        _end_limit(limit)
         if self._freezes:
             _freezing.end()
+
+
+@functools.cache
+def _exclusion_override() -> ContextVar[Any] | None:
+    """Where Dynamo asks whether a graph for any size leaves known sizes to others; ``None`` before 2.13."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    entry = config._config.get("automatic_dynamic_exclusion_guard")
+    override = getattr(entry, "user_override", None)
+    return override if isinstance(override, ContextVar) else None
 
 
 @functools.cache
