@@ -29,6 +29,7 @@ test: $(SETUP) ## every test that needs no GPU
 
 fuzz: $(SETUP) ## 2,000 random steps, captured and eager, others each time: no result is ever stale (half an hour)
 	MILLSTREAM_FUZZ=2000 $(PYTHON) -m pytest -q tests/capture/test_random_programs.py
+	MILLSTREAM_FUZZ=10000 $(PYTHON) -m pytest -q tests/insight/test_gaps.py
 
 check: $(SETUP) ## lint, format, types and layers
 	$(PYTHON) -m ruff check .

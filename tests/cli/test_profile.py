@@ -71,6 +71,11 @@ def test_output_random_numbers_and_exit_code_are_the_scripts(run):
         ("print('nothing')", 0, "no step was seen"),
         ("train(1)", 0, "too few"),
         ("import threading\nthreading.Thread(target=train, args=(8,)).start()", 0, "of a step"),
+        (
+            "from concurrent.futures import ThreadPoolExecutor as E\ne = E(1)\ne.submit(train, 8).result()",
+            0,
+            "of a step",
+        ),
         ("syntax error", 1, "SyntaxError"),
     ],
 )

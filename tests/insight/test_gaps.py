@@ -11,7 +11,7 @@ from millstream.insight.host import doings, host_pieces
 from millstream.insight.intervals import complement, flatten, intersect, total, union
 from tests.insight.virtual import THREAD, is_busy, part_at, recordings, span_at
 
-EXAMPLES = int(os.environ.get("MILLSTREAM_FUZZ", "300"))
+EXAMPLES = int(os.environ.get("MILLSTREAM_FUZZ", "200"))
 DEVICE_CAUSES = {Cause.GRAPH_TAIL, Cause.STREAM_WAIT, Cause.DEVICE_GAP, Cause.UNKNOWN}
 
 

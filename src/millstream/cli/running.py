@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import os
 import runpy
 import signal
@@ -63,8 +64,11 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
 
 
 def _join_threads() -> None:
+    """Wait for threads as Python does at its end, but not for those of executors, which are only told to end there."""
+    executors = getattr(concurrent.futures.thread, "_threads_queues", {})
     for thread in threading.enumerate():
-        if thread not in (threading.main_thread(), threading.current_thread()) and not thread.daemon:
+        is_ours = thread in (threading.main_thread(), threading.current_thread())
+        if not (is_ours or thread.daemon or thread in executors):
             thread.join()
 
 

@@ -53,7 +53,7 @@ _REMEDIES = {
     Cause.GRAPH_BREAK: "Move what breaks the graph (print, .item(), a library's call) out of the compiled function.",
     Cause.GC: "gc.freeze() after the model is built, and gc.disable() with a gc.collect() every some hundred steps.",
     Cause.IO: "Write in a thread (copy the state first), like distributed.checkpoint.async_save, or less often.",
-    Cause.DESCHEDULED: "Fewer threads and workers than processors: torch.set_num_threads, num_workers.",
+    Cause.DESCHEDULED: "Fewer threads and workers (torch.set_num_threads, num_workers), or fewer other processes here.",
     Cause.WAITING: "Do it in a thread, or leave it out.",
     Cause.PYTHON: "Do it in a thread or process of its own, with tensor operations, or less often.",
     Cause.LAUNCH: "One graph of the whole step: @ms.step on it, or torch.compile(mode='reduce-overhead').",
@@ -78,7 +78,8 @@ def _more_workers(found: Findings) -> str:
         )
     else:
         facts = f"Without waiting a step takes {free}"
-    where = f" What makes an item is {place(loader.site)}." if loader.site is not None else ""
+    is_own = loader.site is not None and not found.recording.is_library(loader.site.file)
+    where = f" What makes an item is {place(loader.site)}." if is_own else ""
     if needed and needed <= loader.num_workers:
         return f"{facts}. The workers are fast enough: what is slow is sending batches (fewer, larger tensors).{where}"
     edit = f"num_workers={sensible}" if needed else "more workers (num_workers)"
