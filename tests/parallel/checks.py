@@ -483,6 +483,22 @@ def without_wrapper(rank, num_steps):
     return digest(ours)
 
 
+def other_model(rank):
+    """``data_parallel=True`` where the processes have other models; what each is told."""
+    net = nn.Linear(4, 2 + rank)
+    before = copy.deepcopy(net.state_dict())
+
+    def step(x):
+        net(x).sum().backward()
+
+    try:
+        ms.step(step, data_parallel=True)(torch.ones(3, 4))
+    except ms.DataParallelError as error:
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+        return str(error)
+    return ""
+
+
 def accumulating_without_wrapper(rank):
     """Two backward passes, each reduced: the mean of the sum."""
     torch.manual_seed(0)
@@ -530,7 +546,7 @@ def own_collectives(rank, num_steps):
     for gathers in (False, True):
         theirs, expected, _ = run(lambda step: step, gathers)
         with fallbacks() as told:
-            ours, results, step = run(ms.step, gathers)
+            ours, results, step = run(lambda step: ms.step(step, check=2), gathers)
         torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
         assert_alike(ours, theirs)
         assert bool(step.graphs) is not gathers, told

@@ -18,6 +18,11 @@ if torch.distributed.is_available() and torch.distributed.is_gloo_available():
         yield from _group(2)
 
     @pytest.fixture
+    def trio():
+        """Three processes."""
+        yield from _group(3)
+
+    @pytest.fixture
     def own_pair():
         """Two processes for a test that ends them."""
         yield from _group(2)

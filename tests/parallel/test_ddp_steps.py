@@ -80,6 +80,19 @@ def test_step_without_wrapper(pair):
     assert digests[0] == digests[1]
 
 
+def test_models_differ(pair):
+    for told in pair.run(checks.other_model):
+        assert (
+            "rank 0 has 'net.weight: torch.float32 [2, 4]' where rank 1 has 'net.weight: torch.float32 [3, 4]'" in told
+        )
+
+
+def test_three_ranks(trio):
+    """A mean that is not exact: within rounding of DDP's, the same bits in all."""
+    first, *others = trio.run(checks.same_as_ddp, "tied", 20)
+    assert others == [first, first]
+
+
 def test_each_backward_of_a_step_without_wrapper_is_reduced(pair):
     pair.run(checks.accumulating_without_wrapper)
 

@@ -20,9 +20,11 @@ class Exchange(Protocol):
     """A collective on memory that stays where it is.
 
     Attributes:
+        label: What it is, for people.
         views: What it reads and writes.
     """
 
+    label: str
     views: list[Tensor]
 
     def start(self) -> None: ...
@@ -49,7 +51,7 @@ def register_exchange(exchange: Exchange) -> int:
     return key
 
 
-def exchange_of(key: int) -> Exchange:
+def exchange_of(key: Any) -> Exchange:
     """The collective that a graph refers to."""
     return _exchanges[key]
 

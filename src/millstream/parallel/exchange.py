@@ -112,13 +112,13 @@ class Exchange:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure(error) from error
-        PROGRESS.last = f"{self.label}, time {self.num_uses}"
+        PROGRESS.last = f"{self.label}, use {self.num_uses}"
 
     def _failure(self, error: RuntimeError) -> DataParallelError:
         rank = dist.get_rank(self.group) if dist.is_initialized() else "?"
         last = f"the last that came through was {PROGRESS.last}" if PROGRESS.last else "none came through before"
         return DataParallelError(
-            f"Rank {rank} could not exchange {self.label}, time {self.num_uses} ({last}): {error} "
+            f"Rank {rank} could not exchange {self.label}, use {self.num_uses} ({last}): {error} "
             "Another process is gone or does not answer, and parameters may differ now: go on from a checkpoint."
         )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from millstream._torch.collectives import EXCHANGE, exchange_of
 from millstream.capture.effects.program import Output
 from millstream.capture.lines import last_place
 from millstream.capture.state.signature import SCALARS, Container, Reference, Structure, Value
@@ -73,6 +74,9 @@ def _text_of(node: fx.Node, gm: fx.GraphModule) -> str:
     if node.op == "get_attr":
         value = getattr(gm, str(node.target), None)
         return f"{node.name} = {value.tolist() if isinstance(value, Tensor) else value}"
+    if node.target is EXCHANGE:  # the number of a collective says nothing
+        values, key = node.args
+        return f"{node.name} = {exchange_of(key).label} of {values}"
     arguments = ", ".join([*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())])
     return f"{node.name} = {node.target}({arguments})"
 

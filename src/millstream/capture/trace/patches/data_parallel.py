@@ -104,7 +104,7 @@ class TracedSession(Session):
         self, original: Callable[..., Any], tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **how: Any
     ) -> None:
         """``torch.distributed.all_reduce`` as a node of the graph."""
-        self._exchange("all_reduce", functools.partial(original, op=op, group=group), tensor, group, how)
+        self._exchange(f"all_reduce ({op})", functools.partial(original, op=op, group=group), tensor, group, how)
 
     def broadcast(self, original: Callable[..., Any], tensor: Tensor, *source: Any, **how: Any) -> None:
         """``torch.distributed.broadcast`` as a node of the graph."""
@@ -116,7 +116,7 @@ class TracedSession(Session):
         if how.get("async_op") or not isinstance(tensor, FakeTensor):
             self._report(
                 CaptureError(
-                    f"The step calls {name} with async_op=True, or on what is no tensor of the step.",
+                    f"The step calls {name.partition(' ')[0]} with async_op=True, or on what is no tensor of the step.",
                     where=here(),
                     remedy="Call it with async_op=False.",
                 )
