@@ -19,10 +19,10 @@ def to_text(found: Findings) -> str:
     """The report for a terminal."""
     lines = [_headline(found), *_verdict(found)]
     if found.steps:
-        lines.append(_sum(found))
+        lines += [_sum(found)] if found.recording.has_steps else []
         lines += _rows(found)
     lines += _events(found)
-    lines += [f"note: {caveat}" for caveat in found.recording.caveats]
+    lines += [f"note: {caveat}" for caveat in found.recording.caveats if caveat != found.why_unreliable]
     return "\n".join(lines)
 
 
@@ -80,6 +80,8 @@ def promise(row: Row, found: Findings) -> str:
 def _count(row: Row, found: Findings) -> str:
     if row.is_rare:
         return f"{count(row.num_steps, 'time')}, {duration(row.idle_ns / max(row.num_steps, 1))} each"
+    if not found.recording.has_steps:
+        return f"{duration(row.idle_ns)} in all"
     if not row.num_steps or (row.cause in SAMPLED and row.num_steps < 0.9 * len(found.steps)):
         return duration(row.idle_ns / len(found.steps)) + " a step"
     return f"{row.num_steps} of {count(len(found.steps), 'step')}, {duration(row.idle_ns / row.num_steps)} each"
