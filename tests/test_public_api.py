@@ -137,3 +137,10 @@ def test_backend_is_registered_with_torch():
 def test_version_is_in_the_changelog():
     changelog = (SOURCE.parent / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"## [{ms.__version__}]" in changelog
+
+
+def test_no_package_has_the_name_of_a_function():
+    """Importing it would put the package in the function's place."""
+    folder = Path(ms.__file__).parent
+    packages = {path.stem for path in folder.iterdir() if path.suffix in ("", ".py")}
+    assert not packages & {*ms.__all__}

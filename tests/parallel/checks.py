@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 import millstream as ms
 from millstream.capture import Step
-from millstream.parallel import exchange
+from millstream.data_parallel import exchange
 from tests.capture.worlds import interpret
 
 DEVICE = torch.device("cpu")

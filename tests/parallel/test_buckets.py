@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.parallel.buckets import ALIGNMENT_BYTES, Member, plan_buckets
+from millstream.data_parallel.buckets import ALIGNMENT_BYTES, Member, plan_buckets
 
 MEMBERS = st.lists(st.builds(Member, st.sampled_from("ab"), st.integers(1, 5000), st.sampled_from([2, 4])), max_size=20)
 

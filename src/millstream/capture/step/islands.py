@@ -35,8 +35,8 @@ from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.split import UNBOUND, Part, split_function
 from millstream.capture.step.step import Fallback, P, R, Step
 from millstream.capture.trace.scalars import is_scalar
+from millstream.data_parallel.session import Session
 from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, warn_user
-from millstream.parallel.session import Session
 
 _first = threading.local()
 

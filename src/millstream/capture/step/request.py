@@ -17,7 +17,7 @@ from millstream.capture.state.lift import Lifted
 from millstream.capture.state.location import Entry, Location
 from millstream.capture.state.signature import Structure
 from millstream.capture.trace.scalars import Questions
-from millstream.parallel.reducer import Reducer
+from millstream.data_parallel.reducer import Reducer
 
 
 @dataclass(frozen=True, slots=True)

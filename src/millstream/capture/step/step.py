@@ -61,14 +61,14 @@ from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_cou
 from millstream.capture.trace.patches.randomness import RandomState
 from millstream.capture.trace.tracer import trace_step, tracing_alone
 from millstream.capture.trace.unsupported import check_modes, check_supported
+from millstream.data_parallel.exchange import PROGRESS
+from millstream.data_parallel.reducer import Reducer
+from millstream.data_parallel.replica import replicate
+from millstream.data_parallel.session import Session
 from millstream.device.likeness import Likeness
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
 from millstream.locks import ForkSafeLock
 from millstream.lower import ask_early
-from millstream.parallel.exchange import PROGRESS
-from millstream.parallel.reducer import Reducer
-from millstream.parallel.replica import replicate
-from millstream.parallel.session import Session
 
 MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""

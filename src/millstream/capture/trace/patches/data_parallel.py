@@ -16,11 +16,11 @@ from millstream._torch.data_parallel import why_not_ours
 from millstream._torch.tensors import FakeTensor, real_tensors
 from millstream.capture.lines import here
 from millstream.capture.step.request import FoundLate, StateMissing
+from millstream.data_parallel.buckets import Bucket
+from millstream.data_parallel.exchange import Exchange
+from millstream.data_parallel.reducer import Reducer
+from millstream.data_parallel.session import Session, reducer_known
 from millstream.errors import CaptureError, DataParallelError
-from millstream.parallel.buckets import Bucket
-from millstream.parallel.exchange import Exchange
-from millstream.parallel.reducer import Reducer
-from millstream.parallel.session import Session, reducer_known
 
 
 class TracedSession(Session):

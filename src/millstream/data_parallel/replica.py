@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from millstream._torch.data_parallel import copy_from_first, is_distributed_run
+from millstream.data_parallel.reducer import Reducer, Settings
 from millstream.errors import ArgumentError
-from millstream.parallel.reducer import Reducer, Settings
 
 
 def replicate(

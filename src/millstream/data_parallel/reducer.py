@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millstream._torch.collectives import EXCHANGE, unsaved_writes
+from millstream.data_parallel.buckets import CAP_BYTES, Bucket, Member, plan_buckets
+from millstream.data_parallel.exchange import Exchange, first_of, greatest_over, mean_over
 from millstream.errors import DataParallelError
-from millstream.parallel.buckets import CAP_BYTES, Bucket, Member, plan_buckets
-from millstream.parallel.exchange import Exchange, first_of, greatest_over, mean_over
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millstream._torch.collectives import register_exchange
+from millstream.data_parallel.buckets import Bucket
 from millstream.errors import DataParallelError
-from millstream.parallel.buckets import Bucket
 
 
 class Progress:

@@ -33,9 +33,9 @@ from millstream._torch.data_parallel import (
     reduced_parameters,
     why_not_ours,
 )
+from millstream.data_parallel.reducer import Reducer, Settings
 from millstream.errors import DataParallelError
 from millstream.locks import ForkSafeLock
-from millstream.parallel.reducer import Reducer, Settings
 
 _reducers: WeakKeyDictionary[DistributedDataParallel, Reducer] = WeakKeyDictionary()
 
