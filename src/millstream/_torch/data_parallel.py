@@ -37,19 +37,16 @@ def data_parallel_wrappers() -> list[nn.Module]:
     return instances(kinds)
 
 
-_num_wrapped = [0]
+NUM_WRAPPED = [0]
+"""How many ``DistributedDataParallel`` were made since somebody watches: looked at in every call of a step."""
+
 _asking: weakref.WeakSet[Any] = weakref.WeakSet()
 _handles: list[RemovableHandle] = []
 _lock = ForkSafeLock()
 
 
-def num_wrapped() -> int:
-    """How many ``DistributedDataParallel`` were made since somebody watches."""
-    return _num_wrapped[0]
-
-
 def watch_wrapping(who: object) -> None:
-    """Have ``num_wrapped`` count, as long as ``who`` lives.
+    """Have ``NUM_WRAPPED`` count, as long as ``who`` lives.
 
     PyTorch tells of each module that becomes part of another. Once nobody is left to watch the hook goes, too.
     """
@@ -61,7 +58,7 @@ def watch_wrapping(who: object) -> None:
 
 def _on_registration(module: nn.Module, *_: Any) -> None:
     if isinstance(module, DistributedDataParallel):
-        _num_wrapped[0] += 1
+        NUM_WRAPPED[0] += 1
     elif not _asking:
         with _lock.lock:
             while _handles and not _asking:

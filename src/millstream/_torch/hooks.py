@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,11 @@ def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 def has_tensor_hooks(tensor: Tensor) -> bool:
     """Whether the user registered a hook on ``tensor`` that runs during backward. Tried on 2.11 and 2.13."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def hook_leaf(leaf: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """Have ``hook`` called with the gradient of a new leaf; ``count_hooks`` does not notice. Tried on 2.13."""
+    leaf._backward_hooks = OrderedDict({0: hook})
 
 
 def has_accumulation_hooks(tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from millstream._torch.data_parallel import data_parallel_wrappers, num_wrapped
+from millstream._torch.data_parallel import NUM_WRAPPED, data_parallel_wrappers
 from millstream._torch.hooks import has_tensor_hooks, hooks_clock, hooks_for_all
 from millstream._torch.tensors import layout_check
 from millstream.capture.guards.native import QuickGuards, load_library
@@ -147,7 +147,7 @@ class Guards:
     scalers: list[GradScaler] = field(default_factory=list)
     hook_clock: tuple[int, ...] = ()
     hook_state: list[Any] = field(default_factory=list)
-    num_wrapped: int = field(default_factory=num_wrapped)
+    num_wrapped: int = field(default_factory=lambda: NUM_WRAPPED[0])
     wrapped: set[int] = field(default_factory=_wrapped)
     quick: QuickGuards | None = None
 
@@ -248,10 +248,10 @@ class Guards:
             if self.hook_state != self._hooks():
                 return None
             self.hook_clock = hooks_clock()
-        if self.num_wrapped != num_wrapped():
+        if self.num_wrapped != NUM_WRAPPED[0]:
             if self._is_wrapped():
                 return None
-            self.num_wrapped = num_wrapped()
+            self.num_wrapped = NUM_WRAPPED[0]
         if self.scalers and not all(map(is_idle, self.scalers)):
             return None
         if self.forms and not all(form_of(location.get()) == form for location, form_of, form in self.forms):
@@ -273,6 +273,13 @@ class Guards:
             if now is not expected
         ]
 
+    def _plain_are_equal(self) -> bool:
+        """Whether plain values are equal; if so, the objects there now are those that the next call compares with."""
+        if not self.plain.compare(is_same):
+            return False
+        self.plain.values = [*map(getitem, self.plain.holders, self.plain.keys)]
+        return True
+
     def _is_wrapped(self) -> bool:
         return not (_wrapped() - self.wrapped).isdisjoint(map(id, self.placed))
 
@@ -283,7 +290,7 @@ class Guards:
                 and (not self.ordered or [*map(list, self.ordered)] == self.orders)
                 and all(all(map(is_, map(part, owners), values)) for part, (owners, values) in self.pins.items())
                 and self.objects.compare(is_)
-                and (self.plain.compare(is_) or self.plain.compare(is_same))
+                and (self.plain.compare(is_) or self._plain_are_equal())
                 and not any(map(contains, self.absent.holders, self.absent.keys))
                 and all(is_same(location.holder.cell_contents, value) for location, value in self.cells)
                 and all(_is_unchanged(container, copy) for container, copy in self.copies)
@@ -302,7 +309,7 @@ class Guards:
         for location, value in self.cells:
             if not is_same(location.get(), value):
                 return self._another(location, value)
-        if self.num_wrapped != num_wrapped() and self._is_wrapped():
+        if self.num_wrapped != NUM_WRAPPED[0] and self._is_wrapped():
             return Break("A parameter belongs to a data-parallel model now.", is_final=True)
         change = self._changed_container() or self._changed_object() or self._changed_tensor()
         if change is not None:

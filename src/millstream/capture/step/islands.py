@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from millstream._torch.backward import backward_watched, reaches_before
 from millstream._torch.dynamo import is_compiling
+from millstream._torch.hooks import hook_leaf
 from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import next_sequence_number
 from millstream.capture.effects.recorder import recorder_of_thread
@@ -319,7 +320,7 @@ def _with_guards(value: Any, graded: Sequence[int], guarded: dict[int, Tensor]) 
     structure = take_apart(value, leaves)
     for index in graded:
         leaf = leaves[index].detach().requires_grad_()
-        leaf.register_hook(_on_lost)
+        hook_leaf(leaf, _on_lost)
         guarded[id(leaf)] = leaves[index] = leaf
     return put_together(structure, iter(leaves).__next__)
 
