@@ -80,6 +80,16 @@ def test_sizes_zero_and_one_are_graphs_of_their_own():
     assert num_graphs() == 4
 
 
+@torch.no_grad()
+def test_sizes_of_another_model_of_the_class_change_nothing():
+    for width in (3, 5):
+        model = nn.Sequential(nn.Linear(4, width), nn.Tanh())
+        compiled = ms.compile(model)
+        compiled(torch.ones(width, 4))
+    compiled(torch.ones(2, 4))
+    assert num_graphs() == 3  # the second model's first one was for its first size alone
+
+
 def test_short_last_batch_trains(form):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     compiled = form(model)

@@ -7,6 +7,7 @@ results are right in any case, and one warning names the reason and the line. Wi
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -14,6 +15,7 @@ import operator
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -208,6 +210,8 @@ class _Hooks:
         return tuple(number for hooks in own for number in hooks)
 
 
+_NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
+
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
 _ISOLATED: dict[str, Any] = (
@@ -263,7 +267,8 @@ class Compiled:
         self._refresh()
         settings = self._settings.begin(RECOMPILE_LIMIT)
         try:
-            result = self._call(*args, **kwargs)
+            with self._first_sizes():
+                result = self._call(*args, **kwargs)
         except BackendCompilerFailed as failure:  # Dynamo's wrapping of what our backend raised
             if isinstance(failure.inner_exception, MillstreamError):
                 raise failure.inner_exception from None
@@ -291,6 +296,12 @@ class Compiled:
         told = f"{type(refused).__name__}: {_first_line(refused)}"
         self.compiler.warn(f"a call has run as plain Python, as Dynamo cannot trace it ({told}).")
         return result
+
+    def _first_sizes(self) -> AbstractContextManager[Any]:
+        """The first sizes are compiled as they are, whatever Dynamo has seen in other models with the same code."""
+        if self.compiler.graphs or self.compiler.dynamic is not None:
+            return _NOTHING
+        return dynamo_config.patch(automatic_dynamic_shapes=False)  # type: ignore[attr-defined, no-any-return]
 
     def _refresh(self) -> None:
         """Call what was compiled for the hooks and the folded parameters that there are now."""
