@@ -1,5 +1,6 @@
 """While one thread captures a step, others never notice; those that use the same tensors wait."""
 
+import ctypes
 import functools
 import importlib
 import math
@@ -18,6 +19,7 @@ from millstream.capture import Step
 from tests.capture.worlds import interpret
 from tests.processes import output_of
 
+_write = ctypes.CDLL(None).write  # that of ``os`` is an effect, which a step may not have
 PATIENCE = 60  # seconds until a thread that should not wait is said to hang
 
 
@@ -70,7 +72,7 @@ def during_a_trace():
         thread.start()
 
         def wait():
-            os.write(ask, b"?")
+            _write(ask, b"?", 1)
             if select.select([answered], [], [], PATIENCE)[0]:
                 os.read(answered, 1)
 
@@ -168,7 +170,7 @@ def test_tensors_that_are_traced_are_waited_for():
     outcomes = {}
 
     def wait():
-        os.write(ask, b"?" * len(USES))
+        _write(ask, b"?" * len(USES), len(USES))
         while select.select([answered], [], [], 0.3)[0]:  # those that do not wait would answer
             os.read(answered, 1)
 

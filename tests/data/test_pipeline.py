@@ -115,6 +115,7 @@ class PassModel(RuleBasedStateMachine):
     @precondition(lambda self: self.todo == [Do.PULL] and self.staged and self.free)
     @rule()
     def send_while_the_source_is_asked(self):
+        assert not self.keeps_source
         assert self.pipeline.retry()
         self.do_send(keeps_source=False)
 
