@@ -135,7 +135,8 @@ def branch(base, x, y):
 
 def asserts(base, x, y):
     loss = base.loss(x, y)
-    assert torch.isfinite(loss)
+    if not torch.isfinite(loss):  # what an assertion is, before pytest rewrites it and reaches for its own heap
+        raise AssertionError
     return base.finish(loss)
 
 
