@@ -147,6 +147,20 @@ def test_independent_sizes_share_no_symbol_because_they_were_equal():
     assert num_graphs() <= 3
 
 
+@torch.no_grad()
+def test_an_argument_that_is_no_whole_number():
+    bias, weight = torch.randn(5), torch.randn(4, 5)
+
+    def scaled(x):
+        return torch.addmm(bias, x, weight, alpha=x.shape[0] / 3)
+
+    compiled = ms.compile(scaled)
+    for rows in (3, 5, 8, 13):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(compiled(x), scaled(x))
+    assert num_graphs() == 2
+
+
 def test_numbers_computed_from_sizes():
     def odd(x, shift):
         rows = x.shape[0]

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -77,6 +78,15 @@ class DuringCalls:
         _end_limit(limit)
         if self._freezes:
             _freezing.end()
+
+
+def sizes_as_they_are() -> AbstractContextManager[None]:
+    """For the length of the context Dynamo makes no size symbolic because it was another before.
+
+    In this thread; in torch 2.11 in all threads. Tried on 2.13.
+    """
+    config: Any = importlib.import_module("torch._dynamo.config")
+    return config.patch(automatic_dynamic_shapes=False)  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -25,7 +25,13 @@ from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 from torch.nn.parallel import DistributedDataParallel
 
 from millstream._torch.data_parallel import call_around
-from millstream._torch.dynamo import DuringCalls, is_compiling, known_obstacles, num_refused_forms
+from millstream._torch.dynamo import (
+    DuringCalls,
+    is_compiling,
+    known_obstacles,
+    num_refused_forms,
+    sizes_as_they_are,
+)
 from millstream._torch.dynamo_errors import drop_logs_of_fake_tensors, raised_before_running
 from millstream._torch.hooks import count_hooks
 from millstream.capture.lines import is_users
@@ -301,7 +307,7 @@ class Compiled:
         """The first sizes are compiled as they are, whatever Dynamo has seen in other models with the same code."""
         if self.compiler.graphs or self.compiler.dynamic is not None:
             return _NOTHING
-        return dynamo_config.patch(automatic_dynamic_shapes=False)  # type: ignore[attr-defined, no-any-return]
+        return sizes_as_they_are()
 
     def _refresh(self) -> None:
         """Call what was compiled for the hooks and the folded parameters that there are now."""

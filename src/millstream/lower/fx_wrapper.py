@@ -450,7 +450,7 @@ def quick_callee(kernel: Any) -> Callable[..., Any] | None:
 
 
 def plain_number(value: Any) -> Any:
-    """Turn a sympy number into a Python one, and a whole one with symbols in it into a symbolic one."""
+    """Turn a sympy number into a Python one, and one with symbols in it into a symbolic one."""
     if isinstance(value, (int, float, bool, str, type(None), torch.dtype, torch.device)):
         return value
     if getattr(value, "is_Integer", False):
