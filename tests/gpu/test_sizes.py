@@ -1,4 +1,4 @@
-"""On a GPU: sizes that change are compiled once; results are those of eager at each, when it is new and when replayed."""
+"""On a GPU: sizes that change are compiled once; results are those of eager at each, new or replayed."""
 
 import warnings
 

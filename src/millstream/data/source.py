@@ -393,7 +393,7 @@ def _tensors(batch: Any) -> list[Any]:
 
 
 def _bytes(leaf: Tensor) -> Tensor:
-    return leaf.detach().contiguous().view(-1).view(torch.uint8)
+    return leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _span(leaf: Tensor) -> tuple[int, int]:
