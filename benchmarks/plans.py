@@ -23,7 +23,7 @@ from benchmarks.sides import bound_ms, predicted_ms
 from benchmarks.suite import Settings, run_suite
 
 if TYPE_CHECKING:
-    from millstream.engine.captured import Captured
+    from millstream.engine.cuda.captured import Captured
 
 BASE, CHAIN = "one stream", "longest chain"
 

@@ -3,7 +3,7 @@ import shutil
 import pytest
 
 from millstream.device import gates, native
-from millstream.engine import carrier, passage
+from millstream.engine.cuda import carrier, passage
 from tests.engines.host_driver import STREAM, HostDriver
 
 

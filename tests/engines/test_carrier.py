@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.engine import carrier
+from millstream.engine.cuda import carrier
 from tests.engines.host_driver import OTHER_FORMS
 
 pytestmark = pytest.mark.usefixtures("host_driver")

@@ -15,8 +15,8 @@ import torch
 from millstream.cache import cache_folder
 from millstream.check import check_plan
 from millstream.cost import Costs, CostTable, KernelCost, format_table
-from millstream.engine import choice, store
-from millstream.engine.choice import (
+from millstream.engine.planning import choice, store
+from millstream.engine.planning.choice import (
     MARGIN,
     MOST_TRIALS,
     Proposal,
@@ -27,7 +27,7 @@ from millstream.engine.choice import (
     propose,
     recall,
 )
-from millstream.engine.store import Store
+from millstream.engine.planning.store import Store
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN, Spread, Wait
 from millstream.schedule import POLICIES, peak_bytes, plan_serial, policies

@@ -18,10 +18,9 @@ import millstream as ms
 from millstream._torch.tensors import storage_view
 from millstream.api import executables
 from millstream.device import DeviceContext, context
-from millstream.engine import captured, cuda_graph, in_place
-from millstream.engine.captured import Family
-from millstream.engine.choice import Scheduling
-from millstream.engine.in_place import (
+from millstream.engine.cuda import captured, cuda_graph, in_place
+from millstream.engine.cuda.captured import Family
+from millstream.engine.cuda.in_place import (
     LARGE_BYTES,
     LEAST_BYTES,
     LEAST_RETURNS,
@@ -32,7 +31,8 @@ from millstream.engine.in_place import (
     Comparison,
     Landings,
 )
-from millstream.engine.replayer import Replayer, are_apart, bytes_in_place
+from millstream.engine.cuda.replayer import Replayer, are_apart, bytes_in_place
+from millstream.engine.planning.choice import Scheduling
 from millstream.errors import CaptureError, DeviceError, PlanError
 from millstream.lower import Phase
 from millstream.schedule import plan_serial

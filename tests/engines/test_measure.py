@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from millstream.engine.measure import CostMeter
+from millstream.engine.planning.measure import CostMeter
 from millstream.engine.source import compile_plan
 from millstream.schedule import plan_serial
 from tests import networks

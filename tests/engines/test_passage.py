@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from millstream.device import gates
-from millstream.engine import passage
-from millstream.engine.passage import make_passage
+from millstream.engine.cuda import passage
+from millstream.engine.cuda.passage import make_passage
 from tests.engines.host_driver import GRAPH, OTHER_FORMS, launch
 
 GRAPH_LIKE = types.SimpleNamespace(raw_cuda_graph_exec=lambda: GRAPH)

@@ -15,10 +15,11 @@ import millstream as ms
 from millstream.api import executables
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, roofline
-from millstream.engine import cpu_choice, threads_native
 from millstream.engine.arena import bind_arena
-from millstream.engine.team import intra_op_threads, team
-from millstream.engine.threads_native import compile_threads
+from millstream.engine.cpu import threads_native
+from millstream.engine.cpu.team import intra_op_threads, team
+from millstream.engine.cpu.threads_native import compile_threads
+from millstream.engine.planning import cpu_choice
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN
 from millstream.lower.fx_wrapper import NativeKernel, for_threads

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from millstream.engine import trial
-from millstream.engine.trial import Trials
+from millstream.engine.planning import trial
+from millstream.engine.planning.trial import Trials
 
 SERIAL, FIRST, SLOWER, BEST, LAST = (types.SimpleNamespace(plan=name) for name in ("s", "f", "l", "b", "z"))
 """Proposals."""

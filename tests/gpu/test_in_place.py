@@ -8,8 +8,8 @@ from torch import nn
 
 import millstream as ms
 from millstream.api import executables
-from millstream.engine import in_place, replayer
-from millstream.engine.captured import Captured
+from millstream.engine.cuda import in_place, replayer
+from millstream.engine.cuda.captured import Captured
 from tests import networks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]

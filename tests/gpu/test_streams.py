@@ -10,8 +10,10 @@ from torch import nn
 import millstream as ms
 from benchmarks.identity import copied, record, run
 from millstream.api import executables
-from millstream.engine import CudaGraphEngine, Scheduling, captured, choice, cuda_graph, in_place, planner
-from millstream.engine.trial import Trials
+from millstream.engine import CudaGraphEngine, Scheduling
+from millstream.engine.cuda import captured, cuda_graph, in_place
+from millstream.engine.planning import choice, planner
+from millstream.engine.planning.trial import Trials
 from millstream.schedule import plan_serial
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, assert_trained_alike, train

@@ -2,9 +2,9 @@
 
 from millstream.engine.build import ENGINES, Engine, Executable, build
 from millstream.engine.by_size import BySize
-from millstream.engine.captured import Family
-from millstream.engine.choice import HAND_STREAMS, Scheduling
-from millstream.engine.cuda_graph import CudaGraphEngine
+from millstream.engine.cuda.captured import Family
+from millstream.engine.cuda.cuda_graph import CudaGraphEngine
+from millstream.engine.planning.choice import HAND_STREAMS, Scheduling
 from millstream.engine.segmented import SegmentedEngine
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine

@@ -13,13 +13,13 @@ from millstream.check import check_plan
 from millstream.cost import Costs, Roofline
 from millstream.device import context
 from millstream.device.native import why_not_build
-from millstream.engine.captured import Family
-from millstream.engine.choice import HAND_STREAMS, MOST_STREAMS, Scheduling
-from millstream.engine.cuda_graph import CudaGraphEngine
+from millstream.engine.cpu.team import find_library
+from millstream.engine.cpu.threads import ThreadsEngine
+from millstream.engine.cuda.captured import Family
+from millstream.engine.cuda.cuda_graph import CudaGraphEngine
+from millstream.engine.planning.choice import HAND_STREAMS, MOST_STREAMS, Scheduling
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
-from millstream.engine.team import find_library
-from millstream.engine.threads import ThreadsEngine
 from millstream.errors import ArgumentError
 from millstream.graph import Candidate, KernelKind, Plan, Wait
 from millstream.lower import Lowered

@@ -17,12 +17,12 @@ import torch
 
 from millstream.cost import Costs
 from millstream.engine.arena import bind_arena
-from millstream.engine.choice import Scheduling
-from millstream.engine.cpu_choice import MEASURED_CALLS, CpuPlanner
+from millstream.engine.cpu.team import Team, intra_op_threads, team
+from millstream.engine.cpu.threads_native import Runner, compile_threads
+from millstream.engine.planning.choice import Scheduling
+from millstream.engine.planning.cpu_choice import MEASURED_CALLS, CpuPlanner
 from millstream.engine.serial import SerialEngine
 from millstream.engine.source import Run, compile_plan
-from millstream.engine.team import Team, intra_op_threads, team
-from millstream.engine.threads_native import Runner, compile_threads
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered
 from millstream.schedule import assign_offsets

@@ -8,7 +8,7 @@ from typing import Any
 from millstream.check import check_plan
 from millstream.cost import Costs, CostTable, KernelCost, MeasuredCosts, Roofline
 from millstream.device import DeviceContext, guard
-from millstream.engine.choice import (
+from millstream.engine.planning.choice import (
     Proposal,
     Scheduling,
     Trial,
@@ -19,9 +19,9 @@ from millstream.engine.choice import (
     propose,
     recall,
 )
-from millstream.engine.measure import CostMeter, to_measure
+from millstream.engine.planning.measure import CostMeter, to_measure
+from millstream.engine.planning.store import Store
 from millstream.engine.source import compile_plan
-from millstream.engine.store import Store
 from millstream.graph import CHOSEN, Candidate, Plan
 from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered

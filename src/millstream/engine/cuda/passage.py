@@ -18,7 +18,7 @@ from millstream._torch.streams import current_stream_handle
 from millstream._torch.tensors import place_of_implementation
 from millstream.device.gates import Gatekeeper, Gates, GraphCopy, gatekeeper
 from millstream.device.likeness import Likeness
-from millstream.engine.carrier import Forms, can_be_carried
+from millstream.engine.cuda.carrier import Forms, can_be_carried
 
 MOST_BYTES = 1 << 20
 """So much is copied in this way, inputs and results together: to copy more takes longer than to ask for it."""

@@ -36,13 +36,13 @@ from millstream.cost import Costs
 from millstream.device import DeviceContext, context, guard
 from millstream.device.driver import GraphPool
 from millstream.device.graphs import repair
-from millstream.engine import passage
-from millstream.engine.captured import Captured, Family
-from millstream.engine.choice import Scheduling
-from millstream.engine.planner import Planner
-from millstream.engine.replayer import Replayer, bytes_in_place
+from millstream.engine.cuda import passage
+from millstream.engine.cuda.captured import Captured, Family
+from millstream.engine.cuda.replayer import Replayer, bytes_in_place
+from millstream.engine.planning.choice import Scheduling
+from millstream.engine.planning.planner import Planner
+from millstream.engine.planning.trial import Trials
 from millstream.engine.serial import SerialEngine
-from millstream.engine.trial import Trials
 from millstream.errors import DeviceError, InternalError, PlanError
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase

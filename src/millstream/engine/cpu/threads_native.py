@@ -36,7 +36,7 @@ from millstream._torch.tensors import (
     realign,
     reinterpret,
 )
-from millstream.engine.team import Library, Team, library
+from millstream.engine.cpu.team import Library, Team, library
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Kernel, Launch, Plan, Record, Wait
 from millstream.lower.program import Call, Program, Value

@@ -22,8 +22,8 @@ import torch
 
 from millstream._torch.tensors import storage_view
 from millstream.device import DeviceContext, Event
-from millstream.engine import in_place
-from millstream.engine.in_place import LEAST_BYTES, SAMPLES, Addresses, Comparison, Landings
+from millstream.engine.cuda import in_place
+from millstream.engine.cuda.in_place import LEAST_BYTES, SAMPLES, Addresses, Comparison, Landings
 from millstream.graph import Role
 from millstream.lower import Lowered, Phase
 

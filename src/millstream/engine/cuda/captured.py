@@ -16,10 +16,10 @@ from millstream.device.driver import GraphPool
 from millstream.device.graphs import capture
 from millstream.device.spread import spread_kernels
 from millstream.engine.arena import bind_arena
-from millstream.engine.carrier import make_carrier
-from millstream.engine.passage import Passage, make_passage
+from millstream.engine.cuda.carrier import make_carrier
+from millstream.engine.cuda.passage import Passage, make_passage
+from millstream.engine.cuda.workspaces import take_workspaces
 from millstream.engine.source import compile_plan
-from millstream.engine.workspaces import take_workspaces
 from millstream.graph import Plan, Role, Spread
 from millstream.lower import Lowered, Phase
 from millstream.lower.program import Value, is_generated

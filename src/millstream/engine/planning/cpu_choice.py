@@ -21,10 +21,10 @@ import torch
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.engine.arena import bind_arena
-from millstream.engine.choice import Proposal, Scheduling
+from millstream.engine.cpu.team import intra_op_threads
+from millstream.engine.cpu.threads_native import Runner
+from millstream.engine.planning.choice import Proposal, Scheduling
 from millstream.engine.source import compile_plan
-from millstream.engine.team import intra_op_threads
-from millstream.engine.threads_native import Runner
 from millstream.engine.unchanged import unchanged
 from millstream.graph import CHOSEN, Candidate, Plan
 from millstream.lower import Lowered

@@ -8,8 +8,8 @@ from statistics import median
 import torch
 
 from millstream.device import DeviceContext
-from millstream.engine.captured import Captured
-from millstream.engine.choice import Proposal
+from millstream.engine.cuda.captured import Captured
+from millstream.engine.planning.choice import Proposal
 from millstream.engine.unchanged import unchanged
 from millstream.graph import Plan
 from millstream.lower.program import Program

@@ -1,0 +1,1 @@
+"""A plan on several threads of this process."""
