@@ -277,3 +277,35 @@ def test_on_a_cpu_operators_are_busy_and_a_python_loop_is_not():
     assert found.leading.cause is Cause.PYTHON
     assert found.leading.site.line == 70
     assert found.leading.recoverable_share == pytest.approx(0.4)
+
+
+def loop_with_loader_in_process(*, batch, busy, host):
+    """A loop whose batches the process makes itself; the sampler looks every 4 ms, in the step and in the loader."""
+    loop, make = line(20), (Site(USER, 13, "__getitem__"), Site("/usr/lib/python3/fetch.py", 5, "fetch"), *line(20))
+    train = (Site("/usr/lib/python3/sgd.py", 7, "step"), *line(24))
+    now, number, spans, activities, calls, marks = 0, 0, [], [], [], [0]
+    for _ in range(STEPS):
+        spans.append(Span(THREAD, now, now + batch, Cause.IN_PROCESS, loop))
+        now += batch
+        calls.append(Launch(number, THREAD, now, now + 10 * US))
+        activities.append(Activity(now + 10 * US, now + 10 * US + busy, launch=number))
+        number, now = number + 1, now + host
+        marks.append(now)
+    looks, last = [], 0
+    for at in range(3 * MS, now, 4 * MS):
+        is_loading = any(span.start_ns <= at < span.end_ns for span in spans)
+        looks.append(Sample(THREAD, last, at, make if is_loading else train, at - last, 0, False))
+        last = at
+    return Recording(
+        device="virtual", is_synchronous=False, end_ns=now, thread=THREAD, library_roots=(LIBRARY,),
+        steps=tuple(Step(a, b) for a, b in pairwise(marks)), spans=tuple(spans), samples=tuple(looks),
+        activities=tuple(activities), launches=tuple(calls),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [2 * MS, 7 * MS, 17 * MS])  # shorter than the time between two looks, and longer
+def test_waiting_for_data_has_the_loaders_line_and_none_of_the_steps(batch):
+    found = analyse(loop_with_loader_in_process(batch=batch, busy=500 * US, host=5 * MS))
+    rows = [row for row in found.rows if row.cause is Cause.IN_PROCESS]
+    assert {row.site.line for row in rows} == {13}
+    assert sum(row.idle_ns for row in rows) == len(found.steps) * batch

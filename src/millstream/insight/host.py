@@ -180,22 +180,52 @@ def host_pieces(recording: Recording, refills: Sequence[Span]) -> list[tuple[int
 
 
 def _locate(exact: Sequence[tuple[int, int, Span]], recording: Recording) -> Iterator[tuple[int, int, Span]]:
-    """Say where within a loader's span, or one of the driver's, the thread was, as far as samples tell."""
-    looks = [(each.start_ns, each.end_ns, each.stack) for each in recording.samples if each.thread == recording.thread]
-    ends = [end for _, end, _ in looks]
+    """Say where within a loader's span, or one of the driver's, the thread was, as far as samples tell.
+
+    Only a look that was made while the span lasted tells: the next one, after its end, already sees the step. Pieces
+    too short to be looked into get the line of the next look into one of the same kind, or else of the last.
+    """
+    looks = [(each.end_ns, each.stack) for each in recording.samples if each.thread == recording.thread]
+    times = [at for at, _ in looks]
+    found: list[tuple[int, int, Span, Stack]] = []
     for start, end, span in exact:
         if span.stack and span.cause is not Cause.IN_PROCESS:
-            yield start, end, span
+            found.append((start, end, span, span.stack))
             continue
-        for first, last, stack in overlay(looks, start, end, bisect.bisect_right(ends, start)):
-            # A look after its end may speak for a little of this span: only what is below it counts.
-            yield first, last, replace(span, stack=stack) if stack and _is_below(stack, span.stack) else span
+        first, over = bisect.bisect_left(times, start), bisect.bisect_right(times, end)
+        within = [(at, stack) for at, stack in looks[first:over] if _is_below(stack, span.stack)]
+        latest = start
+        for at, stack in within:
+            if latest < at:
+                found.append((latest, at, span, stack))
+            latest = at
+        if latest < end:
+            found.append((latest, end, span, within[-1][1] if within else ()))
+    for forwards in (False, True):
+        found = _with_stacks_of_neighbours(found, forwards=forwards)
+    for start, end, span, stack in found:
+        yield start, end, replace(span, stack=stack) if stack and stack is not span.stack else span
+
+
+def _with_stacks_of_neighbours(
+    pieces: Sequence[tuple[int, int, Span, Stack]], *, forwards: bool
+) -> list[tuple[int, int, Span, Stack]]:
+    """Pieces without a stack get that of the one before, or after, that is of the same kind and not far away."""
+    latest: dict[tuple[Cause, str, Stack], tuple[int, Stack]] = {}
+    found = []
+    for start, end, span, stack in pieces if forwards else reversed(pieces):
+        key = span.cause, span.detail, span.stack
+        if stack:
+            latest[key] = start, stack
+        elif key in latest and abs(latest[key][0] - start) <= _FAR_NS:
+            stack = latest[key][1]
+        found.append((start, end, span, stack))
+    return found if forwards else found[::-1]
 
 
 def _is_below(stack: Stack, caller: Stack) -> bool:
-    """Whether a stack goes on from another one, whose innermost line may have moved on."""
-    outer = stack[-len(caller) :] if caller else ()
-    return len(outer) == len(caller) and all(a.function == b.function for a, b in zip(outer, caller, strict=True))
+    """Whether a look saw the thread in what a caller's innermost line called, and not in that caller's next lines."""
+    return bool(stack) and (not caller or caller[0] in stack[1:])
 
 
 def _sampled(recording: Recording) -> list[tuple[int, int, Span]]:
