@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from millstream.insight.causes import Cause
-from millstream.insight.intervals import Interval, complement, flatten, overlay, total, union
+from millstream.insight.intervals import Interval, complement, flatten, total, union
 from millstream.insight.records import Activity, Recording, Sample, Span, Stack, State
 
 _LATE = 0.8  # of the switch interval: the sampler had to have the interpreter taken away from somebody
