@@ -42,9 +42,10 @@ def _here(tmp_path, monkeypatch):
 @pytest.mark.parametrize("target", ["run.py:step", "run.py:trainer.step", "run.py"])
 def test_object_of_a_script_is_explained_and_drawn(target, tmp_path, capsys):
     before = sys.modules["__main__"], sys.argv, sys.path[:]
-    assert main(["explain", target, "--save", "run.html", "--", "0.1"]) == 0
+    assert main(["explain", target, "--measure", "--save", "run.html", "--", "0.1"]) == 0
     text = capsys.readouterr().out
     assert "kernels on cpu" in text
+    assert "nothing ran" in text
     assert "nothing fell back" in text
     assert "<html" in (tmp_path / "run.html").read_text(encoding="utf-8").lower()
     assert (sys.modules["__main__"], sys.argv, sys.path) == before

@@ -103,7 +103,7 @@ STRANGE_NAMES = (
 
 @pytest.mark.parametrize("name", STRANGE_NAMES, ids=ascii)
 def test_any_name_reads_back(name):
-    kernel = Kernel(0, name, KernelKind.COPY, name, (name, name), (name,), (name,), 1, 2, (name,), name)
+    kernel = Kernel(0, name, KernelKind.COPY, name, (name, name), (name,), (name,), 1, 2, (name,), name, module=name)
     graph = KernelGraph(name, (kernel,), (Buffer(name, 1, name, Role.INPUT, name),), (name,), (name,))
     plan = Plan(graph, (Launch(0, 0), Allocate(name, 0), Free(name, 0), Copy(name, name, 0)), 1, name)
     assert parse_graph(format_graph(graph)) == graph

@@ -206,3 +206,44 @@ def test_what_nobody_measured_is_called_calculated_and_is_no_verdict(tmp_path):
         assert "calculated 15.3 µs" in drawn.replace("\\u00b5", "µ")
         assert "no kernel was measured" in drawn
         assert "predicted" not in drawn
+
+
+def measured_report():
+    plan = plan_serial(GRAPH)
+    spans = (
+        Span("tower0_0", 0, 1000, 6000, 0),
+        Span("tower0_1", 0, 6000, 12_000, 1),
+        Span("tower1_0", 0, 14_000, 20_000, 2),
+        Span("memset", 0, 20_000, 20_500),
+        Span("tower1_1", 0, 20_500, 29_500, 3),
+    )
+    return report_of(plan, costs=COSTS, is_calculated=True, timeline=Timeline(spans, 1, 30_000))
+
+
+def test_measured_kernels_stand_beside_what_was_calculated_and_gaps_are_told():
+    report = measured_report()
+    text = "\n".join(report.text(2))
+    assert "measured 30 µs, calculated 26 µs" in text
+    assert "roofline" not in text
+    assert "nothing ran 12 % of the time: next kernel 3 µs, end 500 ns" in text
+    rows = [line.split() for line in text.splitlines() if " fused " in line][1:]
+    assert [row[0] for row in rows] == ["3", "1"]  # the longest first
+    assert rows[0][2:6] == ["9", "µs", "8", "µs"]
+    data = report.to_dict()
+    assert [kernel["measured_ns"] for kernel in data["kernels"]] == [5000, 6000, 6000, 9000]
+    assert [kernel["calculated_ns"] for kernel in data["kernels"]] == [5000, 6000, 7000, 8000]
+    assert sum(data["idle_ns_by_cause"].values()) == data["times_ns"]["idle"]
+
+
+def test_page_has_kernels_memory_plans_and_what_fell_back(tmp_path):
+    report = report_of(PLAN, costs=COSTS, candidates=CANDIDATES, notes=("<b>so it is</b>",))
+    Explanation("model", (report, measured_report()), ("a <hook> at a.py:3",)).save(tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    body = page[page.index("<section>") : page.index('<div id="tip">')]
+    for told in (
+        "compiled in 1.5 s", "a &lt;hook&gt; at a.py:3", "&lt;b&gt;so it is&lt;/b&gt;", "over the memory budget",
+    ):  # fmt: skip
+        assert told in body
+    assert body.count("<th>calculated</th>") + body.count("<th class=n>calculated</th>") == 1
+    assert body.count("tower0_0") == 2  # a row in each of the two tables
+    assert "<b>" not in body

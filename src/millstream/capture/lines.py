@@ -8,6 +8,7 @@ import re
 import sys
 import sysconfig
 import traceback
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +19,7 @@ BOUNDARY = "run_step"
 """Name of the function of ours that calls the user's: what lies beyond it is none of the step's lines."""
 
 
+_CALLS_A_MODULE = torch.nn.Module._call_impl.__code__
 _MILLSTREAM = Path(__file__).resolve().parents[1]
 _STDLIB = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
 _SITE = tuple(str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("purelib", "platlib"))
@@ -82,6 +84,22 @@ def user_frames() -> list[tuple[str, int, str]]:
             break
         frame = frame.f_back
     return frames
+
+
+def module_path() -> str:
+    """The path from the outermost module whose forward pass is running to the innermost: ``layer1.conv2``."""
+    found: list[torch.nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != BOUNDARY:
+        if frame.f_code is _CALLS_A_MODULE:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    names = []
+    for inner, outer in pairwise(found):
+        name = next((name for name, each in outer.named_modules() if each is inner), "")
+        if name:
+            names.append(name)
+    return ".".join(reversed(names))
 
 
 def describe(frames: list[tuple[str, int, str]]) -> str:

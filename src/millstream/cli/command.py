@@ -198,6 +198,7 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save", type=Path, metavar="FILE", help="draw it into a .html, .svg or .json (Perfetto) file too"
     )
+    parser.add_argument("--measure", action="store_true", help="run it some more times, and time each kernel")
 
 
 def _add_char_rnn_sizes(parser: argparse.ArgumentParser) -> None:
@@ -264,15 +265,17 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from millstream.cli.explain import explain
+    from millstream.cli.explain import Showing, explain
 
-    return explain(_make_jobs(arguments), as_json=arguments.json, save=arguments.save)
+    show = Showing(arguments.json, arguments.save, arguments.measure)
+    return explain(_make_jobs(arguments), show)
 
 
 def _explain_script(arguments: argparse.Namespace) -> int:
-    from millstream.cli.explain import explain_script
+    from millstream.cli.explain import Showing, explain_script
 
-    return explain_script(arguments.target, arguments.arguments, as_json=arguments.json, save=arguments.save)
+    show = Showing(arguments.json, arguments.save, arguments.measure)
+    return explain_script(arguments.target, arguments.arguments, show)
 
 
 def _profile(arguments: argparse.Namespace) -> int:

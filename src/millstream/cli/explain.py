@@ -6,6 +6,7 @@ import json
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,22 @@ from millstream.errors import ArgumentError
 STEPS_UNTIL_CAPTURED = 2  # the first step initialises the optimizer, the second is captured
 
 
-def explain(make_job: Callable[[], Job], *, as_json: bool, save: Path | None) -> int:
+@dataclass(frozen=True)
+class Showing:
+    """How an explanation is shown.
+
+    Attributes:
+        as_json: As data instead of words.
+        save: A file to draw into.
+        measure: Time each kernel.
+    """
+
+    as_json: bool
+    save: Path | None
+    measure: bool = False
+
+
+def explain(make_job: Callable[[], Job], show: Showing) -> int:
     """Capture the step of a job, print what it became, and return the exit code."""
     job = make_job()
     step = ms.step(job.step)
@@ -26,10 +42,10 @@ def explain(make_job: Callable[[], Job], *, as_json: bool, save: Path | None) ->
     with ms.feed(islice(job.batches(0), STEPS_UNTIL_CAPTURED), job.device) as batches:
         for inputs, targets in batches:
             _, carry = step(inputs, targets, carry)
-    return _show(step, as_json, save)
+    return _show(step, show)
 
 
-def explain_script(target: str, arguments: list[str], *, as_json: bool, save: Path | None) -> int:
+def explain_script(target: str, arguments: list[str], show: Showing) -> int:
     """Run a script as ``python script.py`` would, then explain an object of its globals.
 
     Ctrl-C ends the script, not the explanation: of a long training run, a few steps are enough.
@@ -37,8 +53,7 @@ def explain_script(target: str, arguments: list[str], *, as_json: bool, save: Pa
     Args:
         target: ``script.py:object``; the object's name may have dots. Without one, the only compiled object there is.
         arguments: The script's own.
-        as_json: Print data instead of words.
-        save: A file to draw into.
+        show: How to show it.
 
     Raises:
         ArgumentError: There is no such script or object, or it is nothing that can be explained.
@@ -61,7 +76,7 @@ def explain_script(target: str, arguments: list[str], *, as_json: bool, save: Pa
         print(f"millstream: {script} was interrupted; this is what there was by then", file=sys.stderr)
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:] = before
-    return _show(_find(vars(module), script, name), as_json, save)
+    return _show(_find(vars(module), script, name), show)
 
 
 def _find(names: dict[str, Any], script: str, name: str) -> Any:
@@ -86,9 +101,9 @@ def _told(compiled: list[str]) -> str:
     return f"compiled there: {', '.join(compiled)}" if compiled else "none of its globals is compiled by Millstream"
 
 
-def _show(compiled: Any, as_json: bool, save: Path | None) -> int:
-    explanation = ms.explain(compiled)
-    if save:
-        explanation.save(save)
-    print(json.dumps(explanation.to_dict(), indent=2) if as_json else explanation)
+def _show(compiled: Any, show: Showing) -> int:
+    explanation = ms.explain(compiled, measure=show.measure)
+    if show.save:
+        explanation.save(show.save)
+    print(json.dumps(explanation.to_dict(), indent=2) if show.as_json else explanation)
     return 0

@@ -75,6 +75,7 @@ class Kernel:
             need no order among each other.
         hint: The stream that its author wrote it for, by hand: ``"1"``, or ``"2.1"`` for stream 1 of a group opened on
             stream 2; empty for the caller's. ``None`` where nothing is said.
+        module: The module of the user's model that it computes, such as ``layer1.conv2``, or empty.
     """
 
     id: int
@@ -90,6 +91,7 @@ class Kernel:
     source: str = ""
     parts: tuple[str, ...] = ()
     hint: str | None = None
+    module: str = ""
 
     @property
     def label(self) -> str:

@@ -180,6 +180,8 @@ def _format_effects(kernel: Kernel) -> str:
         parts.append(f"from {_quote(kernel.source)}")
     if kernel.hint is not None:
         parts.append(f"for {_quote(kernel.hint)}")
+    if kernel.module:
+        parts.append(f"in {_quote(kernel.module)}")
     return "  ".join(parts)
 
 
@@ -376,8 +378,11 @@ def _parse_kernel(line: _Line) -> Kernel:
     ops = line.names("the fused operators as (...)") if line.optional("ops") else ()
     source = line.name("the source line") if line.optional("from") else ""
     hint = line.name("the stream it is written for") if line.optional("for") else None
-    line.end("'allocates', 'parts', 'bytes', 'flops', 'ops', 'from' or 'for', in this order, or the end of the line")
-    return Kernel(number, name, kind, device, reads, writes, allocates, num_bytes, flops, ops, source, parts, hint)
+    module = line.name("the module it computes") if line.optional("in") else ""
+    known = "'allocates', 'parts', 'bytes', 'flops', 'ops', 'from', 'for' or 'in'"
+    line.end(f"{known}, in this order, or the end of the line")
+    effects = reads, writes, allocates, num_bytes, flops
+    return Kernel(number, name, kind, device, *effects, ops, source, parts, hint, module)
 
 
 def _parse_layout(reader: _Reader) -> MemoryLayout:

@@ -238,6 +238,7 @@ class _Translator:
             writes = (*writes, self._base(node))
             self.filled.add(self._base(node))
         origins = node.meta.get("origins", ())
+        lead = next((origin for origin in origins if source_line(origin)), None)
         value = node.meta.get("val")
         generated = isinstance(target, GeneratedKernel)
         name = target.__name__ if generated else str(target)
@@ -252,9 +253,10 @@ class _Translator:
                 num_bytes=self._traffic(node, writes) + (storage_bytes(node.meta["val"]) if writer is not None else 0),
                 flops=self._flops(node, origins),
                 ops=(writer.ops if writer is not None else ()) or op_names(origins),
-                source=next(filter(None, map(source_line, origins)), ""),
+                source="" if lead is None else source_line(lead),
                 parts=parts,
                 hint=hint_of(origins),
+                module="" if lead is None else module_path(lead),
             )
         )
         if writer is not None:
@@ -519,6 +521,15 @@ def op_name(node: torch.fx.Node) -> str:
 def hint_of(origins: Iterable[torch.fx.Node]) -> str | None:
     """The stream that a kernel was written for; of several the first by name, as somebody has fused what is there."""
     return min((hint for origin in origins if (hint := stream_hint_of(origin)) is not None), default=None)
+
+
+def module_path(node: torch.fx.Node) -> str:
+    """The path of the user's module behind an aten node, or behind that of its forward pass; else nothing."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for path, _ in reversed(list(stack.values())):
+        if path and not path.startswith("_empty"):
+            return re.sub(r"\['(\w+)'\]", r".\1", re.sub(r"^L\['\w+'\]\.?", "", path)).strip(".")
+    return ""
 
 
 def source_line(node: torch.fx.Node) -> str:

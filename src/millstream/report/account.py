@@ -161,6 +161,11 @@ class Account:
         """How long nothing ran."""
         return self.timeline.idle_ns
 
+    @property
+    def pauses_ns(self) -> int:
+        """How long nothing ran on the only stream there is: more streams would not take that away."""
+        return self.idle_ns if self.timeline.num_streams == 1 else 0
+
     def bound(self) -> str:
         """Say in words what bounds the run, and what would make it quicker."""
         end_ns = self.timeline.end_ns
@@ -172,13 +177,13 @@ class Account:
             )
             full = percent(min(self.roofline_ns or 0, end_ns), end_ns)
             reason = f"the device is full: its {unit} is busy {full} of the time; only {what} would be quicker"
-        elif self.critical_path_ns >= _BOUND * end_ns:
+        elif self.critical_path_ns >= _BOUND * (end_ns - self.pauses_ns):
             reason = self._chain()
         elif self.timeline.num_streams == 1:
             reason = (
                 f"one stream runs one kernel after another; the longest chain of dependent kernels takes only "
                 f"{duration(self.critical_path_ns)}, so more streams could make it up to "
-                f"{end_ns / max(self.bound_ns, 1):.1f} times as quick"
+                f"{end_ns / max(self.bound_ns + self.pauses_ns, 1):.1f} times as quick"
             )
         else:
             reason = self._between()
@@ -196,7 +201,7 @@ class Account:
         if self.timeline.num_streams > 1:
             chain = f"{percent(self.alone_ns, self.timeline.end_ns)} of the time all other streams wait for {chain}"
         longest = max(path, key=lambda kernel: self.durations_ns[kernel.id])
-        gain_ns = self.timeline.end_ns - self.bound_ns
+        gain_ns = self.timeline.end_ns - self.pauses_ns - self.bound_ns
         gain = f"at most {percent(gain_ns, self.timeline.end_ns)}"
         if gain_ns < _WORTH_SAYING * self.timeline.end_ns:
             gain = "nothing"

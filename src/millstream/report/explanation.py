@@ -13,13 +13,15 @@ from typing import Any
 from millstream.cost import Costs
 from millstream.errors import ArgumentError
 from millstream.graph import Candidate, Kernel, KernelGraph, KernelKind, Plan, Role, Spread, Timeline, Wait
+from millstream.insight.replays import idle_in_graph, time_of_kernels
 from millstream.report.account import Account
+from millstream.report.details import details_of
 from millstream.report.html import to_html
 from millstream.report.perfetto import to_perfetto
 from millstream.report.picture import Picture, draw_timeline
 from millstream.report.svg import to_svg
 from millstream.report.terminal import sketch_streams
-from millstream.report.words import count, duration, operations, shorten, size, table
+from millstream.report.words import count, duration, operations, percent, shorten, size, table
 from millstream.simulate import simulate
 
 _WIDTH = 118  # characters of a line
@@ -82,20 +84,21 @@ class ProgramReport:
         """Where the time goes: ``measured`` when there is a trace, else from costs: ``predicted`` or ``calculated``."""
         accounts = {}
         if self.timeline is not None:
-            accounts["measured"] = Account(self.graph, self.timeline, self.costs)
+            # What a CPU could do at best is not known: of a run there, only what was measured is told.
+            accounts["measured"] = Account(self.graph, self.timeline, None if self.is_calculated else self.costs)
         if self.costs is not None:
-            accounts[self._guess] = Account(self.graph, simulate(self.plan, self.costs), self.costs)
+            accounts[self.guess] = Account(self.graph, simulate(self.plan, self.costs), self.costs)
         return accounts
 
     @property
-    def _guess(self) -> str:
+    def guess(self) -> str:
         """What a time is called that nobody has measured."""
         return "calculated" if self.is_calculated else "predicted"
 
     @property
     def predicted_ns(self) -> int | None:
         """Time of one run by the simulator; ``None`` without costs."""
-        return self.accounts[self._guess].timeline.end_ns if self.costs is not None else None
+        return self.accounts[self.guess].timeline.end_ns if self.costs is not None else None
 
     @property
     def measured_ns(self) -> int | None:
@@ -103,6 +106,20 @@ class ProgramReport:
         measured = [candidate.measured_ns for candidate in self.candidates if candidate.is_chosen]
         traced = self.timeline.end_ns if self.timeline is not None else None
         return next((time for time in measured if time is not None), traced)
+
+    @cached_property
+    def measured_by_kernel(self) -> dict[int | None, int]:
+        """Time of each kernel in the traced run; ``None`` for what no plan knows. Empty without a trace."""
+        return {} if self.timeline is None else time_of_kernels(self.timeline)
+
+    def expected_ns(self, kernel: int) -> int | None:
+        """What a kernel was predicted, or calculated, to take; ``None`` without costs."""
+        return None if self.costs is None else self.costs.kernels[kernel].duration_ns
+
+    @property
+    def idle_by_cause(self) -> dict[str, int]:
+        """Time of the traced run in which nothing ran, by what came next. Empty without a trace."""
+        return {} if self.timeline is None else idle_in_graph(self.timeline, self.plan)
 
     def bound(self) -> str:
         """Say in words what bounds its time; empty when nothing was measured that tells."""
@@ -176,12 +193,20 @@ class ProgramReport:
             "critical_path": [] if account is None else list(account.critical_path),
             "candidates": [asdict(candidate) for candidate in self.candidates],
             "timelines": {kind: _timeline_data(account.timeline) for kind, account in self.accounts.items()},
+            "idle_ns_by_cause": self.idle_by_cause,
             "memory_bytes": self.memory(),
             "by_kind": {
                 str(kind): {"kernels": number, "bytes": moved, "flops": flops}
                 for kind, (number, moved, flops) in self.by_kind().items()
             },
-            "kernels": [_kernel_data(kernel) for kernel in self.graph.kernels],
+            "kernels": [
+                {
+                    **_kernel_data(kernel),
+                    "measured_ns": self.measured_by_kernel.get(kernel.id),
+                    f"{self.guess}_ns": self.expected_ns(kernel.id),
+                }
+                for kernel in self.graph.kernels
+            ],
             "notes": list(self.notes),
         }
 
@@ -193,7 +218,7 @@ class ProgramReport:
             f"{self.graph.name}: {count(len(self.graph.kernels), 'kernel')} on {', '.join(devices) or 'no device'}, "
             f"engine {self.engine}, {count(self.streams, 'stream')}{waits}; compiled in {self.compile_seconds:.1f} s",
         ]
-        for line in [*self._inputs(), *self._times()]:
+        for line in [*self._inputs(), *self._times(), *filter(None, [self.idleness()])]:
             lines += wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="    ")
         for account in list(self.accounts.values())[:1]:
             lines += [f"  {line}" for line in sketch_streams(account.timeline)] if self.streams > 1 else []
@@ -211,9 +236,9 @@ class ProgramReport:
         )
         if self.num_in_place:
             lines.append(f"  inputs are read where they lie, by {count(self.num_in_place, 'more graph')}")
-        largest = sorted(self.graph.kernels, key=lambda kernel: (-kernel.num_bytes, kernel.id))[:limit]
-        rows = [kernel_row(kernel) for kernel in largest]
-        lines += table(("kernel", "kind", "memory moved", "operations", "made of", "from"), rows, right={0, 2, 3})
+        largest = self.largest(limit)
+        head, right = self.kernel_columns()
+        lines += table(head, [self.kernel_cells(kernel) for kernel in largest], right=right)
         hidden = len(self.graph.kernels) - len(largest)
         if hidden > 0:
             lines.append(
@@ -221,6 +246,38 @@ class ProgramReport:
             )
         lines += [f"  note: {note}" for note in self.notes]
         return lines
+
+    def largest(self, limit: int) -> list[Kernel]:
+        """The kernels that took longest, or where that was not measured, that move most memory."""
+
+        def weight(kernel: Kernel) -> tuple[int, int]:
+            measured = self.measured_by_kernel.get(kernel.id, 0)
+            return (-measured if self.measured_by_kernel else -kernel.num_bytes), kernel.id
+
+        return sorted(self.graph.kernels, key=weight)[:limit]
+
+    def kernel_columns(self) -> tuple[tuple[str, ...], set[int]]:
+        """Heads of the columns of ``kernel_cells``, and which of them hold numbers."""
+        if not self.measured_by_kernel:
+            return ("kernel", "kind", "memory moved", "operations", "made of", "from"), {0, 2, 3}
+        head = ("kernel", "kind", "measured", self.guess, "memory moved", "operations", "made of", "from")
+        return head, {0, 2, 3, 4, 5}
+
+    def kernel_cells(self, kernel: Kernel, width: int = 56) -> tuple[str, ...]:
+        """One kernel in the table."""
+        number, kind, moved, flops, ops, source = kernel_row(kernel, width)
+        if not self.measured_by_kernel:
+            return number, kind, moved, flops, ops, source
+        times = duration(self.measured_by_kernel.get(kernel.id)), duration(self.expected_ns(kernel.id))
+        return number, kind, *times, moved, flops, ops, source
+
+    def idleness(self) -> str:
+        """Say in words how long nothing ran in the traced run, and before what; empty where it is nothing."""
+        causes = self.idle_by_cause
+        if self.timeline is None or not causes:
+            return ""
+        whole = percent(sum(causes.values()), self.timeline.end_ns)
+        return f"nothing ran {whole} of the time: " + ", ".join(f"{why} {duration(t)}" for why, t in causes.items())
 
     def _inputs(self) -> list[str]:
         """What the program was compiled for; those alike are told of once."""
@@ -230,7 +287,7 @@ class ProgramReport:
 
     def _times(self) -> list[str]:
         """What bounds a run, and how long it takes beside what it could."""
-        times = {"measured": self.measured_ns, self._guess: self.predicted_ns}
+        times = {"measured": self.measured_ns, self.guess: self.predicted_ns}
         known = ", ".join(f"{kind} {duration(time_ns)}" for kind, time_ns in times.items() if time_ns is not None)
         account = next(iter(self.accounts.values()), None)
         if account is None:
@@ -254,7 +311,7 @@ class ProgramReport:
     def _times_ns(self, account: Account) -> dict[str, Any]:
         return {
             "measured": self.measured_ns,
-            "predicted": self.predicted_ns,
+            self.guess: self.predicted_ns,
             "serial": account.serial_ns,
             "critical_path": account.critical_path_ns,
             "roofline": account.roofline_ns,
@@ -323,10 +380,13 @@ class Explanation:
             if self.fallbacks and not self.programs:
                 why = f"nothing of it is compiled: {self.fallbacks[0]}"
             raise ArgumentError(f"there is no timeline of {self.name} to draw: {why}")
-        path.write_text(write(pictures), encoding="utf-8")
+        if write is to_html:
+            path.write_text(to_html(pictures, self.name, details_of(self)), encoding="utf-8")
+        else:
+            path.write_text(write(pictures), encoding="utf-8")
 
 
-def kernel_row(kernel: Kernel) -> tuple[str, ...]:
+def kernel_row(kernel: Kernel, width: int = 56) -> tuple[str, ...]:
     """Cells of one kernel in the table."""
     ops = ", ".join(kernel.ops) or kernel.name
     return (
@@ -334,8 +394,8 @@ def kernel_row(kernel: Kernel) -> tuple[str, ...]:
         str(kernel.kind),
         size(kernel.num_bytes),
         operations(kernel.flops),
-        shorten(ops, 56),
-        kernel.source,
+        shorten(ops, width),
+        ", ".join(filter(None, (kernel.module, kernel.source))),
     )
 
 
@@ -349,6 +409,7 @@ def _kernel_data(kernel: Kernel) -> dict[str, Any]:
         "flops": kernel.flops,
         "ops": list(kernel.ops),
         "source": kernel.source,
+        "module": kernel.module,
         "reads": list(kernel.reads),
         "writes": list(kernel.writes),
     }

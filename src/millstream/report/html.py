@@ -12,16 +12,23 @@ from typing import Any
 from millstream.report.picture import COLOURS, CRITICAL, Picture, describe
 
 
-def to_html(pictures: Sequence[Picture], title: str = "Millstream") -> str:
-    """Write pictures and their viewer; a menu chooses among several pictures."""
+def to_html(pictures: Sequence[Picture], title: str = "Millstream", details: str = "") -> str:
+    """Write pictures and their viewer; a menu chooses among several pictures.
+
+    Args:
+        pictures: What to draw.
+        title: Of the page.
+        details: HTML to go below them.
+    """
     data = {"colours": {**COLOURS, "critical path": CRITICAL}, "pictures": [_data(picture) for picture in pictures]}
     values = {
         "TITLE": escape(title).encode("ascii", "xmlcharrefreplace").decode(),
         # Only "<" could end a script element: with it escaped, no kernel's name can, whatever it says.
+        "DETAILS": details,
         "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
     viewer = resources.files("millstream.report").joinpath("viewer.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(TITLE|DATA)\}\}", lambda slot: values[slot[1]], viewer)
+    return re.sub(r"\{\{(TITLE|DETAILS|DATA)\}\}", lambda slot: values[slot[1]], viewer)
 
 
 def _data(picture: Picture) -> dict[str, Any]:

@@ -111,6 +111,7 @@ def draw_timeline(
     for span in timeline.spans:
         kernel = None if span.kernel is None else plan.graph.kernels[span.kernel]
         label = ", ".join(kernel.ops) if kernel else ""
+        label += f" ({kernel.module})" if kernel and label and kernel.module else ""
         bars.append(Bar(label or span.name, span.stream, span.start_ns, span.end_ns, kernel, span.kernel in marked))
     num_streams = max([timeline.num_streams, *(bar.stream + 1 for bar in bars)])
     arrows = _find_arrows(plan, bars)
@@ -129,6 +130,8 @@ def describe(bar: Bar) -> list[str]:
     lines.append(f"{size(kernel.num_bytes)} moved, {operations(kernel.flops)} operations")
     if bar.is_critical:
         lines.append("on the critical path")
+    if kernel.module:
+        lines.append(f"in {kernel.module}")
     return [*lines, kernel.source] if kernel.source else lines
 
 

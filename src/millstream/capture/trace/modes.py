@@ -29,7 +29,7 @@ from millstream._torch.tracing import (
     running_sequence_number,
 )
 from millstream.capture.effects.recorder import Recorder
-from millstream.capture.lines import describe, here, is_users_own, user_frames
+from millstream.capture.lines import describe, here, is_users_own, module_path, user_frames
 from millstream.capture.trace.patches.checkpointing import RandomRecords
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, run_with_scalars
 from millstream.errors import CaptureError
@@ -200,7 +200,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._functions = functions
         self._randoms = randoms
         self._graph = graph_being_traced()
-        self._forward_lines: dict[int, tuple[str, str | None]] = {}
+        self._forward_lines: dict[int, tuple[str, str | None, str]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -274,12 +274,14 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         sequence = running_sequence_number()
         if sequence is None:
-            text, hint = describe(user_frames()), current_stream_hint()
-            self._forward_lines[next_sequence_number() - 1] = text, hint
+            text, hint, module = describe(user_frames()), current_stream_hint(), module_path()
+            self._forward_lines[next_sequence_number() - 1] = text, hint, module
         else:
-            text, hint = self._forward_lines.get(sequence) or (describe(user_frames()), None)
+            text, hint, module = self._forward_lines.get(sequence) or (describe(user_frames()), None, "")
         while node is not last:
             node.meta["stack_trace"] = text
+            if module:
+                node.meta["nn_module_stack"] = {module: (module, torch.nn.Module)}  # what FX keeps, by that name
             if hint is not None:
                 note_stream_hint(node, hint)
             node.meta["in_backward"] = sequence is not None

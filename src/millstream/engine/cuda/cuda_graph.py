@@ -26,7 +26,8 @@ kernels become a part of the caller's graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from millstream.engine.planning.choice import Scheduling
 from millstream.engine.planning.planner import Planner
 from millstream.engine.planning.trial import Trials
 from millstream.engine.serial import SerialEngine
+from millstream.engine.unchanged import unchanged
 from millstream.errors import DeviceError, InternalError, PlanError
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase
@@ -143,6 +145,24 @@ class CudaGraphEngine:
             if self._captured is None:
                 raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")
             self._captured.replay()
+
+    def why_not_replay(self) -> str:
+        """Say in a few words why the graph cannot be replayed beside calls; empty when it can."""
+        if self._captured is None:
+            return "nothing is captured yet: call it once more"
+        return "a backward pass still needs what its forward pass saved" if self._must_not_overwrite() else ""
+
+    @contextmanager
+    def replays_unchanged(self) -> Iterator[Callable[[], None]]:
+        """Give a function that replays the graph on what it holds; put back what it wrote: for measurements."""
+        with self._lock, guard(self._context.place):
+            captured = self._captured
+            if captured is None:
+                raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")
+            self._context.enter_graphs()
+            captured.serve(torch.cuda.current_stream(self._index))
+            with unchanged(self.lowered.program, captured.written, torch.cuda.default_generators[self._index]):
+                yield captured.replay
 
     def capture_beside(self, plan: Plan) -> Captured:
         """Capture another plan, on copies of the inputs that the present graph holds: for measurements."""
