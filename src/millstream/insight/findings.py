@@ -159,6 +159,7 @@ class Findings:
             "notes": [asdict(note) | {"cause": str(note.cause)} for note in self.notes],
             "caveats": list(self.recording.caveats),
             "cost": self.recording.cost_share,
+            "looking_slowed": self.recording.looking_slowed,
         }
 
 

@@ -122,8 +122,8 @@ def _slice_gap(gap: Gap, pieces: Sequence[tuple[int, int, Span]], first: int, co
     for start, end, span in overlay(pieces, gap.start_ns, host_end, first):
         if span is None:
             yield Slice(start, end, Cause.UNKNOWN)
-        elif is_run and span.cause is Cause.PYTHON:
-            yield Slice(start, end, Cause.LAUNCH, span.stack)
+        elif is_run and launch is not None and span.cause is Cause.PYTHON:
+            yield Slice(start, end, Cause.LAUNCH, launch.stack or span.stack)
         else:
             yield Slice(start, end, span.cause, span.stack, span.detail)
     if launch is None:

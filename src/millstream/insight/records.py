@@ -138,6 +138,7 @@ class Launch:
         end_ns: End of the call.
         name: ``cudaLaunchKernel``, ``cudaGraphLaunch``, ...
         stack: Where from, if that is known.
+        module: The module of the user's model that it belongs to, such as ``layer1.conv2``; empty if that is not known.
     """
 
     number: int
@@ -146,6 +147,7 @@ class Launch:
     end_ns: int
     name: str = "cudaLaunchKernel"
     stack: Stack = ()
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,7 @@ class Recording:
         switch_ns: How long a thread may keep the interpreter while others want it.
         library_roots: Folders whose files are not the user's.
         cost_share: What looking cost, as a share of the time.
+        looking_slowed: By what part of a step it was longer while the device's profiler was on; ``None`` if not known.
         caveats: What could not be seen, in sentences.
         has_steps: ``steps`` are the loop's; else they are slices of time, because none was seen.
         is_complete: Whether that leaves enough for a verdict; else the first caveat says why not.
@@ -246,6 +249,7 @@ class Recording:
     switch_ns: int = 5_000_000
     library_roots: tuple[str, ...] = field(default_factory=tuple)
     cost_share: float | None = None
+    looking_slowed: float | None = None
     caveats: tuple[str, ...] = ()
     has_steps: bool = True
     is_complete: bool = True

@@ -1,14 +1,18 @@
-"""Window A: some steps under the device's own profiler (CUPTI, by torch.profiler), without PyTorch's operators.
+"""Some steps under the device's own profiler (CUPTI, by torch.profiler).
 
-Recording operators costs half as much again as a launch-bound step; kernels alone, a few percent. So times come from
-here, and lines from hooks and samples. Not run on a GPU yet; what reads the trace is tested on synthetic ones.
+*Window A* records kernels, copies and the driver's calls, without PyTorch's operators: recording those costs half as
+much again as a launch-bound step, kernels alone a few percent. All times come from here. *Window B*, a few steps later,
+records Python's stacks, too; from it come the lines of the driver's calls, joined by their order in a step.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +20,39 @@ from typing import Any
 import torch
 
 from millstream.insight import Recording, Step
+from millstream.insight.alignment import LEAST_SHARE, lines_from
 from millstream.insight.kineto import DeviceTrace, read_trace
 from millstream.trace.hooks import Patch
+from millstream.trace.stacks import CallStacks
 
 FIRST_STEP, NUM_STEPS = 10, 20
-"""The window begins after the warm-up, and is so long."""
+"""Window A begins after the warm-up, and is so long."""
+FIRST_LINED_STEP, NUM_LINED_STEPS = FIRST_STEP + NUM_STEPS + 2, 3
+"""The same of window B."""
 
 
 class Recorded:
-    """What the device's profiler saw; ``why_not`` says why there is nothing."""
+    """What the device's profiler saw.
 
-    def __init__(self, trace: DeviceTrace | None, device: str, why_not: str = "") -> None:
-        self.trace, self.device, self.why_not = trace, device, why_not
+    Args:
+        trace: Of window A; ``None`` where there is none.
+        device: Name of the device.
+        why_not: Why there is nothing.
+        lined: Of window B, with lines.
+        other_threads: Of the system's numbers of threads, those of Python's that do not train: what they wait for in
+            the driver is no wait of the training thread's.
+    """
+
+    def __init__(
+        self,
+        trace: DeviceTrace | None,
+        device: str,
+        why_not: str = "",
+        lined: DeviceTrace | None = None,
+        other_threads: frozenset[int] = frozenset(),
+    ) -> None:
+        self.trace, self.device, self.why_not, self.lined = trace, device, why_not, lined
+        self.other_threads = other_threads
 
     def add_to(self, recording: Recording, unix_minus_clock_ns: int) -> Recording:
         """The recording with the device's side of it; only steps within the window count."""
@@ -36,57 +61,123 @@ class Recorded:
             caveats = (f"the GPU was not looked into ({why}): this is the host's side only", *recording.caveats)
             return replace(recording, device=self.device, caveats=caveats, is_complete=False)
         trace = self.trace.shifted(-unix_minus_clock_ns)
-        first = min(each.start_ns for each in trace.launches or trace.activities)
-        last = max(each.end_ns for each in trace.activities)
-        steps = tuple(
-            Step(*each) for each in ((s.start_ns, s.end_ns) for s in recording.steps) if _is_within(each, first, last)
-        )
+        steps = _steps_within(recording.steps, trace)
+        launches, spans, caveats = trace.launches, trace.spans, recording.caveats
+        if self.lined is not None:
+            other = self.lined.shifted(-unix_minus_clock_ns)
+            lined = lines_from(trace, steps, other, _steps_within(recording.steps, other))
+            launches, spans = lined.launches, lined.spans
+            if lined.share < LEAST_SHARE:
+                why = f"only {lined.share:.0%} of the driver's calls were found again with their lines"
+                caveats = (*caveats, f"{why.replace('%', ' %')}: lines come from samples")
+        spans = tuple(span for span in spans if span.thread not in self.other_threads)
         return replace(
             recording,
             device=self.device,
             is_synchronous=False,
             steps=steps,
             activities=trace.activities,
-            launches=trace.launches,
+            launches=launches,
             waits=trace.waits,
-            spans=(*recording.spans, *(replace(span, thread=recording.thread) for span in trace.spans)),
+            spans=(*recording.spans, *(replace(span, thread=recording.thread) for span in spans)),
+            caveats=caveats,
+            looking_slowed=_slowed(recording.steps, steps),
         )
 
 
-def _is_within(step: tuple[int, int], first: int, last: int) -> bool:
-    return first <= step[0] and step[1] <= last
+def _steps_within(steps: Sequence[Step], trace: DeviceTrace) -> tuple[Step, ...]:
+    if not trace.activities:
+        return ()
+    first = min(each.start_ns for each in trace.launches or trace.activities)
+    last = max(each.end_ns for each in trace.activities)
+    return tuple(step for step in steps if first <= step.start_ns and step.end_ns <= last)
+
+
+def _slowed(steps: Sequence[Step], within: Sequence[Step]) -> float | None:
+    """How much longer steps took in the window than after all of them; ``None`` where too few came after."""
+    after = steps[FIRST_LINED_STEP + NUM_LINED_STEPS + 1 :]
+    if len(after) < NUM_STEPS or not within:
+        return None
+
+    def middle(of: Sequence[Step]) -> int:
+        return sorted(step.end_ns - step.start_ns for step in of)[len(of) // 2]
+
+    return middle(within) / max(middle(after), 1) - 1
 
 
 class DeviceWindow:
-    """Starts and stops the device's profiler by the count of steps; gives way to a profiler of the script's."""
+    """Starts and stops the device's profiler by the count of steps; gives way to a profiler of the script's.
+
+    Attributes:
+        busy_ns: What starting, stopping and saving took.
+    """
 
     def __init__(self) -> None:
         self._patches = [
             Patch(torch.profiler.profile, "start", self._give_way),
             Patch(torch.autograd.profiler.profile, "__enter__", self._give_way),
         ]
+        self.busy_ns = 0
         self._num_steps = 0
         self._profiler: Any = None
         self._is_starting = False
-        self._recorded: Recorded | None = None
+        self._why_not = ""
         self._device = torch.cuda.get_device_name()
+        self._folder: Path | None = None
+        self._tree: list[Any] = []
+        self._training = 0
+
+    @property
+    def _times(self) -> Path | None:
+        """Window A as it was written; ``None`` before."""
+        return self._written("times.json")
+
+    @property
+    def _lines(self) -> Path | None:
+        return self._written("lines.json")
+
+    def _written(self, name: str) -> Path | None:
+        return path if self._folder is not None and (path := self._folder / name).exists() else None
 
     def on_step(self) -> None:
         """An optimizer has stepped."""
         self._num_steps += 1
+        start = time.perf_counter_ns()
         if self._num_steps == FIRST_STEP:
-            self._begin()
+            self._training = threading.get_native_id()
+            self._begin(with_stack=False)
         elif self._num_steps == FIRST_STEP + NUM_STEPS:
             self._end()
+        elif self._num_steps == FIRST_LINED_STEP and self._times is not None:
+            self._begin(with_stack=True)
+        elif self._num_steps == FIRST_LINED_STEP + NUM_LINED_STEPS:
+            self._end()
+        else:
+            return
+        self.busy_ns += time.perf_counter_ns() - start
 
     def close(self) -> Recorded:
         """End the window, if it has not ended, and say what was seen."""
         for patch in self._patches:
             patch.close()
-        if self._profiler is not None:
-            self._end()
-        short = f"the run ended before step {FIRST_STEP}"
-        return self._recorded or Recorded(None, self._device, short)
+        self._end()
+        try:
+            return self._read()
+        finally:
+            self._tree = []
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self) -> Recorded:
+        if self._times is None:
+            return Recorded(None, self._device, self._why_not or f"the run ended before step {FIRST_STEP}")
+        lined = None
+        if self._lines is not None:
+            written = json.loads(self._lines.read_text(encoding="utf-8"))
+            lined = CallStacks(self._tree, written).add_to(read_trace(written))
+        trace = read_trace(json.loads(self._times.read_text(encoding="utf-8")))
+        python = {each.native_id for each in threading.enumerate() if each.native_id is not None}
+        return Recorded(trace, self._device, lined=lined, other_threads=frozenset(python - {self._training}))
 
     def _give_way(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """There is one profiler at a time; the script's must not fail because of ours."""
@@ -98,16 +189,19 @@ class DeviceWindow:
 
         return start
 
-    def _begin(self) -> None:
+    def _begin(self, *, with_stack: bool) -> None:
         if torch.autograd._profiler_enabled():
-            self._recorded = Recorded(None, self._device, "another profiler was running")
+            self._why_not = "another profiler was running"
             return
-        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        kinds = {torch.profiler.ProfilerActivity.CUDA}
+        if with_stack:
+            kinds.add(torch.profiler.ProfilerActivity.CPU)
+        profiler = torch.profiler.profile(activities=kinds, with_stack=with_stack)
         self._is_starting = True
         try:
             profiler.start()
         except RuntimeError as error:
-            self._recorded = Recorded(None, self._device, str(error).splitlines()[0])
+            self._why_not = str(error).splitlines()[0]
             return
         finally:
             self._is_starting = False
@@ -119,7 +213,8 @@ class DeviceWindow:
             return
         torch.cuda.synchronize()
         profiler.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(path))
-            self._recorded = Recorded(read_trace(json.loads(path.read_text())), self._device)
+        self._folder = self._folder or Path(tempfile.mkdtemp(prefix="millstream-"))
+        name = "times.json"
+        if self._times is not None:
+            self._tree, name = profiler.profiler.kineto_results.experimental_event_tree(), "lines.json"
+        profiler.export_chrome_trace(str(self._folder / name))

@@ -21,7 +21,7 @@ import torch
 
 from millstream.errors import ArgumentError
 from millstream.insight import Cause, Recording, Sample, Span, Step
-from millstream.trace import frames
+from millstream.trace import frames, stacks
 from millstream.trace.device import DeviceWindow
 from millstream.trace.hooks import Hooks
 from millstream.trace.log import Log, clock
@@ -95,7 +95,8 @@ class Session:
             steps = _cut(self._began_ns, ended_ns)
         samples = samples_of(self._sampler.looks, thread)
         caveats += _why_sparse(samples, steps)
-        spent_ns = self._sampler.busy_ns + self._log.num_events * EVENT_NS
+        spent_ns = self._sampler.busy_ns + (self._device.busy_ns if self._device is not None else 0)
+        spent_ns += self._log.num_events * EVENT_NS
         in_process = [end - start for _, start, end, cause, _, _ in self._log.spans if cause is Cause.IN_PROCESS]
         own_ns = int(median(in_process)) if in_process else 0
         loaders = [
@@ -125,6 +126,7 @@ class Session:
             is_complete=has_steps,
         )
         frames.forget()
+        stacks.forget()
         return recording if device is None else device.add_to(recording, self._began_unix_ns - self._began_ns)
 
     def _find_thread(self) -> int:

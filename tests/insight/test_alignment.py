@@ -1,0 +1,126 @@
+"""Lines from one window for the times of another, and the lines that PyTorch's profiler gives."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from millstream.insight import Activity, Launch, Recording, Span, Step
+from millstream.insight.alignment import lines_from
+from millstream.insight.causes import Cause
+from millstream.insight.kineto import DeviceTrace
+from millstream.trace.device import DeviceWindow, Recorded
+from millstream.trace.stacks import CallStacks
+from tests.insight.virtual import line
+
+NAMES = st.lists(st.sampled_from(["gemm", "relu", "copy", "wait"]), min_size=1, max_size=12)
+
+
+def window(steps, *, lined, slow=1, start=0):
+    """A trace whose steps make these calls; with ``lined``, the k-th of a name in its step is at line 100 k + name."""
+    launches, activities, spans, marks, now = [], [], [], [], start
+    for names in steps:
+        begin = now
+        for at, name in enumerate(names):
+            number, stack = len(launches) + len(spans), ()
+            if lined:
+                stack = line(100 * names[:at].count(name) + ["gemm", "relu", "copy", "wait"].index(name))
+            if name == "wait":
+                spans.append(Span(3, now, now + 5 * slow, Cause.SYNC, stack, "cudaStreamSynchronize"))
+            else:
+                launches.append(Launch(number, 3, now, now + 5 * slow, stack=stack, module=name if lined else ""))
+                activities.append(Activity(now + 2 * slow, now + 4 * slow, name=name, launch=number))
+            now += 10 * slow
+        marks.append(Step(begin, now))
+    return DeviceTrace(tuple(activities), tuple(launches), tuple(spans), ()), marks
+
+
+@given(st.lists(NAMES, min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_the_same_steps_get_all_lines_whatever_they_took(steps, dice):
+    names = dice.choice(steps)
+    expected, marks = window([names] * 3, lined=True)
+    bare, _ = window([names] * 3, lined=False)
+    other, other_marks = window([names] * 2, lined=True, slow=3, start=5000)
+    found = lines_from(bare, marks, other, other_marks)
+    assert (found.launches, found.spans, found.share) == (expected.launches, expected.spans, 1.0)
+
+
+def test_calls_that_are_missing_in_the_other_window_have_no_line_and_many_of_them_leave_all_as_it_was():
+    names = ["gemm", "relu", "gemm", "wait", "relu", "copy", "gemm", "gemm", "relu"]
+    bare, marks = window([names], lined=False)
+    other, other_marks = window([names[:-1]], lined=True)
+    found = lines_from(bare, marks, other, other_marks)
+    assert found.share == 8 / 9
+    assert [bool(each.stack) for each in found.launches] == [True] * 7 + [False]
+    other, other_marks = window([names[:4]], lined=True)
+    assert lines_from(bare, marks, other, other_marks).launches == bare.launches
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer1 = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x):
+        y = self.layer1(x)  # linear
+        return y.relu()  # relu
+
+
+def test_each_operator_has_its_line_and_module_also_in_the_backward_pass(tmp_path):
+    model = nn.Sequential(Block())
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, with_stack=True) as profiler:
+        loss = model(torch.randn(2, 4)).sum()
+        loss.item()  # item
+        loss.backward()  # backward
+    profiler.export_chrome_trace(str(tmp_path / "t.json"))
+    trace = json.loads((tmp_path / "t.json").read_text())
+    stacks = CallStacks(profiler.profiler.kineto_results.experimental_event_tree(), trace)
+    source = Path(__file__).read_text(encoding="utf-8").splitlines()
+
+    def at(name):
+        event = next(each for each in trace["traceEvents"] if each.get("name") == name)
+        middle = trace["baseTimeNanoseconds"] + round((event["ts"] + event["dur"] / 2) * 1000)
+        stack, module = stacks.at(event["tid"], middle)
+        mine = next(site for site in stack if site.file == __file__)
+        return source[mine.line - 1].partition("# ")[2], module
+
+    assert at("aten::addmm") == ("linear", "0.layer1.0")
+    assert at("aten::relu") == ("relu", "0")
+    assert at("aten::_local_scalar_dense") == ("item", "")
+    assert at("ReluBackward0") == ("relu", "0")
+    assert at("AddmmBackward0") == ("linear", "0.layer1.0")
+    assert stacks.at(999, 0) == ((), "")
+
+
+def test_two_windows_are_recorded_by_the_count_of_steps(monkeypatch, tmp_path):
+    """With the CPU's events in the place of the device's, which has none here."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "virtual")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.profiler.ProfilerActivity, "CUDA", torch.profiler.ProfilerActivity.CPU, raising=False)
+    recorded = []
+    monkeypatch.setattr(
+        "millstream.trace.device.read_trace", lambda trace: recorded.append(trace) or DeviceTrace((), (), (), ())
+    )
+    window = DeviceWindow()
+    for _ in range(40):
+        torch.ones(3).neg()
+        window.on_step()
+    assert isinstance(window.close(), Recorded)
+    found = [sum(each.get("name") == "aten::neg" for each in trace["traceEvents"]) for trace in recorded]
+    assert found == [3, 20]  # of the window with lines, and of that with times
+    assert window.busy_ns > 0
+    assert not window._folder.exists()
+
+
+def test_waits_of_other_python_threads_are_left_out():
+    trace, marks = window([["gemm", "wait", "gemm", "wait"]] * 3, lined=False)
+    mine, other = trace.spans[0], replace(trace.spans[1], thread=99)
+    trace = replace(trace, spans=(mine, other))
+    recording = Recording(steps=tuple(marks), thread=7)
+    found = Recorded(trace, "virtual", other_threads=frozenset({99})).add_to(recording, 0)
+    assert [(span.thread, span.start_ns) for span in found.spans] == [(7, mine.start_ns)]
