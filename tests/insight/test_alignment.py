@@ -109,8 +109,8 @@ def test_two_windows_are_recorded_by_the_count_of_steps(monkeypatch, tmp_path):
     window = DeviceWindow()
     for _ in range(40):
         torch.ones(3).neg()
-        window.on_step()
-    assert isinstance(window.close(), Recorded)
+        window.on_step("optimizer")
+    assert isinstance(window.close(0), Recorded)
     found = [sum(each.get("name") == "aten::neg" for each in trace["traceEvents"]) for trace in recorded]
     assert found == [3, 20]  # of the window with lines, and of that with times
     assert window.busy_ns > 0

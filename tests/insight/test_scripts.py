@@ -32,7 +32,9 @@ def _small_heap():
 
 def profile(name, monkeypatch, *arguments):
     script = str(SCRIPTS / f"{name}.py")
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.setattr(sys, "argv", [script, "cpu", *arguments])
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.delitem(sys.modules, "planted", raising=False)  # it reads the arguments
     with ms.profile() as run:
         runpy.run_path(script, run_name="__main__")
     return run.findings

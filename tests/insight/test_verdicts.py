@@ -23,6 +23,7 @@ from millstream.insight import (
     Step,
     analyse,
 )
+from millstream.report.idle import to_page, to_trace
 from tests.insight.virtual import LIBRARY, THREAD, USER, line, serial_recording
 
 US, MS = 1_000, 1_000_000
@@ -59,6 +60,14 @@ def test_wait_that_empties_the_queue_leads_and_its_refill_belongs_to_it():
     found = analyse(serial_recording(host, [320 * US] * 4, steps=STEPS))
     assert found.leading.cause is Cause.SYNC
     assert found.leading.site.line == 51
+
+
+def test_long_python_after_a_wait_is_python_and_not_the_waits_refill():
+    host = [*launches(4), (Cause.SYNC, 0, 51), (Cause.PYTHON, 15 * MS, 52)]
+    found = analyse(serial_recording(host, [MS] * 4, steps=STEPS))
+    assert found.leading.cause is Cause.PYTHON
+    assert found.leading.site.line == 52
+    assert found.leading.recoverable_share == pytest.approx(15 / 19, rel=0.1)
 
 
 def test_wait_with_work_queued_after_it_is_no_loss():
@@ -309,3 +318,17 @@ def test_waiting_for_data_has_the_loaders_line_and_none_of_the_steps(batch):
     rows = [row for row in found.rows if row.cause is Cause.IN_PROCESS]
     assert {row.site.line for row in rows} == {13}
     assert sum(row.idle_ns for row in rows) == len(found.steps) * batch
+
+
+def test_kernels_are_drawn_with_name_module_and_line():
+    recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [MS] * 4, steps=STEPS)
+    found = analyse(
+        replace(
+            recording,
+            activities=tuple(replace(each, name="gemm<a>") for each in recording.activities),
+            launches=tuple(replace(each, module="layer1.conv2") for each in recording.launches),
+        )
+    )
+    page = to_page(found)
+    assert page.count("gemm&lt;a&gt;, in layer1.conv2, train.py:5</title>") == 2 * 4  # in each of the two steps drawn
+    assert to_trace(found).count("in layer1.conv2") == 4 * len(found.steps)

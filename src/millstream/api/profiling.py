@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
+from millstream.capture.step.step import Step
 from millstream.data.feeding import _Pass
 from millstream.errors import ArgumentError
 from millstream.insight import Findings, analyse
@@ -30,7 +31,7 @@ class Profile:
 
     def __init__(self, script: str = "", *, uses_device: bool = True) -> None:
         self.findings: Findings | None = None
-        self._session = Session(script, ((_Pass, "__next__"),), uses_device=uses_device)
+        self._session = Session(script, ((_Pass, "__next__"),), ((Step, "__call__"),), uses_device=uses_device)
 
     def __enter__(self) -> Profile:
         self._session.start()

@@ -144,6 +144,7 @@ class Findings:
             "device": self.recording.device,
             "severity": str(self.severity),
             "why_unreliable": self.why_unreliable,
+            "leading": None if self.leading is None else asdict(self.leading) | {"cause": str(self.leading.cause)},
             "num_steps": len(self.steps),
             "step_ns": self.step_ns,
             "idle": self.idle_share,

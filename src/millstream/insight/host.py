@@ -20,6 +20,7 @@ _LATE = 0.8  # of the switch interval: the sampler had to have the interpreter t
 _RUNS = 0.5  # of a time: whoever ran so much of it was running
 _HOLDS = 0.2  # of the time that a thread was kept: another one that ran so much of it held the interpreter
 _FAR_NS = 1_000_000_000  # time that no look speaks for within so long is unknown
+_LONG_NS = 6_000_000  # time that at least two looks speak for
 _WORTH = 0.1  # of a sample's time: less than that is noise of two clocks
 _IO_FILES = (
     "torch/serialization.py",
@@ -167,13 +168,18 @@ def compute_activities(recording: Recording) -> tuple[Activity, ...]:
 def host_pieces(recording: Recording, refills: Sequence[Span]) -> list[tuple[int, int, Span]]:
     """What the training thread did, cut into disjoint pieces: spans first, then refills of the queue, then samples.
 
+    A refill is what launching takes: long computations in Python after a wait, which two looks or more have seen, are
+    none.
+
     Args:
         recording: What was seen.
         refills: After a wait for the device: until its queue is filled again.
     """
     latest, over = recording.start_ns, recording.end_ns
     known = list(_locate(spans_of(recording), recording))
-    for layer in (flatten(refills), _sampled(recording)):
+    seen = doings(recording)
+    sampled = _sampled(seen, recording.thread)
+    for layer in (list(_within(sampled, _long_stretches(seen))), flatten(refills), sampled):
         free = complement([(start, end) for start, end, _ in known], latest, over)
         known = sorted([*known, *_within(layer, free)], key=lambda piece: piece[0])
     return known
@@ -228,15 +234,21 @@ def _is_below(stack: Stack, caller: Stack) -> bool:
     return bool(stack) and (not caller or caller[0] in stack[1:])
 
 
-def _sampled(recording: Recording) -> list[tuple[int, int, Span]]:
+def _sampled(seen: Sequence[Doing], thread: int) -> list[tuple[int, int, Span]]:
     found = []
-    for each in doings(recording):
+    for each in seen:
         cause = _CAUSE_OF[each.state]
         if cause is Cause.PYTHON and any("torch_dynamo_resume_in" in site.function for site in each.stack[:1]):
             cause = Cause.GRAPH_BREAK
-        span = Span(recording.thread, each.start_ns, each.end_ns, cause, each.stack, each.detail)
+        span = Span(thread, each.start_ns, each.end_ns, cause, each.stack, each.detail)
         found.append((each.start_ns, each.end_ns, span))
     return found
+
+
+def _long_stretches(seen: Sequence[Doing]) -> list[Interval]:
+    """Where a thread was seen again and again outside of operators: it launched nothing."""
+    busy = union((each.start_ns, each.end_ns) for each in seen if each.state is not State.COMPUTE)
+    return [(start, end) for start, end in busy if end - start >= _LONG_NS]
 
 
 def _within(

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,9 @@ FIRST_STEP, NUM_STEPS = 10, 20
 """Window A begins after the warm-up, and is so long."""
 FIRST_LINED_STEP, NUM_LINED_STEPS = FIRST_STEP + NUM_STEPS + 2, 3
 """The same of window B."""
+
+
+PATIENCE = 20  # batches without any step: gradients may be accumulated over so many
 
 
 class Recorded:
@@ -118,14 +122,15 @@ class DeviceWindow:
             Patch(torch.autograd.profiler.profile, "__enter__", self._give_way),
         ]
         self.busy_ns = 0
-        self._num_steps = 0
+        self._counts: Counter[object] = Counter()
+        self._leader: object = None  # what is counted: the optimizer, or step, that was the first to do enough of them
+        self._num_lonely = 0  # batches since anything stepped
         self._profiler: Any = None
         self._is_starting = False
         self._why_not = ""
         self._device = torch.cuda.get_device_name()
         self._folder: Path | None = None
         self._tree: list[Any] = []
-        self._training = 0
 
     @property
     def _times(self) -> Path | None:
@@ -139,36 +144,48 @@ class DeviceWindow:
     def _written(self, name: str) -> Path | None:
         return path if self._folder is not None and (path := self._folder / name).exists() else None
 
-    def on_step(self) -> None:
-        """An optimizer has stepped."""
-        self._num_steps += 1
+    def on_step(self, stepper: object) -> None:
+        """An optimizer, or a captured step, has stepped."""
+        self._num_lonely = 0
+        self._count(stepper)
+
+    def on_batch(self) -> None:
+        """A loop has got a batch: that is a step where nothing else is seen to step for long."""
+        self._num_lonely += 1
+        if self._num_lonely > PATIENCE:
+            self._count("batches")
+
+    def _count(self, stepper: object) -> None:
+        self._counts[stepper] += 1
+        number = self._counts[stepper]
+        if self._leader is None and number == FIRST_STEP:
+            self._leader = stepper
+        if stepper == self._leader and number <= FIRST_LINED_STEP + NUM_LINED_STEPS:
+            self._at_step(number)
+
+    def _at_step(self, number: int) -> None:
         start = time.perf_counter_ns()
-        if self._num_steps == FIRST_STEP:
-            self._training = threading.get_native_id()
+        if number == FIRST_STEP:
             self._begin(with_stack=False)
-        elif self._num_steps == FIRST_STEP + NUM_STEPS:
-            self._end()
-        elif self._num_steps == FIRST_LINED_STEP and self._times is not None:
+        elif number == FIRST_LINED_STEP and self._times is not None:
             self._begin(with_stack=True)
-        elif self._num_steps == FIRST_LINED_STEP + NUM_LINED_STEPS:
+        elif number in (FIRST_STEP + NUM_STEPS, FIRST_LINED_STEP + NUM_LINED_STEPS):
             self._end()
-        else:
-            return
         self.busy_ns += time.perf_counter_ns() - start
 
-    def close(self) -> Recorded:
-        """End the window, if it has not ended, and say what was seen."""
+    def close(self, thread: int) -> Recorded:
+        """End the window, if it has not ended, and say what was seen; ``thread`` trains."""
         for patch in self._patches:
             patch.close()
         self._end()
         try:
-            return self._read()
+            return self._read(thread)
         finally:
             self._tree = []
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _read(self) -> Recorded:
+    def _read(self, thread: int) -> Recorded:
         if self._times is None:
             return Recorded(None, self._device, self._why_not or f"the run ended before step {FIRST_STEP}")
         lined = None
@@ -176,8 +193,8 @@ class DeviceWindow:
             written = json.loads(self._lines.read_text(encoding="utf-8"))
             lined = CallStacks(self._tree, written).add_to(read_trace(written))
         trace = read_trace(json.loads(self._times.read_text(encoding="utf-8")))
-        python = {each.native_id for each in threading.enumerate() if each.native_id is not None}
-        return Recorded(trace, self._device, lined=lined, other_threads=frozenset(python - {self._training}))
+        others = (each.native_id for each in threading.enumerate() if each.ident != thread)
+        return Recorded(trace, self._device, lined=lined, other_threads=frozenset(filter(None, others)))
 
     def _give_way(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """There is one profiler at a time; the script's must not fail because of ours."""

@@ -44,14 +44,18 @@ class Hooks:
     Args:
         log: Where to write it down.
         waiters: Other functions in which a loop waits for data: class and name.
+        steppers: Functions that are a whole step: class and name.
     """
 
-    def __init__(self, log: Log, waiters: tuple[tuple[type, str], ...] = ()) -> None:
+    def __init__(
+        self, log: Log, waiters: tuple[tuple[type, str], ...] = (), steppers: tuple[tuple[type, str], ...] = ()
+    ) -> None:
         self._log = log
         self._pid = os.getpid()
         self.worker_times = WorkerTimes()
         self._patches = [Patch(*loading.NEXT, self._watch_next)]
         self._patches += [Patch(*place, self._watch_wait) for place in waiters]
+        self._patches += [Patch(*place, self._watch_step) for place in steppers]
         self._patches += [Patch(*place, self._watch_fetch) for place in loading.FETCHES]
         self._patches.append(Patch(torch, "save", functools.partial(self._watch_call, Cause.IO, "torch.save")))
         if torch.cuda.is_available():
@@ -59,7 +63,8 @@ class Hooks:
                 watch = functools.partial(self._watch_call, cause, f"torch.cuda.{name}")
                 self._patches.append(Patch(torch.cuda, name, watch))
         self._handle = register_optimizer_step_post_hook(self._on_step)
-        self.on_step: Callable[[], None] | None = None
+        self.on_step: Callable[[object], None] | None = None
+        self.on_batch: Callable[[], None] | None = None
         self._collecting: tuple[int, int] | None = None
         gc.callbacks.append(self._on_collection)
         self._compiles: compile_events.CompileWatch | None = None
@@ -100,13 +105,26 @@ class Hooks:
                 batch = original(iterator)
             finally:  # the end of a pass takes time, and is no batch
                 log.add_span(start, Cause.IN_PROCESS if loading.makes_in_process(iterator) else Cause.DATA_WAIT)
-            log.add_batch()
+            self._tell_of_batch()
             if iterator not in known:
                 known[iterator] = self._note_loader(iterator)
             log.num_batches[known[iterator]] += 1
             return batch
 
         return get_batch
+
+    def _tell_of_batch(self) -> None:
+        self._log.add_batch()
+        if self.on_batch is not None:
+            self.on_batch()
+
+    def _watch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(stepper: Any, *arguments: Any, **options: Any) -> Any:
+            result = original(stepper, *arguments, **options)
+            self._on_step(stepper)
+            return result
+
+        return step
 
     def _note_loader(self, iterator: Any) -> tuple[Site | None, int]:
         maker = loading.item_maker(iterator)
@@ -129,7 +147,7 @@ class Hooks:
                 result = original(*arguments, **options)
             finally:
                 log.add_span(start, Cause.DATA_WAIT)
-            log.add_batch()
+            self._tell_of_batch()
             return result
 
         return wait
@@ -165,7 +183,7 @@ class Hooks:
             return
         self._log.add_mark(optimizer)
         if self.on_step is not None:
-            self.on_step()
+            self.on_step(id(optimizer))
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":

@@ -46,11 +46,19 @@ class Session:
     Args:
         script: What runs, in a word.
         waiters: Functions besides a DataLoader's in which a loop waits for data.
+        steppers: Functions besides an optimizer's that are a step.
         uses_device: Whether the device's own profiler may be used for some steps, where there is a GPU.
     """
 
-    def __init__(self, script: str = "", waiters: tuple[Waiter, ...] = (), *, uses_device: bool = True) -> None:
-        self._script, self._waiters = script, waiters
+    def __init__(
+        self,
+        script: str = "",
+        waiters: tuple[Waiter, ...] = (),
+        steppers: tuple[Waiter, ...] = (),
+        *,
+        uses_device: bool = True,
+    ) -> None:
+        self._script, self._waiters, self._steppers = script, waiters, steppers
         self._device = DeviceWindow() if uses_device and torch.cuda.is_available() else None
         self._log = Log()
         self._pid = os.getpid()
@@ -64,9 +72,9 @@ class Session:
         """
         if not _lock.acquire(blocking=False):
             raise ArgumentError("This process is being profiled already: leave out the inner one.")
-        self._hooks = hooks = Hooks(self._log, self._waiters)
+        self._hooks = hooks = Hooks(self._log, self._waiters, self._steppers)
         if self._device is not None:
-            hooks.on_step = self._device.on_step
+            hooks.on_step, hooks.on_batch = self._device.on_step, self._device.on_batch
         self._sampler = Sampler(hooks.watch_compiler)
         self._began_unix_ns, self._began_ns = time.time_ns(), clock()
         self._sampler.start()
@@ -81,12 +89,12 @@ class Session:
         assert self._hooks is not None, "not started"
         hooks, ended_ns = self._hooks, clock()
         self._sampler.stop()
-        device = self._device.close() if self._device is not None else None
+        thread = self._find_thread()
+        device = self._device.close(thread) if self._device is not None else None
         hooks.close()
         batch_ns = hooks.worker_times.median_ns()
         hooks.worker_times.close()
         _lock.release()
-        thread = self._find_thread()
         steps, caveats = self._find_steps(thread)
         has_steps = len(steps) >= LEAST_STEPS
         if not has_steps:

@@ -1,12 +1,10 @@
 """GIL: a thread of pure Python beside training. Fixed: it sleeps."""
 
-import sys
 import threading
 
 import torch
-from torch import nn
+from planted import DEVICE, FIXED, ON_GPU, STEPS, Clock, network
 
-FIXED = "fixed" in sys.argv
 stopped = threading.Event()
 
 
@@ -20,13 +18,15 @@ def count():
 
 thread = threading.Thread(target=count)
 thread.start()
-model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+model, clock = network(64), Clock()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-x = torch.randn(64, 64)
-for _ in range(1000):
+x = torch.randn(64, 64, device=DEVICE)
+for _ in range(STEPS if ON_GPU else 1000):
     loss = model(x).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    clock.tick()
+clock.show()
 stopped.set()
 thread.join()

@@ -1,21 +1,20 @@
 """GC: a large heap is collected in each step. Fixed: there is none, and nothing is collected."""
 
 import gc
-import sys
 
 import torch
-from torch import nn
-
-FIXED = "fixed" in sys.argv
+from planted import DEVICE, FIXED, ON_GPU, STEPS, Clock, network
 
 heap = [[{"number": number}] for number in range(0 if FIXED else 60_000)]
-model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+model, clock = network(256), Clock()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-x = torch.randn(64, 64)
-for _ in range(12):
+x = torch.randn(64, 256, device=DEVICE)
+for _ in range(STEPS if ON_GPU else 12):
     loss = model(x).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     if not FIXED:
         gc.collect()  # slow
+    clock.tick()
+clock.show()

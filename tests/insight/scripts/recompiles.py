@@ -3,9 +3,11 @@
 import sys
 
 import torch
+from planted import DEVICE, FIXED, ON_GPU, STEPS, Clock
 from torch import nn
 
-FIXED, BREAKS = "fixed" in sys.argv, "break" in sys.argv
+BREAKS = "break" in sys.argv
+torch._dynamo.config.recompile_limit = 1000  # which would end it after a while
 
 
 class Model(nn.Module):
@@ -20,11 +22,13 @@ class Model(nn.Module):
         return self.outer(x).square().mean()
 
 
-model = Model()
+model, clock = Model().to(DEVICE), Clock()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 compiled = torch.compile(model, dynamic=FIXED, backend="aot_eager")
-for step in range(12):
-    length = 4 if BREAKS else 4 + step % 6
-    compiled(torch.randn(length, 16)).backward()
+for step in range(STEPS if ON_GPU else 12):
+    length = 4 if BREAKS else 4 + step % (1000 if ON_GPU else 6)
+    compiled(torch.randn(length, 16, device=DEVICE)).backward()
     optimizer.step()
     optimizer.zero_grad()
+    clock.tick()
+clock.show()

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from millstream.insight import Cause, Findings, Step
-from millstream.insight.intervals import union
-from millstream.report.idle.places import code, place
+from millstream.insight import ActivityKind, Cause, Findings, Step
+from millstream.report.idle.places import activity_text, code, place
 from millstream.report.idle.remedies import TITLES, remedy
 from millstream.report.idle.screen import to_text
 from millstream.report.svg import ticks
@@ -40,6 +39,7 @@ COLOURS = {
     Cause.COMMUNICATION: "#59a14f",
 }
 BUSY = "#76b7b2"
+_EXPOSED = {ActivityKind.COMMUNICATION: Cause.COMMUNICATION}
 
 _STYLE = """
 body { font: 14px/1.5 sans-serif; max-width: 1100px; margin: 24px auto; padding: 0 16px; color: #222; background: #fff }
@@ -142,14 +142,20 @@ def _draw(found: Findings, step: Step) -> str:
     scale = (_WIDTH - _LEFT - 10) / max(step.end_ns - step.start_ns, 1)
     streams = sorted({each.stream for each in found.recording.activities})[:8]
     lines = []
+    launches = {launch.number: launch for launch in found.recording.launches}
     for lane, stream in enumerate(streams):
-        busy = union(
-            (max(each.start_ns, step.start_ns), min(each.end_ns, step.end_ns))
+        ran = [
+            each
             for each in found.recording.activities
             if each.stream == stream and each.end_ns > step.start_ns and each.start_ns < step.end_ns
-        )
+        ]
         lines.append(_label(lane, "computing" if found.recording.is_synchronous else f"stream {stream}"))
-        lines += [_piece(lane, start, end, BUSY, duration(end - start), step, scale) for start, end in _largest(busy)]
+        shown = sorted(ran, key=lambda each: each.start_ns - each.end_ns)[:MAX_PIECES]
+        for number, each in enumerate(sorted(shown, key=lambda each: each.start_ns)):
+            text = f"{duration(each.end_ns - each.start_ns)} {activity_text(each, launches, found.recording)}"
+            start, end = max(each.start_ns, step.start_ns), min(each.end_ns, step.end_ns)
+            colour = BUSY if each.kind is ActivityKind.KERNEL else COLOURS[_EXPOSED.get(each.kind, Cause.COPY)]
+            lines.append(_piece(lane, start, end, colour, text, step, scale, is_odd=number % 2 == 1))
     lane = len(streams)
     lines.append(_label(lane, "idle, by cause"))
     idle = [each for each in found.slices if each.end_ns > step.start_ns and each.start_ns < step.end_ns]
@@ -159,23 +165,24 @@ def _draw(found: Findings, step: Step) -> str:
         text = f"{duration(end - start)} {each.cause}: {place(site)}  {code(site)}"
         lines.append(_piece(lane, start, end, COLOURS[each.cause], text, step, scale))
     bottom = (lane + 1) * _LANE + 14
-    for tick in ticks(step.end_ns - step.start_ns):
-        lines.append(f"<text x='{_LEFT + tick * scale:.1f}' y='{bottom}'>{duration(tick) if tick else '0'}</text>")
+    lines += [
+        f"<text x='{_LEFT + tick * scale:.1f}' y='{bottom}'>{duration(tick) if tick else '0'}</text>"
+        for tick in ticks(step.end_ns - step.start_ns)
+    ]
     return f"<svg width='{_WIDTH}' height='{bottom + 6}'>{''.join(lines)}</svg>"
-
-
-def _largest(busy: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    return sorted(busy, key=lambda each: each[0] - each[1])[:MAX_PIECES]
 
 
 def _label(lane: int, text: str) -> str:
     return f"<text x='4' y='{lane * _LANE + 16}'>{escape(text)}</text>"
 
 
-def _piece(lane: int, start: int, end: int, colour: str, text: str, step: Step, scale: float) -> str:
+def _piece(
+    lane: int, start: int, end: int, colour: str, text: str, step: Step, scale: float, *, is_odd: bool = False
+) -> str:
+    look = f"fill='{colour}'" + " fill-opacity='0.75'" * is_odd  # neighbours must not run together
     x, wide = _LEFT + (start - step.start_ns) * scale, (end - start) * scale
     return (
-        f"<rect x='{x:.2f}' y='{lane * _LANE + 2}' width='{max(wide, 0.3):.2f}' height='{_LANE - 6}' fill='{colour}'>"
+        f"<rect x='{x:.2f}' y='{lane * _LANE + 2}' width='{max(wide, 0.3):.2f}' height='{_LANE - 6}' {look}>"
         f"<title>{escape(text)}</title></rect>"
     )
 
@@ -188,6 +195,9 @@ def _measured(found: Findings) -> str:
         "All is measured, but what mending a cause would give: that is calculated, by playing the run without it.",
         *recording.caveats,
     ]
+    if recording.looking_slowed is not None:
+        slower = f"{recording.looking_slowed:.1%}".replace("%", " %")
+        facts.append(f"Steps under the device's profiler took {slower} longer than those after.")
     if recording.is_synchronous:
         facts.append("There is no GPU in this: busy is the time in which operators computed on the CPU, by samples.")
     return "<ul>" + "".join(f"<li>{escape(fact)}" for fact in facts) + "</ul>"

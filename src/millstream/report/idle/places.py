@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import linecache
+from collections.abc import Mapping
 from pathlib import Path
 
-from millstream.insight import Site
+from millstream.insight import Activity, Launch, Recording, Site
 from millstream.report.words import shorten
 
 
@@ -21,6 +22,17 @@ def place(site: Site | None) -> str:
             parts = path.parts
             path = Path(*parts[parts.index("site-packages") + 1 :]) if "site-packages" in parts else Path(path.name)
     return f"{path}:{site.line}"
+
+
+def activity_text(activity: Activity, launches: Mapping[int, Launch], recording: Recording) -> str:
+    """Name of a kernel or copy, with its module and line where they are known."""
+    launch = launches.get(activity.launch) if activity.launch is not None else None
+    parts = [shorten(activity.name, 90) or str(activity.kind)]
+    if launch is not None and launch.module:
+        parts.append(f"in {launch.module}")
+    if launch is not None and launch.stack:
+        parts.append(place(recording.user_site(launch.stack)))
+    return ", ".join(parts)
 
 
 def code(site: Site | None, width: int = 60) -> str:

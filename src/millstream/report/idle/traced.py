@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from millstream.insight import Findings
-from millstream.report.idle.places import code, place
+from millstream.report.idle.places import activity_text, code, place
 
 MAX_EVENTS = 100_000  # on each track: the file stays below 20 MB
 
@@ -43,5 +43,7 @@ def _events(found: Findings) -> Iterator[dict[str, Any]]:
     for span in within[:MAX_EVENTS]:
         site = recording.user_site(span.stack)
         yield event(_HOST, str(span.cause), span.start_ns, span.end_ns, line=place(site), what=span.detail)
+    launches = {launch.number: launch for launch in recording.launches}
     for each in [each for each in recording.activities if start <= each.start_ns < end][:MAX_EVENTS]:
-        yield event(_STREAMS + each.stream, each.name or str(each.kind), each.start_ns, each.end_ns)
+        text = activity_text(each, launches, recording)
+        yield event(_STREAMS + each.stream, each.name or str(each.kind), each.start_ns, each.end_ns, what=text)

@@ -1,0 +1,261 @@
+"""Scripts with a planted cause of idle time, their fixed twins, and clean ones, each under ``millstream profile``.
+
+Of each: whether the verdict names the cause, whether its time is on the planted lines, what was promised beside what
+the twin gains, and what looking cost. The scripts are in ``tests/insight/scripts``; some mean nothing without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "tests" / "insight" / "scripts"
+TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script.
+
+    Attributes:
+        name: Of its file.
+        causes: Of which the verdict must name one; none where there must be no HIGH or MODERATE verdict.
+        markers: Texts of lines that are to blame.
+        needs_gpu: Without one there is nothing to find.
+        arguments: Of the script.
+    """
+
+    name: str
+    causes: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
+    needs_gpu: bool = False
+    arguments: tuple[str, ...] = ()
+
+
+CASES = (
+    Case("workers_too_slow", ("data",), ("# waits",)),
+    Case("in_process_loader", ("data in process",), ("# slow",)),
+    Case("host_reads", ("sync",), ("# waits",), needs_gpu=True),
+    Case("library_reads", ("sync",), ("# waits",), needs_gpu=True),
+    Case("pageable_copies", ("copy",), ("# copies",), needs_gpu=True),
+    Case("tiny_kernels", ("launch",), ("# launches",), needs_gpu=True),
+    Case("python_loop", ("python",), ("# slow",)),
+    Case("empty_cache", ("allocator",), ("# gives back", "model(x)", ".backward()"), needs_gpu=True),
+    Case("recompiles", ("compile",), ("compiled(",)),
+    Case("checkpoints", ("io",), ("torch.save(",)),
+    Case("collector", ("gc",), ("# slow",)),
+    Case("busy_thread", ("gil",), ("model(x)", ".backward()", "optimizer.")),
+    Case("clean_matmuls"),
+    Case("clean_rare_reads"),
+    Case("clean_loader"),
+    Case("clean_graph", needs_gpu=True),
+    Case("clean_one_graph"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process gave: milliseconds of a step by the script's own clock, and the report, if it was profiled."""
+
+    step_ms: float | None
+    report: dict[str, Any] | None
+    error: str = ""
+
+
+def run_child(arguments: Sequence[str]) -> int:
+    """In a process of its own: get ready, wait for the turn, and run one script."""
+    kind, lock, report, script, *rest = arguments
+    import torch
+
+    from millstream.cli.profile import profile
+    from millstream.cli.running import run_script
+
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+    with Path(lock).open("w", encoding="utf-8") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        if kind == "profiled":
+            code = profile(script, rest, as_module=False, save=[Path(report)], fail_if=[])
+        else:
+            code = run_script(script, rest)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # what the driver does at an end is nobody's turn
+
+
+def run_apart(kind: str, case: Case, folder: Path, device: str) -> Run:
+    """Run a script in a process of its own: ``profiled``, ``plain``, or its ``twin``."""
+    report = folder / f"{case.name}.{kind}.json"
+    rest = [*case.arguments, *(["cpu"] if device == "cpu" else []), *(["fixed"] if kind == "twin" else [])]
+    command = [sys.executable, "-m", "benchmarks.idle", "--child", kind, str(folder / "turn"), str(report)]
+    command += [str(SCRIPTS / f"{case.name}.py"), *rest]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Run(None, None, f"{kind} took longer than {TIMEOUT_S:.0f} s")
+    (folder / f"{case.name}.{kind}.txt").write_text(done.stdout[-20_000:] + "\n" + done.stderr[-20_000:])
+    found = re.findall(r"^step_ms ([\d.]+)$", done.stdout, re.MULTILINE)
+    error = "" if done.returncode == 0 else f"{kind}: " + (done.stderr.strip().splitlines() or ["failed"])[-1]
+    told = json.loads(report.read_text(encoding="utf-8")) if report.exists() else None
+    return Run(float(found[-1]) if found else None, told, error)
+
+
+def judge(case: Case, profiled: Run, plain: Run, twin: Run | None) -> dict[str, Any]:
+    """Say what was found beside what was planted."""
+    report = profiled.report
+    row: dict[str, Any] = {"case": case.name, "expected": list(case.causes), "plain_ms": plain.step_ms}
+    row["error"] = "; ".join(run.error for run in (profiled, plain, twin) if run is not None and run.error)
+    if report is None:
+        return row | {"verdict": "no report", "is_right": False}
+    leading = report["leading"]
+    cause = leading["cause"] if leading else ""
+    row["verdict"] = f"{report['severity']} {cause}".strip()
+    row["why_unreliable"] = report["why_unreliable"]
+    row["is_right"] = (
+        cause in case.causes and report["severity"] == "HIGH" if case.causes else report["severity"] == "healthy"
+    )
+    row["num_steps"], row["step_ms"], row["idle"] = report["num_steps"], report["step_ns"] / 1e6, report["idle"]
+    row["idle_by_cause"] = {
+        name: spent / max(report["num_steps"], 1) / 1e6 for name, spent in report["idle_ns_by_cause"].items()
+    }
+    row["unknown"], row["looking_slowed"], row["spent"] = report["unknown"], report["looking_slowed"], report["cost"]
+    if profiled.step_ms and plain.step_ms:
+        row["always_on"] = profiled.step_ms / plain.step_ms - 1
+    if case.causes:
+        rows = [each for each in report["rows"] if each["cause"] in case.causes]
+        charged = sum(each["idle_ns"] for each in rows)
+        right = sum(each["idle_ns"] for each in rows if is_planted(each["site"], case))
+        row["right_line"] = right / charged if charged else None
+        row["lines"] = [f"{Path(e['site']['file']).name}:{e['site']['line']}" for e in rows[:4] if e["site"]]
+        promised = sum(each["recoverable_share"] for each in rows if each["cause"] == cause)
+        row["promised_ms"] = row["step_ms"] * promised
+        if twin is not None and twin.step_ms and plain.step_ms:
+            row["twin_ms"] = twin.step_ms
+            row["gained_ms"] = plain.step_ms - twin.step_ms
+    return row
+
+
+def is_planted(site: dict[str, Any] | None, case: Case) -> bool:
+    """Whether a line is one of those that are to blame."""
+    if site is None or Path(site["file"]).stem != case.name:
+        return False
+    text = (SCRIPTS / f"{case.name}.py").read_text(encoding="utf-8").splitlines()[site["line"] - 1]
+    return any(marker in text for marker in case.markers)
+
+
+def to_markdown(rows: Sequence[dict[str, Any]], device: str) -> str:
+    """All rows as tables, with what they come to."""
+    planted, clean = [r for r in rows if r["expected"]], [r for r in rows if not r["expected"]]
+    kept = [r for r in planted if r.get("gained_ms") and r.get("promised_ms") is not None]
+    near = sum(abs(r["promised_ms"] / r["gained_ms"] - 1) <= 0.25 for r in kept)
+    lines = [
+        "# Planted causes of idle time",
+        "",
+        f"`python -m benchmarks.idle` on {device}. Times are milliseconds a step by the scripts' own clocks.",
+        "",
+        f"- Right verdict: {sum(r['is_right'] for r in planted)} of {len(planted)} planted, "
+        f"{sum(r['is_right'] for r in clean)} of {len(clean)} clean.",
+        f"- Promised within ±25 % of what the twin gains: {near} of {len(kept)}.",
+        "",
+        f"| {' | '.join(_COLUMNS)} |",
+        "|" + "---|" * len(_COLUMNS),
+    ]
+    lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
+    why = {r["case"]: r["error"] or r.get("why_unreliable") for r in rows}
+    notes = [f"- {name}: {reason}" for name, reason in why.items() if reason]
+    lines += ["", *notes] if notes else []
+    return "\n".join(lines) + "\n"
+
+
+_COLUMNS = (
+    *("script", "verdict", "right", "right line", "step", "twin", "promised", "gained"),
+    *("window slower", "always on", "unknown"),
+)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    times = (number(row.get(name)) for name in ("plain_ms", "twin_ms", "promised_ms", "gained_ms"))
+    shares = (share(row.get(name), 1) for name in ("looking_slowed", "always_on", "unknown"))
+    right = "yes" if row["is_right"] else "NO"
+    return row["case"], row["verdict"], right, share(row.get("right_line")), *times, *shares
+
+
+def number(value: float | None) -> str:
+    """A time in a table."""
+    return "" if value is None else f"{value:.3g}"
+
+
+def share(value: float | None, digits: int = 0) -> str:
+    """A share in a table."""
+    return "" if value is None else f"{value:.{digits}%}".replace("%", " %")
+
+
+def run_all(cases: Sequence[Case], device: str, jobs: int, budget_s: float, folder: Path) -> Iterator[dict[str, Any]]:
+    """Run every case; processes get ready side by side and run one after another."""
+    began = time.monotonic()
+    kinds = {case.name: ("profiled", "plain", *(("twin",) if case.causes else ())) for case in cases}
+    with ThreadPoolExecutor(jobs) as pool:
+
+        def start(kind: str, case: Case) -> Run:
+            if time.monotonic() - began > budget_s:
+                return Run(None, None, f"{kind}: no time was left")
+            return run_apart(kind, case, folder, device)
+
+        started = {case.name: [pool.submit(start, kind, case) for kind in kinds[case.name]] for case in cases}
+        for case in cases:
+            profiled, plain, *twin = (future.result() for future in started[case.name])
+            yield judge(case, profiled, plain, twin[0] if twin else None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the suite, and write its results after each case."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["--child"]:
+        return run_child(arguments[1:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.idle", description=__doc__)
+    parser.add_argument("--cases", default=",".join(case.name for case in CASES))
+    parser.add_argument("--device", default=None, help="cuda or cpu; cuda where there is one")
+    parser.add_argument("--jobs", type=int, default=4, help="processes that get ready side by side")
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--keep", type=Path, help="a folder for reports and output of each process")
+    options = parser.parse_args(arguments)
+    import torch
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    wanted = options.cases.split(",")
+    cases = [case for case in CASES if case.name in wanted and (device == "cuda" or not case.needs_gpu)]
+    rows: list[dict[str, Any]] = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for row in run_all(cases, device, options.jobs, options.budget_seconds, folder):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            written = json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1)
+            (options.out / "idle.json").write_text(written + "\n", encoding="utf-8")
+            (options.out / "idle.md").write_text(to_markdown(rows, name), encoding="utf-8")
+    print(to_markdown(rows, name))
+    return int(not all(row["is_right"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""3: the loss is read, a tensor printed, a mask tested, in each step (on a GPU). Fixed: all of it stays there."""
+
+import torch
+from planted import DEVICE, FIXED, STEPS, Clock, network
+
+model, clock = network(256), Clock()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+x = torch.randn(512, 256, device=DEVICE)
+sums = torch.zeros(3, device=DEVICE)
+for _ in range(STEPS):
+    y = model(x)
+    loss = y.square().mean()
+    if not FIXED:
+        if (y > 100).any():  # waits
+            break
+        total = loss.item()  # waits
+    loss.backward()
+    sums += loss.detach()
+    if not FIXED:
+        print(sums)  # waits
+    optimizer.step()
+    optimizer.zero_grad()
+    clock.tick()
+clock.show()
