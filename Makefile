@@ -15,7 +15,7 @@ export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 # What a library asks of the driver, and is refused, is no error of ours.
 SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 1
 
-.PHONY: help run test check fuzz gpu sanitize bench opinfo zoo examples recipes docs dist matrix format clean
+.PHONY: help run test check fuzz gpu gpu2 sanitize bench opinfo zoo examples recipes docs dist matrix format clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -39,6 +39,9 @@ check: $(SETUP) ## lint, format, types and layers
 
 gpu: $(SETUP) ## the tests that need a GPU (PYTHON=python3 where torch is already installed)
 	$(PYTHON) -m pytest tests/gpu -m gpu
+
+gpu2: $(SETUP) ## the tests that need two GPUs
+	$(PYTHON) -m pytest tests/gpu/test_data_parallel.py -m gpu
 
 sanitize: $(SETUP) ## small networks on every engine, and our kernels, under CUDA's compute-sanitizer (three minutes on 16 cores)
 	$(SANITIZE) --tool memcheck $(PYTHON) -m pytest tests/gpu/test_streams.py tests/gpu/test_spread.py -m gpu -n 8 -k "inference_is or training_is or spread"

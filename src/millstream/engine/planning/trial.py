@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from statistics import median
 
 import torch
@@ -59,14 +60,23 @@ class Trials:
             return None
         self.ran = True
         try:
-            self._kept = [pair for pair in self._kept if pair[0] is best]  # before more memory is taken
-            base, own = self._capture_once(best), self._capture_once(plan)
-            generator = torch.cuda.default_generators[self._context.place.index]
-            with unchanged(self._program, own.written, generator):
-                return compare(own.graph, base.graph)
+            with ExitStack() as stack:
+                own, base = self._prepare(stack, plan, best)
+                return self._compare(own.graph, base.graph)
         except (RuntimeError, torch.AcceleratorError) as error:
             self.error = error.with_traceback(None)  # which would keep what was captured
             return None
+
+    def _prepare(self, stack: ExitStack, plan: Plan, best: Plan) -> tuple[Captured, Captured]:
+        """Capture both, and have put back what they write when the stack is left."""
+        self._kept = [pair for pair in self._kept if pair[0] is best]  # before more memory is taken
+        base, own = self._capture_once(best), self._capture_once(plan)
+        generator = torch.cuda.default_generators[self._context.place.index]
+        stack.enter_context(unchanged(self._program, own.written, generator))
+        return own, base
+
+    def _compare(self, graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph) -> tuple[int, int]:
+        return compare(graph, base)
 
     def _capture_once(self, plan: Plan) -> Captured:
         for known, captured in self._kept:
@@ -77,10 +87,18 @@ class Trials:
         return captured
 
 
-def compare(graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph) -> tuple[int, int]:
-    """Time two graphs in turn on the current stream; return the median ns of each."""
+def compare(
+    graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph, agree: Callable[[int], int] = lambda number: number
+) -> tuple[int, int]:
+    """Time two graphs in turn on the current stream; return the median ns of each.
+
+    Args:
+        graph: One.
+        base: The other.
+        agree: Told how often this process would time them; says how often it does.
+    """
     warm_ms = min(_replay_ms(graph) + _replay_ms(base) for _ in range(WARM_UPS))
-    samples = min(max(int(SAMPLES_MS / warm_ms), LEAST_SAMPLES), MOST_SAMPLES)
+    samples = agree(min(max(int(SAMPLES_MS / warm_ms), LEAST_SAMPLES), MOST_SAMPLES))
     pairs = [(_replay_ms(graph), _replay_ms(base)) for _ in range(samples)]
     own, other = (median(times) for times in zip(*pairs, strict=True))
     return round(own * 1e6), round(other * 1e6)

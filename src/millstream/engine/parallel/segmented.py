@@ -22,14 +22,18 @@ class SegmentedEngine:
     Args:
         segments: What is computed and exchanged, and what goes where.
         executables: One a segment; ``None`` where it has nothing to compute.
+
+    Attributes:
+        segments: As given.
+        exchanges: The collectives, in the order in which they begin.
     """
 
     def __init__(self, segments: Segments, executables: Sequence[Executable | None]) -> None:
-        self._segments, self._executables = segments, executables
-        self._exchanges: list[Any] = [exchange_of(key) for key in segments.keys]
-        self._views = [view for exchange in self._exchanges for view in exchange.views]
+        self.segments, self._executables = segments, executables
+        self.exchanges: list[Any] = [exchange_of(key) for key in segments.keys]
+        self._views = [view for exchange in self.exchanges for view in exchange.views]
         num_sent = sum(bool(segment.starts) for segment in segments.segments if segment.graph is not None)
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             exchange.is_beside = num_sent > 1
         last_uses = {place: number for number, each in enumerate(segments.segments) for place in _read_by(each)}
         kept = {value for is_place, value in segments.outputs if is_place}
@@ -39,11 +43,11 @@ class SegmentedEngine:
                 self._done_with[number].append(place)
         for segment, executable in zip(segments.segments, executables, strict=True):
             if executable is not None and segment.starts:
-                exchanged = "; ".join(self._exchanges[number].label for number in segment.starts)
+                exchanged = "; ".join(self.exchanges[number].label for number in segment.starts)
                 executable.notes.append(f"then processes exchange {exchanged}")
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        segments, exchanges = self._segments, self._exchanges
+        segments, exchanges = self.segments, self.exchanges
         values: list[Any] = [*inputs, *self._views, *[None] * (segments.num_values - len(inputs) - len(self._views))]
         inputs.clear()
         steps = zip(segments.segments, self._executables, self._done_with, strict=True)

@@ -1,0 +1,152 @@
+"""Whether all processes of a group replay one and the same capture: asked before anything is exchanged.
+
+A collective that is captured in a graph meets only its like: all processes must replay graphs of one capture, or none.
+So they ask each other first. Each reduction, and each broadcast of buffers, is one *question*, the same in every way to
+run a step: who does not want to replay answers ``NO`` when the first of its collectives is about to begin, who wants to
+does so before the step begins.
+
+**Contract**
+- The order of questions is that of the reductions and broadcasts, in all processes, whatever each of them runs.
+- A question is asked by all or by none: they agree when the group is first used, where all share a host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from millstream._torch.collectives import timeout_of
+from millstream.data_parallel.board import Board, make_file
+from millstream.errors import ArgumentError, DataParallelError
+
+NO = 0
+"""The answer of who does not want to replay."""
+
+CHOICES = ("auto", "captured", "between")
+"""Of ``MILLSTREAM_COLLECTIVES``: whether collectives are captured with the step they are in, or issued in between."""
+
+
+class Agreement:
+    """What the processes of one group agree on.
+
+    Attributes:
+        board: Through which.
+        num_captures: How many captures all processes have made together: the next one's number.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.num_captures = 0
+        self._answered = self._is_silent = False
+
+    def ask(self, answer: int, what: str) -> list[int]:
+        """Answer the question of the next exchange, and hear what all processes do. Where they differ it is answered.
+
+        Args:
+            answer: What this process wants; not ``NO``.
+            what: What comes next, for an error.
+
+        Raises:
+            DataParallelError: A process is gone, or does not come.
+        """
+        answers = self.board.gather(answer, what)
+        self._answered = len(set(answers)) > 1
+        return answers
+
+    def decline(self, what: str) -> None:
+        """An exchange begins by itself: answer ``NO``, unless that question has been asked."""
+        if self._is_silent:
+            return
+        if not self._answered:
+            self.board.gather(NO, what)
+        self._answered = False
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Within the context all processes do the same, and nobody asks."""
+        self._is_silent = True
+        try:
+            yield
+        finally:
+            self._is_silent = False
+
+
+_known: WeakKeyDictionary[dist.ProcessGroup, Agreement | None] = WeakKeyDictionary()
+
+
+def collectives_wanted() -> str:
+    """Where collectives are to be issued, by ``MILLSTREAM_COLLECTIVES``.
+
+    Raises:
+        ArgumentError: It says none of ``CHOICES``.
+    """
+    wanted = os.environ.get("MILLSTREAM_COLLECTIVES") or "auto"
+    if wanted not in CHOICES:
+        raise ArgumentError(f"MILLSTREAM_COLLECTIVES={wanted!r} is none of {', '.join(map(repr, CHOICES))}.")
+    return wanted
+
+
+def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | None:
+    """What the processes of a group ask each other by; made in all of them at once, when first asked for.
+
+    Args:
+        group: The processes.
+        on_gpu: Whether it is GPUs that exchange.
+
+    Returns:
+        ``None`` where nobody is to capture collectives, or processes are on several hosts.
+
+    Raises:
+        ArgumentError: As ``collectives_wanted``.
+        DataParallelError: A process is gone.
+    """
+    if group not in _known:
+        wanted = collectives_wanted()
+        _known[group] = _meet(group, is_wanted=wanted == "captured" or (wanted == "auto" and on_gpu))
+    return _known[group]
+
+
+def _meet(group: dist.ProcessGroup, *, is_wanted: bool) -> Agreement | None:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size == 1:
+        return None
+    path = make_file(size) if rank == 0 and is_wanted else ""
+    try:
+        met = _tell(group, (is_wanted, _host(), path))
+        if not all(wanted and host == _host() for wanted, host, _ in met):
+            return None
+        board = _opened(lambda: Board(met[0][2], rank, size, timeout_of(group)))
+        has_all = all(_tell(group, board is not None))
+        return Agreement(board) if board is not None and has_all else None
+    finally:
+        if path:
+            Path(path).unlink()
+
+
+def _opened(make: Callable[[], Board]) -> Board | None:
+    try:
+        return make()
+    except OSError:  # another container of the host's
+        return None
+
+
+def _tell(group: dist.ProcessGroup, mine: Any) -> list[Any]:
+    theirs: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(theirs, mine, group=group)
+    except RuntimeError as error:
+        raise DataParallelError(f"Rank {dist.get_rank(group)} could not reach the other processes: {error}") from error
+    return theirs
+
+
+def _host() -> str:
+    """A name that no other running system has."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

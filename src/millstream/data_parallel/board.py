@@ -1,0 +1,181 @@
+"""What the processes of one host tell each other before a step, through shared memory: some microseconds, no device.
+
+**Contract**
+- ``gather`` is a barrier: each process gives a number and gets those of all.
+- Who waits for another gives up at the timeout, or as soon as that process has ended, with an error that names it.
+- Who cannot go on says so, and all others hear it where they wait.
+- Nothing is left behind, however the processes end: the file has no name any more once all have opened it.
+
+Each number lies in one word with that of its round, so that a torn or an old one is never taken for it. There are two
+sets of words in turn: a process is in the next round only when all have written in this one, and in the one after that
+only when all have read it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from millstream.errors import DataParallelError
+
+_VALUE_BITS = 44
+"""Of a word. The rest, without the sign, counts rounds; their number is even, as there are two sets of words."""
+_NUM_ROUNDS = 1 << (63 - _VALUE_BITS)
+MOST = (1 << _VALUE_BITS) - 2
+"""The greatest number that can be told: in ns almost five hours."""
+_FAILED = MOST + 1
+
+PAYLOAD_BYTES = 1 << 20
+SPIN_S, NAP_S, LOOK_S = 1e-3, 2e-5, 0.2
+"""So long a process waits without sleeping, then sleeps between two looks; so often it sees whether others live."""
+
+
+class NotTogetherError(RuntimeError):
+    """Some process could not do what all were to do at the same time; all of them get this error."""
+
+
+class Board:
+    """One process's end of the shared memory.
+
+    Args:
+        path: Of a file as long as ``num_bytes`` says, of zeros when the first process opens it.
+        rank: Of this process.
+        size: Number of processes.
+        timeout_s: How long one waits for the others.
+        is_alive: Whether the process of that id runs; ``None`` to ask the system.
+    """
+
+    def __init__(
+        self, path: str, rank: int, size: int, timeout_s: float, is_alive: Callable[[int], bool] | None = None
+    ) -> None:
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self._is_alive = is_alive or is_running
+        with Path(path).open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), num_bytes(size))
+        memory = memoryview(self._map)
+        self._words = memory[: 8 * 4 * size].cast("q")
+        self._payload = memory[-PAYLOAD_BYTES:]
+        self._words[2 * size + rank] = os.getpid()
+        self._round = 0
+
+    def gather(self, value: int, what: str = "") -> list[int]:
+        """Tell all processes a number from 0 to ``MOST`` and hear theirs, in the order of ranks.
+
+        Args:
+            value: This process's.
+            what: What the others are waited for to do, for an error.
+
+        Raises:
+            DataParallelError: Some process has ended, or does not come within the timeout.
+            NotTogetherError: Some process has failed.
+        """
+        words, turn = self._tell(value)
+        start = look_at = 0.0
+        while True:
+            seen = words.tolist()
+            if all(word >> _VALUE_BITS == turn for word in seen):
+                values = [word & _FAILED for word in seen]
+                if _FAILED in values:
+                    raise NotTogetherError(f"rank {values.index(_FAILED)} could not {what or 'go on'}")
+                return values
+            now = time.monotonic()
+            start = start or now
+            if now - start > SPIN_S:
+                time.sleep(NAP_S)
+            if now > look_at:
+                self._look(seen, turn, now - start if look_at else 0.0, what)
+                look_at = now + LOOK_S
+
+    def fail(self) -> None:
+        """Have all others get an error from what they gather next, which all do; nobody waits."""
+        self._tell(_FAILED)
+
+    def _tell(self, value: int) -> tuple[memoryview, int]:
+        """Begin a round; return its words, and its number as they have it."""
+        self._round += 1
+        turn, first = self._round % _NUM_ROUNDS, (self._round & 1) * self.size
+        words = self._words[first : first + self.size]
+        words[self.rank] = turn << _VALUE_BITS | value
+        return words, turn
+
+    def share(self, payload: bytes, what: str = "") -> bytes:
+        """What the first process gives, in all of them."""
+        length = self.gather(len(payload), what)[0]
+        parts = []
+        for start in range(0, length, PAYLOAD_BYTES):
+            part = payload[start : start + PAYLOAD_BYTES]
+            if self.rank == 0:
+                self._payload[: len(part)] = part
+            checksum = self.gather(zlib.crc32(part), what)[0]
+            end = time.monotonic() + self.timeout_s
+            read = bytes(self._payload[: min(PAYLOAD_BYTES, length - start)])
+            while zlib.crc32(read) != checksum and time.monotonic() < end:  # the number has come before the bytes
+                read = bytes(self._payload[: len(read)])
+            parts.append(read)
+            self.gather(0, what)  # all have read it
+        return b"".join(parts)
+
+    def note(self, count: int) -> None:
+        """Let others see how far this process is, in whatever it counts; nobody waits."""
+        self._words[3 * self.size + self.rank] = count
+
+    def counts(self) -> list[int]:
+        """What each process has noted last."""
+        return self._words[3 * self.size :].tolist()
+
+    def ended(self) -> list[int]:
+        """Ranks of the processes that have ended."""
+        return [rank for rank in range(self.size) if not self._lives(rank)]
+
+    def _lives(self, rank: int) -> bool:
+        return rank == self.rank or self._is_alive(self._words[2 * self.size + rank])
+
+    def name(self, rank: int) -> str:
+        """A process, for people."""
+        return f"rank {rank} (process {self._words[2 * self.size + rank]})"
+
+    def _look(self, seen: Sequence[int], turn: int, waited_s: float, what: str) -> None:
+        late = [rank for rank, word in enumerate(seen) if word >> _VALUE_BITS != turn]
+        ended = [self.name(rank) for rank in late if not self._lives(rank)]
+        if not ended and waited_s <= self.timeout_s:
+            return
+        names = ", ".join(ended or map(self.name, late))
+        happened = "has ended" if ended else f"did not come within {self.timeout_s:.0f} s"
+        raise DataParallelError(
+            f"Rank {self.rank} waited for {names}, which {happened}, to {what or 'begin a step'} (time {self._round} "
+            "that all agree). Parameters of the processes may differ by a step now: go on from a checkpoint."
+        )
+
+
+def num_bytes(size: int) -> int:
+    """Length of the memory for so many processes."""
+    return -(-8 * 4 * size // mmap.PAGESIZE) * mmap.PAGESIZE + PAYLOAD_BYTES
+
+
+def make_file(size: int) -> str:
+    """Make the memory of a board, in a place that is memory where the system has one."""
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    descriptor, path = tempfile.mkstemp(prefix="millstream-", dir=folder)
+    os.truncate(descriptor, num_bytes(size))
+    os.close(descriptor)
+    return path
+
+
+def is_running(process: int) -> bool:
+    """Whether a process of this system runs; one that has ended and whose parent does not know yet does not."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:  # another system, or it has ended just now
+        return not Path("/proc/self/stat").exists()
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")

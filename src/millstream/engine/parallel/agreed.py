@@ -1,0 +1,180 @@
+"""A step that exchanges something between processes: as one graph when all of them agree, otherwise in segments.
+
+**Life.** Every process begins with segments, each for itself. Once its segments are captured it offers its program in
+every call. When all offer the same one, they try it as one graph, in the midst of that call, and keep it if that is
+quicker. From then on each asks, before a call, for a replay of that capture; when one does not, because it runs plain
+Python or has a batch of another size, all run that call in segments, or as they can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from millstream.data_parallel.agreement import Agreement, collectives_wanted
+from millstream.data_parallel.board import NotTogetherError
+from millstream.device import context
+from millstream.engine.build import Executable
+from millstream.engine.cuda.cuda_graph import CudaGraphEngine
+from millstream.engine.parallel.lockstep import time_steps, together
+from millstream.engine.parallel.segmented import SegmentedEngine
+from millstream.engine.parallel.whole import (
+    WholeGraph,
+    WholeOnHost,
+    capture_together,
+    costs_of,
+    digest_of,
+    merge_lowered,
+)
+from millstream.engine.planning.choice import Scheduling
+from millstream.engine.unchanged import unchanged
+from millstream.errors import LoweringError
+from millstream.lower import Lowered
+from millstream.lower.segments import Segments
+
+OFFER, REPLAY = 1 << 40, 2 << 40
+"""Answers: with the digest of a program, or with the number of a capture."""
+
+CALLS_BEFORE = 2
+"""So many calls at least run in segments; they warm up what a capture needs."""
+
+
+class AgreedEngine:
+    """Runs a step in the way that all processes can take.
+
+    Args:
+        segments: Of its graph, cut at the collectives.
+        executables: One a segment; ``None`` where it has nothing to compute.
+        scheduling: What the user asks of the schedule.
+        copy_outputs: Whether callers own what they get.
+
+    Attributes:
+        notes: Why it does not become one graph; empty while it may.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        executables: Sequence[Any],
+        *,
+        scheduling: Scheduling,
+        copy_outputs: bool = True,
+    ) -> None:
+        self.segmented = SegmentedEngine(segments, executables)
+        self.notes: list[str] = []
+        self.whole: WholeGraph | WholeOnHost | None = None
+        self._executables = list(executables)
+        self._scheduling, self._copies = scheduling, copy_outputs
+        self._agreement = self._find_agreement()
+        self._lowered: Lowered | None = None
+        self._offer = self._number = self._calls = 0
+
+    @property
+    def executables(self) -> list[Executable]:
+        """What runs it at present."""
+        if self.whole is not None:
+            return [Executable(self.whole, [f"collectives are captured with it, number {self._number}"])]
+        return [executable for executable in self._executables if executable is not None]
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        agreement = self._agreement
+        if agreement is None or (self.whole is None and not self._may_offer()):
+            return self.segmented(inputs)
+        answer = self._offer if self.whole is None else REPLAY | self._number
+        answers = agreement.ask(answer, "begin a step")
+        if all(other == answer for other in answers):
+            if self.whole is None:
+                self._try_together(agreement, inputs)
+            if self.whole is not None:
+                return self.whole(inputs)
+        elif self.whole is not None and self._offer in answers:  # another process has lost it
+            self._drop()
+        return self.segmented(inputs)
+
+    def release(self) -> None:
+        """Give back the memory that is held between calls; in the end all processes capture anew."""
+        self._drop()
+        for executable in self._executables:
+            if executable is not None:
+                executable.release()
+
+    def _drop(self) -> None:
+        if self.whole is not None:
+            self.whole.release()
+        self.whole = None
+
+    def _find_agreement(self) -> Agreement | None:
+        """What processes ask each other by, if all collectives of the step are asked about."""
+        found = {exchange.agreement for exchange in self.segmented.exchanges}
+        known = [executable for executable in self._executables if executable is not None]
+        if len(found) != 1 or not known or not all(isinstance(each, Executable) for each in known):
+            return None
+        return found.pop()
+
+    def _may_offer(self) -> bool:
+        """Whether this process is ready to run the step as one graph."""
+        self._calls += 1
+        if self.notes or self._calls <= CALLS_BEFORE:
+            return False
+        memory = self.segmented.exchanges[0].memory
+        if memory.is_cuda:
+            engines = [executable.engine for executable in self._executables if executable is not None]
+            if not all(isinstance(engine, CudaGraphEngine) and engine.captured for engine in engines):
+                return False
+            if context(str(memory.device)).is_capturing():
+                return False
+        elif collectives_wanted() != "captured":
+            return False
+        if self._lowered is None:
+            try:
+                self._lowered = merge_lowered(self.segmented.segments, self._executables, self.segmented.exchanges)
+            except LoweringError as error:
+                self.notes.append(f"not one graph: {error}")
+                return False
+            self._offer = OFFER | digest_of(self._lowered)
+        return True
+
+    def _try_together(self, agreement: Agreement, inputs: Sequence[Any]) -> None:
+        assert self._lowered is not None
+        memories = [exchange.memory for exchange in self.segmented.exchanges]
+        agreement.num_captures += 1
+        self._number = agreement.num_captures
+        if not memories[0].is_cuda:
+            self.whole = WholeOnHost(self._lowered, memories)
+            return
+        costs = costs_of(self._lowered, self.segmented.segments, self._executables)
+        copied = self._lowered.visible if self._copies else frozenset[int]()
+        try:
+            whole = capture_together(agreement, self._lowered, costs, inputs, memories, self._scheduling, copied)
+            with agreement.silent(), contextlib.ExitStack() as stack:
+                together(agreement, lambda: stack.enter_context(self._unchanged(inputs)))
+                own_ns, segmented_ns = time_steps(
+                    agreement, lambda: whole([*inputs]), lambda: self.segmented([*inputs])
+                )
+        except NotTogetherError as error:
+            self.notes.append(f"not one graph: {error}")
+            return
+        except BaseException:  # others shall not wait
+            agreement.board.fail()
+            raise
+        told = f"one graph takes {own_ns / 1e6:.3f} ms, segments with collectives in between {segmented_ns / 1e6:.3f}"
+        if own_ns > segmented_ns:
+            self.notes.append(f"not one graph: {told}")
+            return
+        self.whole = whole
+        for executable in self._executables:
+            if executable is not None:
+                executable.release()
+        torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def _unchanged(self, inputs: Sequence[Any]) -> Iterator[None]:
+        assert self._lowered is not None
+        program = self._lowered.program
+        written = [tensor for name, tensor in zip(program.inputs, inputs, strict=False) if name in program.mutated]
+        index = context(next(iter(program.devices))).place.index
+        with unchanged(program, written, torch.cuda.default_generators[index]):
+            yield

@@ -1,0 +1,168 @@
+"""Capturing and timing graphs with collectives in them: all processes do the same at the same time.
+
+What one of them finds out alone (that memory is short, how long a replay took) it tells the others before anyone goes
+on, and what follows is decided from what all have said: so it is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from millstream.cost import Costs, KernelCost
+from millstream.data_parallel.agreement import Agreement
+from millstream.data_parallel.board import NotTogetherError
+from millstream.device import DeviceContext
+from millstream.device.graphs import capture
+from millstream.engine.cuda.captured import Captured
+from millstream.engine.planning.choice import Proposal
+from millstream.engine.planning.trial import Trials, compare
+from millstream.graph import KernelGraph, KernelKind, Plan
+from millstream.lower.program import Program
+
+WHAT = "capture a step with its collectives"
+"""What others are waited for to do."""
+
+REPEATS, SAMPLES = 4, 5
+STEPS = 4  # are run in a row when two ways to run them are compared: so the host may be ahead, as it is in training
+SHARE_OF_BLOCKS = 0.2  # of the multiprocessors of an H100: NCCL takes up to 24 of 132
+
+T = TypeVar("T")
+
+
+def together(agreement: Agreement, act: Callable[[], T]) -> T:
+    """Do what exchanges nothing and may fail for want of memory or because it cannot be captured, in all processes.
+
+    Raises:
+        NotTogetherError: It has failed in one.
+    """
+    try:
+        result = act()
+    except (RuntimeError, torch.AcceleratorError) as error:  # want of memory, what cannot be captured
+        agreement.board.fail()
+        raise NotTogetherError(f"rank {agreement.board.rank} could not {WHAT}: {error}".partition("\n")[0]) from None
+    agreement.board.gather(0, WHAT)
+    return result
+
+
+class LockstepTrials(Trials):
+    """Times plans in all processes; the slowest counts.
+
+    Args:
+        agreement: Of the processes.
+        capture: As of ``Trials``.
+        serial: Likewise.
+        context: Likewise.
+        program: Likewise.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        capture: Callable[[Plan], Captured],
+        serial: Plan,
+        context: DeviceContext,
+        program: Program,
+    ) -> None:
+        super().__init__(capture, serial, context, program)
+        self._agreement = agreement
+
+    def _prepare(self, stack: ExitStack, plan: Plan, best: Plan) -> tuple[Captured, Captured]:
+        prepare = super()._prepare
+        return together(self._agreement, lambda: prepare(stack, plan, best))
+
+    def _compare(self, graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph) -> tuple[int, int]:
+        gather = self._agreement.board.gather
+        own_ns, base_ns = compare(graph, base, lambda number: gather(number, WHAT)[0])
+        return max(gather(own_ns, WHAT)), max(gather(base_ns, WHAT))
+
+
+def share_proposals(agreement: Agreement, graph: KernelGraph, make: Callable[[], list[Proposal]]) -> list[Proposal]:
+    """The first process's proposals, for this process's graph, which is the same but for the device."""
+    is_first = agreement.board.rank == 0
+    payload = together(agreement, lambda: pickle.dumps(make()) if is_first else b"")
+    proposals: list[Proposal] = pickle.loads(agreement.board.share(payload, WHAT))  # noqa: S301  our own processes
+    return [replace(each, plan=_for_graph(each.plan, graph)) for each in proposals]
+
+
+def _for_graph(plan: Plan, graph: KernelGraph) -> Plan:
+    layout = plan.layout and replace(plan.layout, device=graph.kernels[0].device)
+    return replace(plan, graph=graph, layout=layout)
+
+
+def measure_collectives(
+    agreement: Agreement, context: DeviceContext, program: Program, memories: Sequence[torch.Tensor], costs: Costs
+) -> Costs:
+    """Costs with what the collectives of a program were measured to take, each captured a few times in a row.
+
+    Args:
+        agreement: Of the processes.
+        context: Of the device, which is current.
+        program: Merged; ``memories`` are the last of its inputs.
+        memories: Of the collectives; what they hold is lost.
+        costs: Of all kernels.
+
+    Raises:
+        NotTogetherError: Some process could not capture one.
+    """
+    by_name = dict(zip(program.inputs[-len(memories) :], memories, strict=True))
+    kernels, known = list(costs.kernels), dict[tuple[Any, ...], KernelCost]()
+    limits = torch.cuda.get_device_properties(context.torch_device)
+    bandwidth = 2 * limits.memory_clock_rate * 1e3 * limits.memory_bus_width / 8  # bytes/s, double data rate
+    for kernel, call in zip(program.graph.kernels, program.calls, strict=True):
+        if kernel.kind is not KernelKind.COLLECTIVE:
+            continue
+        memory = by_name[call.args[0].name]
+        key = (memory.numel(), memory.dtype)
+        if key not in known:
+            memory.zero_()
+            launch = call.target
+            graph = together(agreement, lambda launch=launch, memory=memory: _repeated(context, launch, memory))
+            times = [_replay_ns(graph) for _ in range(SAMPLES + 1)][1:]
+            duration_ns = max(1, *agreement.board.gather(round(median(times) / REPEATS), WHAT))
+            memory_share = min(1.0, kernel.num_bytes * 1e9 / (duration_ns * bandwidth)) if bandwidth else 1.0
+            known[key] = KernelCost(duration_ns, SHARE_OF_BLOCKS, memory_share)
+        kernels[kernel.id] = known[key]
+    return replace(costs, kernels=tuple(kernels))
+
+
+def time_steps(agreement: Agreement, one: Callable[[], Any], other: Callable[[], Any]) -> tuple[int, int]:
+    """Time two ways to run a step, in turn, a few steps each; return ns of one step, of the slowest process."""
+    pairs = [(_steps_ns(one), _steps_ns(other)) for _ in range(SAMPLES + 1)][1:]
+    first, second = (round(median(times)) for times in zip(*pairs, strict=True))
+    return max(agreement.board.gather(first, WHAT)), max(agreement.board.gather(second, WHAT))
+
+
+def _repeated(context: DeviceContext, launch: Callable[[Any], Any], memory: torch.Tensor) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with capture(context, graph):
+        for _ in range(REPEATS):
+            launch(memory)
+    return graph
+
+
+def _replay_ns(graph: torch.cuda.CUDAGraph) -> float:
+    return _timed_ns(graph.replay)
+
+
+def _steps_ns(run: Callable[[], Any]) -> float:
+    def steps() -> None:
+        for _ in range(STEPS):
+            run()
+
+    return _timed_ns(steps) / STEPS
+
+
+def _timed_ns(act: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    act()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e6

@@ -1,0 +1,228 @@
+"""A step with its collectives in it, as one program: on a GPU one CUDA graph, elsewhere kernel after kernel."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import torch
+
+from millstream._torch.collectives import release_before_shutdown
+from millstream._torch.streams import current_stream_handle
+from millstream.check import check_plan
+from millstream.cost import Costs, KernelCost, Roofline
+from millstream.data_parallel.agreement import Agreement
+from millstream.data_parallel.board import NotTogetherError
+from millstream.device import DeviceContext, context, guard
+from millstream.device.graphs import repair
+from millstream.engine.build import Executable
+from millstream.engine.cuda.captured import Captured, Family
+from millstream.engine.parallel.lockstep import (
+    LockstepTrials,
+    measure_collectives,
+    share_proposals,
+    together,
+)
+from millstream.engine.parallel.watchdog import Watchdog, watchdog_of
+from millstream.engine.planning.choice import Scheduling, choose, propose
+from millstream.engine.serial import SerialEngine
+from millstream.graph import Candidate, Plan, format_graph
+from millstream.lower import Lowered, Phase
+from millstream.lower.merging import merge
+from millstream.lower.segments import Segments
+from millstream.schedule import plan_serial
+
+
+def merge_lowered(segments: Segments, executables: Sequence[Executable | None], exchanges: Sequence[Any]) -> Lowered:
+    """One program of all segments.
+
+    Raises:
+        LoweringError: They cannot be put together.
+    """
+    lowered = [None if executable is None else executable.lowered for executable in executables]
+    some = next(each for each in lowered if each is not None)
+    name = some.program.graph.name.rpartition(".")[0]
+    program = merge(name, segments, [None if each is None else each.program for each in lowered], exchanges)
+    visible = frozenset(range(len(program.outputs)))
+    seconds = sum(each.seconds for each in lowered if each is not None)
+    return Lowered(program, Phase.STEP, visible, seconds)
+
+
+def digest_of(lowered: Lowered) -> int:
+    """A number that processes have in common whose programs are the same but for the device; of 32 bits."""
+    text = format_graph(lowered.program.graph)
+    for device in lowered.program.devices:
+        text = text.replace(device, "device")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def costs_of(lowered: Lowered, segments: Segments, executables: Sequence[Executable | None]) -> Costs:
+    """What each segment was measured to cost, and a calculation for what came in between."""
+    calculated = Roofline().estimate(lowered.program.graph)
+    kernels: list[KernelCost] = list(calculated.kernels)
+    position = 0
+    for segment, executable in zip(segments.segments, executables, strict=True):
+        if executable is not None:
+            number = executable.num_kernels
+            if executable.costs is not None:
+                kernels[position : position + number] = executable.costs.kernels
+            position += number
+        position += len(segment.brings) + len(segment.starts)
+    return replace(calculated, kernels=tuple(kernels))
+
+
+class WholeOnHost:
+    """Runs kernels one after another; collectives are waited for in between.
+
+    Args:
+        lowered: Merged.
+        memories: Of the collectives.
+    """
+
+    name = "serial"
+
+    def __init__(self, lowered: Lowered, memories: Sequence[torch.Tensor]) -> None:
+        self.lowered, self._memories = lowered, list(memories)
+        self.plan = plan_serial(lowered.program.graph)
+        check_plan(self.plan)
+        self._engine = SerialEngine(lowered, self.plan)
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        inputs += self._memories
+        return self._engine(inputs)
+
+    def release(self) -> None:
+        """Give memory back that is held between calls."""
+        self._engine.release()
+
+
+class WholeGraph:
+    """Replays one CUDA graph. It is made, and called, in all processes at once.
+
+    Inputs are copied into slots: to read them in place would take a capture for every place, in all processes.
+
+    Args:
+        lowered: Merged.
+        plan: For its kernels.
+        inputs: Of the call that captures.
+        memories: Of the collectives.
+        copied: Positions of the outputs that callers get as copies of their own.
+        costs: Of the kernels.
+        candidates: Among which the plan was chosen.
+        watchdog: Sees that replays come to an end.
+    """
+
+    name = "graph"
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        inputs: Sequence[Any],
+        memories: Sequence[torch.Tensor],
+        copied: frozenset[int],
+        costs: Costs,
+        candidates: tuple[Candidate, ...],
+        watchdog: Watchdog,
+    ) -> None:
+        self._watchdog = watchdog
+        self.lowered, self.plan, self.costs, self.candidates = lowered, plan, costs, candidates
+        self._memories = list(memories)
+        self._context: DeviceContext = context(next(iter(lowered.program.devices)))
+        self._index = self._context.place.index
+        self.captured: Captured | None = Captured(
+            lowered,
+            plan,
+            [*inputs, *memories],
+            context=self._context,
+            family=Family(),
+            copied=copied,
+            fixed_state=True,
+            pool=None,
+        )
+        release_before_shutdown(self)
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        captured = self.captured
+        assert captured is not None, "nobody agrees to replay what is released"
+        inputs += self._memories
+        with self._context.graph_lock:
+            stream = current_stream_handle(self._index)
+            if stream != self._context.graph_stream_handle:
+                self._context.enter_graphs()
+            if stream not in captured.streams:
+                captured.serve(torch.cuda.current_stream(self._index))
+            if torch.cuda.current_device() == self._index:
+                return self._run(captured, inputs)
+            with guard(self._context.place):
+                return self._run(captured, inputs)
+
+    def _run(self, captured: Captured, inputs: list[Any]) -> list[Any]:
+        outputs = captured.run(inputs)
+        self._watchdog.watch(self._context)
+        return outputs
+
+    def release(self) -> None:
+        """Give the graph's memory back."""
+        self.captured = None
+
+
+def capture_together(
+    agreement: Agreement,
+    lowered: Lowered,
+    costs: Costs,
+    inputs: Sequence[Any],
+    memories: Sequence[torch.Tensor],
+    scheduling: Scheduling,
+    copied: frozenset[int],
+) -> WholeGraph:
+    """Choose a plan in all processes, by trials on their inputs, and capture it; memory holds what it held before.
+
+    The first process makes the candidates, all capture and time them, and the slowest counts.
+
+    Raises:
+        NotTogetherError: Some process could not capture it.
+        DataParallelError: Some process is gone.
+    """
+    program = lowered.program
+    graph = program.graph
+    place = context(next(iter(program.devices)))
+    everything = [*inputs, *memories]
+    try:
+        with place.graph_lock, guard(place.place):
+            costs = measure_collectives(agreement, place, program, memories, costs)
+            proposals = share_proposals(agreement, graph, lambda: propose(graph, costs, scheduling))
+
+            def attempt(plan: Plan) -> Captured:
+                return Captured(
+                    lowered,
+                    plan,
+                    everything,
+                    context=place,
+                    family=Family(),
+                    copied=copied,
+                    fixed_state=True,
+                    pool=None,
+                )
+
+            trials = LockstepTrials(agreement, attempt, proposals[0].plan, place, program)
+            best, candidates = choose(proposals, trials, inf)
+            if trials.error is not None:
+                repair(place)
+            if trials.ran:
+                del trials
+                torch.cuda.empty_cache()
+            check_plan(best.plan)
+            return together(
+                agreement,
+                lambda: WholeGraph(
+                    lowered, best.plan, inputs, memories, copied, costs, candidates, watchdog_of(agreement)
+                ),
+            )
+    except NotTogetherError:
+        with place.graph_lock:
+            repair(place)
+        raise

@@ -1,0 +1,296 @@
+"""Put a graph that was cut at its collectives together again, as one program in which they are kernels.
+
+**Contract**
+- The program does what its segments do, run in order, with the collectives in between. Memory of the collectives comes
+  after the inputs of the graph, as state.
+- A collective is one kernel, which reads and writes its memory. All of them read and write one buffer more, so that any
+  schedule leaves them in the order in which they begin, which is that of all processes.
+- Nothing else keeps kernels apart that were in different segments: a bucket travels as soon as its last gradient is
+  there, while the rest of the backward pass is computed, and what a segment does with one bucket does not wait for
+  another.
+
+**Steps**
+1. Give each value of a segment a name in the whole: of what crossed, that which its maker gave it; of a view of the
+   collective's memory, that of a view.
+2. Copy the kernels, names replaced. Kernels that write memory of a collective write parts of it.
+3. After a segment put the collectives that begin then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.utils._pytree import tree_map
+
+from millstream._torch.collectives import Exchange
+from millstream._torch.tensors import ALIGNMENT_BYTES
+from millstream.errors import LoweringError
+from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
+from millstream.lower.program import Call, Layout, Program, Value, View
+from millstream.lower.segments import Segment, Segments
+
+COMMUNICATOR = "communicator"
+"""The buffer without bytes that keeps collectives in order."""
+
+
+def merge(name: str, segments: Segments, programs: Sequence[Program | None], exchanges: Sequence[Exchange]) -> Program:
+    """Make one program of a graph that was cut.
+
+    Args:
+        name: Of the program.
+        segments: Where it was cut.
+        programs: One a segment; ``None`` where it has nothing to compute.
+        exchanges: The collectives, as ``segments.keys`` count them.
+
+    Raises:
+        LoweringError: Something crosses in a way that kernels of one program cannot use.
+    """
+    return _Merger(name, segments, exchanges).run(programs)
+
+
+@dataclass
+class _Whole:
+    """What there is of the program so far."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    views: dict[str, View] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    tensors: dict[str, Layout] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    aligned: set[str] = field(default_factory=set)
+
+    def base(self, name: str) -> str:
+        return self.views[name].base if name in self.views else name
+
+    def add(self, kernel: Kernel, call: Call) -> None:
+        self.kernels.append(replace(kernel, id=len(self.kernels)))
+        self.calls.append(call)
+
+
+class _Merger:
+    def __init__(self, name: str, segments: Segments, exchanges: Sequence[Exchange]) -> None:
+        self._name, self._segments, self._exchanges = name, segments, exchanges
+        self._whole = _Whole()
+        self._values: dict[int, str] = {}  # place in the segments' list of values -> name
+        self._inputs: list[str | None] = [None] * segments.num_inputs
+
+    def run(self, programs: Sequence[Program | None]) -> Program:
+        self._add_memories()
+        for segment, program in zip(self._segments.segments, programs, strict=True):
+            self._add_inputs(segment, program)
+        for number, (segment, program) in enumerate(zip(self._segments.segments, programs, strict=True)):
+            if program is not None:
+                _Copier(self._whole, f"s{number}_", self._bind(segment, program)).copy(program)
+                self._note_results(segment, program, f"s{number}_")
+            for collective, places in segment.brings:
+                self._add_copy(collective, [self._values[place] for place in places])
+            for collective in segment.starts:
+                self._add_collective(collective)
+        return self._finish()
+
+    def _memory(self, collective: int) -> str:
+        return f"bucket{collective}"
+
+    def _add_memories(self) -> None:
+        place = self._segments.num_inputs
+        device = str(self._exchanges[0].memory.device)
+        self._whole.buffers[COMMUNICATOR] = Buffer(COMMUNICATOR, 0, device, Role.STATE)
+        for collective, exchange in enumerate(self._exchanges):
+            memory, name = exchange.memory, self._memory(collective)
+            size = memory.numel() * memory.element_size()
+            self._whole.buffers[name] = Buffer(name, size, str(memory.device), Role.STATE)
+            self._whole.tensors[name] = Layout(tuple(memory.shape), memory.stride(), memory.dtype, memory.device)
+            for index, view in enumerate(exchange.views):
+                self._values[place] = f"{name}_{index}"
+                offset = int(view.storage_offset() - memory.storage_offset())
+                self._whole.views[f"{name}_{index}"] = View(name, tuple(view.shape), view.stride(), offset)
+                place += 1
+
+    def _bind(self, segment: Segment, program: Program) -> dict[str, str]:
+        """The names in the whole of a segment's inputs."""
+        bound: dict[str, str] = {}
+        for place, name in zip(segment.inputs, program.inputs, strict=True):
+            if name is None:
+                continue
+            if place not in self._values:
+                raise LoweringError(f"{name} is no tensor and would have to cross a collective.", construct=name)
+            bound[name] = whole = self._values[place]
+            if name in program.aligned and place >= self._segments.num_inputs:
+                self._check_aligned(whole, program.tensors[name].dtype)
+        return bound
+
+    def _add_inputs(self, segment: Segment, program: Program | None) -> None:
+        """Add the inputs of the graph that a segment has, or that are exchanged after it."""
+        for place, name in zip(segment.inputs, program.inputs if program is not None else (), strict=True):
+            if name is None or program is None or place >= self._segments.num_inputs:
+                continue
+            whole = self._add_input(place, program.graph.buffer_of[name], program.tensors.get(name))
+            if name in program.aligned:
+                self._whole.aligned.add(whole)
+        for collective, places in segment.brings:
+            for place, view in zip(places, self._exchanges[collective].views, strict=True):
+                size = view.numel() * view.element_size()
+                layout = Layout(tuple(view.shape), view.stride(), view.dtype, view.device)
+                self._add_input(place, Buffer("", size, str(view.device), Role.STATE), layout)
+
+    def _add_input(self, place: int, buffer: Buffer, layout: Layout | None) -> str:
+        self._values[place] = self._inputs[place] = name = f"arg{place}"
+        self._whole.buffers.setdefault(name, replace(buffer, id=name))
+        if layout is not None:
+            self._whole.tensors.setdefault(name, layout)
+        return name
+
+    def _check_aligned(self, name: str, dtype: torch.dtype) -> None:
+        view = self._whole.views.get(name)
+        if view is not None and view.offset * dtype.itemsize % ALIGNMENT_BYTES:
+            raise LoweringError(f"{name} begins within another tensor, where kernels cannot read it.", construct=name)
+
+    def _note_results(self, segment: Segment, program: Program, prefix: str) -> None:
+        bound = dict(zip(program.inputs, segment.inputs, strict=True))
+        for place, item in zip(segment.outputs, program.outputs, strict=True):
+            if not isinstance(item, Value):
+                raise LoweringError(f"{item!r} would have to cross a collective.", construct=str(item))
+            source = bound.get(item.name)
+            self._values[place] = f"{prefix}{item.name}" if source is None else self._values[source]
+
+    def _add_copy(self, collective: int, sources: Sequence[str]) -> None:
+        whole, memory = self._whole, self._memory(collective)
+        first = self._segments.num_inputs + sum(len(each.views) for each in self._exchanges[:collective])
+        views = [Value(self._values[first + index]) for index in range(len(sources))]
+        kernel = Kernel(
+            id=0,
+            name="copy to what is exchanged",
+            kind=KernelKind.COPY,
+            device=whole.buffers[memory].device,
+            reads=tuple(dict.fromkeys(map(whole.base, sources))),
+            writes=(memory,),
+            num_bytes=2 * whole.buffers[memory].num_bytes,
+        )
+        whole.add(kernel, Call(torch._foreach_copy_, (views, list(map(Value, sources))), {}))
+
+    def _add_collective(self, collective: int) -> None:
+        exchange, memory = self._exchanges[collective], self._memory(collective)
+        buffer = self._whole.buffers[memory]
+        kernel = Kernel(
+            id=0,
+            name=f"exchange {exchange.label}",
+            kind=KernelKind.COLLECTIVE,
+            device=buffer.device,
+            reads=(memory, COMMUNICATOR),
+            writes=(memory, COMMUNICATOR),
+            num_bytes=2 * buffer.num_bytes,
+        )
+        self._whole.add(kernel, Call(exchange.perform, (Value(memory),), {}))
+
+    def _finish(self) -> Program:
+        whole, memories = self._whole, [*map(self._memory, range(len(self._exchanges)))]
+        outputs = [Value(self._output(item)) if is_place else item for is_place, item in self._segments.outputs]
+        returned = tuple(whole.base(item.name) for item in outputs if isinstance(item, Value))
+        inputs = (*self._inputs, *memories)
+        bare = KernelGraph(self._name, (), tuple(whole.buffers.values()))
+        owners = {bare.storage(name) for name in returned}
+        buffers = tuple(_with_role(buffer, owners) for buffer in bare.buffers)
+        others = (buffer.id for buffer in buffers if buffer.role is Role.STATE and buffer.id not in inputs)
+        graph = KernelGraph(
+            name=self._name,
+            kernels=tuple(whole.kernels),
+            buffers=buffers,
+            inputs=(*(name for name in inputs if name is not None), *others),
+            outputs=returned,
+        )
+        written = {graph.storage(name) for kernel in graph.kernels for name in kernel.writes}
+        return Program(
+            graph=graph,
+            calls=tuple(whole.calls),
+            inputs=inputs,
+            outputs=tuple(outputs),
+            views=whole.views,
+            layouts=whole.layouts,
+            constants=whole.constants,
+            mutated=frozenset(name for name in inputs if name in written),
+            aligned=frozenset(whole.aligned),
+            tensors=whole.tensors,
+        )
+
+    def _output(self, place: int) -> str:
+        if place not in self._values:  # an input that no kernel reads
+            raise LoweringError(f"Result {place} is an input of the step as it was.", construct=self._name)
+        return self._values[place]
+
+
+class _Copier:
+    """Copies the kernels of one segment."""
+
+    def __init__(self, whole: _Whole, prefix: str, bound: dict[str, str]) -> None:
+        self._whole, self._prefix, self._bound = whole, prefix, bound
+
+    def copy(self, program: Program) -> None:
+        whole = self._whole
+        for name, view in program.views.items():
+            whole.views[self._prefix + name] = self._view(view)
+        for buffer in program.graph.buffers:
+            name = self._buffer(buffer.id)
+            alias = None if buffer.alias_of is None else self._buffer(buffer.alias_of)
+            whole.buffers.setdefault(name, replace(buffer, id=name, alias_of=alias))
+        for table, entries in (
+            (whole.layouts, program.layouts),
+            (whole.tensors, program.tensors),
+            (whole.constants, program.constants),
+        ):
+            table.update({self._prefix + name: entry for name, entry in entries.items() if name not in self._bound})  # type: ignore[attr-defined]
+        for kernel, call in zip(program.graph.kernels, program.calls, strict=True):
+            whole.add(self._kernel(kernel), self._call(call))
+
+    def _value(self, name: str) -> str:
+        """The name in the whole of a value of the segment."""
+        return self._bound.get(name) or self._prefix + name
+
+    def _buffer(self, name: str) -> str:
+        """Likewise of a buffer: that in which the value lies."""
+        if name.startswith("rng:"):
+            return name
+        if name.startswith("view:"):
+            return f"view:{self._prefix}{name.removeprefix('view:')}"
+        return self._whole.base(self._value(name))
+
+    def _view(self, view: View) -> View:
+        base = self._value(view.base)
+        outer = self._whole.views.get(base)
+        if outer is None:
+            return replace(view, base=base)
+        return replace(view, base=outer.base, offset=outer.offset + view.offset)
+
+    def _buffers(self, names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(map(self._buffer, names)))
+
+    def _kernel(self, kernel: Kernel) -> Kernel:
+        reads, writes = self._buffers(kernel.reads), self._buffers(kernel.writes)
+        exchanged = {self._whole.base(name) for name in self._bound.values() if name in self._whole.views}
+        parts = [name for name in writes if name in exchanged and self._is_memory(name) and name not in reads]
+        return replace(
+            kernel,
+            reads=reads,
+            writes=writes,
+            allocates=self._buffers(kernel.allocates),
+            parts=(*self._buffers(kernel.parts), *parts),
+        )
+
+    def _is_memory(self, name: str) -> bool:
+        return self._whole.buffers[name].role is Role.STATE
+
+    def _call(self, call: Call) -> Call:
+        args, kwargs = tree_map(
+            lambda item: Value(self._value(item.name)) if isinstance(item, Value) else item, (call.args, call.kwargs)
+        )
+        results = tuple((index, self._prefix + name) for index, name in call.results)
+        return replace(call, args=args, kwargs=kwargs, results=results)
+
+
+def _with_role(buffer: Buffer, returned: set[str]) -> Buffer:
+    if buffer.role not in (Role.OUTPUT, Role.TEMPORARY):
+        return buffer
+    return replace(buffer, role=Role.OUTPUT if buffer.id in returned else Role.TEMPORARY)

@@ -1,0 +1,148 @@
+"""What processes tell each other through shared memory, and who is named when one does not come."""
+
+import threading
+
+import pytest
+
+from millstream.data_parallel.board import PAYLOAD_BYTES, Board, NotTogetherError, make_file
+from millstream.engine.parallel import watchdog
+from millstream.errors import DataParallelError
+
+
+@pytest.fixture
+def boards(tmp_path, monkeypatch):
+    """Both ends of a board; each end's process is alive unless its rank is in ``ended``."""
+    monkeypatch.setattr("millstream.data_parallel.board.LOOK_S", 0.01)
+    path, ended = make_file(2), set()
+    both = [Board(path, rank, 2, 0.1, lambda process: process not in ended) for rank in range(2)]
+    for rank, board in enumerate(both):
+        board._words[4 + rank] = 1000 + rank  # they are one process here
+    both[0].ended_processes = ended
+    return both
+
+
+def in_both(boards, act):
+    results = [None, None]
+
+    def run(rank):
+        results[rank] = act(boards[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_all_hear_what_all_say_in_every_round(boards):
+    def act(board):
+        return [board.gather(10 * number + board.rank) for number in range(300)]
+
+    expected = [[10 * number, 10 * number + 1] for number in range(300)]
+    assert in_both(boards, act) == [expected, expected]
+
+
+@pytest.mark.parametrize("size", [0, 5, PAYLOAD_BYTES, 2 * PAYLOAD_BYTES + 3])
+def test_bytes_of_the_first_reach_all(boards, size):
+    payload = bytes(range(256)) * (size // 256 + 1)
+    payload = payload[:size]
+    shared = in_both(boards, lambda board: board.share(payload if board.rank == 0 else b""))
+    assert shared == [payload, payload]
+
+
+def test_rank_that_does_not_come_is_named(boards):
+    with pytest.raises(
+        DataParallelError, match=r"Rank 0 waited for rank 1 \(process 1001\), which did not come within"
+    ):
+        boards[0].gather(1, "begin a step")
+
+
+def test_rank_that_has_ended_is_named_at_once(boards):
+    boards[0].timeout_s = 1e9
+    boards[0].ended_processes.add(1001)
+    with pytest.raises(DataParallelError, match=r"rank 1 \(process 1001\), which has ended, to begin a step"):
+        boards[0].gather(1, "begin a step")
+
+
+def test_rank_that_fails_is_heard_by_all(boards):
+    boards[1].fail()
+    with pytest.raises(NotTogetherError, match="rank 1 could not capture"):
+        boards[0].gather(1, "capture")
+    assert in_both(boards, lambda board: board.gather(board.rank)) == [[0, 1], [0, 1]]
+
+
+def test_old_word_is_not_taken_for_a_new_one(boards):
+    in_both(boards, lambda board: board.gather(7))
+    in_both(boards, lambda board: board.gather(7))
+    with pytest.raises(DataParallelError):
+        boards[0].gather(7)
+
+
+# --- replays that do not end ------------------------------------------------------------------------------------------
+
+
+class Place:
+    """A device whose events come when they are told to."""
+
+    closed = False
+
+    def __init__(self, ends):
+        self._ends = ends
+        self.capture_lock = threading.RLock()
+
+    def acquire_event(self):
+        return self
+
+    def release_event(self, event):
+        pass
+
+    def record(self, stream):
+        pass
+
+    def current_stream(self):
+        return None
+
+    def spare_captures(self):
+        return self.capture_lock
+
+    def query(self):
+        return self._ends
+
+
+def watched(board, ends, monkeypatch):
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.005)
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.0)
+    told, has_given_up = [], threading.Event()
+
+    def give_up(what):
+        told.append(what)
+        has_given_up.set()
+
+    dog = watchdog.Watchdog(board, give_up)
+    dog.watch(Place(ends))
+    dog.watch(Place(ends))
+    has_given_up.wait(0.5 if ends else 10)
+    return told
+
+
+def test_replay_that_ends_is_no_matter(boards, monkeypatch):
+    assert watched(boards[0], True, monkeypatch) == []
+
+
+def test_rank_behind_in_a_replay_that_hangs_is_named(boards, monkeypatch):
+    boards[1].note(1)
+    told = watched(boards[0], False, monkeypatch)
+    assert "Rank 0: replay 2 of a step with collectives is not over" in told[0]
+    assert "rank 1 (process 1001) did not launch it: [2, 1]" in told[0]
+
+
+def test_rank_that_ended_in_a_replay_is_named(boards, monkeypatch):
+    boards[0].timeout_s = 1e9
+    boards[0].ended_processes.add(1001)
+    assert "rank 1 (process 1001) has ended" in watched(boards[0], False, monkeypatch)[0]
+
+
+def test_all_launched_a_replay_that_hangs(boards, monkeypatch):
+    boards[1].note(2)
+    assert "so that a device stands still" in watched(boards[0], False, monkeypatch)[0]

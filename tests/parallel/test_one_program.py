@@ -1,0 +1,64 @@
+"""Steps that processes run as one program, collectives included, when all of them agree to."""
+
+from tests.parallel import checks
+
+
+def test_one_program_is_bitwise_the_segments(agreeing_pair):
+    for one, segments in agreeing_pair.run(checks.one_program, 20):
+        assert one[0] == segments[0]
+        assert one[2]
+        assert one[1] <= 1
+        assert segments[1:] == [20, False]
+
+
+def test_ranks_differ_without_one_all_reduce(agreeing_pair):
+    digests = agreeing_pair.run(checks.ranks_after, 6, 1)
+    assert digests[0] != digests[1]
+
+
+def test_any_schedule_keeps_collectives_in_order(agreeing_pair):
+    for races, unnoticed, in_order, num_collectives, launched_after_first in agreeing_pair.run(checks.in_any_schedule):
+        assert not races
+        assert not unnoticed
+        assert in_order
+        assert launched_after_first > num_collectives > 3  # it does not wait for all gradients
+
+
+def test_other_sizes_on_one_rank_are_run_in_segments(agreeing_pair):
+    counts = agreeing_pair.run(checks.other_sizes_at_times, 16)
+    assert counts == [3, 0]  # the other size has a graph of its own, which is not counted
+
+
+def test_ranks_have_batches_of_different_sizes(agreeing_pair):
+    assert agreeing_pair.run(checks.other_lengths, 16) == [3, 3]
+
+
+def test_one_rank_falls_back(agreeing_pair):
+    assert agreeing_pair.run(checks.fallback_on_one, 8) == [[True, 0], [False, 1]]
+
+
+def test_two_models(agreeing_pair):
+    assert agreeing_pair.run(checks.two_models, 10) == [1, 1]
+
+
+def test_rank_that_gave_its_memory_back_joins_again(agreeing_pair):
+    first, second = agreeing_pair.run(checks.released_on_one, 6)
+    assert first == second
+    assert first[1:] == [True, 1]
+
+
+def test_rank_that_cannot_capture_lets_all_go_on(agreeing_pair):
+    for rank, notes in enumerate(agreeing_pair.run(checks.cannot_be_one, 4)):
+        assert "rank 1 could not capture a step" in notes[0]
+        assert ("no memory" in notes[0]) is (rank == 1)
+
+
+def test_rank_dies(agreeing_pair):
+    agreeing_pair.run(checks.begin_training)
+    agreeing_pair.start_check(checks.until_another_dies)
+    agreeing_pair.kill_one(1)
+    (told,) = agreeing_pair.finish_check(without=(1,))
+    agreeing_pair.kill()  # others begin anew
+    assert told.startswith("Rank 0 waited for rank 1 (process ")
+    assert "which has ended" in told
+    assert "go on from a checkpoint" in told
