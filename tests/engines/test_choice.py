@@ -451,10 +451,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(kept, monkeypatch)
     found, costs, choices = kept
     before = costs.read_text()
 
-    def full(path, text):
+    def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     found.save_costs(CostTable("Pretended GPU", store.versions(), {"k9": KernelCost(1)}))
     assert costs.read_text() == before
     assert {path.name for path in costs.parent.iterdir()} == {costs.name, choices.name}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -43,6 +44,7 @@ from millstream.lower.convolutions.strides import keep_strides
 from millstream.lower.convolutions.writers import find_launches
 from millstream.lower.failures import other_tries
 from millstream.lower.fx_wrapper import collect_wrappers
+from millstream.lower.kept import Record, open_record
 from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
 from millstream.lower.randoms import random_decompositions
@@ -69,13 +71,18 @@ class Lowered:
         program: What to run.
         phase: Which part of a model it is.
         visible: Positions of the outputs that reach the user; the others are saved for the backward pass.
-        seconds: What lowering it took.
+        seconds: What lowering it took, or finding it on disk.
+        record: Its place on disk, if it has one.
+        keep_step: Called once it has shown that a step's inputs and results are passed on as they are, with the tensors
+            that are passed before them: then it can be found by the step's own graph, before AOT autograd.
     """
 
     program: Program
     phase: Phase
     visible: frozenset[int]
     seconds: float
+    record: Record | None = None
+    keep_step: Callable[[list[Any]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +188,10 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
                 segments = cut(fresh, cutting.max_cuts)
                 programs = list(_lower_segments(segments, kwargs, f"{name}.{phase}", phase, static, settings))
                 return _boxed(cutting.finish(segments, programs))
-            return _boxed(finish(_lower(fresh, example_inputs, kwargs, f"{name}.{phase}", phase, static, settings)))
+            lowered = _lower(fresh, example_inputs, kwargs, f"{name}.{phase}", phase, static, settings)
+            if step is not None and not without and isinstance(lowered, Lowered) and lowered.record is not None:
+                lowered = replace(lowered, keep_step=partial(step.point_to, lowered.record))
+            return _boxed(finish(lowered))
 
         try:
             return _try_in_turn(attempt)
@@ -208,6 +218,13 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         # A cached AOT artefact would skip the lowering, which is all we are here for.
         functorch_config.patch(enable_autograd_cache=False),
     ):
+        start = time.perf_counter()
+        step = open_record(gm, inputs, {"step": step_state}, {}) if step_state is not None else None
+        if step is not None and (found := step.load()) is not None:
+            program = _named(found.program, f"{name}.{Phase.STEP}")
+            visible = frozenset(range(len(program.outputs)))
+            run = finish(Lowered(program, Phase.STEP, visible, time.perf_counter() - start, step))
+            return lambda *inputs: run([*found.added, *inputs])
         table = workarounds.decompose({**select_decomp_table(), **random_decompositions()})
         original = copy.deepcopy(gm.graph)
 
@@ -279,6 +296,14 @@ def _lower(
     start = time.perf_counter()
     symbolic = is_symbolic(inputs)
     check_views(graph)
+    record = None
+    if not symbolic:
+        facts = {"phase": str(phase), "static": static, "layout_opt": kwargs.get("layout_opt")}
+        record = open_record(graph, inputs, facts, options)
+    if record is not None and (found := record.load()) is not None:
+        _tell_strides(found.strides)
+        visible = frozenset(_visible_outputs(graph) if phase is Phase.FORWARD else range(len(_outputs(graph))))
+        return Lowered(_named(found.program, name), phase, visible, time.perf_counter() - start, record)
     num_outputs = len(_outputs(graph))
     visible = frozenset(range(num_outputs))
     if phase is Phase.FORWARD:
@@ -308,10 +333,16 @@ def _lower(
         )
     if symbolic:
         return LoweredForSizes(SymbolicProgram(program), phase, visible, time.perf_counter() - start)
+    if record is not None:
+        record.save(program, wrappers[-1], _told_strides())
     program = split_long_sums(join_siblings(program))
     with compiling(chain(find_joint_launches(program), find_split_launches(program))):
         pass
-    return Lowered(program, phase, visible, time.perf_counter() - start)
+    return Lowered(program, phase, visible, time.perf_counter() - start, record)
+
+
+def _named(program: Program, name: str) -> Program:
+    return replace(program, graph=replace(program.graph, name=name))
 
 
 def aligned_inputs(inputs: Sequence[Any]) -> frozenset[int]:
@@ -370,6 +401,19 @@ def _forget_attempt() -> None:
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.output_strides is not None:
         context.output_strides.clear()
+
+
+def _told_strides() -> list[Any]:
+    """The strides of the results that Inductor has told AOT autograd."""
+    context = torch._guards.TracingContext.try_get()
+    return list(context.output_strides or ()) if context is not None else []
+
+
+def _tell_strides(strides: Iterable[Any]) -> None:
+    """Tell them in its stead."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        context.output_strides.extend(strides)
 
 
 def _phase(kwargs: dict[str, Any]) -> Phase:

@@ -124,6 +124,7 @@ class CppKernels:
     """The C++ kernels of one graph, on their way from source to something to call."""
 
     known: ClassVar[dict[str, Callable[[], Kernel]]] = {}  # by source, over all graphs of the process
+    files: ClassVar[dict[str, tuple[str, ...]]] = {}  # likewise: all sources that share a file
 
     def __init__(self) -> None:
         self._sources: dict[str, str] = {}
@@ -156,10 +157,19 @@ class CppKernels:
                 self.known.pop(source, None)
             return {}
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The sources of all kernels that were taken over, by name."""
+        return dict(self._sources)
+
     def _compile(self) -> None:
         batch, self._waiting = self._waiting, []
-        if not batch:
-            return
+        if batch:
+            self.compile_file(tuple(batch))
+
+    @classmethod
+    def compile_file(cls, batch: tuple[str, ...]) -> None:
+        """Begin to compile a file of several sources, or to load it where that was done before."""
         names = [f"kernel{number}" for number in range(len(batch))]
         parts = []
         for name, source in zip(names, batch, strict=True):
@@ -172,7 +182,8 @@ class CppKernels:
         submit = AsyncCompile.submit if get_compile_threads() > 1 else None
         load = _Libraries.load_async("\n".join(parts), "cpu", submit_fn=submit)
         for number, source in enumerate(batch):
-            self.known[source] = functools.cache(functools.partial(_bind, load, number))
+            cls.known[source] = functools.cache(functools.partial(_bind, load, number))
+            cls.files[source] = batch
 
 
 def _bind(load: Callable[[], Any], number: int) -> Kernel:

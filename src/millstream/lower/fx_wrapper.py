@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import sympy
@@ -53,6 +53,10 @@ OPTIONS: dict[str, Any] = {
     "graph_partition": False,
     "triton.enable_pdl": False,
 }
+
+
+SOURCES = "millstream_sources"
+"""Where the graph of a wrapper has, among its ``meta``, the ``Sources`` of its kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +247,38 @@ class Converter(wrapper_fxir.FxConverter):
                     node.meta["val"] = kernel.layout.get_example()
 
 
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """The sources of the kernels of a graph: all that another process needs to have them.
+
+    Attributes:
+        prologue: Of the Python module that defines the kernels which are imported.
+        imported: Those kernels: name, definition, and what Inductor writes above it.
+        files: Sources of C++ kernels, those together that share a file.
+        cpp: Those kernels: name, the place of the file, and the place of the source in it.
+    """
+
+    prologue: str
+    imported: tuple[tuple[str, str, str | None], ...]
+    files: tuple[tuple[str, ...], ...] = ()
+    cpp: tuple[tuple[str, int, int], ...] = ()
+
+    def load(self) -> dict[str, tuple[Any, str]]:
+        """Compile them, or take them out of Inductor's and Triton's caches.
+
+        Returns:
+            For each kernel name, the compiled object (a tuner or a C++ function) and its source.
+        """
+        for file in self.files:
+            if any(source not in CppKernels.known for source in file):
+                CppKernels.compile_file(file)
+        kernels = import_definitions(self.prologue, self.imported)
+        for name, file, place in self.cpp:
+            source = self.files[file][place]
+            kernels[name] = CppKernels.known[source](), source
+        return kernels
+
+
 class Codegen(wrapper_fxir.WrapperFxCodegen):
     """The FX wrapper with our converter; ``collect_wrappers`` makes a subclass of it for each compilation.
 
@@ -290,8 +326,9 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
             subgms=self.subgms,
             is_subgraph=self.is_subgraph,
         )
-        converter.generated = import_kernels(converter.prologue, self.lines, self.cpp_kernels)
+        converter.generated, sources = import_kernels(converter.prologue, self.lines, self.cpp_kernels)
         gm = converter.generate()
+        gm.meta[SOURCES] = sources
         self.collected.append(gm)
         return common.FileBackedGraphModule(gm, gm.forward), None
 
@@ -346,32 +383,47 @@ def write_sizes_as_numbers(node: torch.fx.Node) -> None:
     node.args, node.kwargs = (with_numbers(part, plain_number) for part in (node.args, node.kwargs))
 
 
-def import_kernels(prologue: str, lines: list[Any], cpp_kernels: CppKernels) -> dict[str, tuple[Any, str]]:
+def import_kernels(
+    prologue: str, lines: list[Any], cpp_kernels: CppKernels
+) -> tuple[dict[str, tuple[Any, str]], Sources]:
     """Import all kernels that ``lines`` define; those not in ``cpp_kernels`` as one module, to compile in parallel.
 
     Returns:
-        For each kernel name, the compiled object (a tuner or a C++ function) and its source.
+        For each kernel name, the compiled object (a tuner or a C++ function) and its source; and all sources.
     """
     definitions = [line for line in lines if isinstance(line, KernelDefinitionLine)]
     bodies = {line.kernel_name: for_threads(line.kernel_body) for line in definitions}
-    kernels: dict[str, tuple[Any, str]] = {name: (k, bodies[name]) for name, k in cpp_kernels.collect().items()}
-    definitions = [line for line in definitions if line.kernel_name not in kernels]
-    if not definitions:
-        return kernels
-    code = [
-        PythonWrapperCodegen._format_kernel_definition(
-            line.kernel_name, bodies[line.kernel_name], metadata=line.metadata
-        )
+    collected = cpp_kernels.collect()
+    kernels: dict[str, tuple[Any, str]] = {name: (kernel, bodies[name]) for name, kernel in collected.items()}
+    imported = tuple(
+        (line.kernel_name, bodies[line.kernel_name], line.metadata)
         for line in definitions
+        if line.kernel_name not in kernels
+    )
+    sources = {name: source for name, source in cpp_kernels.sources.items() if name in collected}
+    files = tuple(dict.fromkeys(CppKernels.files[source] for source in sources.values()))
+    place_of = {source: (number, place) for number, file in enumerate(files) for place, source in enumerate(file)}
+    cpp = tuple((name, *place_of[source]) for name, source in sources.items())
+    return {**kernels, **import_definitions(prologue, imported)}, Sources(prologue, imported, files, cpp)
+
+
+def import_definitions(prologue: str, definitions: Sequence[tuple[str, str, str | None]]) -> dict[str, tuple[Any, str]]:
+    """Import kernels, given by name, definition and metadata, as one module, and wait until they are compiled."""
+    if not definitions:
+        return {}
+    code = [
+        PythonWrapperCodegen._format_kernel_definition(name, body, metadata=metadata)
+        for name, body, metadata in definitions
     ]
     module = PyCodeCache.load("\n".join([prologue, *code]))
-    for line in definitions:
-        compiled = getattr(module, line.kernel_name)
+    kernels: dict[str, tuple[Any, str]] = {}
+    for name, body, _ in definitions:
+        compiled = getattr(module, name)
         while hasattr(compiled, "result"):  # still compiling
             compiled = compiled.result()
         if isinstance(compiled, CachingAutotuner):
-            keep_choice(compiled, bodies[line.kernel_name])
-        kernels[line.kernel_name] = (compiled, bodies[line.kernel_name])
+            keep_choice(compiled, body)
+        kernels[name] = (compiled, body)
     return kernels
 
 

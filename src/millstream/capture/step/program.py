@@ -53,9 +53,11 @@ class StepProgram:
         self._seen: tuple[list[Any], list[Any]] | None = None
         self._runner: Runnable | None = None
         self._direct: Runner | None = None
+        self._keep: Callable[[list[Any]], None] | None = None
 
         def finish(lowered: Lowered | LoweredForSizes) -> Runner:
             self._runner = build(lowered)
+            self._keep = getattr(lowered, "keep_step", None)
             return self._watch
 
         def finish_segments(segments: Segments, programs: Sequence[Lowered | LoweredForSizes | None]) -> Runner:
@@ -91,9 +93,13 @@ class StepProgram:
         outputs = list(self._run(*inputs))
         if self._seen is not None:
             passed, returned = self._seen
-            if _same_objects(passed, inputs) and _same_objects(returned, outputs):
-                self._direct = self._runner
-            self._seen = None
+            added = len(passed) - len(inputs)  # tensors that the step has made while it was traced
+            if added >= 0 and _same_objects(passed[added:], inputs) and _same_objects(returned, outputs):
+                if not added:
+                    self._direct = self._runner
+                if self._keep is not None:
+                    self._keep(passed[:added])
+            self._seen = self._keep = None
         return outputs
 
     def release(self) -> None:

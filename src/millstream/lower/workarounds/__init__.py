@@ -88,6 +88,7 @@ class JointPasses(CustomGraphPass):  # type: ignore[misc]
     def __init__(self, after: Callable[[torch.fx.Graph], None] | list[Any] | tuple[Any, ...] | None) -> None:
         given = [] if after is None else [*after] if isinstance(after, (list, tuple)) else [after]
         self._passes = [each.joint_pass for each in _applied() if each.joint_pass is not None] + given
+        self.is_ours_alone = not given
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for each in self._passes:

@@ -1,0 +1,215 @@
+"""A program's file: found by what the program depends on, written once it is lowered, read by later processes.
+
+A file holds JSON, compressed, after a digest of it: what another process left half-written, or a disk has spoiled, is
+as good as no file. It holds the source of kernels too, which is run; so it is read only from a folder that belongs to
+this user and that nobody else can write.
+
+A second kind of file only names the first one: a whole step is found by the graph that tracing gives, before AOT
+autograd has made another of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from millstream.cache import cache_folder, limit_bytes, read_private, trim, write_private
+from millstream.graph import Kernel
+from millstream.lower.fx_wrapper import SOURCES, GeneratedKernel, Sources
+from millstream.lower.kept.encoding import Decoder, Encoder
+from millstream.lower.kept.key import NotKept, describe_graph, describe_settings
+from millstream.lower.program import Program
+from millstream.lower.translate import module_path, source_line
+
+LOGGER = logging.getLogger("millstream")
+
+Line = tuple[str, str]  # the user's line, and the module
+NO_LINE: Line = ("", "")
+Strides = list[Any]  # of the results, as Inductor tells AOT autograd
+
+
+def is_on() -> bool:
+    """Whether programs are kept: unless ``MILLSTREAM_WARM_START=0``."""
+    return os.environ.get("MILLSTREAM_WARM_START") != "0"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a file held.
+
+    Attributes:
+        program: Ready to run.
+        strides: Of the results, as Inductor tells AOT autograd.
+        added: Tensors of the graph that it takes for its first inputs.
+    """
+
+    program: Program
+    strides: Strides
+    added: tuple[torch.Tensor, ...] = ()
+
+
+def open_record(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], facts: Mapping[str, Any], options: Mapping[str, Any]
+) -> Record | None:
+    """The record of the program that a graph will be, before anything changes the graph.
+
+    Args:
+        gm: The graph.
+        inputs: Its example inputs.
+        facts: What else lowering is told of it.
+        options: Inductor options that are not yet among the present ones.
+
+    Returns:
+        ``None`` where the program is not kept: it is switched off, or something has no text that says all about it.
+    """
+    if not is_on():
+        return None
+    try:
+        settings = describe_settings({**options, **{f"{name}=": fact for name, fact in facts.items()}})
+        text = "\n".join([*settings, *describe_graph(gm, inputs)])
+    except NotKept as reason:
+        LOGGER.debug("not kept on disk: %s", reason)
+        return None
+    return Record(hashlib.sha256(text.encode()).hexdigest(), gm)
+
+
+class Record:
+    """The file for one program, which may not exist.
+
+    Attributes:
+        digest: Of all that the program depends on.
+        lines: The user's lines in the graph, each with its module, in order: kernels name theirs by its place.
+        attributes: Tensors of the graph by name.
+        used: Those that the program has for constants; ``None`` before it is known to be on disk.
+    """
+
+    def __init__(self, digest: str, gm: torch.fx.GraphModule) -> None:
+        self.digest = digest
+        self.lines = list(dict.fromkeys((source_line(node), module_path(node)) for node in gm.graph.nodes))
+        names = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
+        self.attributes = {name: value for name, value in _tensors(gm).items() if name in names}
+        self.used: set[str] | None = None
+
+    def load(self) -> Found | None:
+        """Read the program; ``None`` where there is none that can be used."""
+        found = _load(self.digest, self.lines, self.attributes)
+        if found is not None:
+            constants = {id(value) for value in found.program.constants.values()}
+            self.used = {name for name, value in self.attributes.items() if id(value) in constants}
+        return found
+
+    def save(self, program: Program, wrapper: torch.fx.GraphModule, strides: Strides) -> None:
+        """Write the program that the graph has become.
+
+        Args:
+            program: It.
+            wrapper: What it was translated from.
+            strides: Of the results, as Inductor told AOT autograd.
+        """
+        kernels = [node.target for node in wrapper.graph.nodes if isinstance(node.target, GeneratedKernel)]
+        encoder = Encoder([(kernel.function, kernel.__name__) for kernel in kernels], self.attributes)
+        places = {line: (str(place), "") for place, line in enumerate(self.lines)}
+        try:
+            if any(name in program.constants for kernel in program.graph.kernels for name in kernel.writes):
+                raise NotKept("it writes a constant")
+            sources: Sources = wrapper.meta[SOURCES]
+            content = {
+                "program": encoder.encode(
+                    _with_lines(program, lambda kernel: places.get((kernel.source, kernel.module), NO_LINE))
+                ),
+                "sources": [sources.prologue, sources.imported, sources.files, sources.cpp],
+                "strides": encoder.encode(strides),
+            }
+        except NotKept as reason:
+            LOGGER.debug("not kept on disk: %s", reason)
+            return
+        self.used = encoder.used
+        _write(self.digest, content)
+
+    def point_to(self, other: Record, added: Sequence[torch.Tensor] = ()) -> None:
+        """Let this one stand for the program of another record, of a graph that was made from this one's.
+
+        Args:
+            other: The other one.
+            added: Tensors of this one's graph that are the first inputs of the other one's.
+        """
+        own = {id(tensor): name for name, tensor in self.attributes.items()}
+        names = {name: own.get(id(other.attributes[name]), "") for name in other.used or ()}
+        first = [own.get(id(tensor), "") for tensor in added]
+        if other.used is not None and all(names.values()) and all(first):
+            places = [self.lines.index(line) if line in self.lines else -1 for line in other.lines]
+            _write(self.digest, {"record": other.digest, "lines": places, "attributes": names, "added": first})
+
+
+def _with_lines(program: Program, line_of: Callable[[Kernel], Line]) -> Program:
+    """The same program with other lines and modules that its kernels come from."""
+    lines = map(line_of, program.graph.kernels)
+    kernels = tuple(
+        replace(kernel, source=source, module=module)
+        for kernel, (source, module) in zip(program.graph.kernels, lines, strict=True)
+    )
+    return replace(program, graph=replace(program.graph, kernels=kernels))
+
+
+def _load(digest: str, lines: Sequence[Line], attributes: Mapping[str, torch.Tensor]) -> Found | None:
+    content = _read(digest)
+    if content is None:
+        return None
+    try:
+        if "record" in content:
+            own = {name: attributes[there] for name, there in content["attributes"].items()}
+            there = [lines[place] if place >= 0 else NO_LINE for place in content["lines"]]
+            found = _load(content["record"], there, own)
+            return found and replace(found, added=tuple(attributes[name] for name in content["added"]))
+        prologue, imported, files, cpp = content["sources"]
+        kernels = Sources(prologue, tuple(map(tuple, imported)), tuple(map(tuple, files)), tuple(map(tuple, cpp)))
+        functions = {
+            name: GeneratedKernel(name, compiled, body, ()).function
+            for name, (compiled, body) in kernels.load().items()
+        }
+        decoder = Decoder(functions, attributes)
+        program: Program = decoder.decode(content["program"])
+        program = _with_lines(program, lambda kernel: lines[int(kernel.source)] if kernel.source else NO_LINE)
+        return Found(program, decoder.decode(content["strides"]))
+    except Exception as error:  # noqa: BLE001  whatever is wrong with it: lowering anew is always possible
+        LOGGER.debug("a program on disk cannot be used: %s: %s", type(error).__name__, error)
+        with suppress(OSError):
+            _path(digest).unlink()
+        return None
+
+
+def _path(digest: str) -> Path:
+    return cache_folder() / "programs" / f"{digest[:40]}.program"
+
+
+def _write(digest: str, content: Any) -> None:
+    data = zlib.compress(json.dumps(content).encode(), 1)
+    write_private(_path(digest), hashlib.sha256(data).digest() + data)
+    trim(limit_bytes())
+
+
+def _read(digest: str) -> Any:
+    found = read_private(_path(digest))
+    if found is None or hashlib.sha256(found[32:]).digest() != found[:32]:
+        return None
+    with suppress(ValueError, zlib.error):
+        return json.loads(zlib.decompress(found[32:]))
+    return None
+
+
+def _tensors(gm: torch.fx.GraphModule) -> dict[str, torch.Tensor]:
+    return {
+        **dict(gm.named_parameters(remove_duplicate=False)),
+        **dict(gm.named_buffers(remove_duplicate=False)),
+        **{name: value for name, value in vars(gm).items() if isinstance(value, torch.Tensor)},
+    }
