@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import gzip
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "tests" / "insight" / "scripts"
 TIMEOUT_S = 90.0
+KINDS = ("profiled", "plain", "twin")
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,26 @@ def run_child(arguments: Sequence[str]) -> int:
     kind, lock, report, script, *rest = arguments
     import torch
 
-    from millstream.cli.profile import profile
+    import millstream.cli.profile as command
     from millstream.cli.running import run_script
+
+    class Kept(command.Profile):
+        """Leaves the recording beside the report, to be looked into elsewhere."""
+
+        def save(self, path: str | Path) -> None:
+            super().save(path)
+            super().save(Path(path).with_suffix(".html"))
+            if self.findings is not None:
+                with gzip.open(Path(path).with_suffix(".pickle.gz"), "wb", 3) as file:
+                    pickle.dump(self.findings.recording, file)
 
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")
     with Path(lock).open("w", encoding="utf-8") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         if kind == "profiled":
-            code = profile(script, rest, as_module=False, save=[Path(report)], fail_if=[])
+            command.Profile = Kept  # type: ignore[misc]
+            code = command.profile(script, rest, as_module=False, save=[Path(report)], fail_if=[])
         else:
             code = run_script(script, rest)
         sys.stdout.flush()
@@ -116,11 +130,11 @@ def run_apart(kind: str, case: Case, folder: Path, device: str) -> Run:
     return Run(float(found[-1]) if found else None, told, error)
 
 
-def judge(case: Case, profiled: Run, plain: Run, twin: Run | None) -> dict[str, Any]:
+def judge(case: Case, profiled: Run, plain: Run, twin: Run) -> dict[str, Any]:
     """Say what was found beside what was planted."""
     report = profiled.report
     row: dict[str, Any] = {"case": case.name, "expected": list(case.causes), "plain_ms": plain.step_ms}
-    row["error"] = "; ".join(run.error for run in (profiled, plain, twin) if run is not None and run.error)
+    row["error"] = "; ".join(run.error for run in (profiled, plain, twin) if run.error)
     if report is None:
         return row | {"verdict": "no report", "is_right": False}
     leading = report["leading"]
@@ -145,7 +159,7 @@ def judge(case: Case, profiled: Run, plain: Run, twin: Run | None) -> dict[str, 
         row["lines"] = [f"{Path(e['site']['file']).name}:{e['site']['line']}" for e in rows[:4] if e["site"]]
         promised = sum(each["recoverable_share"] for each in rows if each["cause"] == cause)
         row["promised_ms"] = row["step_ms"] * promised
-        if twin is not None and twin.step_ms and plain.step_ms:
+        if twin.step_ms and plain.step_ms:
             row["twin_ms"] = twin.step_ms
             row["gained_ms"] = plain.step_ms - twin.step_ms
     return row
@@ -206,21 +220,26 @@ def share(value: float | None, digits: int = 0) -> str:
     return "" if value is None else f"{value:.{digits}%}".replace("%", " %")
 
 
-def run_all(cases: Sequence[Case], device: str, jobs: int, budget_s: float, folder: Path) -> Iterator[dict[str, Any]]:
+def run_all(cases: Sequence[Case], device: str, options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Run every case; processes get ready side by side and run one after another."""
-    began = time.monotonic()
-    kinds = {case.name: ("profiled", "plain", *(("twin",) if case.causes else ())) for case in cases}
-    with ThreadPoolExecutor(jobs) as pool:
+    began, kinds = time.monotonic(), options.kinds.split(",")
+    nothing = Run(None, None)
+    with ThreadPoolExecutor(options.jobs) as pool:
 
         def start(kind: str, case: Case) -> Run:
-            if time.monotonic() - began > budget_s:
+            if time.monotonic() - began > options.budget_seconds:
                 return Run(None, None, f"{kind}: no time was left")
             return run_apart(kind, case, folder, device)
 
-        started = {case.name: [pool.submit(start, kind, case) for kind in kinds[case.name]] for case in cases}
+        started = {
+            (case.name, kind): pool.submit(start, kind, case)
+            for case in cases
+            for kind in kinds
+            if case.causes or kind != "twin"
+        }
         for case in cases:
-            profiled, plain, *twin = (future.result() for future in started[case.name])
-            yield judge(case, profiled, plain, twin[0] if twin else None)
+            runs = [started[case.name, kind].result() if (case.name, kind) in started else nothing for kind in KINDS]
+            yield judge(case, *runs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -234,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=4, help="processes that get ready side by side")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which processes of each case to run")
     parser.add_argument("--keep", type=Path, help="a folder for reports and output of each process")
     options = parser.parse_args(arguments)
     import torch
@@ -247,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        for row in run_all(cases, device, options.jobs, options.budget_seconds, folder):
+        for row in run_all(cases, device, options, folder):
             rows.append(row)
             print(json.dumps(row), flush=True)
             written = json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1)

@@ -150,12 +150,13 @@ def test_clean_run_with_jitter_raises_no_alarm(name, seed):
     assert found.severity is Severity.HEALTHY, found.rows[:2]
 
 
-def test_copy_that_nothing_hides_is_exposed_and_not_idle():
+@pytest.mark.parametrize("late", [0, 5 * US])  # the call returns before the copy's last bytes have arrived
+def test_copy_that_nothing_hides_is_exposed_and_not_idle(late):
     steps, activities, calls, now = [], [], [], 0
     for number in range(STEPS):
         start = now
         calls += [
-            Launch(2 * number, THREAD, now, now + 30 * MS),
+            Launch(2 * number, THREAD, now, now + 30 * MS - late, stack=line(33)),
             Launch(2 * number + 1, THREAD, now + 30 * MS, now + 31 * MS),
         ]
         activities.append(
@@ -178,6 +179,8 @@ def test_copy_that_nothing_hides_is_exposed_and_not_idle():
     )  # fmt: skip
     found = analyse(recording)
     assert found.leading.cause is Cause.COPY
+    assert found.leading.site.line == 33
+    assert found.leading.recoverable_share == pytest.approx(30 / 51, rel=0.05)
     assert found.severity is Severity.HIGH
     assert found.exposed[Cause.COPY] == len(found.steps) * 30 * MS
     assert found.idle_ns == len(found.steps) * MS

@@ -235,6 +235,16 @@ def test_measured_kernels_stand_beside_what_was_calculated_and_gaps_are_told():
     assert sum(data["idle_ns_by_cause"].values()) == data["times_ns"]["idle"]
 
 
+def test_trace_that_cannot_be_told_to_kernels_says_how_long_it_took_and_not_what_bounds_it():
+    spans = (Span("gemm", 0, 0, 9000), Span("tower0_0", 0, 9000, 20_000, 0))
+    report = report_of(plan_serial(GRAPH), costs=COSTS, is_calculated=True, timeline=Timeline(spans, 1, 20_000))
+    assert report.bound() == ""
+    text = "\n".join(report.text(1))
+    assert "time: measured 20 µs, calculated 26 µs; 45 % of it cannot be told to a kernel" in text
+    assert "bound" not in text
+    assert report.pictures()[0].caption[0] == "What bounds it is not known."
+
+
 def test_page_has_kernels_memory_plans_and_what_fell_back(tmp_path):
     report = report_of(PLAN, costs=COSTS, candidates=CANDIDATES, notes=("<b>so it is</b>",))
     Explanation("model", (report, measured_report()), ("a <hook> at a.py:3",)).save(tmp_path / "run.html")

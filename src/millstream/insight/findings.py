@@ -192,7 +192,7 @@ def analyse(recording: Recording) -> Findings:
     gains = recoverable_ns(recording, slices, exposed, causes, start, end)
     rows = _rows(recording, steps, slices, gains)
     common = frozenset(row.cause for row in rows)
-    rows += _exposed_rows(exposed, gains, end - start)
+    rows += _exposed_rows(recording, exposed, gains, end - start)
     rows += _rare_rows(recording, common)
     rows.sort(key=lambda row: (-max(row.recoverable_share, row.share * row.is_rare), -row.idle_ns))
     located = sum(row.idle_ns for row in rows if row.site is not None and not row.is_rare)
@@ -296,12 +296,23 @@ def _rows(recording: Recording, steps: Sequence[Step], slices: Sequence[Slice], 
     return rows
 
 
-def _exposed_rows(exposed: dict[Cause, int], gains: dict[Cause, int], window: int) -> list[Row]:
-    return [
-        Row(cause, None, None, 0, spent, spent / window, gains.get(cause, 0) / window)
-        for cause, spent in exposed.items()
-        if spent
-    ]
+def _exposed_rows(recording: Recording, exposed: dict[Cause, int], gains: dict[Cause, int], window: int) -> list[Row]:
+    """Exposed time at the lines that asked for copies and collectives, by the time that those take."""
+    kinds = {Cause.COPY: ActivityKind.COPY, Cause.COMMUNICATION: ActivityKind.COMMUNICATION}
+    launches = {launch.number: launch for launch in recording.launches}
+    rows = []
+    for cause, spent in exposed.items():
+        took: dict[Site | None, int] = defaultdict(int)
+        for each in recording.activities:
+            if each.kind is kinds[cause]:
+                launch = launches.get(each.launch) if each.launch is not None else None
+                took[recording.user_site(launch.stack) if launch is not None else None] += each.end_ns - each.start_ns
+        for site, part in took.items():
+            share = part / max(sum(took.values()), 1)
+            own = round(spent * share)
+            if own:
+                rows.append(Row(cause, site, None, 0, own, own / window, gains.get(cause, 0) * share / window))
+    return rows
 
 
 def _rare_rows(recording: Recording, common: frozenset[Cause]) -> list[Row]:

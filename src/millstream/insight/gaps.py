@@ -21,7 +21,7 @@ from itertools import pairwise
 from statistics import median
 
 from millstream.insight.causes import Cause
-from millstream.insight.host import host_pieces
+from millstream.insight.host import host_pieces, with_located_waits
 from millstream.insight.intervals import complement, overlay, total, union
 from millstream.insight.records import Activity, ActivityKind, Launch, Recording, Span, Stack, StreamWait
 
@@ -87,6 +87,7 @@ def attribute(recording: Recording, start_ns: int, end_ns: int) -> list[Slice]:
     """
     gaps = find_gaps(recording.activities, start_ns, end_ns)
     launches = sorted(recording.launches, key=lambda launch: launch.start_ns)
+    recording = with_located_waits(recording)
     pieces = host_pieces(recording, find_refills(recording, launches))
     ends = [end for _, end, _ in pieces]
     context = _Context(

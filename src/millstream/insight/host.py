@@ -185,6 +185,16 @@ def host_pieces(recording: Recording, refills: Sequence[Span]) -> list[tuple[int
     return known
 
 
+def with_located_waits(recording: Recording) -> Recording:
+    """The recording with lines for waits that have none, as far as samples tell."""
+    stacks = {end: span.stack for _, end, span in _locate(spans_of(recording), recording) if span.cause is Cause.SYNC}
+    spans = (
+        replace(span, stack=stacks.get(span.end_ns, ())) if span.cause is Cause.SYNC and not span.stack else span
+        for span in recording.spans
+    )
+    return replace(recording, spans=tuple(spans))
+
+
 def _locate(exact: Sequence[tuple[int, int, Span]], recording: Recording) -> Iterator[tuple[int, int, Span]]:
     """Say where within a loader's span, or one of the driver's, the thread was, as far as samples tell.
 

@@ -56,6 +56,10 @@ def recoverable_ns(
     return {cause: min(max(round((base - model.play(cause)) * scale), 0), most[cause]) for cause in causes}
 
 
+BLOCKING = 0.5
+"""A call that lasts so much of the copy that it asks for waits for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """A launch or a wait, in the host's order.
@@ -114,7 +118,12 @@ class _Model:
                 continue
             first, last, sample = work[each.number]
             done = max(done, last)
-            is_blocking = sample.kind is ActivityKind.COPY and sample.is_pageable and each.end_ns >= last
+            # The call returns when the last of the host's memory has been read, a little before the copy is over.
+            is_blocking = (
+                sample.kind is ActivityKind.COPY
+                and sample.is_pageable
+                and each.end_ns - each.start_ns >= BLOCKING * (last - first)
+            )
             self.calls.append(
                 _Call(
                     before_ns,

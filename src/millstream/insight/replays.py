@@ -9,7 +9,8 @@ from millstream.graph import Kernel, Launch, Plan, Span, Timeline
 from millstream.insight.records import Activity, ActivityKind
 
 _GENERATED = "triton_"
-_HELPERS = ("splitk", "memset", "memcpy", "reduce_kernel", "finalize")
+_PREPARING = ("nchwtonhwc", "converttensor", "init_device_workspace", "scal_kernel", "memset", "memcpy")
+_FINISHING = ("nhwctonchw", "splitkreduce", "split_k_kernel", "epilogue", "reduce_kernel", "finalize")
 """Parts of names of what libraries launch beside the kernel that is asked for."""
 
 
@@ -66,28 +67,39 @@ def _share_out(
     kernels: Sequence[Kernel], ran: Sequence[Activity], first: int, over: int, found: list[int | None]
 ) -> None:
     """Give the activities from ``first`` to ``over`` to operators in order, where the numbers say to which."""
-    own = [
-        i for i in range(first, over) if not ran[i].name.startswith(_GENERATED)
-    ]  # of a kernel that was not expected, nothing is known
+    own = [i for i in range(first, over) if not ran[i].name.startswith(_GENERATED)]  # others were not expected
+    groups = _groups([ran[i] for i in own])
     if len(kernels) == 1:
-        for i in own:
-            found[i] = kernels[0].id
+        groups = [len(own)]
+    elif len(own) == len(kernels):
+        groups = [1] * len(own)
+    if len(groups) != len(kernels) or sum(groups) != len(own):
         return
-    main = [i for i in own if not _is_helper(ran[i])]
-    if len(own) == len(kernels):
-        main = own
-    if len(main) != len(kernels):
-        return
-    for i, kernel in zip(main, kernels, strict=True):
-        found[i] = kernel.id
-    latest: int | None = None
-    for i in own:
-        latest = found[i] if found[i] is not None else latest
-        found[i] = latest
+    owners = [kernel.id for kernel, number in zip(kernels, groups, strict=True) for _ in range(number)]
+    for i, owner in zip(own, owners, strict=True):
+        found[i] = owner
 
 
-def _is_helper(activity: Activity) -> bool:
-    return activity.kind is not ActivityKind.KERNEL or any(part in activity.name.lower() for part in _HELPERS)
+def _groups(ran: Sequence[Activity]) -> list[int]:
+    """Cut what libraries launched into one group for each kernel that computes; return their lengths.
+
+    What prepares comes before such a kernel, what finishes comes after it, and one that is launched again at once, as
+    for the rest of a split sum, belongs to the first launch.
+    """
+    groups: list[int] = []
+    pending, latest = 0, ""
+    for each in ran:
+        name = each.name.lower()
+        if each.kind is not ActivityKind.KERNEL or any(part in name for part in _PREPARING):
+            pending, latest = pending + 1, ""
+        elif groups and not pending and (any(part in name for part in _FINISHING) or each.name == latest):
+            groups[-1] += 1
+        else:
+            groups.append(pending + 1)
+            pending, latest = 0, each.name
+    if groups:
+        groups[-1] += pending
+    return groups
 
 
 def _match_by_name(kernels: Sequence[Kernel], ran: Sequence[Activity]) -> list[int | None]:

@@ -25,6 +25,7 @@ from millstream.report.words import count, duration, operations, percent, shorte
 from millstream.simulate import simulate
 
 _WIDTH = 118  # characters of a line
+_UNTOLD = 0.05  # of a traced run: with more of it nothing is concluded from what kernels took
 _FAR = 1.5  # times the prediction: what that says need not be so
 _INPUTS = 6  # kinds of inputs that are told of
 _WRITERS: dict[str, Callable[[Sequence[Picture]], str]] = {".html": to_html, ".svg": to_svg, ".json": to_perfetto}
@@ -117,6 +118,18 @@ class ProgramReport:
         return None if self.costs is None else self.costs.kernels[kernel].duration_ns
 
     @property
+    def untold_share(self) -> float:
+        """Of the traced run: what ran that cannot be told to a kernel."""
+        if self.timeline is None or not self.timeline.end_ns:
+            return 0.0
+        return self.measured_by_kernel.get(None, 0) / self.timeline.end_ns
+
+    @property
+    def _is_untold(self) -> bool:
+        """Whether too little is known of kernels to say what bounds a run."""
+        return self.is_calculated and self.untold_share >= _UNTOLD
+
+    @property
     def idle_by_cause(self) -> dict[str, int]:
         """Time of the traced run in which nothing ran, by what came next. Empty without a trace."""
         return {} if self.timeline is None else idle_in_graph(self.timeline, self.plan)
@@ -124,6 +137,8 @@ class ProgramReport:
     def bound(self) -> str:
         """Say in words what bounds its time; empty when nothing was measured that tells."""
         accounts = self.accounts
+        if self._is_untold:
+            return ""
         bound = next((account.bound() for kind, account in accounts.items() if kind != "calculated"), "")
         tried = [each for each in self.candidates if each.streams > 1 and each.measured_ns is not None]
         if bound and self.streams == 1 and tried:
@@ -153,7 +168,7 @@ class ProgramReport:
         """What is said first of a picture."""
         if kind == "calculated":
             return "Calculated from bytes and operations: no kernel was measured, and lengths say little."
-        return f"{account.bound()}."
+        return f"{self.bound() or 'What bounds it is not known'}." if self._is_untold else f"{account.bound()}."
 
     def by_kind(self) -> dict[KernelKind, tuple[int, int, int]]:
         """Number of kernels, bytes moved and operations of each kind that occurs, largest traffic first."""
@@ -290,8 +305,9 @@ class ProgramReport:
         times = {"measured": self.measured_ns, self.guess: self.predicted_ns}
         known = ", ".join(f"{kind} {duration(time_ns)}" for kind, time_ns in times.items() if time_ns is not None)
         account = next(iter(self.accounts.values()), None)
-        if account is None:
-            return [f"time: {known}"] if known else []
+        if account is None or self._is_untold:
+            untold = f"; {percent(self.untold_share, 1)} of it cannot be told to a kernel" if self._is_untold else ""
+            return [f"time: {known}{untold}"] if known else []
         roofline = "" if account.roofline_ns is None else f", roofline {duration(account.roofline_ns)}"
         parts = f"kernels one after another {duration(account.serial_ns)}, critical path "
         parts += f"{duration(account.critical_path_ns)}{roofline}"

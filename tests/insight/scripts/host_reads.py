@@ -1,4 +1,4 @@
-"""3: the loss is read, a tensor printed, a mask tested, in each step (on a GPU). Fixed: all of it stays there."""
+"""3: values are read in each step: the loss, a mask, a printed tensor, norms (on a GPU). Fixed: they stay there."""
 
 import torch
 from planted import DEVICE, FIXED, STEPS, Clock, network
@@ -18,6 +18,7 @@ for _ in range(STEPS):
     sums += loss.detach()
     if not FIXED:
         print(sums)  # waits
+        norms = [each.grad.norm().item() for each in model.parameters()]  # waits
     optimizer.step()
     optimizer.zero_grad()
     clock.tick()
