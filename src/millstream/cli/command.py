@@ -70,6 +70,8 @@ def _end_of_options(argv: list[str]) -> int:
             return position + 1
         if not argv[position].startswith("-"):
             break
+        if argv[position] == "--merge":
+            return len(argv)
         position += 2 if argv[position] in WITH_VALUE else 3 if argv[position] == "--compare" else 1
     return min(position, len(argv))
 
@@ -132,7 +134,8 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Run a script as it is, and say on the standard error output why the device idled: each cause with "
         "the line, its time, what to do, and what that would give. All that follows SCRIPT is the script's own.",
     )
-    profile.usage = "%(prog)s [-h] [-m] [--save FILE] [--fail-if COND] SCRIPT.py [ARG ...] | --compare BEFORE AFTER"
+    own = "[-h] [-m] [--save FILE] [--fail-if COND] SCRIPT.py [ARG ...]"
+    profile.usage = f"%(prog)s {own} | --compare BEFORE AFTER | --merge FILE FILE ..."
     profile.set_defaults(run=_profile)
     profile.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     profile.add_argument(
@@ -149,6 +152,9 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         default=[],
         help="exit with 3 where the report says so, as in 'idle>20%%', 'data>5%%' or 'step>120ms'",
+    )
+    profile.add_argument(
+        "--merge", type=Path, nargs="+", metavar="FILE", help=".json reports of the ranks of one run; runs nothing"
     )
     profile.add_argument(
         "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="two .json reports; runs nothing"
@@ -279,8 +285,10 @@ def _explain_script(arguments: argparse.Namespace) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from millstream.cli.profile import compare_files, profile
+    from millstream.cli.profile import compare_files, merge_files, profile
 
+    if arguments.merge:
+        return merge_files(arguments.merge)
     if arguments.compare:
         return compare_files(*arguments.compare)
     if not arguments.target:

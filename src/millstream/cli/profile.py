@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
+import time
 import traceback
 from pathlib import Path
 
 from millstream.api.profiling import Profile, check_writable, trace_syncs
 from millstream.cli.running import run_script
 from millstream.errors import ArgumentError
-from millstream.report.idle import Condition, compare
+from millstream.insight.ranks import merge
+from millstream.report.idle import Condition, compare, ranks
 
 EXIT_FAILED = 1
+PATIENCE_S = 10.0  # for the reports of other ranks
 EXIT_CONDITION = 3  # a --fail-if holds, and the script itself had succeeded
 
 
@@ -51,7 +56,8 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
     if run.findings is None:  # a child that the script forked has come to its end
         return code
     sys.stdout.flush()
-    print(f"\n{run}", file=sys.stderr)
+    if text := _text_of(run):
+        print(f"\n{text}", file=sys.stderr)
     for path in save:
         run.save(path)
         print(f"saved {path}", file=sys.stderr)
@@ -67,6 +73,41 @@ def _of_rank(path: Path) -> Path:
         return path
     name, dot, suffixes = path.name.partition(".")
     return path.with_name(f"{name}.rank{os.environ.get('RANK', '0')}{dot}{suffixes}")
+
+
+def _text_of(run: Profile) -> str:
+    """The report; where several ranks of this host train together, that of all of them in rank 0, else nothing.
+
+    Each rank leaves its own where rank 0 finds it; rank 0 waits for those that come soon.
+    """
+    world, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world < 2 or world != here:  # ranks of other hosts leave files there: millstream profile --merge
+        return str(run)
+    name = "-".join(os.environ.get(each, "") for each in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
+    folder = Path(tempfile.gettempdir(), f"millstream-{os.getuid()}-{os.getppid()}-{name.replace('/', '_')}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    rank = int(os.environ.get("RANK", "0"))
+    own = folder / f"rank{rank}.json"
+    run.save(own.with_suffix(".part.json"))
+    own.with_suffix(".part.json").rename(own)  # whole, or not there
+    if rank:
+        return ""
+    end = time.monotonic() + PATIENCE_S
+    paths = [folder / f"rank{number}.json" for number in range(world)]
+    while time.monotonic() < end and not all(path.exists() for path in paths):
+        time.sleep(0.05)
+    reports = [_read(path) for path in paths if path.exists()]
+    shutil.rmtree(folder, ignore_errors=True)
+    lost = [number for number, path in enumerate(paths) if number not in {report["rank"] for report in reports}]
+    missing = f"note: no report came from rank {', '.join(map(str, lost))}\n" if lost else ""
+    text = ranks.to_text(merge(reports)) if len(reports) > 1 else ""
+    return f"{text}\n{missing}\nrank 0: {run}"
+
+
+def merge_files(paths: list[Path]) -> int:
+    """Print what the saved reports of all ranks say together."""
+    print(ranks.to_text(merge([_read(path) for path in paths])))
+    return 0
 
 
 def list_syncs(target: str, arguments: list[str], *, as_module: bool, save: Path | None) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from millstream.insight.causes import EXPOSED, REMEDY_FREE, SAMPLED, Cause
 from millstream.insight.gaps import Slice, attribute, exposed_ns
 from millstream.insight.host import compute_activities
-from millstream.insight.records import ActivityKind, Loader, Note, Recording, Site, Step
+from millstream.insight.records import Activity, ActivityKind, Loader, Note, Recording, Site, Span, Step
 from millstream.insight.replay import recoverable_ns
 
 HIGH, MODERATE = 0.20, 0.05
@@ -137,6 +138,20 @@ class Findings:
         num_workers = self.loader.num_workers if self.loader is not None else 0
         return min(self.workers_needed, max(self.recording.num_cores, num_workers + 1))
 
+    def collectives(self) -> Iterator[tuple[int, int, int, int]]:
+        """Of each collective: number of its step in the run, its number in the step, begin and end in Unix time."""
+        recording = self.recording
+        spans: Sequence[Activity | Span] = [
+            each for each in recording.activities if each.kind is ActivityKind.COMMUNICATION
+        ] or [s for s in recording.spans if s.cause is Cause.COMMUNICATION and s.thread == recording.thread]
+        ordered = sorted(spans, key=lambda each: each.start_ns)
+        starts = [each.start_ns for each in ordered]
+        for number, step in enumerate(recording.steps):
+            within = ordered[bisect.bisect_left(starts, step.start_ns) : bisect.bisect_left(starts, step.end_ns)]
+            for at, each in enumerate(within):
+                times = (time + recording.unix_minus_clock_ns for time in (each.start_ns, each.end_ns))
+                yield recording.first_step + number, at, *times
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON; times in nanoseconds, shares from 0 to 1."""
         return {
@@ -160,6 +175,8 @@ class Findings:
             "notes": [asdict(note) | {"cause": str(note.cause)} for note in self.notes],
             "caveats": list(self.recording.caveats),
             "cost": self.recording.cost_share,
+            "rank": self.recording.rank,
+            "collectives": [list(each) for each in self.collectives()],
             "looking_slowed": self.recording.looking_slowed,
         }
 

@@ -227,6 +227,9 @@ class Recording:
         cost_share: What looking cost, as a share of the time.
         looking_slowed: By what part of a step it was longer while the device's profiler was on; ``None`` if not known.
         caveats: What could not be seen, in sentences.
+        rank: Which process of several that train together; 0 of one alone.
+        first_step: How many steps of the run came before the first of ``steps``.
+        unix_minus_clock_ns: Unix time when the recording's clock is 0.
         has_steps: ``steps`` are the loop's; else they are slices of time, because none was seen.
         is_complete: Whether that leaves enough for a verdict; else the first caveat says why not.
     """
@@ -251,6 +254,9 @@ class Recording:
     cost_share: float | None = None
     looking_slowed: float | None = None
     caveats: tuple[str, ...] = ()
+    rank: int = 0
+    first_step: int = 0
+    unix_minus_clock_ns: int = 0
     has_steps: bool = True
     is_complete: bool = True
 

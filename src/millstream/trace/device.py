@@ -80,6 +80,7 @@ class Recorded:
             device=self.device,
             is_synchronous=False,
             steps=steps,
+            first_step=recording.first_step + (recording.steps.index(steps[0]) if steps else 0),
             activities=trace.activities,
             launches=launches,
             waits=trace.waits,

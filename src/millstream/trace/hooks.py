@@ -22,6 +22,13 @@ from millstream.insight import Cause, Loader, Site
 from millstream.trace.log import Log, clock
 from millstream.trace.workers import WorkerTimes
 
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("scatter",),
+)
+"""Of ``torch.distributed``, as the user calls them; those of DistributedDataParallel are seen on a GPU only."""
+
 
 class Patch:
     """A wrapper in the place of a function of a class or module, until it is closed."""
@@ -62,6 +69,10 @@ class Hooks:
             for name, cause in (("synchronize", Cause.SYNC), ("empty_cache", Cause.ALLOCATOR)):
                 watch = functools.partial(self._watch_call, cause, f"torch.cuda.{name}")
                 self._patches.append(Patch(torch.cuda, name, watch))
+        if torch.distributed.is_available():
+            for name in filter(vars(torch.distributed).__contains__, COLLECTIVES):
+                watch = functools.partial(self._watch_collective, name)
+                self._patches.append(Patch(torch.distributed, name, watch))
         self._handle = register_optimizer_step_post_hook(self._on_step)
         self.on_step: Callable[[object], None] | None = None
         self.on_batch: Callable[[], None] | None = None
@@ -165,7 +176,9 @@ class Hooks:
 
         return fetch
 
-    def _watch_call(self, cause: Cause, detail: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_call(
+        self, cause: Cause, detail: str, original: Callable[..., Any], depth: int = 2
+    ) -> Callable[..., Any]:
         log, pid = self._log, self._pid
 
         def call(*arguments: Any, **options: Any) -> Any:
@@ -174,7 +187,17 @@ class Hooks:
                 return original(*arguments, **options)
             finally:
                 if os.getpid() == pid:
-                    log.add_span(start, cause, detail)
+                    log.add_span(start, cause, detail, depth)
+
+        return call
+
+    def _watch_collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        watched = self._watch_call(Cause.COMMUNICATION, name, original, depth=3)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling():  # Dynamo knows the original
+                return original(*arguments, **options)
+            return watched(*arguments, **options)
 
         return call
 

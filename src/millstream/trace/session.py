@@ -130,6 +130,8 @@ class Session:
             library_roots=frames.library_roots(),
             cost_share=spent_ns / max(ended_ns - self._began_ns, 1),
             caveats=tuple(caveats),
+            rank=int(os.environ.get("RANK", "0")),
+            unix_minus_clock_ns=self._began_unix_ns - self._began_ns,
             has_steps=has_steps,
             is_complete=has_steps,
         )

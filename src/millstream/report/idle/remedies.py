@@ -59,7 +59,8 @@ _REMEDIES = {
     Cause.LAUNCH: "One graph of the whole step: @ms.step on it, or torch.compile(mode='reduce-overhead').",
     Cause.GRAPH_TAIL: "Capture what the two graphs do as one: @ms.step on the whole step.",
     Cause.STREAM_WAIT: "Record the event earlier, or put both pieces of work on one stream.",
-    Cause.COMMUNICATION: "Overlap it with the backward pass (DistributedDataParallel's buckets), or larger batches.",
+    Cause.COMMUNICATION: "Whether it transfers, or waits for another rank, only the reports of all ranks tell "
+    "(millstream profile --merge). Transfer: overlap it with the backward pass, or take larger batches.",
 }
 
 
