@@ -149,8 +149,8 @@ class Findings:
         for number, step in enumerate(recording.steps):
             within = ordered[bisect.bisect_left(starts, step.start_ns) : bisect.bisect_left(starts, step.end_ns)]
             for at, each in enumerate(within):
-                times = (time + recording.unix_minus_clock_ns for time in (each.start_ns, each.end_ns))
-                yield recording.first_step + number, at, *times
+                shift = recording.unix_minus_clock_ns
+                yield recording.first_step + number, at, each.start_ns + shift, each.end_ns + shift
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON; times in nanoseconds, shares from 0 to 1."""
