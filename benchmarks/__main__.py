@@ -17,6 +17,7 @@ SUITES = (
     "hand_streams",
     "cpu",
     "shapes",
+    "idle",
 )
 
 if __name__ == "__main__":

@@ -7,21 +7,24 @@ the twin gains, and what looking cost. The scripts are in ``tests/insight/script
 from __future__ import annotations
 
 import argparse
-import fcntl
 import gzip
 import json
+import multiprocessing
 import os
 import pickle
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+
+import millstream.cli.profile as command
+from millstream.cli.running import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "tests" / "insight" / "scripts"
@@ -62,32 +65,36 @@ CASES = (
     Case("collector", ("gc",), ("# slow",)),
     Case("busy_thread", ("gil",), ("model(x)", ".backward()", "optimizer.")),
     Case("clean_matmuls"),
-    Case("clean_rare_reads"),
-    Case("clean_loader"),
+    Case("clean_rare_reads", needs_gpu=True),
+    Case("clean_loader", needs_gpu=True),
     Case("clean_graph", needs_gpu=True),
-    Case("clean_one_graph"),
+    Case("clean_one_graph", needs_gpu=True),
 )
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one process gave: milliseconds of a step by the script's own clock, and the report, if it was profiled."""
+    """What one process gave: milliseconds of a step by the script's own clock, and if it was profiled, the report."""
 
     step_ms: float | None
     report: dict[str, Any] | None
     error: str = ""
+    report_s: float | None = None
 
 
-def run_child(arguments: Sequence[str]) -> int:
-    """In a process of its own: get ready, wait for the turn, and run one script."""
-    kind, lock, report, script, *rest = arguments
-    import torch
-
-    import millstream.cli.profile as command
-    from millstream.cli.running import run_script
+def run_here(kind: str, case: Case, report: Path, arguments: Sequence[str]) -> int:
+    """Run one script in this process, which is its own, and return its exit code."""
+    script = str(SCRIPTS / f"{case.name}.py")
+    if kind != "profiled":
+        return run_script(script, [*arguments])
 
     class Kept(command.Profile):
-        """Leaves the recording beside the report, to be looked into elsewhere."""
+        """Leaves the recording beside the report, to be looked into elsewhere, and says how long reporting took."""
+
+        def __exit__(self, *error: Any) -> None:
+            began = time.monotonic()
+            super().__exit__(*error)
+            print(f"report_s {time.monotonic() - began:.3f}", file=sys.stderr)
 
         def save(self, path: str | Path) -> None:
             super().save(path)
@@ -96,38 +103,40 @@ def run_child(arguments: Sequence[str]) -> int:
                 with gzip.open(Path(path).with_suffix(".pickle.gz"), "wb", 3) as file:
                     pickle.dump(self.findings.recording, file)
 
-    if torch.cuda.is_available():
-        torch.zeros(1, device="cuda")
-    with Path(lock).open("w", encoding="utf-8") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        if kind == "profiled":
-            command.Profile = Kept  # type: ignore[misc]
-            code = command.profile(script, rest, as_module=False, save=[Path(report)], fail_if=[])
-        else:
-            code = run_script(script, rest)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # what the driver does at an end is nobody's turn
+    command.Profile = Kept  # type: ignore[misc]
+    return command.profile(script, [*arguments], as_module=False, save=[report], fail_if=[])
 
 
 def run_apart(kind: str, case: Case, folder: Path, device: str) -> Run:
-    """Run a script in a process of its own: ``profiled``, ``plain``, or its ``twin``."""
-    report = folder / f"{case.name}.{kind}.json"
+    """Run a script in a process of its own: ``profiled``, ``plain``, or its ``twin``.
+
+    The process is a fork of this one, which has imported everything and never touched the device.
+    """
+    report, text = (folder / f"{case.name}.{kind}.{suffix}" for suffix in ("json", "txt"))
     rest = [*case.arguments, *(["cpu"] if device == "cpu" else []), *(["fixed"] if kind == "twin" else [])]
-    command = [sys.executable, "-m", "benchmarks.idle", "--child", kind, str(folder / "turn"), str(report)]
-    command += [str(SCRIPTS / f"{case.name}.py"), *rest]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
+
+    def run() -> None:
+        with text.open("w", encoding="utf-8") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        code = run_here(kind, case, report, rest)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    sys.stdout.flush()
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(TIMEOUT_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
         return Run(None, None, f"{kind} took longer than {TIMEOUT_S:.0f} s")
-    (folder / f"{case.name}.{kind}.txt").write_text(done.stdout[-20_000:] + "\n" + done.stderr[-20_000:])
-    found = re.findall(r"^step_ms ([\d.]+)$", done.stdout, re.MULTILINE)
-    error = "" if done.returncode == 0 else f"{kind}: " + (done.stderr.strip().splitlines() or ["failed"])[-1]
+    said = text.read_text(encoding="utf-8", errors="replace")
+    found, took = (re.findall(rf"^{name} ([\d.]+)$", said, re.MULTILINE) for name in ("step_ms", "report_s"))
+    error = "" if process.exitcode == 0 else f"{kind}: " + (said.strip().splitlines() or ["failed"])[-1]
     told = json.loads(report.read_text(encoding="utf-8")) if report.exists() else None
-    return Run(float(found[-1]) if found else None, told, error)
+    return Run(float(found[-1]) if found else None, told, error, float(took[-1]) if took else None)
 
 
 def judge(case: Case, profiled: Run, plain: Run, twin: Run) -> dict[str, Any]:
@@ -148,6 +157,7 @@ def judge(case: Case, profiled: Run, plain: Run, twin: Run) -> dict[str, Any]:
     row["idle_by_cause"] = {
         name: spent / max(report["num_steps"], 1) / 1e6 for name, spent in report["idle_ns_by_cause"].items()
     }
+    row["report_s"] = profiled.report_s
     row["unknown"], row["looking_slowed"], row["spent"] = report["unknown"], report["looking_slowed"], report["cost"]
     if profiled.step_ms and plain.step_ms:
         row["always_on"] = profiled.step_ms / plain.step_ms - 1
@@ -199,15 +209,16 @@ def to_markdown(rows: Sequence[dict[str, Any]], device: str) -> str:
 
 _COLUMNS = (
     *("script", "verdict", "right", "right line", "step", "twin", "promised", "gained"),
-    *("window slower", "always on", "unknown"),
+    *("window slower", "always on", "unknown", "report s"),
 )
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     times = (number(row.get(name)) for name in ("plain_ms", "twin_ms", "promised_ms", "gained_ms"))
     shares = (share(row.get(name), 1) for name in ("looking_slowed", "always_on", "unknown"))
+    report = number(row.get("report_s"))
     right = "yes" if row["is_right"] else "NO"
-    return row["case"], row["verdict"], right, share(row.get("right_line")), *times, *shares
+    return row["case"], row["verdict"], right, share(row.get("right_line")), *times, *shares, report
 
 
 def number(value: float | None) -> str:
@@ -221,52 +232,52 @@ def share(value: float | None, digits: int = 0) -> str:
 
 
 def run_all(cases: Sequence[Case], device: str, options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """Run every case; processes get ready side by side and run one after another."""
+    """Run every case, one process after another."""
     began, kinds = time.monotonic(), options.kinds.split(",")
-    nothing = Run(None, None)
-    with ThreadPoolExecutor(options.jobs) as pool:
-
-        def start(kind: str, case: Case) -> Run:
+    for case in cases:
+        runs = []
+        for kind in KINDS:
+            run = Run(None, None)
             if time.monotonic() - began > options.budget_seconds:
-                return Run(None, None, f"{kind}: no time was left")
-            return run_apart(kind, case, folder, device)
+                run = Run(None, None, f"{kind}: no time was left")
+            elif kind in kinds and (case.causes or kind != "twin"):
+                run = run_apart(kind, case, folder, device)
+            runs.append(run)
+        yield judge(case, *runs)
 
-        started = {
-            (case.name, kind): pool.submit(start, kind, case)
-            for case in cases
-            for kind in kinds
-            if case.causes or kind != "twin"
-        }
-        for case in cases:
-            runs = [started[case.name, kind].result() if (case.name, kind) in started else nothing for kind in KINDS]
-            yield judge(case, *runs)
+
+def find_device(folder: Path) -> str:
+    """Name of the GPU, or ``CPU``; asked by a process of its own, for one that has asked must not fork."""
+    path = folder / "device"
+
+    def ask() -> None:
+        path.write_text(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", encoding="utf-8")
+
+    process = multiprocessing.get_context("fork").Process(target=ask)
+    process.start()
+    process.join()
+    return path.read_text(encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the suite, and write its results after each case."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["--child"]:
-        return run_child(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks.idle", description=__doc__)
     parser.add_argument("--cases", default=",".join(case.name for case in CASES))
     parser.add_argument("--device", default=None, help="cuda or cpu; cuda where there is one")
-    parser.add_argument("--jobs", type=int, default=4, help="processes that get ready side by side")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which processes of each case to run")
     parser.add_argument("--keep", type=Path, help="a folder for reports and output of each process")
-    options = parser.parse_args(arguments)
-    import torch
+    options, _ = parser.parse_known_args(argv)  # others are of other suites
 
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    wanted = options.cases.split(",")
-    cases = [case for case in CASES if case.name in wanted and (device == "cuda" or not case.needs_gpu)]
-    rows: list[dict[str, Any]] = []
+    wanted, rows = options.cases.split(","), list[dict[str, Any]]()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        name = "CPU" if options.device == "cpu" else find_device(folder)
+        device = "cpu" if name == "CPU" else "cuda"
+        cases = [case for case in CASES if case.name in wanted and (device == "cuda" or not case.needs_gpu)]
         for row in run_all(cases, device, options, folder):
             rows.append(row)
             print(json.dumps(row), flush=True)

@@ -1,0 +1,58 @@
+"""What the suite ``idle`` makes of a report."""
+
+import pytest
+
+from benchmarks.idle import CASES, SCRIPTS, Run, judge, to_markdown
+
+SLOW = next(case for case in CASES if case.name == "python_loop")
+CLEAN = next(case for case in CASES if case.name == "clean_matmuls")
+LINES = (SCRIPTS / "python_loop.py").read_text(encoding="utf-8").splitlines()
+LINE = next(number for number, line in enumerate(LINES, 1) if "# slow" in line)
+
+
+def row(cause, line, idle_ns, share):
+    site = {"file": str(SCRIPTS / "python_loop.py"), "line": line, "function": "<module>"}
+    return {"cause": cause, "site": site, "idle_ns": idle_ns, "recoverable_share": share}
+
+
+def report_of(severity, leading, rows=()):
+    return {
+        "severity": severity, "why_unreliable": "", "leading": leading, "num_steps": 10, "step_ns": 20e6, "idle": 0.6,
+        "idle_ns_by_cause": {"python": 120_000_000}, "unknown": 0.01, "looking_slowed": 0.02, "cost": 0.03,
+        "rows": list(rows),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_script_is_there_with_the_lines_that_are_to_blame(case):
+    text = (SCRIPTS / f"{case.name}.py").read_text(encoding="utf-8")
+    assert all(marker in text for marker in case.markers)
+    assert bool(case.markers) == bool(case.causes)
+    assert "clock.show()" in text
+
+
+def test_verdict_lines_and_promise_are_judged():
+    rows = [row("python", LINE, 90, 0.45), row("python", 3, 10, 0.05), row("gc", 3, 5, 0.0)]
+    report = report_of("HIGH", rows[0], rows)
+    found = judge(SLOW, Run(20.4, report, report_s=0.5), Run(20.0, None), Run(10.0, None))
+    assert found["is_right"]
+    assert found["right_line"] == 0.9
+    assert found["promised_ms"] == pytest.approx(10.0)
+    assert found["gained_ms"] == 10.0
+    assert found["always_on"] == pytest.approx(0.02)
+    text = to_markdown([found], "virtual")
+    assert "1 of 1 planted" in text
+    assert "±25 % of what the twin gains: 1 of 1" in text
+
+
+@pytest.mark.parametrize("severity", ["HIGH", "MODERATE", "unreliable"])
+def test_clean_script_with_a_verdict_is_wrong(severity):
+    found = judge(CLEAN, Run(1.0, report_of(severity, row("sync", 1, 1, 0.3))), Run(1.0, None), Run(None, None))
+    assert not found["is_right"]
+    assert judge(CLEAN, Run(1.0, report_of("healthy", None)), Run(1.0, None), Run(None, None))["is_right"]
+
+
+def test_process_that_failed_is_told():
+    found = judge(SLOW, Run(None, None, "profiled: killed"), Run(None, None), Run(None, None))
+    assert not found["is_right"]
+    assert "python_loop: profiled: killed" in to_markdown([found], "virtual")
