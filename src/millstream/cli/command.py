@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from millstream.cli.job import Job
 
 EXIT_BAD_INPUT = 2  # as argparse's own
-SCRIPT_COMMANDS = ("profile", "syncs")  # options, a script, and all that follows is the script's own
+SCRIPT_COMMANDS = ("profile", "syncs", "warm")  # options, a script, and all that follows is the script's own
 WITH_VALUE = ("--save", "--fail-if", "--json")
 MAX_SEED = 2**32 - 1  # leaves room to mix an epoch into the 64 bits that PyTorch takes
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -116,6 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
         if command is explain:
             _add_script(jobs)
     _add_profile(commands)
+    _add_cache(commands)
     doctor = commands.add_parser(
         "doctor",
         help="say what works here and what would fall back",
@@ -170,6 +171,27 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     syncs.set_defaults(run=_syncs)
     syncs.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     syncs.add_argument("--json", type=Path, metavar="FILE", help="write the list as data, too")
+
+
+def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    warm = commands.add_parser(
+        "warm",
+        help="run a script, so that later processes find on disk what it compiles",
+        description="Run a script to its end or until Ctrl-C, and say what it has put into the cache, where later "
+        "processes find it. All that follows SCRIPT is the script's own.",
+    )
+    warm.usage = "%(prog)s [-h] [-m] SCRIPT.py [ARG ...]"
+    warm.set_defaults(run=_warm)
+    warm.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
+
+    cache = commands.add_parser(
+        "cache",
+        help="show what lies in the cache, limit it, or clear it",
+        description="Show what lies in the cache: programs, choices, measurements, native parts.",
+    )
+    cache.set_defaults(run=_cache)
+    cache.add_argument("--limit", metavar="BYTES", help="so much may stay, as in 500M; what is unused for longest goes")
+    cache.add_argument("--clear", action="store_true", help="remove all of it")
 
 
 def _add_script(jobs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -308,6 +330,20 @@ def _syncs(arguments: argparse.Namespace) -> int:
     if not arguments.target:
         raise ArgumentError("say which script to run: millstream syncs script.py [ARG ...]")
     return list_syncs(arguments.target, arguments.arguments, as_module=arguments.as_module, save=arguments.json)
+
+
+def _warm(arguments: argparse.Namespace) -> int:
+    from millstream.cli.cached import warm
+
+    if not arguments.target:
+        raise ArgumentError("say which script to run: millstream warm script.py [ARG ...]")
+    return warm(arguments.target, arguments.arguments, as_module=arguments.as_module)
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    from millstream.cli.cached import show_cache
+
+    return show_cache(limit=arguments.limit, clear=arguments.clear)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
