@@ -37,6 +37,7 @@ NAMES = [
     "feed",
     "fetch",
     "parallel",
+    "precompile",
     "profile",
     "step",
     "streams",

@@ -32,7 +32,17 @@ from millstream.report import Explanation
 from millstream.results import fetch
 
 if TYPE_CHECKING:
-    from millstream.api import callback, compile, eager_region, explain, profile, step, trace_syncs, version_report
+    from millstream.api import (
+        callback,
+        compile,
+        eager_region,
+        explain,
+        precompile,
+        profile,
+        step,
+        trace_syncs,
+        version_report,
+    )
 
 __version__ = "0.1.0"
 
@@ -61,6 +71,7 @@ __all__ = [
     "feed",
     "fetch",
     "parallel",
+    "precompile",
     "profile",
     "step",
     "streams",
@@ -69,7 +80,7 @@ __all__ = [
 ]
 
 _LATE = frozenset(
-    ("callback", "compile", "eager_region", "explain", "profile", "step", "trace_syncs", "version_report")
+    ("callback", "compile", "eager_region", "explain", "precompile", "profile", "step", "trace_syncs", "version_report")
 )
 
 

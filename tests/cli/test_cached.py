@@ -47,7 +47,9 @@ def test_limit_that_is_no_size_is_refused(folder, capsys):
     assert "500M" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "expected"), [("10", 10), ("1.5k", 1536), ("2 GiB", 2 << 30), ("x", None), ("", None)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("10", 10), ("1.5k", 1536), ("2 GiB", 2 << 30), ("x", None), ("", None)]
+)
 def test_sizes_are_read(text, expected):
     assert cache.parse_bytes(text) == expected
 

@@ -4,6 +4,7 @@ from millstream.api.callbacks import callback
 from millstream.api.compiling import compile, dynamo_backend
 from millstream.api.environment import version_report
 from millstream.api.explaining import executables, explain, is_compiled
+from millstream.api.precompiling import precompile
 from millstream.api.profiling import Profile, profile, trace_syncs
 from millstream.api.stepping import step
 from millstream.capture.step.islands import eager_region
@@ -19,6 +20,7 @@ __all__ = [
     "explain",
     "feed",
     "is_compiled",
+    "precompile",
     "profile",
     "step",
     "trace_syncs",

@@ -45,6 +45,7 @@ from millstream.capture.state.signature import (
 )
 from millstream.capture.step.bind import Call, Workshop
 from millstream.capture.step.graph import Build, StepGraph
+from millstream.capture.step.pretended import pretended_state
 from millstream.capture.step.recheck import compare, listing_of
 from millstream.capture.step.request import (
     EagerFirst,
@@ -397,8 +398,31 @@ class Step(Generic[P, R]):
     def _is_fruitless(self) -> bool:
         return self._num_fruitless > 2 * self.max_graphs
 
-    def _capture(self, call: Call) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
-        """Trace, build, run and keep a graph for ``call``; a failure leaves everything as it was.
+    def precompile(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Capture a graph for a call like this, and leave everything as it is, as ``ms.precompile`` says."""
+        if self.data_parallel is not False or self.regions:
+            raise CaptureError(
+                "A step with eager regions, or of several processes, cannot be compiled ahead of its first call.",
+                remedy="Call it once: what its captured parts come to is kept on disk all the same.",
+            )
+        with self._lock.lock:
+            call = self._make_call(args, kwargs)
+            if self._find(call.key, call.arguments, call.given) is not None:
+                return
+            optimizers = [optimizer for _, optimizer in discover(self._roots(call)).optimizers if not optimizer.state]
+            try:
+                with pretended_state(optimizers):
+                    graph, _, _ = self._capture(call, is_trial=True)
+                    if optimizers:  # it would read the pretended state
+                        self._drop(graph)
+            except (EagerFirst, FirstChange, ServesOnce, StateMissing) as missing:
+                raise CaptureError(
+                    "The step has to run once before it can be captured, as it makes state that it needs.",
+                    remedy="Call it once.",
+                ) from missing
+
+    def _capture(self, call: Call, *, is_trial: bool = False) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
+        """Trace, build, run and keep a graph for ``call``; a failure, or a trial, leaves everything as it was.
 
         Returns:
             The graph, its complete arguments and its results.
@@ -415,7 +439,7 @@ class Step(Generic[P, R]):
                 self._look_back(call, found)
                 ask_early(call.arguments)
                 graph = self._trace(call, found, counts)
-            arguments, results = self._build_and_run(call, graph)
+            arguments, results = self._build_and_run(call, graph, is_trial=is_trial)
         except BaseException:
             counts.undo()
             raise
@@ -470,8 +494,8 @@ class Step(Generic[P, R]):
             remedy="Make tensors arguments, or make them with PyTorch functions inside of the step.",
         )
 
-    def _build_and_run(self, call: Call, graph: StepGraph) -> tuple[list[Tensor], list[Tensor]]:
-        """Build the graph and run it for the first time; a failure leaves everything as it was.
+    def _build_and_run(self, call: Call, graph: StepGraph, *, is_trial: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Build the graph and run it for the first time; a failure, or a trial, leaves everything as it was.
 
         Returns:
             The complete arguments, and the graph's results.
@@ -483,18 +507,25 @@ class Step(Generic[P, R]):
         backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
         arguments = graph.complete(call.arguments)
         argument_backups = [tensor.detach().clone() for tensor in arguments] if graph.writes_arguments else []
-        try:
-            graph.fill_slots()
-            with torch.no_grad():
-                graph.executable = self._build(graph.gm, graph.inputs(arguments), frozenset(range(len(graph.static))))
-            results = graph.replay(arguments)
-        except BaseException as error:
+
+        def restore() -> None:
             with torch.no_grad():
                 for tensor, backup in zip(graph.written, backups, strict=True):
                     tensor.copy_(backup)
                 for tensor, backup in zip(arguments, argument_backups, strict=False):
                     tensor.copy_(backup)
             random_state.restore()
+
+        try:
+            graph.fill_slots()
+            with torch.no_grad():
+                graph.executable = self._build(graph.gm, graph.inputs(arguments), frozenset(range(len(graph.static))))
+            results = graph.replay(arguments)
+            if is_trial:
+                graph.replay(arguments)  # in its second run a plan is chosen
+                restore()
+        except BaseException as error:
+            restore()
             if PROGRESS.num_started > num_exchanges:  # which others have taken part in: no plain run may repeat them
                 raise
             if not isinstance(error, Exception) or isinstance(error, (ArgumentError, CaptureError)):
