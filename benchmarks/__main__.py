@@ -18,6 +18,7 @@ SUITES = (
     "cpu",
     "shapes",
     "idle",
+    "parallel",
 )
 
 if __name__ == "__main__":

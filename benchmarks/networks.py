@@ -192,9 +192,9 @@ def char_rnn(vocab: int = 65, hidden: int = 128, layers: int = 2) -> CustomLSTM:
 class TransformerBlock(nn.Module):
     """Pre-norm attention and MLP; no dropout, so that two runs can be compared."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -202,7 +202,7 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         return x + self.mlp(self.norm_mlp(x))
 
@@ -233,6 +233,21 @@ class Gpt2(Transformer):
         self.head.weight = self.tokens.weight
 
 
+class VisionTransformer(nn.Module):
+    """ViT-small with patches of 16, the mean over all of them in place of a token for the class."""
+
+    def __init__(self, layers: int = 12, width: int = 384, heads: int = 6, image: int = 224, patch: int = 16) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.positions = nn.Parameter(torch.randn((image // patch) ** 2, width) * 0.02)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, causal=False) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.positions
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
 # --- convolutional ---------------------------------------------------------------------------------------------------
 
 
@@ -254,6 +269,31 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.second(self.first(x)) + self.shortcut(x))
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions around a shortcut, as in ResNet-50."""
+
+    def __init__(self, fan_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(conv_norm(fan_in, width, 1), conv_norm(width, width, 3, stride))
+        self.last = conv_norm(width, 4 * width, 1)[:2]
+        widens = stride > 1 or fan_in != 4 * width
+        self.shortcut = conv_norm(fan_in, 4 * width, 1, stride)[:2] if widens else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.last(self.body(x)) + self.shortcut(x))
+
+
+def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64) -> Classifier:
+    """Return ResNet-50, or one with other numbers of blocks."""
+    layers: list[nn.Module] = [conv_norm(3, width, 7, 2), nn.MaxPool2d(3, 2, 1)]
+    fan_in = width
+    for stage, count in enumerate(blocks):
+        for number in range(count):
+            layers.append(Bottleneck(fan_in, width << stage, 2 if stage and not number else 1))
+            fan_in = 4 * (width << stage)
+    return Classifier(nn.Sequential(*layers), fan_in, 1000)
 
 
 class Classifier(nn.Module):

@@ -1,0 +1,328 @@
+"""Suite ``parallel``: a step whose gradients are reduced between GPUs of one host, a process each, by torchrun.
+
+All sides of a case share the processes, as in the other suites. They are timed in turn, in all processes at once; the
+slowest process counts.
+
+- ``one gpu``: our step of the bare model in each process, nothing reduced; its ratio is the efficiency
+- ``ddp compile``: torch.compile on the DistributedDataParallel model, and the optimizer as PyTorch gives it
+- ``hand graph``: the whole step in one CUDA graph captured by hand around torch.compile, with one all-reduce of all
+  gradients behind the backward pass and the fused optimizer
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.baselines import Call, trainee
+from benchmarks.harness import Sample, prepare_torch, synchronize
+from benchmarks.models import ADAMW, SGD, Training, TrainingCase, gpt2, labelled, language, shape
+from benchmarks.networks import VisionTransformer, char_rnn, resnet
+from benchmarks.results import Row, ratio
+from benchmarks.sides import capture
+from benchmarks.suite import Settings, brief, run_suite
+
+BASELINES = ("one gpu", "ddp compile", "hand graph")
+WARM_STEPS = 12  # ours has settled by then
+SAMPLE_MS = 20.0
+LIMIT_S = 900.0  # of a case
+JUDGED, TOLERANCE = 4, 0.02  # so many losses, to such a part, in bf16
+
+
+def resnet50(small: bool) -> nn.Module:
+    return resnet((1, 1, 1, 1), 8) if small else resnet()
+
+
+def vit_small(small: bool) -> nn.Module:
+    return VisionTransformer(2, 32, 2, image=32) if small else VisionTransformer()
+
+
+def images(batch: int) -> Any:
+    return labelled(shape(batch, 3, 224, 224, tiny=(4, 3, 32, 32)), 1000)
+
+
+CASES = (
+    TrainingCase("resnet50 b32", resnet50, images(32), torch.optim.SGD, SGD, estimate_s=200),
+    TrainingCase("resnet50 b8", resnet50, images(8), torch.optim.SGD, SGD, estimate_s=200),
+    TrainingCase("vit small b16", vit_small, images(16), torch.optim.AdamW, ADAMW, estimate_s=150),
+    TrainingCase(
+        "gpt2 small b8 T1024",
+        gpt2,
+        lambda small: language(128 if small else 50304, 8, 1024, tiny=(2, 32))(small),
+        torch.optim.AdamW,
+        ADAMW,
+        clip=1.0,
+        estimate_s=200,
+    ),
+    TrainingCase(
+        "char-rnn lstm 2x128 b50",
+        lambda small: char_rnn(hidden=32 if small else 128),
+        language(65, 50, 50, tiny=(8, 5)),
+        torch.optim.RMSprop,
+        {"lr": 2e-3, "alpha": 0.95},
+        autocast=None,
+        estimate_s=250,
+    ),
+)
+
+
+def run_case(case: TrainingCase, settings: Settings) -> list[Row]:
+    """Run all sides of a case in a group of processes, one for each GPU."""
+    size = torch.cuda.device_count() if settings.device.type == "cuda" else 2
+    if size < 2:
+        return [Row(case.name, note="not run: it needs two GPUs")]
+    sides = ["ours", *filter(settings.wants, BASELINES)]
+    return compare(case.name, size, ask(case.name, size, sides, settings))
+
+
+def ask(case: str, size: int, sides: list[str], settings: Settings) -> dict[str, Any]:
+    """Have a new group of processes measure; see ``measure``.
+
+    Raises:
+        RuntimeError: One of them has failed; what it said stands in the log.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    command += ["-m", "benchmarks.parallel", "measure", case, ",".join(sides), "--rounds", str(settings.rounds)]
+    command += ["--device", settings.device.type, *(["--tiny"] if settings.tiny else [])]
+    path = os.pathsep.join(part or os.curdir for part in sys.path)
+    child = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=Path(__file__).parent.parent,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    if child.returncode:
+        raise RuntimeError(f"the processes ended with status {child.returncode}, see above")
+    answer: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def compare(case: str, size: int, answer: dict[str, Any]) -> list[Row]:
+    """A row for each baseline; ours is not timed where it computes something else."""
+    mine, facts = answer["sides"]["ours"], answer["facts"]
+    variant = f"{size} processes"
+    if "failure" in mine:
+        return [Row(case, variant, note=f"not run: {mine['failure']}")]
+    if answer["wrong"]:
+        return [Row(case, variant, equal=False, note=answer["wrong"])]
+    own = Sample.of(mine["times"])
+    facts |= {"ours_ms": own.median, "p20": own.p20, "p80": own.p80, "compile_s": mine["build_s"], "equal": True}
+    rows = []
+    for baseline in filter(answer["sides"].__contains__, BASELINES):
+        theirs = answer["sides"][baseline]
+        if "failure" in theirs:
+            note = f"{answer['note']}; {baseline} not timed: {theirs['failure']}"
+            rows.append(Row(case, variant, baseline, note=note, **facts))
+            continue
+        theirs_ms = Sample.of(theirs["times"]).median
+        rows.append(
+            Row(
+                case,
+                variant,
+                baseline,
+                baseline_ms=theirs_ms,
+                ratio=ratio(theirs_ms, own.median),
+                compile_ratio=ratio(mine["build_s"], theirs["build_s"]),
+                note=answer["note"],
+                **facts,
+            )
+        )
+    return rows or [Row(case, variant, note=answer["note"], **facts)]
+
+
+# --- in each of the processes -----------------------------------------------------------------------------------------
+
+
+def measure(
+    case: TrainingCase, sides: list[str], device: torch.device, rounds: int, *, tiny: bool
+) -> dict[str, Any] | None:
+    """Build and time all sides, in all processes at once.
+
+    Returns:
+        ``sides``: for each its milliseconds, in the order they were taken, and seconds to build, or its failure;
+        ``wrong``: what is wrong with ours; ``facts`` and ``note`` of ours. ``None`` but in the first process.
+    """
+    problem = case.make(device, tiny=tiny)
+    rank = dist.get_rank()
+    batches = [tuple(x.roll(rank, 0) for x in batch) for batch in problem.batches]  # others in each process
+    calls: dict[str, Callable[[], Any]] = {}
+    answers: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Call] = {}
+    models: dict[str, nn.Module] = {}
+    losses: dict[str, list[float]] = {}
+    for side in sides:
+        start = time.perf_counter()
+        failure = ""
+        try:
+            steps[side], models[side] = build(problem, side, batches)
+            taken = [steps[side](*batches[number % len(batches)]).detach().clone() for number in range(WARM_STEPS)]
+            losses[side] = [loss.item() for loss in taken[:JUDGED]]
+        except RuntimeError as error:
+            traceback.print_exc()
+            failure = brief(error)
+        failed = [text for text in told_by_all(failure) if text]
+        if failed:
+            answers[side] = {"failure": failed[0]}
+            continue
+        calls[side] = lambda step=steps[side]: step(*batches[1])
+        answers[side] = {"times": [], "build_s": time.perf_counter() - start}
+    wrong = fault(problem, losses["ours"], models["ours"], batches) if "ours" in calls else ""
+    number_of = {side: max(told_by_all(calls_in_a_sample(calls[side], device))) for side in calls}
+    names = list(calls)
+    for first in range(rounds):
+        for position in range(len(names)):
+            side = names[(first + position) % len(names)]
+            taken_ms = sample_ms(calls[side], device, number_of[side])
+            answers[side]["times"].append(max(told_by_all(taken_ms)))
+    facts, note = described(steps["ours"]) if "ours" in calls else ({}, "")
+    return {"sides": answers, "wrong": wrong, "facts": facts, "note": note} if rank == 0 else None
+
+
+def told_by_all(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def calls_in_a_sample(call: Callable[[], Any], device: torch.device) -> int:
+    return max(1, min(50, round(SAMPLE_MS / sample_ms(call, device, 3))))
+
+
+def sample_ms(call: Callable[[], Any], device: torch.device, calls: int) -> float:
+    """Milliseconds of a call, of some in a row that all processes begin at the same time."""
+    synchronize(device)
+    dist.barrier()
+    synchronize(device)
+    start = time.perf_counter_ns()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return (time.perf_counter_ns() - start) / 1e6 / calls
+
+
+def fault(problem: Training, losses: list[float], model: nn.Module, batches: list[Any]) -> str:
+    """What is wrong with ours; empty where it is right.
+
+    Its first losses are to be those of DDP without any compiler, and the parameters to have the same bits in all
+    processes.
+    """
+    twin = trainee(problem)
+    step = problem.make_step(DistributedDataParallel(twin.model), twin.optimizer)
+    expected = [step(*batches[number % len(batches)]).item() for number in range(len(losses))]
+    difference = max(abs(own - theirs) / max(abs(theirs), 1.0) for own, theirs in zip(losses, expected, strict=True))
+    if max(told_by_all(difference)) > TOLERANCE:
+        return f"losses differ by a part of {difference:.2g}"
+    content = b"".join(each.detach().float().cpu().numpy().tobytes() for each in model.parameters())
+    digests = told_by_all(hashlib.sha256(content).hexdigest())
+    return "" if len(set(digests)) == 1 else "processes have other parameters"
+
+
+def described(step: Any) -> tuple[dict[str, int], str]:
+    """Counts of ours, and whether it is one graph."""
+    from millstream import api
+
+    executables = api.executables(step)
+    facts = {name: sum(getattr(each, f"num_{name}") for each in executables) for name in ("kernels", "waits")}
+    facts["streams"] = max(each.num_streams for each in executables)
+    notes = "; ".join(note for each in executables for note in each.notes)
+    return facts, f"{len(executables)} graphs: {notes}"[:300]
+
+
+def build(problem: Training, side: str, batches: list[Any]) -> tuple[Call, nn.Module]:
+    """Build a side: its step, and its model."""
+    import millstream as ms
+
+    if side == "hand graph":
+        return build_hand_graph(problem, batches)
+    own = trainee(problem)
+    model: Any = own.model if side == "one gpu" else DistributedDataParallel(own.model, gradient_as_bucket_view=True)
+    run = torch.compile(model) if side == "ddp compile" else model
+    step = problem.make_step(run, own.optimizer)
+    return step if side == "ddp compile" else ms.step(step, strict=True), own.model
+
+
+def build_hand_graph(problem: Training, batches: list[Any]) -> tuple[Call, nn.Module]:
+    """Capture the whole step by hand; gradients are reduced in one piece."""
+    side = trainee(problem, fused=True, capturable=True)
+    compiled = torch.compile(side.model, fullgraph=True, dynamic=False)
+    case, device = problem.case, problem.device
+    autocast = case.autocast is not None
+    parameters = [each for each in side.model.parameters() if each.requires_grad]
+    size = dist.get_world_size()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(device.type, problem.dtype if autocast else torch.bfloat16, enabled=autocast):
+            out = compiled(x)
+        loss = F.cross_entropy(out.float().flatten(0, -2), y.flatten())
+        loss.backward()
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        flat = torch.cat([each.reshape(-1) for each in gradients]).div_(size)
+        dist.all_reduce(flat)
+        pieces = flat.split([each.numel() for each in gradients])
+        torch._foreach_copy_(gradients, [piece.view(each.shape) for piece, each in zip(pieces, gradients, strict=True)])
+        if case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, case.clip)
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        return loss
+
+    static = [x.clone() for x in batches[0]]
+    replay, result = capture(lambda: step(*static), device)
+
+    def call(*fresh: Tensor) -> Tensor:
+        for slot, x in zip(static, fresh, strict=True):
+            slot.copy_(x)
+        replay()
+        return result
+
+    return call, side.model
+
+
+def main() -> None:
+    cases = {case.name: case for case in CASES}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=["measure"])
+    parser.add_argument("case", choices=sorted(cases))
+    parser.add_argument("sides")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    prepare_torch()
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    answer = measure(cases[options.case], options.sides.split(","), device, options.rounds, tiny=options.tiny)
+    if answer is not None:
+        print(json.dumps(answer), flush=True)
+    dist.barrier()
+    os._exit(0)  # graphs captured by hand would have destroy_process_group wait for ever
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["measure"]:
+        main()
+    else:
+        sys.exit(run_suite("parallel", CASES, run_case))
