@@ -36,7 +36,7 @@ from millstream.lower import Lowered
 from millstream.lower.segments import Segments
 
 OFFER, REPLAY = 1 << 40, 2 << 40
-"""Answers: with the digest of a program, or with the number of a capture."""
+"""Answers: with the digest of what is exchanged and given, or with the number of a capture."""
 
 CALLS_BEFORE = 2
 """So many calls at least run in segments; they warm up what a capture needs."""
@@ -71,17 +71,18 @@ class AgreedEngine:
         self._agreement = self._find_agreement()
         self._lowered: Lowered | None = None
         self._offer = self._number = self._calls = 0
+        self._told = "collectives are among its kernels"
 
     @property
     def executables(self) -> list[Executable]:
         """What runs it at present."""
         if self.whole is not None:
-            return [Executable(self.whole, [f"collectives are captured with it, number {self._number}"])]
+            return [Executable(self.whole, [self._told])]
         return [executable for executable in self._executables if executable is not None]
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         agreement = self._agreement
-        if agreement is None or (self.whole is None and not self._may_offer()):
+        if agreement is None or (self.whole is None and not self._may_offer(inputs)):
             return self.segmented(inputs)
         answer = self._offer if self.whole is None else REPLAY | self._number
         answers = agreement.ask(answer, "begin a step")
@@ -101,6 +102,10 @@ class AgreedEngine:
             if executable is not None:
                 executable.release()
 
+    def _note(self, reason: str) -> None:
+        self.notes.append(reason)
+        next(executable for executable in self._executables if executable is not None).notes.append(reason)
+
     def _drop(self) -> None:
         if self.whole is not None:
             self.whole.release()
@@ -114,7 +119,7 @@ class AgreedEngine:
             return None
         return found.pop()
 
-    def _may_offer(self) -> bool:
+    def _may_offer(self, inputs: Sequence[Any]) -> bool:
         """Whether this process is ready to run the step as one graph."""
         self._calls += 1
         if self.notes or self._calls <= CALLS_BEFORE:
@@ -132,9 +137,9 @@ class AgreedEngine:
             try:
                 self._lowered = merge_lowered(self.segmented.segments, self._executables, self.segmented.exchanges)
             except LoweringError as error:
-                self.notes.append(f"not one graph: {error}")
+                self._note(f"not one graph: {error}")
                 return False
-            self._offer = OFFER | digest_of(self._lowered)
+            self._offer = OFFER | digest_of(self.segmented.exchanges, inputs)
         return True
 
     def _try_together(self, agreement: Agreement, inputs: Sequence[Any]) -> None:
@@ -155,16 +160,16 @@ class AgreedEngine:
                     agreement, lambda: whole([*inputs]), lambda: self.segmented([*inputs])
                 )
         except NotTogetherError as error:
-            self.notes.append(f"not one graph: {error}")
+            self._note(f"not one graph: {error}")
             return
         except BaseException:  # others shall not wait
             agreement.board.fail()
             raise
         told = f"one graph takes {own_ns / 1e6:.3f} ms, segments with collectives in between {segmented_ns / 1e6:.3f}"
         if own_ns > segmented_ns:
-            self.notes.append(f"not one graph: {told}")
+            self._note(f"not one graph: {told}")
             return
-        self.whole = whole
+        self.whole, self._told = whole, told
         for executable in self._executables:
             if executable is not None:
                 executable.release()

@@ -21,10 +21,11 @@ from millstream.data_parallel.board import NotTogetherError
 from millstream.device import DeviceContext
 from millstream.device.graphs import capture
 from millstream.engine.cuda.captured import Captured
-from millstream.engine.planning.choice import Proposal
+from millstream.engine.planning.choice import Proposal, Recipe, Scheduling, plan_by, propose
 from millstream.engine.planning.trial import Trials, compare
 from millstream.graph import KernelGraph, KernelKind, Plan
 from millstream.lower.program import Program
+from millstream.schedule import peak_bytes
 
 WHAT = "capture a step with its collectives"
 """What others are waited for to do."""
@@ -83,17 +84,24 @@ class LockstepTrials(Trials):
         return max(gather(own_ns, WHAT)), max(gather(base_ns, WHAT))
 
 
-def share_proposals(agreement: Agreement, graph: KernelGraph, make: Callable[[], list[Proposal]]) -> list[Proposal]:
-    """The first process's proposals, for this process's graph, which is the same but for the device."""
-    is_first = agreement.board.rank == 0
-    payload = together(agreement, lambda: pickle.dumps(make()) if is_first else b"")
-    proposals: list[Proposal] = pickle.loads(agreement.board.share(payload, WHAT))  # noqa: S301  our own processes
-    return [replace(each, plan=_for_graph(each.plan, graph)) for each in proposals]
+def propose_together(agreement: Agreement, graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Proposal]:
+    """The first process's proposals, each made anew for this process's graph, whose kernels may be others.
 
+    Raises:
+        NotTogetherError: Some process could not plan.
+        DataParallelError: Some process is gone.
+    """
+    own = together(agreement, lambda: propose(graph, costs, scheduling))
+    told = pickle.dumps([(each.recipe, each.predicted_ns) for each in own])
+    recipes: list[tuple[Recipe | None, int]] = pickle.loads(agreement.board.share(told, WHAT))  # noqa: S301  our own
+    budget = scheduling.budget_bytes(own[0].plan)
+    made = {each.recipe: each.plan for each in own}
 
-def _for_graph(plan: Plan, graph: KernelGraph) -> Plan:
-    layout = plan.layout and replace(plan.layout, device=graph.kernels[0].device)
-    return replace(plan, graph=graph, layout=layout)
+    def follow(recipe: Recipe | None, predicted_ns: int) -> Proposal:
+        plan = made[recipe] if recipe is None or recipe in made else plan_by(recipe, graph, costs, budget)
+        return Proposal(plan, peak_bytes(plan), predicted_ns, recipe)
+
+    return together(agreement, lambda: [follow(*each) for each in recipes])
 
 
 def measure_collectives(

@@ -23,13 +23,13 @@ from millstream.engine.cuda.captured import Captured, Family
 from millstream.engine.parallel.lockstep import (
     LockstepTrials,
     measure_collectives,
-    share_proposals,
+    propose_together,
     together,
 )
 from millstream.engine.parallel.watchdog import Watchdog, watchdog_of
-from millstream.engine.planning.choice import Scheduling, choose, propose
+from millstream.engine.planning.choice import Scheduling, choose
 from millstream.engine.serial import SerialEngine
-from millstream.graph import Candidate, Plan, format_graph
+from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase
 from millstream.lower.merging import merge
 from millstream.lower.segments import Segments
@@ -51,12 +51,14 @@ def merge_lowered(segments: Segments, executables: Sequence[Executable | None], 
     return Lowered(program, Phase.STEP, visible, seconds)
 
 
-def digest_of(lowered: Lowered) -> int:
-    """A number that processes have in common whose programs are the same but for the device; of 32 bits."""
-    text = format_graph(lowered.program.graph)
-    for device in lowered.program.devices:
-        text = text.replace(device, "device")
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+def digest_of(exchanges: Sequence[Any], inputs: Sequence[Any]) -> int:
+    """A number, of 32 bits, that processes have in common which exchange the same and have inputs of the same shapes.
+
+    Kernels may be others in each, as where inputs lie otherwise in memory.
+    """
+    exchanged = [(each.label, each.memory.numel(), str(each.memory.dtype)) for each in exchanges]
+    given = [(tuple(each.shape), str(each.dtype)) for each in inputs if isinstance(each, torch.Tensor)]
+    return int.from_bytes(hashlib.sha256(repr((exchanged, given)).encode()).digest()[:4], "big")
 
 
 def costs_of(lowered: Lowered, segments: Segments, executables: Sequence[Executable | None]) -> Costs:
@@ -181,7 +183,7 @@ def capture_together(
 ) -> WholeGraph:
     """Choose a plan in all processes, by trials on their inputs, and capture it; memory holds what it held before.
 
-    The first process makes the candidates, all capture and time them, and the slowest counts.
+    The first process says which candidates there are, all plan, capture and time them, and the slowest counts.
 
     Raises:
         NotTogetherError: Some process could not capture it.
@@ -194,7 +196,7 @@ def capture_together(
     try:
         with place.graph_lock, guard(place.place):
             costs = measure_collectives(agreement, place, program, memories, costs)
-            proposals = share_proposals(agreement, graph, lambda: propose(graph, costs, scheduling))
+            proposals = propose_together(agreement, graph, costs, scheduling)
 
             def attempt(plan: Plan) -> Captured:
                 return Captured(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from millstream.check import check_plan
 from millstream.cost import Costs
@@ -94,6 +94,22 @@ class Scheduling:
         return budget
 
 
+class Recipe(NamedTuple):
+    """How a plan is made.
+
+    Attributes:
+        policy: Name of the policy.
+        streams: How many there may be.
+        wait_factor: What a wait is taken to cost more than measured.
+        packed: Whether memory is packed.
+    """
+
+    policy: str
+    streams: int
+    wait_factor: float
+    packed: bool
+
+
 @dataclass(frozen=True)
 class Proposal:
     """A plan with what is known of it before it runs.
@@ -102,11 +118,13 @@ class Proposal:
         plan: To be checked before it runs.
         peak_bytes: What temporaries and outputs take.
         predicted_ns: Its time in the simulator.
+        recipe: How it was made: what ``plan_by`` takes; ``None`` of the serial one.
     """
 
     plan: Plan
     peak_bytes: int
     predicted_ns: int
+    recipe: Recipe | None = None
 
     def describe(self, verdict: str = "", measured_ns: int | None = None) -> Candidate:
         """Return it as a candidate for a report."""
@@ -162,14 +180,28 @@ def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Pr
     for variant, num_streams, policy in product(VARIANTS, counts, policies):
         if variant is not VARIANTS[0] and policy != policies[0]:
             continue
-        wait_factor, packed = variant
-        priced = replace(costs, wait_ns=round(costs.wait_ns * wait_factor))
+        recipe = Recipe(policy, num_streams, *variant)
         fewer = len(counts) == 1  # else they are candidates themselves
-        plan = plan_graph(graph, priced, num_streams, policy, memory_bytes=budget, packed=packed, fewer=fewer)
+        plan = plan_by(recipe, graph, costs, budget, fewer=fewer)
         if plan.num_streams > 1 and plan.steps not in seen:
             seen.add(plan.steps)
-            proposals.append(_assess(replace(plan, spread=Spread.APART), costs))
+            proposals.append(replace(_assess(plan, costs), recipe=recipe))
     return [proposals[0], *sorted(proposals[1:], key=lambda proposal: proposal.predicted_ns)]
+
+
+def plan_by(recipe: Recipe, graph: KernelGraph, costs: Costs, budget: int, *, fewer: bool = False) -> Plan:
+    """Make a plan, with small kernels apart from each other.
+
+    Args:
+        recipe: How.
+        graph: Of what.
+        costs: Of its kernels.
+        budget: Bytes for temporaries and outputs.
+        fewer: Whether fewer streams are taken where they take no longer.
+    """
+    priced = replace(costs, wait_ns=round(costs.wait_ns * recipe.wait_factor))
+    limits = {"memory_bytes": budget, "packed": recipe.packed, "fewer": fewer}
+    return replace(plan_graph(graph, priced, recipe.streams, recipe.policy, **limits), spread=Spread.APART)
 
 
 def _assess(plan: Plan, costs: Costs) -> Proposal:
