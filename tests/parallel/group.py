@@ -19,7 +19,7 @@ from pathlib import Path
 DEADLINE = 60.0
 """Seconds that a check may take."""
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=40)
 """After which a process that waits for another gives up."""
 
 
