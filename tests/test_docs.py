@@ -81,10 +81,12 @@ def test_every_workaround_is_told_of():
 
     rows = WORKAROUND.findall((ROOT / "docs" / "upstream.md").read_text(encoding="utf-8"))
     told = {f"pytorch#{number}": (effect, versions) for number, effect, versions in rows}
-    known = {
-        each.issue: (each.effect, f"before {'.'.join(map(str, each.until))}" if each.until else "all so far")
-        for each in WORKAROUNDS
-    }
+
+    def versions_of(each):
+        bounds = (("from", each.since), ("before", each.until))
+        return ", ".join(f"{word} {'.'.join(map(str, version))}" for word, version in bounds if version) or "all so far"
+
+    known = {each.issue: (each.effect, versions_of(each)) for each in WORKAROUNDS}
     assert told == known
 
 

@@ -13,6 +13,7 @@ from millstream.device import context
 from millstream.engine.source import compile_plan
 from millstream.lower import translate
 from millstream.lower.convolutions import (
+    ahead,
     channels,
     conversions,
     dense,
@@ -37,6 +38,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(writers, "_on_device", lambda image: True)
     monkeypatch.setattr(writers, "_has_triton", lambda: True)
     monkeypatch.setattr(writers, "_cudnn_layout", lambda *arguments: torch.channels_last)
+    monkeypatch.setattr(ahead, "_asynchronous_mode", lambda: None)  # stand-ins are not Triton's
 
 
 def convolve_dense(*arguments, out):

@@ -33,7 +33,7 @@ def fusion_fails(monkeypatch):
 
 
 def two_kernels(x):
-    return torch.cat([x.sum(1, keepdim=True).tanh() + x, x.amax(0, keepdim=True)])
+    return torch.nn.functional.layer_norm(x, (4,))
 
 
 def test_a_fusion_that_fails_is_left_out(fusion_fails):

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import millstream as ms
 from millstream.api import executables
 from millstream.graph import KernelKind
-from millstream.lower.convolutions import dense, depthwise, epilogues, prologues, writers
+from millstream.lower.convolutions import ahead, dense, depthwise, epilogues, prologues, writers
 from millstream.lower.convolutions.dense import CONVOLVE
 from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise
 from millstream.lower.convolutions.epilogues import absorb_epilogues
@@ -33,6 +33,7 @@ def ours(monkeypatch):
         monkeypatch.setattr(module, "may_be_ours", lambda image: True)
     for module in (dense, depthwise):
         monkeypatch.setattr(module, "_DTYPES", (DOUBLE,))
+    monkeypatch.setattr(ahead, "_asynchronous_mode", lambda: None)  # stand-ins are not Triton's
 
 
 def absorbed(function, *convolutions, size=(2, 16, 6, 7)):

@@ -61,9 +61,16 @@ def unpool_channels_last():
     assert result.stride() == expected.stride()
 
 
+def view_a_part():
+    x = torch.arange(20.0)[5:15]
+    result = ms.compile(lambda x: x.as_strided((3, 2), (3, 1), 6) + 1, strict=True)(x)
+    assert torch.equal(result, x.as_strided((3, 2), (3, 1), 6) + 1)
+
+
 SHOWN_BY = {
     "pytorch#167313": lambda: test_patterns.test_what_is_added_is_scaled("product first"),
     "pytorch#183988": shuffle,
+    "pytorch#184232": view_a_part,
     "pytorch#185873": lambda: test_ordering.test_gradients_of_upsampling_are_right("compile"),
     "pytorch#187173": unpool_channels_last,
     "pytorch#191837": fold_in_tiles,
@@ -110,7 +117,7 @@ def test_pytorch_does_without(issue, monkeypatch):
             SHOWN_BY[issue]()
 
 
-@pytest.mark.parametrize("program", [shuffle, train_complex_parameters, unpool_channels_last])
+@pytest.mark.parametrize("program", [shuffle, view_a_part, train_complex_parameters, unpool_channels_last])
 @pytest.mark.filterwarnings("ignore:.*complex")
 def test_with_it_the_program_is_right(program):
     torch._dynamo.reset()

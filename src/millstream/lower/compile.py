@@ -234,9 +234,9 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
 
         try:
             return _try_in_turn(trace)  # type: ignore[no-any-return]
-        except (MillstreamError, TorchDynamoException):
-            raise
-        except Exception as error:  # noqa: BLE001  of passes over the graph of forward and backward: likewise
+        except Exception as error:  # of passes over the graph of forward and backward: likewise
+            if isinstance(error, MillstreamError | TorchDynamoException) and not isinstance(error, LoweringError):
+                raise
             refuse(error, "as plain Python")
             gm.graph = original
             return gm.forward

@@ -363,11 +363,15 @@ def note_value(node: torch.fx.Node, fake_mode: Any = None) -> None:
     """Run a new node on fake tensors and keep the result as ``node.meta["val"]``.
 
     Upstream's hook fails for operators without a fake implementation (oneDNN's in-place ones); here such an operator
-    returns what it writes, and otherwise nothing is known of its result.
+    returns what it writes, and otherwise nothing is known of its result. One that is told where to write is not run.
     """
     node.meta["val"] = None
     write_sizes_as_numbers(node)
     if isinstance(node.target, GeneratedKernel):
+        return
+    out = node.kwargs.get("out")
+    if isinstance(out, torch.fx.Node):  # what it returns; PyTorch 2.11 makes numbers of symbolic sizes where it is run
+        node.meta["val"] = out.meta["val"]
         return
     args, kwargs = tree_map_only(torch.fx.Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
     try:

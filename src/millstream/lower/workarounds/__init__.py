@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from millstream.lower.workarounds import (
     pytorch_167313,
     pytorch_183988,
+    pytorch_184232,
     pytorch_185873,
     pytorch_187173,
     pytorch_191837,
@@ -33,6 +34,7 @@ __all__ = ["WORKAROUNDS", "JointPasses", "Workaround", "decompose", "lowering", 
 WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_167313.WORKAROUND,
     pytorch_183988.WORKAROUND,
+    pytorch_184232.WORKAROUND,
     pytorch_185873.WORKAROUND,
     pytorch_187173.WORKAROUND,
     pytorch_191837.WORKAROUND,

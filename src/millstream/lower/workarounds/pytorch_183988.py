@@ -41,5 +41,5 @@ WORKAROUND = Workaround(
     "pytorch#183988",
     "an error on a shuffle by randperm",
     tracing=_match_no_shuffle,
-    error="argname=slice_shape",
+    error="slice_shape",
 )

@@ -41,6 +41,7 @@ def _keep_names() -> Iterator[None]:
 WORKAROUND = Workaround(
     "pytorch#185873",
     "wrong gradients of upsampling and max pooling, on CPUs",
+    since=(2, 13),
     until=(2, 14),
     lowering=_keep_names,
 )

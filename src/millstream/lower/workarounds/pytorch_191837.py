@@ -39,5 +39,6 @@ def _store_once() -> Iterator[None]:
 WORKAROUND = Workaround(
     "pytorch#191837",
     "wrong numbers and writes after the end of memory, of fold and scattered sums on CPUs",
+    since=(2, 12),
     lowering=_store_once,
 )

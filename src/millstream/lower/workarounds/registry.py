@@ -29,6 +29,7 @@ class Workaround:
     Attributes:
         issue: Where it was reported, ``pytorch#185873``; its name in ``MILLSTREAM_WITHOUT``.
         effect: What happens without, in a few words.
+        since: The first version of PyTorch that needs it; ``None`` where all that are supported do.
         until: The first version of PyTorch that does without; ``None`` while there is none.
         lowering: Around Inductor's scheduling and code generation.
         tracing: Around its passes over the graph of forward and backward.
@@ -40,6 +41,7 @@ class Workaround:
 
     issue: str
     effect: str
+    since: tuple[int, int] | None = None
     until: tuple[int, int] | None = None
     lowering: Patch = contextlib.nullcontext
     tracing: Patch = contextlib.nullcontext
@@ -51,7 +53,9 @@ class Workaround:
     @property
     def applies(self) -> bool:
         """Whether this PyTorch needs it, and it is not switched off."""
-        return (self.until is None or torch_version() < self.until) and self.issue not in _switched_off()
+        version = torch_version()
+        is_needed = (self.since is None or self.since <= version) and (self.until is None or version < self.until)
+        return is_needed and self.issue not in _switched_off()
 
 
 _off: ContextVar[frozenset[str]] = ContextVar("workarounds that are off", default=frozenset())
