@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from hypothesis import given
@@ -95,6 +96,29 @@ def test_each_operator_has_its_line_and_module_also_in_the_backward_pass(tmp_pat
     assert at("ReluBackward0") == ("relu", "0")
     assert at("AddmmBackward0") == ("linear", "0.layer1.0")
     assert stacks.at(999, 0) == ((), "")
+
+
+def event_of(kind, start, end, children=(), **fields):
+    extra = type(kind, (), fields)()
+    shown = {"name": "aten::item", "start_tid": 1, "start_time_ns": start, "end_time_ns": end}
+    return SimpleNamespace(extra_fields=extra, children=list(children), **shown)
+
+
+def test_function_that_calls_nothing_known_has_no_line_of_its_own():
+    """As Python 3.12.0 to 3.12.4 show it: the call of ``item`` is not there, the operator is."""
+
+    def place(number, function):
+        return SimpleNamespace(file_name="/u/train.py", line_number=number, function_name=function)
+
+    operator = event_of("_ExtraFields_TorchOp", 20, 30, sequence_number=-1)
+    inner = event_of(
+        "_ExtraFields_PyCall", 10, 40, [operator], caller=place(9, "<module>"), callsite=place(3, "f"), module=None
+    )
+    outer = place(7, "<module>")  # the line that ran when the window began
+    root = event_of("_ExtraFields_PyCall", 0, 99, [inner], caller=outer, callsite=outer, module=None)
+    stacks = CallStacks([root], {})
+    assert [site.line for site in stacks.at(1, 25)[0]] == [9]
+    assert stacks.at(1, 50) == ((), "")
 
 
 def test_two_windows_are_recorded_by_the_count_of_steps(monkeypatch, tmp_path):

@@ -243,6 +243,18 @@ def test_replays_of_one_graph_with_unlike_numbers_of_kernels_are_no_verdict():
     assert "9 to 10 kernels" in analyse(recording).why_unreliable
 
 
+def test_graph_that_was_launched_before_the_window_may_be_cut():
+    recording = serial_recording([(None, 10 * US, 5), (Cause.PYTHON, MS, 6)], [MS], steps=STEPS)
+    replays = [
+        replace(each, graph=3, start_ns=each.start_ns + part, end_ns=each.start_ns + part + 10)
+        for each in recording.activities
+        for part in (0, 20, 40)
+    ]
+    cut = replace(replays[0], launch=10_000)
+    assert "lost" not in analyse(replace(recording, activities=(cut, *replays))).why_unreliable
+    assert "1 to 3 kernels" in analyse(replace(recording, activities=(replays[0], *replays[3:]))).why_unreliable
+
+
 def test_workers_that_keep_up_are_counted():
     host, kernels = [(Cause.DATA_WAIT, 80 * MS, 41), *launches(4)], [5 * MS] * 4
     loaders = (Loader(2, 200 * MS, 40, Site(USER, 12, "__getitem__")),)

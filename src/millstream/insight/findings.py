@@ -269,7 +269,7 @@ def _why_launches_do_not_match(recording: Recording) -> str:
     sizes: dict[int, set[int]] = defaultdict(set)
     nodes: dict[tuple[int, int | None], int] = defaultdict(int)
     for each in recording.activities:
-        if each.graph is not None:
+        if each.graph is not None and each.launch in start_of:  # launched before the window, it may be cut
             nodes[each.graph, each.launch] += 1
     for (graph, _), number in nodes.items():
         sizes[graph].add(number)

@@ -20,7 +20,7 @@ _LATE = 0.8  # of the switch interval: the sampler had to have the interpreter t
 _RUNS = 0.5  # of a time: whoever ran so much of it was running
 _HOLDS = 0.2  # of the time that a thread was kept: another one that ran so much of it held the interpreter
 _FAR_NS = 1_000_000_000  # time that no look speaks for within so long is unknown
-_LONG_NS = 6_000_000  # time that at least two looks speak for
+_LONG_NS = 10_000_000  # time that at least two looks speak for
 _WORTH = 0.1  # of a sample's time: less than that is noise of two clocks
 _IO_FILES = (
     "torch/serialization.py",

@@ -113,11 +113,16 @@ def _slowed(steps: Sequence[Step], within: Sequence[Step]) -> float | None:
 class DeviceWindow:
     """Starts and stops the device's profiler by the count of steps; gives way to a profiler of the script's.
 
+    Args:
+        num_compiles: Tells how often something was compiled. Where that goes on, there is no window B: the compiler's
+            own Python would fill it.
+
     Attributes:
         busy_ns: What starting, stopping and saving took.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_compiles: Callable[[], int] = lambda: 0) -> None:
+        self._num_compiles, self._compiled_before = num_compiles, 0
         self._patches = [
             Patch(torch.profiler.profile, "start", self._give_way),
             Patch(torch.autograd.profiler.profile, "__enter__", self._give_way),
@@ -167,9 +172,11 @@ class DeviceWindow:
     def _at_step(self, number: int) -> None:
         start = time.perf_counter_ns()
         if number == FIRST_STEP:
+            self._compiled_before = self._num_compiles()
             self._begin(with_stack=False)
-        elif number == FIRST_LINED_STEP and self._times is not None:
-            self._begin(with_stack=True)
+        elif number == FIRST_LINED_STEP:
+            if self._times is not None and self._num_compiles() == self._compiled_before:
+                self._begin(with_stack=True)
         elif number in (FIRST_STEP + NUM_STEPS, FIRST_LINED_STEP + NUM_LINED_STEPS):
             self._end()
         self.busy_ns += time.perf_counter_ns() - start
@@ -215,6 +222,7 @@ class DeviceWindow:
         if with_stack:
             kinds.add(torch.profiler.ProfilerActivity.CPU)
         profiler = torch.profiler.profile(activities=kinds, with_stack=with_stack)
+        torch.cuda.synchronize()  # of a graph that runs already, only a part of its kernels would be seen
         self._is_starting = True
         try:
             profiler.start()

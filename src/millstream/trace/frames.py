@@ -30,6 +30,15 @@ def take_stack(frame: FrameType | None) -> RawStack:
     return tuple(found)
 
 
+def key_of(frame: FrameType | None) -> tuple[int, ...]:
+    """What tells a stack from others: as its frames' code lives on, addresses do, and hash quickly."""
+    found: list[int] = []
+    while frame is not None and len(found) < 2 * MAX_DEPTH:
+        found += (id(frame.f_code), frame.f_lasti)
+        frame = frame.f_back
+    return tuple(found)
+
+
 @cache
 def _lines_of(code: CodeType) -> tuple[int | None, ...]:
     return tuple(position[0] for position in code.co_positions())

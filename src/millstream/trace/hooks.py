@@ -80,6 +80,7 @@ class Hooks:
         gc.callbacks.append(self._on_collection)
         self._compiles: compile_events.CompileWatch | None = None
         self._compiling: dict[int, int] = {}
+        self.num_compiles = 0
         self.watch_compiler()
 
     def watch_compiler(self) -> None:
@@ -220,6 +221,7 @@ class Hooks:
         self._compiling[threading.get_ident()] = clock()
 
     def _on_compiled(self) -> None:
+        self.num_compiles += 1
         start = self._compiling.pop(threading.get_ident(), None)
         if start is not None and os.getpid() == self._pid:
             self._log.add_span(start, Cause.COMPILE, "torch.compile", depth=3)

@@ -13,17 +13,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from millstream.insight import Sample, Site
-from millstream.trace.frames import RawStack, is_between_instructions, sites_of, take_stack
+from millstream.trace.frames import RawStack, is_between_instructions, key_of, sites_of, take_stack
 
 HERTZ, NUM_FIRST = 250, 5_000
-"""So often at first, for twenty seconds; a look takes some 40 µs."""
+"""So often at first, for twenty seconds, where a look takes 20 to 80 µs, as the processor's caches are."""
 HERTZ_LATER = 50
 """After that, so that a long run is slowed by less than half a percent."""
+MOST_SHARE, NUM_PRICED = 0.008, 64
+"""Of the time: looks become rarer where they take more of it. What they take is measured every so many looks."""
 MAX_LOOKS = 150_000  # most of an hour; of a longer run the last ones are kept
 MAX_THREADS = 16
+KEPT = 0.9  # of the time: a thread that ran less of it was kept waiting, and one asks the system for what
 
 
 class ThreadLook(NamedTuple):
@@ -60,7 +64,8 @@ class Sampler:
         self.busy_ns = 0
         self._on_look = on_look
         self._stopped = threading.Event()
-        self._known: dict[RawStack, RawStack] = {}
+        self._known: dict[tuple[int, ...], RawStack] = {}
+        self._latest: dict[int, tuple[int, ThreadLook]] = {}  # by thread: when it was looked at, and what was seen
         self._native_of: dict[int, int] = {}
         self._files: dict[int, int] = {}  # by number of the thread: its open statistics
         self._counts_ready = Path("/proc/self/schedstat").is_file()
@@ -89,8 +94,10 @@ class Sampler:
             now = time.perf_counter_ns()
             self.looks.append(self._look(mine, now, now - due))
             num_looks += 1
-            if num_looks == NUM_FIRST:
-                interval_ns = 1_000_000_000 // HERTZ_LATER
+            if num_looks % NUM_PRICED == 0:
+                price_ns = (time.thread_time_ns() - began_ns) / num_looks
+                hertz = HERTZ if num_looks < NUM_FIRST else HERTZ_LATER
+                interval_ns = max(1_000_000_000 // hertz, round(price_ns / MOST_SHARE))
             if self._on_look is not None:
                 self._on_look()
             over = time.perf_counter_ns()
@@ -102,13 +109,27 @@ class Sampler:
         for ident, frame in sys._current_frames().items():
             if ident == mine:
                 continue
-            stack = take_stack(frame)
-            stack = self._known.setdefault(stack, stack)
-            threads.append(ThreadLook(ident, stack, self._ran_ns(ident), self._ready_ns(ident)))
+            threads.append(self._look_at(ident, frame, now))
             if len(threads) == MAX_THREADS:
                 break
         frame = None
         return Look(now, late_ns, time.process_time_ns(), tuple(threads))
+
+    def _look_at(self, ident: int, frame: FrameType, now: int) -> ThreadLook:
+        """A thread that has not run since is where it was; one that has run all the time was not kept waiting."""
+        ran_ns = self._ran_ns(ident)
+        before_ns, before = self._latest.get(ident, (0, None))
+        if before is not None and ran_ns == before.cpu_ns >= 0 and frame.f_lasti == before.stack[0][1]:
+            return before
+        key = key_of(frame)
+        stack = self._known.get(key)
+        if stack is None:
+            stack = self._known[key] = take_stack(frame)
+        was_kept = before is None or ran_ns < 0 or ran_ns - before.cpu_ns < KEPT * (now - before_ns)
+        ready_ns = self._ready_ns(ident) if was_kept or before is None else before.ready_ns
+        look = ThreadLook(ident, stack, ran_ns, ready_ns)
+        self._latest[ident] = now, look
+        return look
 
     def _ran_ns(self, ident: int) -> int:
         """Time that a thread has run. Linux names a thread's clock by its number; asking for a dead one is an error."""

@@ -59,7 +59,7 @@ class Session:
         uses_device: bool = True,
     ) -> None:
         self._script, self._waiters, self._steppers = script, waiters, steppers
-        self._device = DeviceWindow() if uses_device and torch.cuda.is_available() else None
+        self._device = DeviceWindow(self._count_compiles) if uses_device and torch.cuda.is_available() else None
         self._log = Log()
         self._pid = os.getpid()
         self._hooks: Hooks | None = None
@@ -78,6 +78,9 @@ class Session:
         self._sampler = Sampler(hooks.watch_compiler)
         self._began_unix_ns, self._began_ns = time.time_ns(), clock()
         self._sampler.start()
+
+    def _count_compiles(self) -> int:
+        return self._hooks.num_compiles if self._hooks is not None else 0
 
     @property
     def is_inherited(self) -> bool:

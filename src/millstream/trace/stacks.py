@@ -1,7 +1,8 @@
 """Window B: a few steps under torch.profiler with Python's stacks, for lines alone; its times are stretched.
 
 For each call of the driver: the lines that led to it, and the module. Work of a backward pass has the lines of the
-forward operator with the same sequence number.
+forward operator with the same sequence number. Python 3.12.0 to 3.12.4 do not tell of calls of C functions
+(pytorch#155446): what such a function launches has the line of the next call outwards there, or none.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Frame:
     start_ns: int
     end_ns: int
     caller: Site | None = None  # the line that called it; None of an operator
-    own: Site | None = None  # where a Python function begins
+    is_outermost: bool = False  # nothing is known to have called it
     module: int = 0  # address of the module that it is a call of
     sequence: int = -1
     parent: _Frame | None = None
@@ -146,7 +147,8 @@ def _frame_of(event: Any, kind: str, parent: _Frame | None) -> _Frame:
         return frame
     frame.caller = _site_of(fields.caller)
     if kind == _PYTHON[0]:
-        frame.own = _site_of(fields.callsite)
+        own = _site_of(fields.callsite)
+        frame.is_outermost = parent is None and (own.file, own.function) == (frame.caller.file, frame.caller.function)
         frame.module = int(fields.module.self_ptr) if fields.module is not None else 0
     return frame
 
@@ -160,10 +162,8 @@ def _sort(frames: list[_Frame]) -> None:
 
 
 def _stack_of(path: list[_Frame]) -> Stack:
-    python = [each for each in path if each.caller is not None]
-    callers = tuple(each.caller for each in python if each.caller is not None)
-    innermost = (python[0].own,) if python and python[0].own is not None else ()
-    return (*innermost, *callers)
+    """The lines of calls. Where a function itself stands is not known, and its first line would be a wrong one."""
+    return tuple(each.caller for each in path if each.caller is not None and not each.is_outermost)
 
 
 def _site_of(place: Any) -> Site:
