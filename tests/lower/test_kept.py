@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -99,13 +100,16 @@ def test_same_step_is_found_before_autograd(kept, folder):
     assert all(map(torch.allclose, kept[1], expected))
 
 
-def test_found_kernels_name_their_lines(folder):
+def test_found_kernels_name_their_lines(folder, caplog):
     step, _ = make_step()
+    caplog.set_level(logging.INFO, "millstream")
     for _ in range(2):
         step(torch.ones(4, 3), torch.ones(4, 2))
     sources = {kernel.source for kernel in ms.explain(step).programs[0].plan.graph.kernels}
     line = make_step.__code__.co_firstlineno + 7
     assert any(source.endswith(f"test_kept.py:{line} in train") for source in sources), sources
+    told = [record.getMessage() for record in caplog.records if "captured in" not in record.getMessage()]
+    assert told == [f"train: {phase}" for phase in ("tracing", "looking on disk", "first run")]
 
 
 def overlapping():

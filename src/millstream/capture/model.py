@@ -38,6 +38,7 @@ from millstream.capture.lines import is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
 from millstream.lower import Lowered, LoweredForSizes, compile_graph, describe_failure
+from millstream.progress import showing
 
 #: Dynamo gives up on a function after this many versions; a user of many input shapes meets its default of 8 too soon.
 RECOMPILE_LIMIT = 64
@@ -122,9 +123,10 @@ class Compiler:
             graph.executables.append(executable)
             return executable
 
-        run = compile_graph(
-            gm, inputs, finish, self._refuse, name=self.name, options=self._options, freeze=self.freezes
-        )
+        with showing(self.name, "compiled"):
+            run = compile_graph(
+                gm, inputs, finish, self._refuse, name=self.name, options=self._options, freeze=self.freezes
+            )
         self.graphs.append(graph)
         graph.last_used = self.num_runs
         self._release_oldest()

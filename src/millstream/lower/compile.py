@@ -27,6 +27,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import should_assume_input_aligned
 from torch.utils._pytree import tree_leaves
 
+from millstream import progress
 from millstream._torch.symbols import is_symbolic
 from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import traces_unnoticed
@@ -219,12 +220,14 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         functorch_config.patch(enable_autograd_cache=False),
     ):
         start = time.perf_counter()
+        progress.phase("looking on disk")
         step = open_record(gm, inputs, {"step": step_state}, {}) if step_state is not None else None
         if step is not None and (found := step.load()) is not None:
             program = _named(found.program, f"{name}.{Phase.STEP}")
             visible = frozenset(range(len(program.outputs)))
             run = finish(Lowered(program, Phase.STEP, visible, time.perf_counter() - start, step))
             return lambda *inputs: run([*found.added, *inputs])
+        progress.phase("preparing the graph")
         table = workarounds.decompose({**select_decomp_table(), **random_decompositions()})
         original = copy.deepcopy(gm.graph)
 
@@ -321,7 +324,9 @@ def _lower(
         launches = find_launches(graph.graph)
     with compiling(launches), collect_wrappers(options) as wrappers, shortcuts(), knows_own_convolutions():
         arguments: Any = {**kwargs, "fx_wrapper": True}
+        progress.phase("writing kernels")
         compile_fx_inner(graph, inputs, **arguments)
+        progress.phase("planning")
         aligned = aligned_inputs(inputs)
     if not wrappers:
         raise LoweringError("The graph has no kernels.", construct=name)

@@ -21,6 +21,8 @@ from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.exc import CppCompileError
 
+from millstream.progress import count
+
 BATCH = 6
 """Kernels in a file: more save compiler starts, fewer keep more cores busy."""
 
@@ -151,7 +153,11 @@ class CppKernels:
         """All kernels that were taken over, by name; none if a file does not compile: one by one it shows which."""
         self._compile()
         try:
-            return {name: self.known[source]() for name, source in self._sources.items()}
+            kernels: dict[str, Kernel] = {}
+            for number, (name, source) in enumerate(self._sources.items(), 1):
+                count("compiling", number, len(self._sources), "kernels")
+                kernels[name] = self.known[source]()
+            return kernels
         except CppCompileError:
             for source in self._sources.values():
                 self.known.pop(source, None)

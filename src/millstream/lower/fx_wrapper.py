@@ -34,6 +34,7 @@ from millstream.errors import LoweringError
 from millstream.lower.cpp_kernels import CppKernels
 from millstream.lower.operators import written_arguments
 from millstream.lower.tuning import keep_choice
+from millstream.progress import count
 
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so
 #: Inductor must not hand a dead buffer on; but only Inductor knows which kernels may write over an input that dies with
@@ -421,7 +422,8 @@ def import_definitions(prologue: str, definitions: Sequence[tuple[str, str, str 
     ]
     module = PyCodeCache.load("\n".join([prologue, *code]))
     kernels: dict[str, tuple[Any, str]] = {}
-    for name, body, _ in definitions:
+    for number, (name, body, _) in enumerate(definitions, 1):
+        count("compiling", number, len(definitions), "kernels")
         compiled = getattr(module, name)
         while hasattr(compiled, "result"):  # still compiling
             compiled = compiled.result()

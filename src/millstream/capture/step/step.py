@@ -70,6 +70,7 @@ from millstream.device.likeness import Likeness
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
 from millstream.locks import ForkSafeLock
 from millstream.lower import ask_early
+from millstream.progress import phase, showing
 
 MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""
@@ -427,6 +428,10 @@ class Step(Generic[P, R]):
         Returns:
             The graph, its complete arguments and its results.
         """
+        with showing(self._name, "captured"):
+            return self._capture_shown(call, is_trial=is_trial)
+
+    def _capture_shown(self, call: Call, *, is_trial: bool) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         counts = CountsOnDevice()
         watch_wrapping(self)
         try:
@@ -438,6 +443,7 @@ class Step(Generic[P, R]):
                     raise EagerFirst
                 self._look_back(call, found)
                 ask_early(call.arguments)
+                phase("tracing")
                 graph = self._trace(call, found, counts)
             arguments, results = self._build_and_run(call, graph, is_trial=is_trial)
         except BaseException:
@@ -520,6 +526,7 @@ class Step(Generic[P, R]):
             graph.fill_slots()
             with torch.no_grad():
                 graph.executable = self._build(graph.gm, graph.inputs(arguments), frozenset(range(len(graph.static))))
+            phase("first run")
             results = graph.replay(arguments)
             if is_trial:
                 graph.replay(arguments)  # in its second run a plan is chosen

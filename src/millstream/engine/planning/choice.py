@@ -23,6 +23,7 @@ from millstream.device.spread import BESIDE, SMALL
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN, PLANNED_ROLES, Candidate, KernelGraph, Plan, Spread, Wait, format_graph
 from millstream.lower.program import Program
+from millstream.progress import count
 from millstream.schedule import POLICIES, critical_path_ns, peak_bytes, plan_graph, plan_serial
 from millstream.simulate import simulate
 
@@ -242,10 +243,13 @@ def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple
     best, best_share = serial, 1.0  # of the time on one stream
     serial_ns: int | None = None
     deadline = time.monotonic() + seconds
+    num_tried, most = 0, min(len(others), MOST_TRIALS) + len(Spread) - 1
 
     def measure(proposal: Proposal) -> int | None:
-        nonlocal best, best_share, serial_ns
+        nonlocal best, best_share, serial_ns, num_tried
         check_plan(proposal.plan)
+        num_tried += 1
+        count("trying plan", num_tried, most, "")
         times = trial.compare(proposal, best)
         if times is None:
             return None

@@ -25,8 +25,9 @@ from millstream.engine.source import compile_plan
 from millstream.graph import CHOSEN, Candidate, Plan
 from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered
+from millstream.progress import showing
 
-SHARE_OF_COMPILING, LEAST_S = 0.2, 1.0  # trials end after this part of the time that compiling took, or this many s
+SHARE_OF_COMPILING, LEAST_S = 0.1, 1.0  # trials end after this part of the time that compiling took, or this many s
 
 _guard = ForkSafeLock()
 _tables: dict[str, CostTable] = {}  # by device: what this process has read and measured so far
@@ -96,7 +97,8 @@ class Planner:
         if found is not None:
             check_plan(found[0].plan)
         else:
-            found = choose(proposals, trial, max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S))
+            with showing(self._lowered.program.graph.name, "plan chosen"):
+                found = choose(proposals, trial, max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S))
             if trial.error is None:
                 self._store.save_choice(key, {"serial_ns": serial_ns, **note(found[1])})
         return found
