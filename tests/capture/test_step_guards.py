@@ -305,7 +305,7 @@ def test_number_of_graphs_is_bounded_and_the_oldest_goes():
 
         return Executable()
 
-    captured = Step(lambda x: x * 2, build=build, strict=True, max_graphs=2)
+    captured = Step(lambda x: x * 2, build=build, strict=True, max_graphs=2, dynamic=False)
     for size in (1, 2, 1, 3, 1, 2):
         assert captured(torch.ones(size)).tolist() == [2] * size
     assert len(captured.graphs) == 2
@@ -313,7 +313,7 @@ def test_number_of_graphs_is_bounded_and_the_oldest_goes():
 
 
 def test_steps_that_never_repeat_end_in_eager_mode():
-    captured = Step(lambda x: x * 2, build=interpret, max_graphs=2)
+    captured = Step(lambda x: x * 2, build=interpret, max_graphs=2, dynamic=False)
     with pytest.warns(FallbackWarning, match="hardly served again"):
         for size in range(1, 12):
             assert captured(torch.ones(size)).tolist() == [2] * size

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import sympy
 import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_map_only
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -29,6 +33,11 @@ def _has_symbolic_sizes(value: Any) -> bool:
 def expression_of(number: Any) -> sympy.Basic:
     """What a symbolic number is, in the symbols that are left of those once equal."""
     return number.node.expr  # type: ignore[no-any-return]
+
+
+def definition_of(number: Any) -> sympy.Basic:
+    """What a symbolic number is, in the symbols that it was made of."""
+    return number.node._expr  # type: ignore[no-any-return]
 
 
 def simplified(number: Any) -> Any:
@@ -63,3 +72,53 @@ def without_guards(values: Iterable[Any]) -> Iterator[None]:
         for environment in environments.values():
             stack.enter_context(environment.suppress_guards())
         yield
+
+
+def mode_for_sizes() -> FakeTensorMode:
+    """A mode for fake tensors with symbolic sizes; a size that depends on values raises as without symbols."""
+    return FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False))
+
+
+def fake_with_symbols(
+    mode: FakeTensorMode, tensor: torch.Tensor, dimensions: Container[int], position: int
+) -> torch.Tensor:
+    """A fake tensor like ``tensor``, in memory of its own, whose sizes in ``dimensions`` are symbols.
+
+    Each is a symbol of its own, whatever others have the same size now; 0 and 1 stay numbers. Strides follow from
+    sizes.
+    """
+    assert mode.shape_env is not None
+    context = StatelessSymbolicContext(  # type: ignore[var-annotated]
+        [DimDynamic.DYNAMIC if each in dimensions else DimDynamic.STATIC for each in range(tensor.dim())]
+    )
+    size, stride, _ = mode.shape_env.create_symbolic_sizes_strides_storage_offset(
+        tensor.detach(), ConstantSource(f"argument{position}"), symbolic_context=context
+    )
+    with mode:
+        return torch.empty_strided(
+            size, stride, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
+        )
+
+
+def guard_of(mode: FakeTensorMode, numbers: Sequence[Any]) -> Callable[..., bool]:
+    """A function of the values of ``numbers``: whether all that was decided about symbols so far holds for them."""
+    assert mode.shape_env is not None
+    code = mode.shape_env.produce_guards_expression([*numbers], ignore_static=False) or "True"
+    names = ", ".join(f"t{position}" for position in range(len(numbers)))
+    text = re.sub(r"L\['(t\d+)'\]", r"\1", code)
+    return eval(f"lambda {names}: {text}", dict(SYMPY_INTERP))  # type: ignore[no-any-return] # noqa: S307
+
+
+def is_constant(number: Any) -> bool:
+    """Whether a size is no symbol any more, if it ever was."""
+    return not isinstance(number, torch.SymInt) or number.node.maybe_as_int() is not None
+
+
+def line_of_decision(mode: FakeTensorMode, symbol: sympy.Symbol) -> tuple[str, int] | None:
+    """File and line of what first made a number of a symbol, as far as PyTorch has noted it."""
+    assert mode.shape_env is not None
+    for guard in mode.shape_env.guards:
+        frame: Any = guard.sloc.framework_loc
+        if isinstance(guard.expr, sympy.Eq) and symbol in guard.expr.free_symbols and hasattr(frame, "lineno"):
+            return frame.filename, frame.lineno
+    return None

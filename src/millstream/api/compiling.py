@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
         check: int | None
         data_parallel: bool | ProcessGroup
+        dynamic: bool | None
 
     class Settings(CommonSettings, total=False, closed=True):
         """What ``ms.compile`` may be told."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from millstream.capture.model import Compiled, CompiledModule
@@ -97,8 +97,7 @@ def executables(compiled: Any) -> list[Executable]:
     compiled = _function_of(compiled)
     if isinstance(compiled, Step):
         return [executable for graph in compiled.graphs for executable in _behind(graph)]
-    made = [executable for graph in _compiled(compiled).compiler.graphs for executable in graph.executables]
-    return [one for executable in made for one in (executable if isinstance(executable, BySize) else [executable])]
+    return _flat(executable for graph in _compiled(compiled).compiler.graphs for executable in graph.executables)
 
 
 def is_compiled(value: Any) -> bool:
@@ -108,7 +107,12 @@ def is_compiled(value: Any) -> bool:
 
 
 def _behind(graph: StepGraph) -> Sequence[Executable]:
-    return getattr(graph.executable, "executables", ())
+    return _flat(getattr(graph.executable, "executables", ()))
+
+
+def _flat(made: Iterable[Executable | BySize]) -> list[Executable]:
+    """Those of programs for many sizes, too."""
+    return [one for executable in made for one in (executable if isinstance(executable, BySize) else [executable])]
 
 
 def _function_of(compiled: Any) -> Any:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 
-from millstream.api.compiling import check_arguments, scheduling_of
+from millstream.api.compiling import check_arguments, new_builder, scheduling_of
 from millstream.capture.step.islands import step_of
 from millstream.capture.step.program import StepProgram
 from millstream.capture.step.step import P, R, Step
 from millstream.engine import AgreedEngine
-from millstream.engine import build as build_executable
 from millstream.errors import ArgumentError, CaptureError, warn_user
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     max_graphs: int = 8,
     check: int | None = None,
     data_parallel: bool | ProcessGroup = False,
+    dynamic: bool | None = None,
     options: dict[str, Any] | None = None,
 ) -> Any:
     """Capture a whole training step, forward, backward and optimizer, as one graph of fused kernels.
@@ -68,6 +68,8 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             the first one has is copied to all at the first call, and gradients become their mean after each backward
             pass. The same parameters get gradients in every call; buffers stay each process's own. A step with
             a ``DistributedDataParallel`` model needs none of this.
+        dynamic: Whether sizes of arguments are symbolic, so that one graph serves all: ``None`` makes those symbolic
+            that were seen to change, ``True`` all from the first capture on, ``False`` none.
         options: Options of TorchInductor.
 
     Raises:
@@ -89,6 +91,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             max_graphs=max_graphs,
             check=check,
             data_parallel=data_parallel,
+            dynamic=dynamic,
             options=options,
         )
     if not callable(fn):
@@ -109,9 +112,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             warn_user(f"{name}: {reason}")
 
     def build_step(gm: torch.fx.GraphModule, inputs: list[Any], static: frozenset[int]) -> StepProgram:
-        build = functools.partial(
-            build_executable, engine=engine, scheduling=scheduling, copy_outputs=copy_outputs, warn=warn
-        )
+        build = new_builder(engine, scheduling, copy_outputs, warn)
         join = functools.partial(AgreedEngine, scheduling=scheduling, copy_outputs=copy_outputs)
         return StepProgram(gm, inputs, static, name=name, build=build, options=options, join=join)
 
@@ -122,6 +123,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         max_graphs=max_graphs,
         check=_calls_between_checks(check),
         data_parallel=data_parallel,
+        dynamic=dynamic,
     )
 
 

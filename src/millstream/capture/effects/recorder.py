@@ -16,7 +16,7 @@ from millstream.capture.effects.values import Expression, Item, Leaf, Returned, 
 from millstream.capture.lines import here
 from millstream.capture.state import signature
 from millstream.capture.state.signature import LEAF, Reference, Structure, Value, take_apart, walk
-from millstream.capture.trace.scalars import HostScalar, Questions, is_scalar
+from millstream.capture.trace.scalars import HostScalar, Questions, as_scalar, is_scalar, is_size
 from millstream.errors import CaptureError
 
 TEXT_REMEDY = "Format the value itself, as in f'{value:>10.3f}', and put the text together with f-strings."
@@ -201,9 +201,11 @@ def open_structure(
         leaves.append(next(tensors))
         return LEAF
     if isinstance(structure, Reference) and (
-        is_scalar(structure.target) or (parameters and isinstance(structure.target, nn.Parameter))
+        is_scalar(structure.target)
+        or is_size(structure.target)
+        or (parameters and isinstance(structure.target, nn.Parameter))
     ):
-        leaves.append(structure.target)
+        leaves.append(as_scalar(structure.target))
         return LEAF
     if isinstance(structure, Value) and isinstance(structure.value, str) and holds_token(structure.value):
         leaves.append(structure.value)
@@ -213,7 +215,7 @@ def open_structure(
             raise text_changed(here())
         return structure
     if isinstance(structure, signature.Container):
-        if any(is_scalar(key) or (isinstance(key, str) and holds_token(key)) for key in structure.keys):
+        if any(is_scalar(key) or is_size(key) or (isinstance(key, str) and holds_token(key)) for key in structure.keys):
             raise CaptureError(
                 "The step makes a dict with a key that is another in each call.",
                 where=here(),

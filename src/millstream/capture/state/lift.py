@@ -161,7 +161,12 @@ def _stand_in_for(thread: int) -> type[FakeTensor]:
 
 
 @contextlib.contextmanager
-def become_fake(tensors: Sequence[Tensor], mode: FakeTensorMode, devices: Mapping[int, torch.device]) -> Iterator[None]:
+def become_fake(
+    tensors: Sequence[Tensor],
+    mode: FakeTensorMode,
+    devices: Mapping[int, torch.device],
+    last: Sequence[Tensor] = (),
+) -> Iterator[None]:
     """For the length of the context, make ``tensors`` fake: same objects, no values, autograd leaves as before.
 
     Other threads that use one of them wait until the context ends, which holds ``TRACING`` for that.
@@ -173,8 +178,10 @@ def become_fake(tensors: Sequence[Tensor], mode: FakeTensorMode, devices: Mappin
         tensors: Distinct tensors.
         mode: Of the fake tensors.
         devices: For positions in ``tensors``: another device to pretend.
+        last: What stands for the last of them; the others are given fake tensors of their own shapes.
     """
-    fakes: list[Tensor] = [mode.from_tensor(tensor) for tensor in tensors]
+    others = tensors[: len(tensors) - len(last)]
+    fakes: list[Tensor] = [*(mode.from_tensor(tensor, static_shapes=True) for tensor in others), *last]
     with mode:
         for index, device in devices.items():
             fakes[index] = torch.empty_like(fakes[index], device=device)

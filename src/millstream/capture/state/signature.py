@@ -99,7 +99,7 @@ def is_same(now: Any, value: Any) -> bool:
     """Whether two plain values are equal; objects are the same by identity only."""
     if now is value:
         return True
-    if type(now) is not type(value) or issubclass(type(now), torch.SymFloat):  # a graph's scalar: not to be asked
+    if type(now) is not type(value) or issubclass(type(now), (torch.SymFloat, torch.SymInt)):  # not to be asked
         return False
     if isinstance(value, tuple):  # item by item: tensors in it would compare their values
         return len(now) == len(value) and all(map(is_same, now, value))
@@ -141,7 +141,7 @@ def take_apart(value: Any, leaves: list[Tensor], numbers: list[float] | None = N
             return Reference(value)
         leaves.append(value)
         return LEAF
-    if issubclass(kind, torch.SymFloat):  # a graph's scalar, which passes for a number, and is not to be asked
+    if issubclass(kind, (torch.SymFloat, torch.SymInt)):  # of a graph: it passes for a number, and is not to be asked
         return Reference(value)
     if isinstance(value, SCALARS):
         if numbers is not None and kind in _NUMBERS:

@@ -29,6 +29,7 @@ from millstream.capture.state.signature import (
 from millstream.capture.step.graph import Memory, Slot, StepGraph, adopt, is_alike
 from millstream.capture.step.recheck import listing_of
 from millstream.capture.step.request import Gradient, Request, Traced
+from millstream.capture.step.sizes import SizeGuard
 from millstream.capture.trace.patches.optimizers import counts_of, is_number, numbers_of
 from millstream.errors import CaptureError
 
@@ -243,6 +244,7 @@ class Workshop:
             arguments=traced.arguments,
             places=[location for _, location in traced.replaced],
             expected=expect_of_arguments(request, traced),
+            sizes=None if traced.sizes is None else SizeGuard(traced.sizes),
             changing=request.changing,
             listing=listing_of(traced) if self.is_checked else [],
             slots=slots,

@@ -17,6 +17,7 @@ from millstream.capture.guards.guards import Guards
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import LEAF, Structure, put_together
 from millstream.capture.step.recheck import Line
+from millstream.capture.step.sizes import SizeGuard, numbers_of
 from millstream.capture.trace.patches.optimizers import is_number
 from millstream.capture.trace.scalars import Questions
 from millstream.device.likeness import Likeness
@@ -98,6 +99,7 @@ class StepGraph:
         parameters: The user's parameters that it writes.
         written_state: Memory of the user's state that it writes.
         writes_arguments: Whether it writes to an argument.
+        sizes: For which sizes of arguments it holds, if those are not all part of ``key``.
     """
 
     signature: dict[str, str]
@@ -124,6 +126,7 @@ class StepGraph:
     parameters: list[Tensor]
     written_state: Memory
     writes_arguments: bool
+    sizes: SizeGuard | None = None
     capture_seconds: float = 0.0
     num_runs: int = 0
     looks: Likeness | None = None
@@ -136,6 +139,8 @@ class StepGraph:
             arguments: Tensors among the arguments.
             given: Numbers among them that each call brings.
         """
+        if self.sizes is not None and not self.sizes.hold(arguments):
+            return False
         strays = self.guards.hold()
         if strays is None or not self.written_state.is_apart_from(
             self.complete(arguments), among_each_other=self.writes_arguments
@@ -191,6 +196,12 @@ class StepGraph:
         ]
         return [*self.static, *given]
 
+    def examples(self, arguments: list[Tensor]) -> list[Tensor]:
+        """What the executable is built for: those inputs, or fake tensors where sizes are symbols."""
+        if self.sizes is None:
+            return self.inputs(arguments)
+        return [node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")]
+
     def run(self, arguments: list[Tensor]) -> Any:
         """Run the graph, do what else the step does, and return its result."""
         arguments = self.complete(arguments)
@@ -213,7 +224,8 @@ class StepGraph:
         """Do what the step does on the host, and return its result."""
         if self.structure is LEAF and self.outputs[0].kind == "graph" and not self.effects.program:
             return results[0]
-        values = Values(self.numbers, results, self.effects.stacks)
+        numbers = self.numbers if self.sizes is None else [*self.numbers, *numbers_of(arguments)]
+        values = Values(numbers, results, self.effects.stacks)
 
         def value_of(output: Output) -> Any:
             if output.kind == "graph":

@@ -35,7 +35,7 @@ from millstream.capture.step.bind import Call
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.split import UNBOUND, Part, split_function
 from millstream.capture.step.step import Fallback, P, R, Step
-from millstream.capture.trace.scalars import is_scalar
+from millstream.capture.trace.scalars import is_scalar, is_size
 from millstream.data_parallel.session import Session
 from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, warn_user
 
@@ -288,7 +288,7 @@ def _leave(*values: Any) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]:
 
 def _check_passed(value: Any, met: set[int], own: Container[int]) -> None:
     """Refuse what a graph would give a copy of where eager Python has one object with several names."""
-    if isinstance(value, (Tensor, *SCALARS, *_LASTING)) or is_scalar(value) or value is UNBOUND:
+    if isinstance(value, (Tensor, *SCALARS, *_LASTING)) or is_scalar(value) or is_size(value) or value is UNBOUND:
         return
     if isinstance(value, FunctionType) and not value.__closure__:
         return

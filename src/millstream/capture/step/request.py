@@ -17,6 +17,7 @@ from millstream.capture.state.lift import Lifted
 from millstream.capture.state.location import Entry, Location
 from millstream.capture.state.signature import Structure
 from millstream.capture.trace.scalars import Questions
+from millstream.capture.trace.sizes import TracedSizes
 from millstream.data_parallel.reducer import Reducer
 
 
@@ -53,6 +54,7 @@ class Request:
         settled: Changes of plain values that were seen before; see ``FirstChange``.
         style: Of text; see ``STYLES``.
         replica: Reduces all gradients between processes, if the step is to do that by itself.
+        dimensions: By position in ``arguments``, dimensions whose sizes are symbols.
     """
 
     function: Callable[..., Any]
@@ -68,6 +70,7 @@ class Request:
     settled: set[Any] = field(default_factory=set)
     style: int = 0
     replica: Reducer | None = None
+    dimensions: dict[int, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -97,6 +100,7 @@ class Traced:
         variables: Names of environment variables that it read.
         optimizers: Those that stepped.
         writes_arguments: Whether the graph writes to an argument.
+        sizes: Those of arguments, if some were to be symbols.
     """
 
     gm: fx.GraphModule
@@ -119,6 +123,7 @@ class Traced:
     variables: set[str]
     optimizers: list[Optimizer]
     writes_arguments: bool
+    sizes: TracedSizes | None = None
 
 
 # --- instead of that --------------------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ from millstream.capture.step.request import (
     StateMissing,
     Traced,
 )
+from millstream.capture.step.sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols, form_without_sizes
 from millstream.capture.step.split import lines_for_a_region
 from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of
 from millstream.capture.trace.patches.randomness import RandomState
@@ -121,6 +122,7 @@ class Step(Generic[P, R]):
         max_graphs: So many graphs are kept; the one unused for longest goes first.
         check: Every so many calls of a graph, capture again and compare; 0 for never.
         data_parallel: Whether to replicate what it trains and to reduce its gradients, or the processes that do.
+        dynamic: Whether sizes of arguments are symbols of a graph: those that were seen to change, all, or none.
 
     Attributes:
         function: The user's function.
@@ -136,6 +138,7 @@ class Step(Generic[P, R]):
         max_graphs: int = 8,
         check: int = 0,
         data_parallel: Any = False,
+        dynamic: bool | None = None,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self.function = function
@@ -149,10 +152,12 @@ class Step(Generic[P, R]):
         self._parameters = _parameters_of(function)
         self._build = build
         self._workshop = Workshop(is_checked=check > 0)
+        self._sizes = ChangingSizes(dynamic)
         self._lock = ForkSafeLock()
         self._graphs: OrderedDict[int, StepGraph] = OrderedDict()
         self._by_key: dict[Any, list[StepGraph]] = {}
         self._last: tuple[Any, list[StepGraph]] = (None, [])  # saves hashing the key of the usual call
+        self._has_symbols = False  # in any graph
         self._usual: StepGraph | None = None  # that ran last, and has looks; saves making the key
         self._varying: dict[Structure, frozenset[int]] = {}  # which numbers among the arguments change
         self._numbers_before: dict[Structure, list[float]] = {}
@@ -189,6 +194,7 @@ class Step(Generic[P, R]):
             max_graphs=self.max_graphs,
             check=self.check,
             data_parallel=self.data_parallel,
+            dynamic=self._sizes.dynamic,
         )
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -243,6 +249,8 @@ class Step(Generic[P, R]):
         if key != last_key:
             graphs = self._by_key.get(key, [])
             self._last = (key, graphs)
+        if self._has_symbols:
+            graphs = [*graphs, *self._by_key.get(form_without_sizes(key), ())]
         for graph in graphs:
             if graph.fits(arguments, given):
                 self._graphs.move_to_end(id(graph))
@@ -371,7 +379,9 @@ class Step(Generic[P, R]):
 
     def _look_back(self, call: Call, found: Found) -> None:
         """Learn from graphs that do not fit: drop dead ones, lift what changes, stop if it leads nowhere."""
-        for graph in list(self._by_key.get(call.key, ())):
+        for graph in (*self._by_key.get(call.key, ()), *self._by_key.get(form_without_sizes(call.key), ())):
+            if graph.sizes is not None and not graph.sizes.hold(call.arguments):
+                continue
             change = graph.guards.broken()
             if change is None:
                 self._why = graph.changed_number(call.given) or self._why
@@ -425,13 +435,27 @@ class Step(Generic[P, R]):
     def _capture(self, call: Call, *, is_trial: bool = False) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         """Trace, build, run and keep a graph for ``call``; a failure, or a trial, leaves everything as it was.
 
+        Sizes that change are symbols of the graph, if that can be; it is for the sizes of the call otherwise.
+
         Returns:
             The graph, its complete arguments and its results.
         """
+        dimensions = self._sizes.choose(call.key, call.arguments)
         with showing(self._name, "captured"):
-            return self._capture_shown(call, is_trial=is_trial)
+            if dimensions:
+                try:
+                    return self._capture_for(call, dimensions, is_trial=is_trial)
+                except SizesFixed:
+                    pass
+                except (CaptureError, NoSymbols) as error:
+                    self._sizes.refuse(call.key, call.arguments, str(error))
+            if advice := self._sizes.advise(call.key, call.arguments, list(call.signature)):
+                warn_user(f"{self._name}: {advice}")
+            return self._capture_for(call, {}, is_trial=is_trial)
 
-    def _capture_shown(self, call: Call, *, is_trial: bool) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
+    def _capture_for(
+        self, call: Call, dimensions: dict[int, frozenset[int]], *, is_trial: bool
+    ) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         counts = CountsOnDevice()
         watch_wrapping(self)
         try:
@@ -444,13 +468,13 @@ class Step(Generic[P, R]):
                 self._look_back(call, found)
                 ask_early(call.arguments)
                 phase("tracing")
-                graph = self._trace(call, found, counts)
+                graph = self._trace(call, found, counts, dimensions)
             arguments, results = self._build_and_run(call, graph, is_trial=is_trial)
         except BaseException:
             counts.undo()
             raise
         counts.settle()
-        if graph.guards.quick is not None:
+        if graph.guards.quick is not None and graph.sizes is None:
             graph.looks = _looks_of(call)
         self._keep(graph)
         return graph, arguments, results
@@ -465,16 +489,29 @@ class Step(Generic[P, R]):
             return
         with self._lock.lock, tracing_alone():
             call = self._make_call(args, kwargs)
-            _, traced = self._record(call, discover(self._roots(call)), CountsOnDevice(), graph)
+            dimensions = {} if graph.sizes is None else graph.sizes.dimensions
+            _, traced = self._record(call, discover(self._roots(call)), CountsOnDevice(), dimensions, graph)
             compare(graph.listing, listing_of(traced), self._name)
 
-    def _trace(self, call: Call, found: Found, counts: CountsOnDevice) -> StepGraph:
+    def _trace(
+        self, call: Call, found: Found, counts: CountsOnDevice, dimensions: dict[int, frozenset[int]]
+    ) -> StepGraph:
         start = time.perf_counter()
-        request, traced = self._record(call, found, counts)
+        request, traced = self._record(call, found, counts, dimensions)
+        if traced.sizes is not None:
+            self._sizes.note_fixed(call.key, call.arguments, traced.sizes.fixed())
+            if not traced.sizes.is_changing:
+                raise SizesFixed
+            check_symbols(request, traced)
         return self._workshop.assemble(call, request, traced, time.perf_counter() - start)
 
     def _record(
-        self, call: Call, found: Found, counts: CountsOnDevice, like: StepGraph | None = None
+        self,
+        call: Call,
+        found: Found,
+        counts: CountsOnDevice,
+        dimensions: dict[int, frozenset[int]],
+        like: StepGraph | None = None,
     ) -> tuple[Request, Traced]:
         """Trace, and again wherever something shows up late; ``like`` a graph that there is, if one is given."""
         roots, where = list(self._roots(call)), ""
@@ -482,7 +519,7 @@ class Step(Generic[P, R]):
             for _, optimizer in found.optimizers:
                 counts.move(optimizer)
             request = self._workshop.make_request(self.function, call, roots, found, like)
-            request.replica = self._replica
+            request.replica, request.dimensions = self._replica, dimensions
             try:
                 return request, _trace_twice(request)
             except FoundLate as late:
@@ -525,7 +562,9 @@ class Step(Generic[P, R]):
         try:
             graph.fill_slots()
             with torch.no_grad():
-                graph.executable = self._build(graph.gm, graph.inputs(arguments), frozenset(range(len(graph.static))))
+                graph.executable = self._build(graph.gm, graph.examples(arguments), frozenset(range(len(graph.static))))
+            if graph.sizes is not None:
+                graph.sizes.settle(call.arguments)
             phase("first run")
             results = graph.replay(arguments)
             if is_trial:
@@ -535,7 +574,7 @@ class Step(Generic[P, R]):
             restore()
             if PROGRESS.num_started > num_exchanges:  # which others have taken part in: no plain run may repeat them
                 raise
-            if not isinstance(error, Exception) or isinstance(error, (ArgumentError, CaptureError)):
+            if not isinstance(error, Exception) or isinstance(error, (ArgumentError, CaptureError, NoSymbols)):
                 raise  # it is the user who is asked, or it says by itself what it is
             what = error if isinstance(error, MillstreamError) else f"{type(error).__name__}: {error}"
             raise CaptureError(
@@ -547,6 +586,9 @@ class Step(Generic[P, R]):
 
     def _keep(self, graph: StepGraph) -> None:
         self._usual = None
+        if graph.sizes is not None:
+            self._has_symbols = True
+            graph.key = form_without_sizes(graph.key)
         self._graphs[id(graph)] = graph
         self._by_key.setdefault(graph.key, []).insert(0, graph)
         self._last = (None, [])

@@ -29,9 +29,10 @@ from millstream._torch.tracing import (
     running_sequence_number,
 )
 from millstream.capture.effects.recorder import Recorder
-from millstream.capture.lines import describe, here, is_users_own, module_path, user_frames
+from millstream.capture.lines import describe, here, is_ours, is_users_own, module_path, user_frames
 from millstream.capture.trace.patches.checkpointing import RandomRecords
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, run_with_scalars
+from millstream.capture.trace.sizes import GIVE_SIZES, TracedSizes
 from millstream.errors import CaptureError
 
 aten = torch.ops.aten
@@ -90,8 +91,15 @@ class FunctionWatch(TorchFunctionMode):
         asked: By id, tensors of which the program has read what neither arguments nor inputs are compared by.
     """
 
-    def __init__(self, refuse: Callable[[CaptureError], None], lifted: set[int], recorder: Recorder) -> None:
+    def __init__(
+        self,
+        refuse: Callable[[CaptureError], None],
+        lifted: set[int],
+        recorder: Recorder,
+        sizes: TracedSizes | None = None,
+    ) -> None:
         super().__init__()
+        self._sizes = sizes
         self._refuse = refuse
         self._lifted = lifted
         self._recorder = recorder
@@ -113,6 +121,7 @@ class FunctionWatch(TorchFunctionMode):
             self._fail("The step registers a hook on a parameter or other state.", "Register it outside of the step.")
         if any(issubclass(type(arg), np.ndarray) for arg in args):
             self._fail(*_NUMPY_READ)
+        is_asked_by_user = self._sizes is not None and not is_ours(sys._getframe(1).f_code.co_filename)
         attribute = name if name != "__get__" else getattr(getattr(func, "__self__", None), "__name__", "")
         if attribute in _ASKED:
             self.asked.add(id(args[0]))
@@ -125,9 +134,18 @@ class FunctionWatch(TorchFunctionMode):
         try:
             if next(_scalars_in((*args, *kwargs.values())), None) is not None:
                 return run_with_scalars(func, args, kwargs)
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if is_asked_by_user and attribute in GIVE_SIZES:
+                return self._see_sizes(attribute, args[0], result)
+            return result
         finally:
             self.calling = before
+
+    def _see_sizes(self, attribute: str, tensor: Tensor, result: Any) -> Any:
+        assert self._sizes is not None
+        if attribute == "__len__":
+            self._sizes.note_length(tensor)
+        return self._sizes.seen(result)
 
     def _read_later(self, name: str, tensor: Tensor, *how: Any, **_: Any) -> Any:
         """Numbers and text that are known after the replay."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.values import holds_token
 from millstream.capture.state.signature import Reference, Structure, walk
-from millstream.capture.trace.scalars import is_scalar
+from millstream.capture.trace.scalars import is_scalar, is_size
 from millstream.errors import CaptureError
 
 MOST_SEARCHED = 10_000
@@ -49,7 +49,7 @@ def check_returned(structure: Structure, state: Container_[int]) -> None:
 
 def _holds_new_tensors(value: Any, state: Container_[int], seen: set[int]) -> bool:
     """Whether tensors, numbers or text made while tracing can be reached from a value without a call."""
-    if is_scalar(value):
+    if is_scalar(value) or is_size(value):
         return True
     if isinstance(value, FakeTensor):
         return id(value) not in state

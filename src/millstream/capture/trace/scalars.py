@@ -288,6 +288,16 @@ def is_scalar(value: Any) -> TypeGuard[GraphScalar]:
     return issubclass(type(value), GraphScalar)
 
 
+def is_size(value: Any) -> bool:
+    """The same of numbers that are computed from sizes, which each call brings anew."""
+    return issubclass(type(value), (torch.SymInt, torch.SymFloat)) and not is_scalar(value)
+
+
+def as_scalar(value: Any) -> Any:
+    """A number that is computed from sizes as one that the host knows after a replay; anything else as it is."""
+    return value.scalar() if is_size(value) else value
+
+
 def is_tensor(value: Any) -> bool:
     """The same of tensors."""
     return issubclass(type(value), Tensor)
@@ -318,7 +328,7 @@ def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callabl
     def method(self: GraphScalar, other: Any) -> Any:
         if is_tensor(other):
             return combine(self.as_tensor_for(other), other)
-        own = self.of
+        own, other = self.of, as_scalar(other)
         if not (is_scalar(other) or isinstance(other, int | float)):
             return NotImplemented
         value, tensor, of = _parts_of(other)
@@ -344,7 +354,7 @@ def _comparing(function: Callable[[Any, Any], Any]) -> Callable[[GraphScalar, An
     def method(self: GraphScalar, other: Any) -> Any:
         if is_tensor(other):
             return function(self.as_tensor_for(other), other)
-        own = self.of
+        own, other = self.of, as_scalar(other)
         if not (is_scalar(other) or isinstance(other, int | float)):
             return NotImplemented
         for part in (self, other):

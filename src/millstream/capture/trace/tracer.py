@@ -92,7 +92,8 @@ from millstream.capture.trace.patches.optimizers import (
 )
 from millstream.capture.trace.patches.randomness import RandomState, other_generators_refused
 from millstream.capture.trace.patches.scaler import is_idle, steps_are_masked
-from millstream.capture.trace.scalars import GraphScalar, Questions, is_scalar, is_tensor, math_takes_scalars
+from millstream.capture.trace.scalars import GraphScalar, Questions, as_scalar, is_scalar, is_tensor, math_takes_scalars
+from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.unsupported import check_sources
 from millstream.errors import CaptureError, DataParallelError
 from millstream.passes.cleanup import (
@@ -175,11 +176,20 @@ class _Tracer:
     asked: set[int] = field(default_factory=set)
     graded: set[int] = field(default_factory=set)
     exchanges: list[Any] = field(default_factory=list)
+    sizes: TracedSizes | None = None
 
     def __post_init__(self) -> None:
         self.questions.texts.style = self.request.style
         own = {id(container) for _, container in self.request.found.containers}
         self.recorder = Recorder(self.questions, own, self._note_writes)
+        request = self.request
+        if request.dimensions:
+            tensors = (*(entry.tensor for entry in request.state), *request.arguments)
+            device = next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
+            self.sizes = TracedSizes(
+                request.arguments, request.dimensions, self.questions, len(request.numbers), device
+            )
+            self.mode = self.sizes.mode
 
     def trace(self) -> Traced:
         request = self.request
@@ -187,12 +197,13 @@ class _Tracer:
         before = [gradient.before for gradient in request.gradients if gradient.before is not None]
         self.graded = {id(each) for each in request.arguments if each.is_leaf and each.grad is not None}
         random_state = self.random_state = RandomState(request.found)
+        fakes = [] if self.sizes is None else [*self.sizes.fakes]
         torch.clear_autocast_cache()  # it holds on to parameters
         try:
             with (
                 no_compiled_modules(),
                 plain_recurrence(),
-                become_fake([*state, *before, *request.arguments], self.mode, request.mirrored),
+                become_fake([*state, *before, *request.arguments], self.mode, request.mirrored, fakes),
                 self.mode,
                 self._numbers_replaced() as numbers,
                 math_takes_scalars(),
@@ -256,7 +267,7 @@ class _Tracer:
             return result
 
         def body() -> Sequence[Tensor]:
-            functions = FunctionWatch(self._note_failure, watched, self.recorder)
+            functions = FunctionWatch(self._note_failure, watched, self.recorder, self.sizes)
             with (
                 OperatorWatch(self._note_failure, functions, randoms),
                 functions,
@@ -488,7 +499,7 @@ class _Tracer:
 
     def _note_writes(self) -> list[Change]:
         """Add to the effects what has become of Python's values since it was last asked; returns all that differs."""
-        changes = self.snapshot.changes()
+        changes = [replace(change, after=as_scalar(change.after)) for change in self.snapshot.changes()]
         now = {change.location: change for change in changes if _is_write(change)}
         undone = [replace(change, after=change.before) for place, change in self.written.items() if place not in now]
         for change in (*now.values(), *undone):
@@ -756,6 +767,7 @@ class _Tracer:
             variables=self.ran.variables,
             optimizers=self.stepped,
             writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in self.replaced),
+            sizes=self.sizes,
         )
 
 
