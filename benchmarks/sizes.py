@@ -6,6 +6,7 @@ The clock of the first pass runs from the uncompiled model to the last result; l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import time
@@ -20,6 +21,7 @@ from torch._dynamo.utils import counters
 
 import millstream as ms
 from benchmarks.harness import prepare_torch
+from millstream.capture.step.program import StepProgram
 
 #: A pass over all sizes: what it computes, to be compared.
 Pass = Callable[[], list[torch.Tensor]]
@@ -36,11 +38,13 @@ class Sizes:
         name: Of the case.
         make: Builds its model for a form, and returns a pass.
         calls: In a pass, for people.
+        is_step: Whether our side captures the whole step rather than the model.
     """
 
     name: str
     make: Callable[[Form], Pass]
     calls: int
+    is_step: bool = False
 
 
 def generate(tokens: int, form: Form) -> Pass:
@@ -94,6 +98,24 @@ def train(lengths: list[int], form: Form) -> Pass:
     return run
 
 
+def whole_step(lengths: list[int], form: Form, optimizer: Any = torch.optim.Adam) -> Pass:
+    """The same with the optimizer captured as well; a side that compiles models compiles the model alone."""
+    model = Text(4, 64)
+    optimizer = optimizer(model.parameters(), 1e-4)
+    called = model if form is ms.step else form(model)
+
+    def update(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = called(batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = ms.step(update) if form is ms.step else update
+    batches = [torch.randint(100, (4, length)) for length in lengths]
+    return lambda: [step(batch) for batch in batches]
+
+
 def classify(sizes: list[tuple[int, int]], form: Form) -> Pass:
     """A small convolutional network at some resolutions and batch sizes, without gradients."""
     blocks: list[nn.Module] = []
@@ -112,6 +134,8 @@ def classify(sizes: list[tuple[int, int]], form: Form) -> Pass:
 
 _random = random.Random(0)
 _LENGTHS = [_random.randint(2, 128) for _ in range(100)]
+_LONG = [_random.randint(1, 512) for _ in range(300)]
+_PADDED = [max(int(_random.lognormvariate(3.5, 0.6)) + 1 for _ in range(8)) for _ in range(40)]
 _IMAGES = list(product((32, 48, 64), (2, 3, 4, 5, 6)))
 
 
@@ -121,7 +145,27 @@ def programs() -> Iterator[Sizes]:
         yield Sizes(f"generate {tokens} tokens", lambda form, tokens=tokens: generate(tokens, form), tokens)
     yield Sizes("train lengths 2 to 128", lambda form: train(_LENGTHS, form), len(_LENGTHS))
     yield Sizes("train with a short last batch", lambda form: train([32] * 9 + [20], form), 10)
+    yield Sizes("step lengths 1 to 512", lambda form: whole_step(_LONG, form), len(_LONG), is_step=True)
+    yield Sizes("step with a short last batch", lambda form: whole_step([32] * 9 + [20], form), 10, is_step=True)
+    yield Sizes("step padded to the longest of 8", lambda form: whole_step(_PADDED, form), len(_PADDED), is_step=True)
     yield Sizes("classify 3 resolutions and 5 batches", lambda form: classify(_IMAGES, form), len(_IMAGES))
+
+
+@contextlib.contextmanager
+def _counting_steps() -> Iterator[list[int]]:
+    """Count the graphs that steps are compiled to."""
+    made = [0]
+    build = StepProgram.__init__
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        made[0] += 1
+        build(*args, **kwargs)
+
+    StepProgram.__init__ = count  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        StepProgram.__init__ = build  # type: ignore[method-assign]
 
 
 FORMS: dict[str, Form] = {"ours": ms.compile, "compile": torch.compile}
@@ -134,10 +178,12 @@ def measure(name: str, side: str) -> dict[str, Any]:
     expected = program.make(lambda model: model)()
     torch.manual_seed(0)
     start = time.perf_counter()
-    run = program.make(FORMS[side])
-    results = run()
+    form = ms.step if program.is_step and side == "ours" else FORMS[side]
+    run = program.make(form)
+    with _counting_steps() as steps:
+        results = run()
     first_s = time.perf_counter() - start
-    graphs = counters["stats"]["unique_graphs"]
+    graphs = steps[0] or counters["stats"]["unique_graphs"]
     equal = all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(results, expected, strict=True))
     later = []
     for _ in range(LATER):

@@ -1,9 +1,11 @@
 """On a GPU: sizes that change are compiled once; results are those of eager at each, new or replayed."""
 
+import functools
 import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -65,3 +67,46 @@ def test_gradients_are_those_of_eager_at_every_size(case):
                 torch.autograd.grad(call(x).square().mean(), list(model.parameters())) for call in (compiled, model)
             )
             networks.assert_close(ours, theirs, 1e-3)
+
+
+def text(optimizer):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(50, 64), encoder, nn.Linear(64, 50)).cuda()
+    opt = optimizer(model.parameters())
+
+    def step(tokens):
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return model, step
+
+
+@pytest.mark.parametrize("optimizer", [lambda p: torch.optim.SGD(p, 1e-2), torch.optim.Adam], ids=["sgd", "adam"])
+def test_step_trains_at_every_length_by_three_graphs(optimizer):
+    (theirs, eager), (ours, function) = text(optimizer), text(optimizer)
+    step = ms.step(function, strict=True)
+    for number in range(3):  # new, planned, replayed
+        for length in (32, 32, 7, 100, 19, 1, 64, 7, 100):
+            torch.manual_seed(number)
+            tokens = torch.randint(50, (4, length), device="cuda")
+            networks.assert_close(step(tokens), eager(tokens).detach(), 1e-3)
+    networks.assert_close([*ours.parameters()], [*theirs.parameters()], 1e-2)
+    assert len(step.graphs) <= 3
+
+
+@pytest.mark.parametrize("engine", ["streams", "graph"])
+def test_step_gives_the_bits_of_the_serial_engine_at_every_length(engine):
+    sgd = functools.partial(torch.optim.SGD, lr=1e-2)
+    (first, one), (second, other) = text(sgd), text(sgd)
+    serial = ms.step(one, engine="serial", dynamic=True, strict=True)
+    step = ms.step(other, engine=engine, dynamic=True, strict=True)
+    for _ in range(3):
+        for length in (32, 7, 100):
+            tokens = torch.randint(50, (4, length), device="cuda")
+            assert torch.equal(step(tokens), serial(tokens))
+    assert all(map(torch.equal, first.parameters(), second.parameters()))

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 
 from millstream.api.compiling import check_arguments, new_builder, scheduling_of
+from millstream.capture.model import Runnable
 from millstream.capture.step.islands import step_of
 from millstream.capture.step.program import StepProgram
 from millstream.capture.step.step import P, R, Step
 from millstream.engine import AgreedEngine
+from millstream.engine import build as build_executable
 from millstream.errors import ArgumentError, CaptureError, warn_user
+from millstream.lower import Lowered, LoweredForSizes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,6 +82,8 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     scheduling = scheduling_of(streams, policy, memory)
     if not isinstance(data_parallel, bool) and not hasattr(data_parallel, "allreduce"):
         raise ArgumentError(f"data_parallel={data_parallel!r} is neither True nor False nor a process group.")
+    if not isinstance(dynamic, bool) and dynamic is not None:
+        raise ArgumentError(f"dynamic={dynamic!r} is none of True, False and None.")
     if fn is None:
         return functools.partial(
             step,
@@ -112,7 +117,14 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             warn_user(f"{name}: {reason}")
 
     def build_step(gm: torch.fx.GraphModule, inputs: list[Any], static: frozenset[int]) -> StepProgram:
-        build = new_builder(engine, scheduling, copy_outputs, warn)
+        for_sizes = new_builder(engine, scheduling, copy_outputs, warn)
+        for_one = functools.partial(
+            build_executable, engine=engine, scheduling=scheduling, copy_outputs=copy_outputs, warn=warn
+        )
+
+        def build(lowered: Lowered | LoweredForSizes) -> Runnable:
+            return for_one(lowered) if isinstance(lowered, Lowered) else for_sizes(lowered)
+
         join = functools.partial(AgreedEngine, scheduling=scheduling, copy_outputs=copy_outputs)
         return StepProgram(gm, inputs, static, name=name, build=build, options=options, join=join)
 
