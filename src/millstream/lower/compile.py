@@ -299,10 +299,8 @@ def _lower(
     start = time.perf_counter()
     symbolic = is_symbolic(inputs)
     check_views(graph)
-    record = None
-    if not symbolic:
-        facts = {"phase": str(phase), "static": static, "layout_opt": kwargs.get("layout_opt")}
-        record = open_record(graph, inputs, facts, options)
+    facts = {"phase": str(phase), "static": static, "layout_opt": kwargs.get("layout_opt")}
+    record = open_record(graph, inputs, facts, options)
     if record is not None and (found := record.load()) is not None:
         _tell_strides(found.strides)
         visible = frozenset(_visible_outputs(graph) if phase is Phase.FORWARD else range(len(_outputs(graph))))

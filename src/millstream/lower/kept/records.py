@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from millstream._torch.symbols import is_symbolic
 from millstream.cache import cache_folder, limit_bytes, read_private, trim, write_private
 from millstream.graph import Kernel
 from millstream.lower.fx_wrapper import SOURCES, GeneratedKernel, Sources
@@ -70,9 +71,10 @@ def open_record(
         options: Inductor options that are not yet among the present ones.
 
     Returns:
-        ``None`` where the program is not kept: it is switched off, or something has no text that says all about it.
+        ``None`` where the program is not kept: it is switched off, sizes are symbolic, or something has no text that
+        says all about it.
     """
-    if not is_on():
+    if not is_on() or is_symbolic(inputs):  # what is decided about sizes is not kept
         return None
     try:
         settings = describe_settings({**options, **{f"{name}=": fact for name, fact in facts.items()}})
