@@ -1,5 +1,8 @@
 """Which kernel a device's activity belongs to, and measuring a compiled program without changing anything of it."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -14,7 +17,10 @@ NAMES = ("triton_poi_add_0", "aten.mm.out", "aten.convolution.default", "triton_
 
 def plan_of(names, streams=None):
     kernels = tuple(Kernel(i, name, KernelKind.LIBRARY, "cuda:0", ("x",), (f"t{i}",)) for i, name in enumerate(names))
-    buffers = (Buffer("x", 4, "cuda:0", Role.INPUT), *(Buffer(f"t{i}", 4, "cuda:0", Role.TEMPORARY) for i in range(9)))
+    buffers = (
+        Buffer("x", 4, "cuda:0", Role.INPUT),
+        *(Buffer(f"t{i}", 4, "cuda:0", Role.TEMPORARY) for i in range(len(names))),
+    )
     streams = streams or [0] * len(names)
     return Plan(
         KernelGraph("g", kernels, buffers, ("x",)),
@@ -132,3 +138,17 @@ def test_forward_and_backward_of_a_compiled_model_know_their_modules():
     for program in (forward, backward):
         assert "layer1.out" in {kernel.module for kernel in program.graph.kernels}
         assert program.measured_ns
+
+
+def test_replay_that_an_h100_recorded_is_told_to_kernels_whole():
+    recorded = json.loads((Path(__file__).parent / "traces" / "h100_replay.json").read_text(encoding="utf-8"))
+    activities = [
+        Activity(start, end, 7, ActivityKind.MEMSET if name.startswith("Memset") else ActivityKind.KERNEL, name)
+        for name, start, end in recorded["spans"]
+    ]
+    plan = plan_of(recorded["kernels"])
+    timeline = timeline_of_replay(plan, activities)
+    assert {span.kernel for span in timeline.spans} == {kernel.id for kernel in plan.graph.kernels}
+    found = [span.kernel for span in timeline.spans]
+    assert found == sorted(found)
+    assert timeline.end_ns == 1_047_361 == sum(time_of_kernels(timeline).values()) + timeline.idle_ns
