@@ -1,6 +1,9 @@
+from pathlib import Path
+
 import pytest
 import torch.distributed
 
+from millstream.data_parallel.board import Board, make_file
 from tests.parallel.group import Group
 
 
@@ -31,3 +34,16 @@ if torch.distributed.is_available() and torch.distributed.is_gloo_available():
     def own_pair():
         """Two processes for a test that ends them."""
         yield from _group(2)
+
+
+@pytest.fixture
+def boards(monkeypatch):
+    """Both ends of a board; each end's process is alive unless its rank is in ``ended``."""
+    monkeypatch.setattr("millstream.data_parallel.board.LOOK_S", 0.01)
+    path, ended = make_file(2), set()
+    both = [Board(path, rank, 2, 0.1, lambda process: process not in ended) for rank in range(2)]
+    for rank, board in enumerate(both):
+        board._words[4 + rank] = 1000 + rank  # they are one process here
+    both[0].ended_processes = ended
+    Path(path).unlink()
+    return both

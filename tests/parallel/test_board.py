@@ -4,35 +4,10 @@ import threading
 
 import pytest
 
-from millstream.data_parallel.board import PAYLOAD_BYTES, Board, NotTogetherError, make_file
+from millstream.data_parallel.board import PAYLOAD_BYTES, NotTogetherError
 from millstream.engine.parallel import watchdog
 from millstream.errors import DataParallelError
-
-
-@pytest.fixture
-def boards(tmp_path, monkeypatch):
-    """Both ends of a board; each end's process is alive unless its rank is in ``ended``."""
-    monkeypatch.setattr("millstream.data_parallel.board.LOOK_S", 0.01)
-    path, ended = make_file(2), set()
-    both = [Board(path, rank, 2, 0.1, lambda process: process not in ended) for rank in range(2)]
-    for rank, board in enumerate(both):
-        board._words[4 + rank] = 1000 + rank  # they are one process here
-    both[0].ended_processes = ended
-    return both
-
-
-def in_both(boards, act):
-    results = [None, None]
-
-    def run(rank):
-        results[rank] = act(boards[rank])
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+from tests.parallel.threads import in_both
 
 
 def test_all_hear_what_all_say_in_every_round(boards):

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from millstream.data_parallel.agreement import Agreement
 from millstream.data_parallel.board import Board
 from millstream.device import DeviceContext
@@ -107,6 +109,8 @@ def _is_over(event: Any, place: DeviceContext) -> bool:
     try:
         with place.spare_captures():
             return bool(event.query())
+    except (RuntimeError, torch.AcceleratorError):  # the device has failed, which the next call of anyone's tells
+        return True
     finally:
         place.capture_lock.release()
 

@@ -1,0 +1,175 @@
+"""What all processes decide alike, each from its own kernels and clocks: two of them in threads, without a device."""
+
+from dataclasses import replace
+from math import inf
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from millstream._torch.collectives import release_before_shutdown
+from millstream.cost import Costs, KernelCost, Roofline
+from millstream.data_parallel.agreement import Agreement, collectives_wanted
+from millstream.data_parallel.board import NotTogetherError
+from millstream.engine.parallel import lockstep
+from millstream.engine.parallel.lockstep import LockstepTrials, propose_together, together
+from millstream.engine.planning import choice, trial
+from millstream.engine.planning.choice import Scheduling, choose
+from millstream.errors import ArgumentError
+from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
+from tests.parallel.threads import in_both
+
+
+def towers(rank, num_towers=4, length=3):
+    """Some chains of kernels, longer in the second process."""
+    device, kernels, buffers, outputs = f"cuda:{rank}", [], [Buffer("x", 64, f"cuda:{rank}", Role.INPUT)], []
+    for tower in range(num_towers):
+        before = "x"
+        for number in range(length + rank):
+            name = f"t{tower}_{number}"
+            is_last = number == length + rank - 1
+            buffers.append(Buffer(name, 64, device, Role.OUTPUT if is_last else Role.TEMPORARY))
+            kernels.append(Kernel(len(kernels), "k", KernelKind.FUSED, device, (before,), (name,), num_bytes=128))
+            before = name
+        outputs.append(before)
+    return KernelGraph("towers", tuple(kernels), tuple(buffers), ("x",), tuple(outputs))
+
+
+def costs_of(graph, rank):
+    return Costs(tuple(KernelCost(10_000 + 500 * rank, 0.1, 0.1) for _ in graph.kernels), wait_ns=100)
+
+
+@pytest.fixture
+def pair(boards):
+    for board in boards:
+        board.timeout_s = 10.0
+    return [Agreement(board) for board in boards]
+
+
+def in_both_processes(pair, act):
+    by_board = {agreement.board: agreement for agreement in pair}
+    return in_both([each.board for each in pair], lambda board: act(by_board[board], board.rank))
+
+
+def test_each_plans_its_own_kernels_by_the_same_recipes(pair):
+    def act(agreement, rank):
+        graph = towers(rank)
+        return propose_together(agreement, graph, costs_of(graph, rank), Scheduling())
+
+    first, second = in_both_processes(pair, act)
+    assert len(first) > 2
+    assert [each.recipe for each in first] == [each.recipe for each in second]
+    assert [each.predicted_ns for each in first] == [each.predicted_ns for each in second]
+    for proposals, rank in ((first, 0), (second, 1)):
+        assert all(each.plan.graph == towers(rank) for each in proposals)
+
+
+def choose_in_both(pair, monkeypatch, ns_of, capture=lambda rank, plan: plan):
+    """What each process chooses when a plan on so many streams takes ``ns_of(rank, streams)``."""
+    ranks = {}
+
+    def prepare(self, stack, plan, best):
+        return self._capture(plan), self._capture(best)
+
+    def clock(own, base, agree):  # given what the captured have as their graphs: plans
+        agree(5)
+        rank = ranks[own.graph.kernels[0].device]
+        return ns_of(rank, own.num_streams), ns_of(rank, base.num_streams)
+
+    monkeypatch.setattr(trial.Trials, "_prepare", prepare)
+    monkeypatch.setattr(lockstep, "compare", clock)
+    monkeypatch.setattr(choice, "HOPEFUL", 100.0)  # all are tried
+
+    def act(agreement, rank):
+        graph = towers(rank)
+        ranks[f"cuda:{rank}"] = rank
+        proposals = propose_together(agreement, graph, costs_of(graph, rank), Scheduling())
+        trials = LockstepTrials(
+            agreement, lambda plan: SimpleNamespace(graph=capture(rank, plan)), proposals[0].plan, None, None
+        )
+        best, _ = choose(proposals, trials, inf)
+        return best.recipe, str(trials.error or "")
+
+    return in_both_processes(pair, act)
+
+
+def test_slowest_process_counts(pair, monkeypatch):
+    def ns_of(rank, streams):  # 4 streams are best in the first process, and worst in the second
+        return {1: 100, 2: 90}.get(streams, 50 if rank == 0 else 200)
+
+    first, second = choose_in_both(pair, monkeypatch, ns_of)
+    assert first == second
+    assert first[0].streams == 2
+
+
+def test_capture_that_fails_in_one_process_fails_in_all(pair, monkeypatch):
+    def capture(rank, plan):
+        if rank == 1 and plan.num_streams > 2:
+            raise RuntimeError("no room")
+        return plan
+
+    (recipe, error), (other, own_error) = choose_in_both(
+        pair, monkeypatch, lambda rank, streams: 100 - streams, capture
+    )
+    assert recipe == other
+    assert recipe is None or recipe.streams <= 2
+    assert "rank 1 could not capture" in error
+    assert "no room" in own_error
+
+
+def test_failure_in_one_process_is_told_to_all(pair):
+    def act(agreement, rank):
+        def fails():
+            if rank == 1:
+                raise RuntimeError("no room")
+
+        with pytest.raises(NotTogetherError, match="rank 1 could not"):
+            together(agreement, fails)
+        return together(agreement, lambda: rank)
+
+    assert in_both_processes(pair, act) == [0, 1]
+
+
+def test_proposals_can_be_made_again_from_their_recipes():
+    graph = towers(0)
+    costs = Roofline().estimate(graph)
+    budget = Scheduling().budget_bytes(choice.plan_serial(graph))
+    serial, *others = choice.propose(graph, replace(costs, wait_ns=100), Scheduling())
+    assert serial.recipe is None
+    for each in others:
+        assert choice.plan_by(each.recipe, graph, replace(costs, wait_ns=100), budget) == each.plan
+
+
+# --- around it --------------------------------------------------------------------------------------------------------
+
+
+def test_captures_are_released_before_the_group_ends(monkeypatch):
+    done = []
+
+    class Capture:
+        def release(self):
+            done.append("released")
+
+    def destroy_process_group(group=None):
+        done.append(f"destroyed {group}")
+
+    for module in (dist, dist.distributed_c10d):
+        monkeypatch.setattr(module, "destroy_process_group", destroy_process_group)
+    captures = [Capture(), Capture()]
+    for capture in captures:
+        release_before_shutdown(capture)
+    dist.destroy_process_group("all")
+    assert done == ["released", "released", "destroyed all"]
+    assert dist.destroy_process_group is dist.distributed_c10d.destroy_process_group is destroy_process_group
+
+
+@pytest.mark.parametrize("asked", ["", "auto", "between", "captured"])
+def test_where_collectives_go_can_be_asked_for(monkeypatch, asked):
+    monkeypatch.setenv("MILLSTREAM_COLLECTIVES", asked)
+    assert collectives_wanted() == (asked or "auto")
+
+
+def test_unknown_place_for_collectives_is_an_error(monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_COLLECTIVES", "nowhere")
+    with pytest.raises(ArgumentError, match="'nowhere' is none of 'auto', 'captured', 'between'"):
+        collectives_wanted()
