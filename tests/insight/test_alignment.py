@@ -1,6 +1,8 @@
 """Lines from one window for the times of another, and the lines that PyTorch's profiler gives."""
 
+import functools
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +82,7 @@ def test_each_operator_has_its_line_and_module_also_in_the_backward_pass(tmp_pat
         loss.backward()  # backward
     profiler.export_chrome_trace(str(tmp_path / "t.json"))
     trace = json.loads((tmp_path / "t.json").read_text())
-    stacks = CallStacks(profiler.profiler.kineto_results.experimental_event_tree(), trace)
+    stacks = CallStacks(profiler.profiler.kineto_results.experimental_event_tree(), trace, sys.path)
     source = Path(__file__).read_text(encoding="utf-8").splitlines()
 
     def at(name):
@@ -99,8 +101,8 @@ def test_each_operator_has_its_line_and_module_also_in_the_backward_pass(tmp_pat
 
 
 def event_of(kind, start, end, children=(), **fields):
+    shown = {"name": "aten::item", "start_tid": fields.pop("start_tid", 1), "start_time_ns": start, "end_time_ns": end}
     extra = type(kind, (), fields)()
-    shown = {"name": "aten::item", "start_tid": 1, "start_time_ns": start, "end_time_ns": end}
     return SimpleNamespace(extra_fields=extra, children=list(children), **shown)
 
 
@@ -111,14 +113,32 @@ def test_function_that_calls_nothing_known_has_no_line_of_its_own():
         return SimpleNamespace(file_name="/u/train.py", line_number=number, function_name=function)
 
     operator = event_of("_ExtraFields_TorchOp", 20, 30, sequence_number=-1)
-    inner = event_of(
-        "_ExtraFields_PyCall", 10, 40, [operator], caller=place(9, "<module>"), callsite=place(3, "f"), module=None
-    )
+    python = functools.partial(event_of, "_ExtraFields_PyCall", module=None)
+    inner = python(10, 40, [operator], caller=place(9, "<module>"), callsite=place(3, "f"))
     outer = place(7, "<module>")  # the line that ran when the window began
-    root = event_of("_ExtraFields_PyCall", 0, 99, [inner], caller=outer, callsite=outer, module=None)
-    stacks = CallStacks([root], {})
+    root = python(0, 99, [inner], caller=outer, callsite=outer)
+    stacks = CallStacks([root], {}, [])
     assert [site.line for site in stacks.at(1, 25)[0]] == [9]
     assert stacks.at(1, 50) == ((), "")
+
+
+def test_launch_of_the_autograd_thread_has_the_lines_of_its_forward_operator():
+    """CUPTI's number of that thread is not the system's; it runs an operator at that time, and no other thread does."""
+
+    def place(number, function):
+        return SimpleNamespace(file_name="/u/train.py", line_number=number, function_name=function)
+
+    forward = event_of("_ExtraFields_TorchOp", 11, 19, sequence_number=5)
+    python = functools.partial(event_of, "_ExtraFields_PyCall", module=None)
+    model = python(10, 20, [forward], caller=place(4, "train"), callsite=place(9, "forward"))
+    wait = python(30, 60, caller=place(5, "train"), callsite=place(1, "backward"))
+    other = python(0, 99, start_tid=3, caller=place(80, "pin"), callsite=place(81, "get"))
+    inner = event_of("_ExtraFields_TorchOp", 41, 44, sequence_number=-1)
+    backward = event_of("_ExtraFields_TorchOp", 40, 45, [inner], sequence_number=5, start_tid=2)
+    backward.name = "MmBackward0"
+    stacks = CallStacks([other, model, wait, backward], {}, [])
+    assert [site.line for site in stacks.at(-77, 42)[0]] == [4]
+    assert [site.line for site in stacks.at(-77, 50)[0]] == [5]
 
 
 def test_two_windows_are_recorded_by_the_count_of_steps(monkeypatch, tmp_path):

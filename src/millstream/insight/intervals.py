@@ -99,6 +99,8 @@ def overlay(
     pieces: Sequence[tuple[int, int, Any]], start: int, end: int, first: int = 0
 ) -> Iterator[tuple[int, int, Any]]:
     """Pieces within ``start`` to ``end``, and ``None`` for what lies between them; from piece ``first`` on."""
+    if start >= end:
+        return
     latest = start
     for number in range(first, len(pieces)):
         begin, over, value = pieces[number]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -137,6 +138,7 @@ class DeviceWindow:
         self._device = torch.cuda.get_device_name()
         self._folder: Path | None = None
         self._tree: list[Any] = []
+        self._path: list[str] = []
 
     @property
     def _times(self) -> Path | None:
@@ -199,7 +201,7 @@ class DeviceWindow:
         lined = None
         if self._lines is not None:
             written = json.loads(self._lines.read_text(encoding="utf-8"))
-            lined = CallStacks(self._tree, written).add_to(read_trace(written))
+            lined = CallStacks(self._tree, written, self._path).add_to(read_trace(written))
         trace = read_trace(json.loads(self._times.read_text(encoding="utf-8")))
         others = (each.native_id for each in threading.enumerate() if each.ident != thread)
         return Recorded(trace, self._device, lined=lined, other_threads=frozenset(filter(None, others)))
@@ -243,4 +245,5 @@ class DeviceWindow:
         name = "times.json"
         if self._times is not None:
             self._tree, name = profiler.profiler.kineto_results.experimental_event_tree(), "lines.json"
+            self._path = [*sys.path]
         profiler.export_chrome_trace(str(self._folder / name))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import bisect
 import gc
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -55,12 +54,14 @@ class CallStacks:
     Args:
         tree: What ``experimental_event_tree`` gave.
         trace: The same run as ``export_chrome_trace`` wrote it: it has the system's numbers of threads.
+        folders: ``sys.path`` at the time: the profiler leaves it out of the names of files.
     """
 
-    def __init__(self, tree: list[Any], trace: Mapping[str, Any]) -> None:
+    def __init__(self, tree: list[Any], trace: Mapping[str, Any], folders: Sequence[str]) -> None:
         self._roots: dict[int, list[_Frame]] = {}
         self._forward: dict[int, _Frame] = {}  # by sequence number
         self._names = _module_names()
+        self._folders = tuple(folders)
         self._thread_of: dict[int, int] = {}  # by the system's number of a thread: the profiler's
         base_ns = int(trace.get("baseTimeNanoseconds", 0))
         threads = {
@@ -75,7 +76,7 @@ class CallStacks:
             kind = type(event.extra_fields).__name__
             frame = parent
             if kind in _PYTHON or kind == _OPERATOR:
-                frame = _frame_of(event, kind, parent)
+                frame = self._frame_of(event, kind, parent)
                 siblings = parent.children if parent is not None else self._roots.setdefault(event.start_tid, [])
                 siblings.append(frame)
                 if kind == _OPERATOR:
@@ -99,7 +100,7 @@ class CallStacks:
 
     def at(self, thread: int, now_ns: int) -> tuple[Stack, str]:
         """The lines, innermost first, and the module, at a moment in a thread of the system's number."""
-        frame = self._innermost(self._thread_of.get(thread, self._main), now_ns)
+        frame = self._innermost(self._thread_at(thread, now_ns), now_ns)
         path = frame.path() if frame is not None else []
         backward = next((each for each in path if each.sequence >= 0), None)
         if backward is not None and not any(each.module for each in path):
@@ -110,6 +111,17 @@ class CallStacks:
             frame = self._innermost(self._main, now_ns)
             path = frame.path() if frame is not None else []
         return _stack_of(path), self._module_of(path)
+
+    def _thread_at(self, thread: int, now_ns: int) -> int:
+        """The profiler's number of a thread. Autograd's has another one in CUPTI: it is who runs an operator then."""
+        known = self._thread_of.get(thread)
+        if known is not None:
+            return known
+        for each in self._roots:
+            frame = self._innermost(each, now_ns) if each != self._main else None
+            if frame is not None and frame.caller is None:
+                return each
+        return self._main
 
     def add_to(self, trace: DeviceTrace) -> DeviceTrace:
         """The trace with lines and modules of each call of the driver."""
@@ -133,24 +145,23 @@ class CallStacks:
             frames = found.children
         return found
 
+    def _frame_of(self, event: Any, kind: str, parent: _Frame | None) -> _Frame:
+        fields = event.extra_fields
+        frame = _Frame(event.start_time_ns, event.end_time_ns, parent=parent)
+        if kind == _OPERATOR:
+            frame.sequence = fields.sequence_number
+            return frame
+        frame.caller = _site_of(fields.caller, self._folders)
+        if kind == _PYTHON[0]:
+            own = _site_of(fields.callsite, self._folders)
+            frame.is_outermost = parent is None and own == replace(frame.caller, line=own.line)
+            frame.module = int(fields.module.self_ptr) if fields.module is not None else 0
+        return frame
+
     def _module_of(self, path: list[_Frame]) -> str:
         addresses = [each.module for each in path if each.module]
         names = [self._names.get((outer, inner), "") for inner, outer in pairwise(addresses)]
         return ".".join(name for name in reversed(names) if name)
-
-
-def _frame_of(event: Any, kind: str, parent: _Frame | None) -> _Frame:
-    fields = event.extra_fields
-    frame = _Frame(event.start_time_ns, event.end_time_ns, parent=parent)
-    if kind == _OPERATOR:
-        frame.sequence = fields.sequence_number
-        return frame
-    frame.caller = _site_of(fields.caller)
-    if kind == _PYTHON[0]:
-        own = _site_of(fields.callsite)
-        frame.is_outermost = parent is None and (own.file, own.function) == (frame.caller.file, frame.caller.function)
-        frame.module = int(fields.module.self_ptr) if fields.module is not None else 0
-    return frame
 
 
 def _sort(frames: list[_Frame]) -> None:
@@ -166,16 +177,16 @@ def _stack_of(path: list[_Frame]) -> Stack:
     return tuple(each.caller for each in path if each.caller is not None and not each.is_outermost)
 
 
-def _site_of(place: Any) -> Site:
-    return Site(_full_path(place.file_name), place.line_number, place.function_name)
+def _site_of(place: Any, folders: tuple[str, ...]) -> Site:
+    return Site(_full_path(place.file_name, folders), place.line_number, place.function_name)
 
 
 @cache
-def _full_path(name: str) -> str:
+def _full_path(name: str, folders: tuple[str, ...]) -> str:
     """The profiler leaves out folders of ``sys.path``."""
     if Path(name).is_absolute() or name.startswith("<"):
         return name
-    return next((str(path) for folder in sys.path if (path := Path(folder, name)).is_file()), name)
+    return next((str(path) for folder in folders if (path := Path(folder, name)).is_file()), name)
 
 
 def _module_names() -> dict[tuple[int, int], str]:
