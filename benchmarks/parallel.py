@@ -184,6 +184,9 @@ def measure(
             continue
         calls[side] = lambda step=steps[side]: step(*batches[1])
         answers[side] = {"times": [], "build_s": time.perf_counter() - start}
+        first_ms = sample_ms(calls[side], device, 10)
+        if rank == 0:  # for who watches
+            print(f"{case.name}, {side}: {first_ms:.3f} ms, built in {answers[side]['build_s']:.0f} s", file=sys.stderr)
     wrong = fault(problem, losses["ours"], models["ours"], batches) if "ours" in calls else ""
     number_of = {side: max(told_by_all(calls_in_a_sample(calls[side], device))) for side in calls}
     names = list(calls)

@@ -17,7 +17,7 @@ import torch
 from millstream.data_parallel.agreement import Agreement, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
 from millstream.device import context
-from millstream.engine.build import Executable
+from millstream.engine.build import Executable, with_environment
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.parallel.lockstep import time_steps, together
 from millstream.engine.parallel.segmented import SegmentedEngine
@@ -67,7 +67,7 @@ class AgreedEngine:
         self.notes: list[str] = []
         self.whole: WholeGraph | WholeOnHost | None = None
         self._executables = list(executables)
-        self._scheduling, self._copies = scheduling, copy_outputs
+        self._scheduling, self._copies = with_environment(scheduling), copy_outputs
         self._agreement = self._find_agreement()
         self._lowered: Lowered | None = None
         self._offer = self._number = self._calls = 0
@@ -126,8 +126,7 @@ class AgreedEngine:
             return False
         memory = self.segmented.exchanges[0].memory
         if memory.is_cuda:
-            engines = [executable.engine for executable in self._executables if executable is not None]
-            if not all(isinstance(engine, CudaGraphEngine) and engine.captured for engine in engines):
+            if not all(_is_ready(executable) for executable in self._executables if executable is not None):
                 return False
             if context(str(memory.device)).is_capturing():
                 return False
@@ -183,3 +182,9 @@ class AgreedEngine:
         index = context(next(iter(program.devices))).place.index
         with unchanged(program, written, torch.cuda.default_generators[index]):
             yield
+
+
+def _is_ready(executable: Executable) -> bool:
+    """Whether a segment has been captured, if there is anything to capture."""
+    engine = executable.engine
+    return executable.lowered.program.does_nothing or (isinstance(engine, CudaGraphEngine) and engine.captured)
