@@ -266,6 +266,18 @@ def test_workers_that_keep_up_are_counted():
     assert few.recoverable[Cause.DATA_WAIT] < found.recoverable[Cause.DATA_WAIT]
 
 
+def test_operators_called_too_slowly_for_the_device_are_launching_and_no_python_of_the_users():
+    recording = serial_recording([*launches(2), (Cause.PYTHON, 5 * MS, 42), *launches(2)], [MS] * 4, steps=STEPS)
+    operator = Site("/usr/lib/python3/torch/nn/modules/linear.py", 134, "forward")
+    looks = tuple(replace(each, stack=(operator, *each.stack), in_bytecode=False) for each in recording.samples)
+    found = analyse(replace(recording, samples=looks))
+    assert found.leading.cause is Cause.LAUNCH
+    assert (found.leading.site.line, found.leading.inside) == (42, operator)
+    assert Cause.PYTHON not in found.idle_by_cause
+    gain = found.recoverable[Cause.LAUNCH] / found.window_ns
+    assert gain == pytest.approx(1 / 5, abs=0.05)  # four of five milliseconds are the device's
+
+
 def test_rare_event_is_counted_over_the_run_and_not_scaled_up():
     recording = serial_recording(launches(4), [5 * MS] * 4, steps=60)
     at = recording.steps[40].start_ns

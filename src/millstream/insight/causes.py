@@ -20,7 +20,7 @@ class Cause(StrEnum):
     DESCHEDULED = "descheduled"  #: the thread was ready, and no processor was free
     WAITING = "host waits"  #: the thread slept, or waited for a lock or a file, outside of all the above
     PYTHON = "python"  #: the thread ran the user's Python
-    LAUNCH = "launch"  #: launching kernels one by one took longer than running them
+    LAUNCH = "launch"  #: calling operators, and launching kernels one by one, took longer than running them
     GRAPH_TAIL = "graph tail"  #: between two CUDA graphs, both launched
     STREAM_WAIT = "stream wait"  #: already launched, behind an event of another stream
     DEVICE_GAP = "device gap"  #: already launched: a few microseconds of the device's own

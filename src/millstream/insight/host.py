@@ -35,7 +35,7 @@ _TORCH = ("/torch/",)
 _WAITS_FOR_OTHERS = ("/threading.py", "/queue.py", "/selectors.py", "/multiprocessing/", "/subprocess.py", "/socket.py")
 
 _CAUSE_OF = {
-    State.COMPUTE: Cause.PYTHON,  # where the device is another: calling operators
+    State.COMPUTE: Cause.LAUNCH,  # where the device is another: calling operators, which launch
     State.PYTHON: Cause.PYTHON,
     State.WAITING: Cause.WAITING,
     State.GIL: Cause.GIL,

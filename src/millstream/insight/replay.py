@@ -144,10 +144,9 @@ class _Model:
         host, device = 0, 0
         free: dict[int, int] = {}
         for call in self.calls:
-            host += call.before_ns - (call.saved_ns.get(without, 0) if without is not None else 0)
-            is_fused = without is Cause.LAUNCH and call.is_run
-            if is_fused:
-                host -= call.before_ns  # one graph: nothing is called in between
+            is_fused = without is Cause.LAUNCH and call.is_run  # one graph: nothing is called in between
+            if not is_fused:
+                host += call.before_ns - (call.saved_ns.get(without, 0) if without is not None else 0)
             if call.stream is None:
                 if without is not Cause.SYNC:
                     host = max(host, device) + call.length_ns

@@ -19,7 +19,7 @@ TITLES = {
     Cause.DESCHEDULED: "No processor is free for the training thread",
     Cause.WAITING: "The training thread sleeps, or waits for a lock or a file",
     Cause.PYTHON: "Python of your own",
-    Cause.LAUNCH: "Launching kernels one by one",
+    Cause.LAUNCH: "Calling operators and launching kernels one by one",
     Cause.GRAPH_TAIL: "Between two CUDA graphs",
     Cause.STREAM_WAIT: "One stream waits for another",
     Cause.DEVICE_GAP: "The device's own pauses",
