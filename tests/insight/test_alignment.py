@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -159,6 +160,16 @@ def test_two_windows_are_recorded_by_the_count_of_steps(monkeypatch, tmp_path):
     assert found == [3, 20]  # of the window with lines, and of that with times
     assert window.busy_ns > 0
     assert not window._folder.exists()
+
+
+@pytest.mark.parametrize(("later", "is_told"), [(100, False), (80, True)])
+def test_looking_that_makes_steps_much_longer_is_told_of(later, is_told):
+    trace, marks = window([["gemm"] * 10] * 20, lined=False)
+    edge = marks[-1].end_ns
+    after = [Step(edge + number * later, edge + (number + 1) * later) for number in range(60)]
+    recording = Recorded(trace, "virtual").add_to(Recording(steps=(*marks, *after), thread=7), 0)
+    assert recording.looking_slowed == pytest.approx(100 / later - 1)
+    assert any("25 % longer" in each for each in recording.caveats) == is_told
 
 
 def test_waits_of_other_python_threads_are_left_out():

@@ -33,6 +33,7 @@ FIRST_LINED_STEP, NUM_LINED_STEPS = FIRST_STEP + NUM_STEPS + 2, 3
 """The same of window B."""
 
 
+MUCH = 0.10  # of a step: looking that takes more of it is told of
 PATIENCE = 20  # batches without any step: gradients may be accumulated over so many
 
 
@@ -76,6 +77,11 @@ class Recorded:
                 why = f"only {lined.share:.0%} of the driver's calls were found again with their lines"
                 caveats = (*caveats, f"{why.replace('%', ' %')}: lines come from samples")
         spans = tuple(span for span in spans if span.thread not in self.other_threads)
+        slowed = _slowed(recording.steps, steps)
+        if slowed is not None and slowed > MUCH:
+            longer = f"{slowed:.0%}".replace("%", " %")
+            why = f"the steps that were looked at took {longer} longer than later ones"
+            caveats = (*caveats, f"{why}: without this profile the host's part is less")
         return replace(
             recording,
             device=self.device,
@@ -87,7 +93,7 @@ class Recorded:
             waits=trace.waits,
             spans=(*recording.spans, *(replace(span, thread=recording.thread) for span in spans)),
             caveats=caveats,
-            looking_slowed=_slowed(recording.steps, steps),
+            looking_slowed=slowed,
         )
 
 
