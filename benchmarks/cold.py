@@ -1,4 +1,4 @@
-"""Compile seconds with cold caches: each side in a process of its own, with an empty cache folder.
+"""Compile seconds with cold caches, and with warm ones: each side in processes of its own, with its own cache folder.
 
 The clock runs from the uncompiled model to the first result. What is the same for every compilation is paid before:
 imports, the compiler's worker processes, the device's start, eager's first run.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import tempfile
+from typing import Any
 
 import torch
 
@@ -17,10 +19,12 @@ from benchmarks.harness import prepare_torch
 from benchmarks.models import (
     CPU_BRANCHING,
     CPU_INFERENCE,
+    CPU_START,
     CPU_TRAINING,
     HOST_INFERENCE,
     HOST_TRAINING,
     INFERENCE,
+    LARGE,
     TRAINING,
     InferenceCase,
     TrainingCase,
@@ -39,13 +43,15 @@ CASES: dict[str, InferenceCase | TrainingCase] = {
         *CPU_TRAINING,
         *HOST_INFERENCE,
         *HOST_TRAINING,
+        *CPU_START,
+        *LARGE,
     )
 }
 LIMIT_S = 900.0  # a compilation that takes longer has failed
 
 
 def cold_seconds(case: str, side: str, settings: Settings) -> float:
-    """Compile a case once in a new process.
+    """Compile a case once in a new process, with empty caches.
 
     Args:
         case: Name of a case of any suite.
@@ -55,14 +61,23 @@ def cold_seconds(case: str, side: str, settings: Settings) -> float:
     Raises:
         RuntimeError: The process failed; the message ends with its last line.
     """
-    arguments = [case, side, "--device", str(settings.device), *(["--tiny"] if settings.tiny else [])]
     with tempfile.TemporaryDirectory() as cache:
-        names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MILLSTREAM_CACHE_DIR")
-        folders = {name: f"{cache}/{name.lower()}" for name in names}
-        try:
-            return float(answer_of("benchmarks.cold", arguments, LIMIT_S, folders)["seconds"])
-        except RuntimeError as error:
-            raise RuntimeError(f"compiling {case} for {side} failed: {error}") from error
+        return float(start(case, side, settings, cache)["seconds"])
+
+
+def start(case: str, side: str, settings: Settings, cache: str) -> dict[str, Any]:
+    """Compile a case once in a new process, with the caches in a folder; arguments as before.
+
+    Returns:
+        ``seconds``, and ``phases`` of ours: seconds by name.
+    """
+    arguments = [case, side, "--device", str(settings.device), *(["--tiny"] if settings.tiny else [])]
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MILLSTREAM_CACHE_DIR")
+    folders = {name: f"{cache}/{name.lower()}" for name in names}
+    try:
+        return answer_of("benchmarks.cold", arguments, LIMIT_S, folders)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        raise RuntimeError(f"compiling {case} for {side} failed: {error}") from error
 
 
 def compare_cold(case: str, settings: Settings) -> list[Row]:
@@ -108,6 +123,22 @@ def build(case: InferenceCase | TrainingCase, side: str, device: torch.device, *
     return baselines.build_training(training, side).build_s
 
 
+class Phases(logging.Handler):
+    """How long each phase of a capture takes, by the records of its progress."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.seconds: dict[str, float] = {}
+        self._last = ("", 0.0)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        name, since = self._last
+        if name:
+            self.seconds[name] = self.seconds.get(name, 0.0) + record.created - since
+        text = record.getMessage().partition(": ")[2]
+        self._last = ("" if " in " in text else text.partition(" 1 of")[0], record.created)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", choices=sorted(CASES))
@@ -116,8 +147,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     prepare_torch()
+    phases, logger = Phases(), logging.getLogger("millstream")
+    logger.addHandler(phases)
+    logger.setLevel(logging.INFO)
     seconds = build(CASES[options.case], options.side, options.device, tiny=options.tiny)
-    print(json.dumps({"seconds": seconds}))
+    print(json.dumps({"seconds": seconds, "phases": phases.seconds}))
 
 
 if __name__ == "__main__":

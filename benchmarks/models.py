@@ -29,6 +29,7 @@ from benchmarks.networks import (
     settle,
     small_cnn,
     small_inception,
+    small_mobile,
 )
 
 Batch = tuple[Tensor, ...]
@@ -426,6 +427,27 @@ CPU_TRAINING = (
         {"lr": 2e-3, "alpha": 0.95},
         autocast=None,
         estimate_s=180,
+    ),
+)
+
+CPU_START = (  # what a start takes, cold and warm
+    TrainingCase(
+        "mobilenet v3 small 0.5 b2 step",
+        small(small_mobile),
+        labelled(shape(2, 3, 64, 64), 100),
+        torch.optim.SGD,
+        SGD,
+        autocast=None,
+        estimate_s=400,
+    ),
+    TrainingCase(
+        "gpt2 2 layers b2 step",
+        small(lambda: Gpt2(2, 128, 4, vocab=512, length=64)),
+        language(512, 2, 64, tiny=(2, 64)),
+        torch.optim.AdamW,
+        ADAMW,
+        autocast=None,
+        estimate_s=300,
     ),
 )
 

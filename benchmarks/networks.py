@@ -258,6 +258,68 @@ def conv_norm(fan_in: int, fan_out: int, kernel: int | tuple[int, int], stride: 
     return nn.Sequential(convolution, nn.BatchNorm2d(fan_out), nn.ReLU())
 
 
+class Squeeze(nn.Module):
+    """Each channel scaled by what all of them are on average (Hu et al., CVPR 2018)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = max(8, width // 4)
+        self.gate = nn.Sequential(nn.Conv2d(width, inner, 1), nn.ReLU(), nn.Conv2d(inner, width, 1), nn.Hardsigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gate(x.mean((2, 3), keepdim=True))
+
+
+class InvertedResidual(nn.Module):
+    """A depthwise convolution between two of one pixel, around a shortcut."""
+
+    def __init__(self, fan_in: int, inner: int, fan_out: int, kernel: int, stride: int, *, squeeze: bool) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        if inner != fan_in:
+            layers += [nn.Conv2d(fan_in, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.Hardswish()]
+        depthwise = nn.Conv2d(inner, inner, kernel, stride, kernel // 2, groups=inner, bias=False)
+        layers += [depthwise, nn.BatchNorm2d(inner), nn.Hardswish(), *[Squeeze(inner)] * squeeze]
+        layers += [nn.Conv2d(inner, fan_out, 1, bias=False), nn.BatchNorm2d(fan_out)]
+        self.layers = nn.Sequential(*layers)
+        self.is_residual = stride == 1 and fan_in == fan_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x) if self.is_residual else self.layers(x)
+
+
+MOBILE_BLOCKS = (  # kernel, inner width, width, squeeze, stride: those of MobileNetV3-small (Howard et al., ICCV 2019)
+    (3, 16, 16, True, 2),
+    (3, 72, 24, False, 2),
+    (3, 88, 24, False, 1),
+    (5, 96, 40, True, 2),
+    (5, 240, 40, True, 1),
+    (5, 240, 40, True, 1),
+    (5, 120, 48, True, 1),
+    (5, 144, 48, True, 1),
+    (5, 288, 96, True, 2),
+    (5, 576, 96, True, 1),
+    (5, 576, 96, True, 1),
+)
+
+
+def small_mobile(scale: float = 0.5, classes: int = 100) -> nn.Sequential:
+    """MobileNetV3-small with its widths scaled."""
+
+    def scaled(width: int) -> int:
+        return max(8, int(width * scale + 4) // 8 * 8)
+
+    width = 16
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.Hardswish()]
+    for kernel, inner, fan_out, squeeze, stride in MOBILE_BLOCKS:
+        layers.append(InvertedResidual(width, scaled(inner), scaled(fan_out), kernel, stride, squeeze=squeeze))
+        width = scaled(fan_out)
+    top, features = scaled(576), scaled(1024)
+    layers += [nn.Conv2d(width, top, 1, bias=False), nn.BatchNorm2d(top), nn.Hardswish(), nn.AdaptiveAvgPool2d(1)]
+    layers += [nn.Flatten(), nn.Linear(top, features), nn.Hardswish(), nn.Linear(features, classes)]
+    return nn.Sequential(*layers)
+
+
 class ResidualBlock(nn.Module):
     """Two convolutions around a shortcut."""
 

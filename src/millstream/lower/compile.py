@@ -304,7 +304,8 @@ def _lower(
     if record is not None and (found := record.load()) is not None:
         _tell_strides(found.strides)
         visible = frozenset(_visible_outputs(graph) if phase is Phase.FORWARD else range(len(_outputs(graph))))
-        return Lowered(_named(found.program, name), phase, visible, time.perf_counter() - start, record)
+        program = _join_own_kernels(_named(found.program, name))
+        return Lowered(program, phase, visible, time.perf_counter() - start, record)
     num_outputs = len(_outputs(graph))
     visible = frozenset(range(num_outputs))
     if phase is Phase.FORWARD:
@@ -338,10 +339,16 @@ def _lower(
         return LoweredForSizes(SymbolicProgram(program), phase, visible, time.perf_counter() - start)
     if record is not None:
         record.save(program, wrappers[-1], _told_strides())
+    program = _join_own_kernels(program)
+    return Lowered(program, phase, visible, time.perf_counter() - start, record)
+
+
+def _join_own_kernels(program: Program) -> Program:
+    """Let kernels of our own that are alike become one launch, and long sums two; kept programs are as before that."""
     program = split_long_sums(join_siblings(program))
     with compiling(chain(find_joint_launches(program), find_split_launches(program))):
         pass
-    return Lowered(program, phase, visible, time.perf_counter() - start, record)
+    return program
 
 
 def _named(program: Program, name: str) -> Program:

@@ -1,0 +1,56 @@
+"""Suite ``start``: from the uncompiled step to its first compiled result in a new process, beside torch.compile.
+
+- ``cold``: all caches are empty.
+- ``warm``: the same script has run before, once, with the same cache folders.
+
+torch.compile compiles the model and the optimizer's ``step``. Imports, the compiler's workers and eager's first run are
+paid before, on both sides.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.cold import CASES as KNOWN
+from benchmarks.cold import start
+from benchmarks.models import CPU_START
+from benchmarks.results import Row, ratio
+from benchmarks.suite import Settings, run_suite
+
+PEER = "compile loop compiled optimizer"
+GPU_CASES = ("resnet50 b8", "gpt2 small b8 T1024")
+
+
+@dataclass(frozen=True)
+class StartCase:
+    """A training step of another suite."""
+
+    name: str
+    estimate_s: float
+
+
+def run_case(case: StartCase, settings: Settings) -> list[Row]:
+    """Each side twice, in one cache folder of its own."""
+    sides = {}
+    for side in ("ours", PEER):
+        with tempfile.TemporaryDirectory() as cache:
+            sides[side] = [start(case.name, side, settings, cache) for _ in range(2)]
+    rows = []
+    for number, variant in enumerate(("cold", "warm")):
+        ours, theirs = sides["ours"][number], sides[PEER][number]
+        ours_ms, baseline_ms = 1000 * ours["seconds"], 1000 * theirs["seconds"]
+        note = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in ours["phases"].items() if seconds >= 0.1)
+        times = {"ours_ms": ours_ms, "baseline_ms": baseline_ms, "ratio": ratio(baseline_ms, ours_ms)}
+        rows.append(Row(case.name, variant, PEER, note=note, **times))
+    return rows
+
+
+NAMES = GPU_CASES if torch.cuda.is_available() else tuple(case.name for case in CPU_START)
+CASES = tuple(StartCase(name, 4 * KNOWN[name].estimate_s) for name in NAMES)
+
+if __name__ == "__main__":
+    sys.exit(run_suite("start", CASES, run_case, device="cuda" if torch.cuda.is_available() else "cpu"))
