@@ -35,6 +35,7 @@ MOST_CONSTANT_BYTES = 64 << 20
 """Of tensors in a graph, whose values count: reading more takes longer than it is worth."""
 
 _VARIABLES = ("MILLSTREAM_", "TORCH", "PYTORCH", "TRITON_", "OMP_", "MKL_", "CUDA_", "CUDNN_", "CXX", "CC", "CPATH")
+_OF_ONE_RUN = "TORCHELASTIC_"  # another number each time that torchrun starts
 _OWN_BUSINESS = frozenset(
     {
         "MILLSTREAM_CACHE_DIR",
@@ -116,7 +117,7 @@ def describe_settings(options: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _counts(name: str) -> bool:
-    return name.startswith(_VARIABLES) and name not in _OWN_BUSINESS
+    return name.startswith(_VARIABLES) and not name.startswith(_OF_ONE_RUN) and name not in _OWN_BUSINESS
 
 
 @functools.cache
