@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Before torch is imported: asked otherwise whether there is a GPU, a process can start no other by ``fork``.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 import torch
 
 import millstream.cli.profile as command
