@@ -34,7 +34,7 @@ print("graphs:", sorted((name, len(executables(each))) for name, each in names.i
 """
 
 
-def run_example(name, *arguments):
+def run_example(name, *arguments, **environment):
     """Run an example in a fresh process that has no other module's compilations, and return what it printed."""
     code = COUNT.replace("sys.argv[1]", repr(str(ROOT / "examples" / f"{name}.py")))
     done = subprocess.run(
@@ -42,7 +42,7 @@ def run_example(name, *arguments):
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")} | environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -54,9 +54,11 @@ def test_every_example_is_listed():
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_example(name, tmp_path):
-    own = [tmp_path] if name == "small_gpt" else []
-    printed = run_example(name, STEPS, *own)
+    resumes = name == "small_gpt"  # in a second process, which finds what the first has lowered
+    own = [tmp_path] if resumes else []
+    environment = {"MILLSTREAM_WARM_START": "1", "MILLSTREAM_CACHE_DIR": str(tmp_path / "cache")} if resumes else {}
+    printed = run_example(name, STEPS, *own, **environment)
     assert f"graphs: {sorted(GRAPHS[name].items())}" in printed
     assert "False" not in printed, "what an example compares is equal"
-    if name == "small_gpt":
-        assert f"saved gpt.pt after step {2 * STEPS}" in run_example(name, STEPS, *own)
+    if resumes:
+        assert f"saved gpt.pt after step {2 * STEPS}" in run_example(name, STEPS, *own, **environment)

@@ -146,7 +146,7 @@ def test_explain_as_json(capsys, monkeypatch):
         def to_dict(self):
             return {"kernels": 3}
 
-    monkeypatch.setattr(ms, "explain", lambda step: Explanation())
+    monkeypatch.setattr(ms, "explain", lambda step, **_: Explanation())
     assert run("explain", "digits", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"kernels": 3}
 
