@@ -35,10 +35,13 @@ def test_allocation_and_compiled_models_in_another_thread_go_on():
     alone = [loss.item() for step in [make_step(0)] for loss in [step(x) for _ in range(6)]]
     errors, calls, stop = [], [], threading.Event()
 
+    sizes = torch.Generator()  # the process's own is what the step's parameters are drawn from
+
     def serve():
         while not stop.is_set():
             try:
-                scratch = torch.empty(torch.randint(1, 4_000_000, ()).item(), device="cuda").fill_(1)
+                size = torch.randint(1, 4_000_000, (), generator=sizes).item()
+                scratch = torch.empty(size, device="cuda").fill_(1)
                 torch.testing.assert_close(served(x) + scratch[0] - 1, expected)
                 calls.append(1)
             except Exception as error:  # noqa: BLE001 - raised below
