@@ -32,6 +32,7 @@ from millstream.capture.state.attributes import Attributes, Items, is_buffer
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import SCALARS, is_same, meta_of
 from millstream.capture.state.snapshot import content_of, has_content, size_of
+from millstream.capture.trace.patches.optimizers import is_number
 from millstream.capture.trace.patches.scaler import is_idle
 
 
@@ -317,6 +318,14 @@ class Guards:
         if not all(map(is_idle, self.scalers)):
             return Break("Gradients were unscaled outside of the step.")
         return Break("A hook was registered or removed.") if self.hook_state != self._hooks() else None
+
+    def changed_numbers(self) -> Iterator[Location]:
+        """Places of plain numbers that hold other numbers now."""
+        entries = zip(self.plain.locations, self.plain.values, strict=True)
+        for location, value in (*entries, *self.cells):
+            now = location.get()
+            if is_number(value) and is_number(now) and not is_same(now, value):
+                yield location
 
     def _another(self, location: Location, value: Any) -> Break:
         return Break(f"{location} is another than before.", location, location in self.owned, isinstance(value, Tensor))

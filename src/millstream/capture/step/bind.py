@@ -92,6 +92,8 @@ class Workshop:
         homes: For a tensor, by id, itself and the gradient that graphs read and write.
         counted: Keys under which optimizers were seen to count their steps, in their state or as attributes.
         lifted: Places of other numbers of the user's that the step was seen to change.
+        read: Those that were seen to change between calls.
+        kept: Of those, the ones without which no graph could be captured: each value has a graph.
         settled: Changes of other plain values that were seen.
     """
 
@@ -102,6 +104,8 @@ class Workshop:
     changing: set[Location] = field(default_factory=set)
     homes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     lifted: dict[Location, None] = field(default_factory=dict)
+    read: dict[Location, None] = field(default_factory=dict)
+    kept: set[Location] = field(default_factory=set)
     settled: set[Any] = field(default_factory=set)
 
     def make_request(
@@ -143,7 +147,7 @@ class Workshop:
                 numbers += counts_of(optimizer, key)
         tensors = (*(entry.tensor for entry in state), *call.arguments)
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
-        lifted = (NumberInput(location, str(location), device) for location in self.lifted)
+        lifted = (NumberInput(location, str(location), device) for location in self.lifted | self.read)
         numbers += (number for number in lifted if is_number(number.location.get()))
         if like is not None:
             numbers = [number for number in numbers if any(number.location == slot.location for slot in like.slots)]
@@ -165,6 +169,21 @@ class Workshop:
             mirrored=find_mirrored(state),
             settled=self.settled,
         )
+
+    def note_reads(self, found: Found, changed: Iterable[Location]) -> None:
+        """Let graphs read numbers that were seen to change between calls, and are none of an optimizer's or scaler's."""
+        owners = [vars(owner) for _, owner in (*found.optimizers, *found.scalers)]
+        for _, optimizer in found.optimizers:
+            owners += (optimizer.defaults, *optimizer.param_groups, *optimizer.state.values())
+        own = set(map(id, owners))
+        self.read |= dict.fromkeys(each for each in changed if id(each.holder) not in own and each not in self.kept)
+
+    def keep_reads(self) -> bool:
+        """Let graphs hold for one value each of these numbers again; returns whether there are any."""
+        changed = bool(self.read)
+        self.kept |= self.read.keys()
+        self.read.clear()
+        return changed
 
     def note_counts(self, found: Found, changed: Iterable[Location]) -> None:
         """Let graphs read numbers that the step itself changes.

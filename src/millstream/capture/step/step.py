@@ -387,6 +387,7 @@ class Step(Generic[P, R]):
                 self._why = graph.changed_number(call.given) or self._why
                 continue
             self._why = change.reason
+            self._workshop.note_reads(found, graph.guards.changed_numbers())
             if change.location is not None:
                 for _, optimizer in found.optimizers:
                     self._workshop.cycled |= {
@@ -435,23 +436,32 @@ class Step(Generic[P, R]):
     def _capture(self, call: Call, *, is_trial: bool = False) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         """Trace, build, run and keep a graph for ``call``; a failure, or a trial, leaves everything as it was.
 
-        Sizes that change are symbols of the graph, if that can be; it is for the sizes of the call otherwise.
+        Numbers that change are inputs of the graph, if that can be; it is for those of the call otherwise.
 
         Returns:
             The graph, its complete arguments and its results.
         """
-        dimensions = self._sizes.choose(call.key, call.arguments)
         with showing(self._name, "captured"):
-            if dimensions:
-                try:
-                    return self._capture_for(call, dimensions, is_trial=is_trial)
-                except SizesFixed:
-                    pass
-                except (CaptureError, NoSymbols) as error:
-                    self._sizes.refuse(call.key, call.arguments, str(error))
-            if advice := self._sizes.advise(call.key, call.arguments, list(call.signature)):
-                warn_user(f"{self._name}: {advice}")
-            return self._capture_for(call, {}, is_trial=is_trial)
+            try:
+                return self._capture_at_sizes(call, is_trial=is_trial)
+            except CaptureError:
+                if not self._workshop.keep_reads():
+                    raise
+            return self._capture_at_sizes(call, is_trial=is_trial)
+
+    def _capture_at_sizes(self, call: Call, *, is_trial: bool) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
+        """The same: sizes that change are symbols of the graph, if that can be."""
+        dimensions = self._sizes.choose(call.key, call.arguments)
+        if dimensions:
+            try:
+                return self._capture_for(call, dimensions, is_trial=is_trial)
+            except SizesFixed:
+                pass
+            except (CaptureError, NoSymbols) as error:
+                self._sizes.refuse(call.key, call.arguments, str(error))
+        if advice := self._sizes.advise(call.key, call.arguments, list(call.signature)):
+            warn_user(f"{self._name}: {advice}")
+        return self._capture_for(call, {}, is_trial=is_trial)
 
     def _capture_for(
         self, call: Call, dimensions: dict[int, frozenset[int]], *, is_trial: bool
