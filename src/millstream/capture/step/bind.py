@@ -171,10 +171,13 @@ class Workshop:
         )
 
     def note_reads(self, found: Found, changed: Iterable[Location]) -> None:
-        """Let graphs read numbers that were seen to change between calls, and are none of an optimizer's or scaler's."""
+        """Let graphs read numbers that were seen to change between calls, but for those of optimizers and scalers."""
+        if found.cached:  # a cache gives what it made of the number, and the trace does not see that
+            return
         owners = [vars(owner) for _, owner in (*found.optimizers, *found.scalers)]
         for _, optimizer in found.optimizers:
             owners += (optimizer.defaults, *optimizer.param_groups, *optimizer.state.values())
+        owners += (vars(entry.tensor) for entry in lift(found))  # which have other attributes while they are fake
         own = set(map(id, owners))
         self.read |= dict.fromkeys(each for each in changed if id(each.holder) not in own and each not in self.kept)
 
