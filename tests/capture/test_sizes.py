@@ -99,6 +99,26 @@ def test_short_last_batch_trains(form):
     assert num_graphs() == 2
 
 
+def test_backward_pass_is_given_two_sizes_that_are_one():
+    embed, places = nn.Embedding(20, 8), nn.Embedding(16, 8)
+    mixed = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 24))
+
+    def loss_of(tokens, mask, labels):
+        hidden = embed(tokens) + places(torch.arange(tokens.shape[1]))
+        query, key, value = (part[:, None] for part in mixed(hidden).chunk(3, -1))
+        hidden = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None].bool())[:, 0]
+        return F.cross_entropy((hidden @ embed.weight.T).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    compiled = ms.compile(loss_of)
+    for length in (5, 7, 9):
+        tokens, mask = torch.randint(20, (3, length)), torch.ones(3, length)
+        mask[1, 2:] = 0
+        labels = tokens.masked_fill(mask == 0, -100)
+        ours, theirs = (torch.autograd.grad(call(tokens, mask, labels), embed.weight) for call in (compiled, loss_of))
+        torch.testing.assert_close(ours, theirs)
+    assert num_graphs() == 2
+
+
 @torch.no_grad()
 def test_growing_cache_is_one_graph():
     step = nn.Linear(8, 24)

@@ -164,7 +164,7 @@ def shape_of_the_batch(wrap):
         return hidden.sum()
 
     step = wrap(step)
-    return [step(torch.ones(size)) for size in (4, 4, 3, 3, 2, 2)]
+    return [step(torch.ones(size)) for size in (4, 4, 3, 3)]
 
 
 def results_of_changing_shape(wrap):
@@ -177,7 +177,7 @@ def results_of_changing_shape(wrap):
 
     step = wrap(step)
     seen = [(step(torch.ones(size)), model.last) for size in (4, 3, 2, 3, 4, 2, 3)]
-    assert not isinstance(step, Step) or len(step.graphs) == 3
+    assert not isinstance(step, Step) or len(step.graphs) == 2
     return seen
 
 

@@ -153,6 +153,15 @@ class Converter(wrapper_fxir.FxConverter):
         write_sizes_as_numbers(next(iter(reversed(gm.graph.nodes))))
         return gm
 
+    def _generate_graph_inputs(self) -> None:
+        """Take a number that is given twice once, as a backward pass is given sizes that were found to be equal."""
+        met: set[Any] = set()
+        for name, node in self.graph_inputs.items():
+            if isinstance(node, sympy.Expr) and not node.is_number:
+                self.graph_inputs[name] = None if node in met else node  # type: ignore[assignment]
+                met.add(node)
+        super()._generate_graph_inputs()
+
     def _get_buffer(self, node: Any) -> Any:
         """Take an input that is a product of sizes, as forward passes save them: upstream takes bare symbols only."""
         if isinstance(node, sympy.Expr) and not isinstance(node, sympy.Symbol):

@@ -32,7 +32,7 @@ from millstream.capture.effects.recorder import Recorder
 from millstream.capture.lines import describe, here, is_ours, is_users_own, module_path, user_frames
 from millstream.capture.trace.patches.checkpointing import RandomRecords
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, run_with_scalars
-from millstream.capture.trace.sizes import GIVE_SIZES, TracedSizes
+from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
 from millstream.errors import CaptureError
 
 aten = torch.ops.aten
@@ -135,7 +135,7 @@ class FunctionWatch(TorchFunctionMode):
             if next(_scalars_in((*args, *kwargs.values())), None) is not None:
                 return run_with_scalars(func, args, kwargs)
             result = func(*args, **kwargs)
-            if is_asked_by_user and attribute in GIVE_SIZES:
+            if is_asked_by_user and (attribute in GIVE_SIZES or type(result) in ARE_SIZES):
                 return self._see_sizes(attribute, args[0], result)
             return result
         finally:

@@ -33,8 +33,11 @@ from millstream._torch.symbols import (
 from millstream.capture.lines import here, is_ours, is_pythons
 from millstream.capture.trace.scalars import HostScalar, Questions, is_scalar
 
-GIVE_SIZES = frozenset({"shape", "size", "stride", "numel", "nelement", "__len__"})
-"""What is asked for the sizes of a tensor."""
+GIVE_SIZES = frozenset({"stride", "__len__"})
+"""What gives sizes of a tensor that are not told from other results by their type."""
+
+ARE_SIZES = frozenset({torch.Size, torch.SymInt, torch.SymFloat, torch.SymBool})
+"""Types of what gives sizes otherwise: ``shape``, ``numel()``, ``nbytes`` and so on."""
 
 
 def _is_asked_by_pytorch(frame: FrameType | None) -> bool:

@@ -68,6 +68,7 @@ from millstream.capture.state.snapshot import (
     record_module_reads,
     selects_behaviour,
 )
+from millstream.capture.step.recheck import text_of
 from millstream.capture.step.request import (
     FirstChange,
     FoundLate,
@@ -703,7 +704,7 @@ class _Tracer:
                 )
         drop_idle_nodes(gm)
         if self.questions.texts.made:
-            self.effects.outline = self.recorder.outline, [str(node.target) for node in gm.graph.nodes]
+            self.effects.outline = self.recorder.outline, [text_of(node, gm) for node in gm.graph.nodes]
         subtract_powers_exactly(gm)
         move_constants(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
