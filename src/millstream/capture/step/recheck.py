@@ -34,7 +34,7 @@ class Line:
 def listing_of(traced: Traced) -> list[Line]:
     """All that a trace says of what a call does."""
     lines = [
-        Line(text_of(node, traced.gm), last_place(node.meta.get("stack_trace", ""))) for node in traced.gm.graph.nodes
+        Line(_text_of(node, traced.gm), last_place(node.meta.get("stack_trace", ""))) for node in traced.gm.graph.nodes
     ]
     lines += (Line(f"{write.location} = {_output(write.output)}", "") for write in traced.effects.writes)
     for call in traced.effects.calls:
@@ -70,8 +70,7 @@ def _outdated(name: str, old: str, new: str, where: str) -> CaptureError:
     )
 
 
-def text_of(node: fx.Node, gm: fx.GraphModule) -> str:
-    """All that a node says of what a call does."""
+def _text_of(node: fx.Node, gm: fx.GraphModule) -> str:
     if node.op == "get_attr":
         value = getattr(gm, str(node.target), None)
         return f"{node.name} = {value.tolist() if isinstance(value, Tensor) else value}"

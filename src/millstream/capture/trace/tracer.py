@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from millstream._torch.dynamo import compile_lock
 from millstream._torch.hooks import OwnHook
@@ -68,7 +69,6 @@ from millstream.capture.state.snapshot import (
     record_module_reads,
     selects_behaviour,
 )
-from millstream.capture.step.recheck import text_of
 from millstream.capture.step.request import (
     FirstChange,
     FoundLate,
@@ -704,7 +704,7 @@ class _Tracer:
                 )
         drop_idle_nodes(gm)
         if self.questions.texts.made:
-            self.effects.outline = self.recorder.outline, [text_of(node, gm) for node in gm.graph.nodes]
+            self.effects.outline = self.recorder.outline, [_constants_of(node, gm) for node in gm.graph.nodes]
         subtract_powers_exactly(gm)
         move_constants(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -770,6 +770,14 @@ class _Tracer:
             writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in self.replaced),
             sizes=self.sizes,
         )
+
+
+def _constants_of(node: fx.Node, gm: fx.GraphModule) -> tuple[str, ...]:
+    """An operator and what it is given that no operator made."""
+    if node.op == "get_attr" and isinstance(value := getattr(gm, str(node.target), None), Tensor):
+        return (str(value.tolist()),)
+    given = (part for part in tree_leaves((node.args, node.kwargs)) if not isinstance(part, fx.Node))
+    return (str(node.target), *map(str, given))
 
 
 def _is_write(change: Change) -> bool:
