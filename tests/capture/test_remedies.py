@@ -555,6 +555,9 @@ ELSEWHERE = (
     "Dynamo",  # of ms.compile, in Dynamo's words
     "could not be compiled",  # of the compiler's own faults: what is named is an issue of PyTorch's
     "Lightning's Trainer",  # recipes/
+    "ahead of its first call",  # of ms.precompile, as the two below: calling the step compiles it
+    "has to run once before it can be captured",
+    "make its state ahead of the first call",
     "computes nothing with tensors",
     "belongs to",  # test_data_parallel.py
     "is in a DistributedDataParallel",  # tests/parallel
