@@ -67,12 +67,18 @@ def view_a_part():
     assert torch.equal(result, x.as_strided((3, 2), (3, 1), 6) + 1)
 
 
+def multiply_by_zero():
+    x = torch.tensor([float("inf"), 1.0])
+    assert torch.equal(ms.compile(lambda x: x * 0, strict=True)(x).isnan(), (x * 0).isnan())
+
+
 SHOWN_BY = {
     "pytorch#167313": lambda: test_patterns.test_what_is_added_is_scaled("product first"),
     "pytorch#183988": shuffle,
     "pytorch#184232": view_a_part,
     "pytorch#185873": lambda: test_ordering.test_gradients_of_upsampling_are_right("compile"),
     "pytorch#187173": unpool_channels_last,
+    "pytorch#187580": multiply_by_zero,
     "pytorch#191837": fold_in_tiles,
     "pytorch#196681": reduce_in_tiles,
     "pytorch#197039": lambda: test_kept_reads.assert_gradients_are_right(test_kept_reads.RunningScale()),
@@ -117,7 +123,7 @@ def test_pytorch_does_without(issue, monkeypatch):
             SHOWN_BY[issue]()
 
 
-@pytest.mark.parametrize("program", [shuffle, view_a_part, train_complex_parameters, unpool_channels_last])
+@pytest.mark.parametrize("program", [shuffle, view_a_part, multiply_by_zero, train_complex_parameters, unpool_channels_last])
 @pytest.mark.filterwarnings("ignore:.*complex")
 def test_with_it_the_program_is_right(program):
     torch._dynamo.reset()
