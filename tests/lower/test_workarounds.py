@@ -123,7 +123,10 @@ def test_pytorch_does_without(issue, monkeypatch):
             SHOWN_BY[issue]()
 
 
-@pytest.mark.parametrize("program", [shuffle, view_a_part, multiply_by_zero, train_complex_parameters, unpool_channels_last])
+PROGRAMS = [shuffle, view_a_part, multiply_by_zero, train_complex_parameters, unpool_channels_last]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.filterwarnings("ignore:.*complex")
 def test_with_it_the_program_is_right(program):
     torch._dynamo.reset()
