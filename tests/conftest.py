@@ -1,5 +1,6 @@
 """What every test shares: no GPU, no GPU test; the same random numbers in every run; one hypothesis profile."""
 
+import gc
 import os
 import random
 
@@ -25,6 +26,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap():
+    """Compiled code goes after each file, and what stays is no longer looked at: every collection would take a second."""
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
