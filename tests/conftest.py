@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_heap():
-    """Compiled code goes after each file, and what stays is no longer looked at: every collection would take a second."""
+    """Compiled code goes after each file, and what stays is hidden: looking through it all would take a second."""
     yield
     torch._dynamo.reset()
     gc.collect()
