@@ -100,6 +100,7 @@ def test_others_are_named_with_the_line(function, reason):
     assert caught.value.where.startswith(__file__)
 
 
+@pytest.mark.filterwarnings("ignore")  # as with users, whose warnings are no errors
 def test_a_triton_kernel_is_named_as_such():
     """Its launcher asks for addresses; a stand-in for it does so as well, where there is no Triton."""
     launcher = {"__name__": "triton.runtime.jit"}

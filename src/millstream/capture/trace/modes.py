@@ -29,7 +29,7 @@ from millstream._torch.tracing import (
     running_sequence_number,
 )
 from millstream.capture.effects.recorder import Recorder
-from millstream.capture.lines import describe, here, is_ours, is_users_own, module_path, user_frames
+from millstream.capture.lines import describe, here, is_ours, is_users, is_users_own, module_path, user_frames
 from millstream.capture.trace.patches.checkpointing import RandomRecords
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, run_with_scalars
 from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
@@ -125,8 +125,12 @@ class FunctionWatch(TorchFunctionMode):
         attribute = name if name != "__get__" else getattr(getattr(func, "__self__", None), "__name__", "")
         if attribute in _ASKED:
             self.asked.add(id(args[0]))
-        if attribute in _OF_MEMORY and is_users_own(sys._getframe(1).f_code.co_filename):
-            self._fail(f"The step reads a tensor's {attribute}.", "Compute with shapes and values only.")
+        if attribute in _OF_MEMORY:
+            caller = sys._getframe(1).f_code.co_filename
+            if is_users_own(caller):
+                self._fail(f"The step reads a tensor's {attribute}.", "Compute with shapes and values only.")
+            if attribute == "data_ptr" and is_users(caller):  # a kernel would be launched on what is nowhere
+                raise RuntimeError("A library asks for the address of a tensor, which has none while a step is traced.")
         self.looked_at.update(self._lifted.intersection(map(id, _tensors_in((*args, *kwargs.values())))))
         if name == "__set__" and getattr(func, "__self__", None) is _DATA:
             return self._set_data(func, *args)
