@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.baselines import Call, trainee
 from benchmarks.harness import Sample, prepare_torch, synchronize
-from benchmarks.models import ADAMW, SGD, Training, TrainingCase, gpt2, labelled, language, shape
-from benchmarks.networks import VisionTransformer, char_rnn, resnet
+from benchmarks.models import ADAMW, LARGE, SGD, TRAINING, Training, TrainingCase, labelled, shape
+from benchmarks.networks import VisionTransformer, resnet
 from benchmarks.results import Row, ratio
 from benchmarks.sides import capture
 from benchmarks.suite import Settings, brief, run_suite
@@ -60,24 +60,7 @@ CASES = (
     TrainingCase("resnet50 b32", resnet50, images(32), torch.optim.SGD, SGD, estimate_s=200),
     TrainingCase("resnet50 b8", resnet50, images(8), torch.optim.SGD, SGD, estimate_s=200),
     TrainingCase("vit small b16", vit_small, images(16), torch.optim.AdamW, ADAMW, estimate_s=150),
-    TrainingCase(
-        "gpt2 small b8 T1024",
-        gpt2,
-        lambda small: language(128 if small else 50304, 8, 1024, tiny=(2, 32))(small),
-        torch.optim.AdamW,
-        ADAMW,
-        clip=1.0,
-        estimate_s=200,
-    ),
-    TrainingCase(
-        "char-rnn lstm 2x128 b50",
-        lambda small: char_rnn(hidden=32 if small else 128),
-        language(65, 50, 50, tiny=(8, 5)),
-        torch.optim.RMSprop,
-        {"lr": 2e-3, "alpha": 0.95},
-        autocast=None,
-        estimate_s=250,
-    ),
+    *(case for case in (*LARGE, *TRAINING) if case.name in ("gpt2 small b8 T1024", "char-rnn lstm 2x128 b50")),
 )
 
 

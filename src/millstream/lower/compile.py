@@ -52,7 +52,8 @@ from millstream.lower.randoms import random_decompositions
 from millstream.lower.segments import Segments, cut, has_collectives
 from millstream.lower.shortcuts import shortcuts
 from millstream.lower.symbolic import SymbolicProgram
-from millstream.lower.translate import source_line, translate
+from millstream.lower.translate import translate
+from millstream.lower.views import check_views
 
 
 class Phase(StrEnum):
@@ -365,45 +366,6 @@ def aligned_inputs(inputs: Sequence[Any]) -> frozenset[int]:
         for position, value in enumerate(inputs)
         if isinstance(value, torch.Tensor) and should_assume_input_aligned(value)
     )
-
-
-def check_views(graph: torch.fx.GraphModule) -> None:
-    """Refuse views that reach beyond the input that they are of: a CUDA graph may read it where it has been copied to.
-
-    Raises:
-        LoweringError: There is one, as ``as_strided`` of a part of a tensor can be.
-    """
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
-        source = node
-        while source.op == "call_function" and source.args and _storage(source.args[0]) == _storage(node):
-            source = source.args[0]  # type: ignore[assignment]
-        if source.op != "placeholder" or _storage(node) is None:
-            continue
-        first, last = _extent(node.meta["val"])
-        start, end = _extent(source.meta["val"])
-        if first < start or last > end:
-            raise LoweringError(
-                f"A view reaches from element {first - start} to {last - start} of an input that has "
-                f"{end - start + 1} ({source_line(node)}).",
-                construct=str(node.target),
-            )
-
-
-def _storage(node: Any) -> int | None:
-    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    return value.untyped_storage()._cdata
-
-
-def _extent(value: torch.Tensor) -> tuple[Any, Any]:
-    """The first and the last element of a tensor, counted from the start of its memory; nothing of an empty one.
-
-    Of symbolic sizes: what is decided about them becomes a guard.
-    """
-    start = value.storage_offset()
-    steps = zip(value.shape, value.stride(), strict=True)
-    return start, start + sum((size - 1) * stride for size, stride in steps) if value.numel() else start - 1
 
 
 def _forget_attempt() -> None:

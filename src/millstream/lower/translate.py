@@ -524,7 +524,7 @@ def hint_of(origins: Iterable[torch.fx.Node]) -> str | None:
 
 
 def module_path(node: torch.fx.Node) -> str:
-    """The path of the user's module behind an aten node, or behind that of its forward pass; else nothing."""
+    """The path of the user's module that an aten node comes from, or its forward pass's node; else nothing."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for path, _ in reversed(list(stack.values())):
         if path and not path.startswith("_empty"):
