@@ -6,21 +6,29 @@ slowest process counts.
 - ``one gpu``: our step of the bare model in each process, nothing reduced; its ratio is the efficiency
 - ``ddp compile``: torch.compile on the DistributedDataParallel model, and the optimizer as PyTorch gives it
 - ``hand graph``: the whole step in one CUDA graph captured by hand around torch.compile, with one all-reduce of all
-  gradients behind the backward pass and the fused optimizer
+  gradients after the backward pass and the fused optimizer
+
+Beside times, a row has the memory that a side takes on the device of the fullest process, and how long each collective
+of ours was *exposed*: it ran, and nothing else did. The rank that comes last waits for nobody, so of each collective
+the least over all ranks counts; what the others took longer is waiting for that rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,17 +38,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.baselines import Call, trainee
-from benchmarks.harness import Sample, prepare_torch, synchronize
+from benchmarks.harness import Sample, prepare_torch, synchronize, take_workspaces
 from benchmarks.models import ADAMW, LARGE, SGD, TRAINING, Training, TrainingCase, labelled, shape
 from benchmarks.networks import VisionTransformer, resnet
 from benchmarks.results import Row, ratio
 from benchmarks.sides import capture
 from benchmarks.suite import Settings, brief, run_suite
+from millstream.insight.intervals import complement, total, union
+from millstream.insight.kineto import read_trace
+from millstream.insight.records import Activity, ActivityKind
 
 BASELINES = ("one gpu", "ddp compile", "hand graph")
 WARM_STEPS = 12  # ours has settled by then
 SAMPLE_MS = 20.0
-LIMIT_S = 900.0  # of a case
+LIMIT_S, END_S = 900.0, 30.0  # of a case; of its processes to end when told to
+TIMEOUT = timedelta(seconds=300)  # of a collective: one process may compile for long while another has a cached result
+TRACED_STEPS = 6
 JUDGED, TOLERANCE = 4, 0.02  # so many losses, to such a part, in bf16
 
 
@@ -83,19 +96,35 @@ def ask(case: str, size: int, sides: list[str], settings: Settings) -> dict[str,
     command += ["-m", "benchmarks.parallel", "measure", case, ",".join(sides), "--rounds", str(settings.rounds)]
     command += ["--device", settings.device.type, *(["--tiny"] if settings.tiny else [])]
     path = os.pathsep.join(part or os.curdir for part in sys.path)
-    child = subprocess.run(
+    child = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": path},
         cwd=Path(__file__).parent.parent,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=LIMIT_S,
-        check=False,
     )
+    try:
+        said, _ = child.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"the processes did not end within {LIMIT_S:g} s") from None
+    finally:
+        end(child)
     if child.returncode:
         raise RuntimeError(f"the processes ended with status {child.returncode}, see above")
-    answer: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
+    answer: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
     return answer
+
+
+def end(child: subprocess.Popen[str]) -> None:
+    """Have torchrun end its processes, which would keep the devices otherwise; it does when it is told to terminate."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+    assert child.stdout is not None
+    child.stdout.close()
 
 
 def compare(case: str, size: int, answer: dict[str, Any]) -> list[Row]:
@@ -108,6 +137,7 @@ def compare(case: str, size: int, answer: dict[str, Any]) -> list[Row]:
         return [Row(case, variant, equal=False, note=answer["wrong"])]
     own = Sample.of(mine["times"])
     facts |= {"ours_ms": own.median, "p20": own.p20, "p80": own.p80, "compile_s": mine["build_s"], "equal": True}
+    facts["peak_bytes"] = mine["peak_bytes"]
     rows = []
     for baseline in filter(answer["sides"].__contains__, BASELINES):
         theirs = answer["sides"][baseline]
@@ -124,6 +154,7 @@ def compare(case: str, size: int, answer: dict[str, Any]) -> list[Row]:
                 baseline_ms=theirs_ms,
                 ratio=ratio(theirs_ms, own.median),
                 compile_ratio=ratio(mine["build_s"], theirs["build_s"]),
+                peak_ratio=ratio(mine["peak_bytes"], theirs["peak_bytes"]),
                 note=answer["note"],
                 **facts,
             )
@@ -153,12 +184,12 @@ def measure(
     losses: dict[str, list[float]] = {}
     for side in sides:
         start = time.perf_counter()
-        failure = ""
+        failure, before = "", reserved_bytes(device)
         try:
             steps[side], models[side] = build(problem, side, batches)
             taken = [steps[side](*batches[number % len(batches)]).detach().clone() for number in range(WARM_STEPS)]
             losses[side] = [loss.item() for loss in taken[:JUDGED]]
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - a side's failure is a result
             traceback.print_exc()
             failure = brief(error)
         failed = [text for text in told_by_all(failure) if text]
@@ -167,6 +198,9 @@ def measure(
             continue
         calls[side] = lambda step=steps[side]: step(*batches[1])
         answers[side] = {"times": [], "build_s": time.perf_counter() - start}
+        taken.clear()
+        held = peak_bytes(calls[side], device, before)
+        answers[side]["peak_bytes"] = None if held is None else max(told_by_all(held))
         first_ms = sample_ms(calls[side], device, 10)
         if rank == 0:  # for who watches
             print(f"{case.name}, {side}: {first_ms:.3f} ms, built in {answers[side]['build_s']:.0f} s", file=sys.stderr)
@@ -179,6 +213,9 @@ def measure(
             taken_ms = sample_ms(calls[side], device, number_of[side])
             answers[side]["times"].append(max(told_by_all(taken_ms)))
     facts, note = described(steps["ours"]) if "ours" in calls else ({}, "")
+    if "ours" in calls and device.type == "cuda":
+        facts["exposed_us"], told = communication(calls["ours"], steps["ours"], device)
+        note = f"{told}; {note}"
     return {"sides": answers, "wrong": wrong, "facts": facts, "note": note} if rank == 0 else None
 
 
@@ -191,6 +228,30 @@ def told_by_all(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Memory that PyTorch has taken from the device once all garbage is gone: tensors, and the pools of graphs."""
+    if device.type != "cuda":
+        return 0
+    take_workspaces(device)
+    synchronize(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device, before: int) -> int | None:
+    """What a side takes: what it holds between calls, and what a call allocates beyond that; all processes call it."""
+    if device.type != "cuda":
+        call()
+        return None
+    held = reserved_bytes(device) - before
+    allocated = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    synchronize(device)
+    return held + torch.cuda.max_memory_allocated(device) - allocated
 
 
 def calls_in_a_sample(call: Callable[[], Any], device: torch.device) -> int:
@@ -235,6 +296,67 @@ def described(step: Any) -> tuple[dict[str, int], str]:
     facts["streams"] = max(each.num_streams for each in executables)
     notes = "; ".join(note for each in executables for note in each.notes)
     return facts, f"{len(executables)} graphs: {notes}"[:300]
+
+
+def communication(call: Callable[[], Any], step: Any, device: torch.device) -> tuple[float | None, str]:
+    """Exposed microseconds of all collectives in a step of ours, and a text about each; all processes call it."""
+    failure = ""
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    try:
+        profiler.start()
+    except RuntimeError as error:
+        failure = brief(error)
+    for _ in range(TRACED_STEPS + 1):  # CUPTI may lose the first kernels of a window (pytorch#192021)
+        sample_ms(call, device, 1)
+    if not failure:
+        profiler.stop()
+    found: list[list[tuple[float, float]]] = []
+    if not failure:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(path))
+            activities = read_trace(json.loads(path.read_text(encoding="utf-8"))).activities
+        exchanges = [each for graph in step.graphs for each in graph.executable.segmented.exchanges]
+        found = exposed(activities, len(exchanges))
+    of_ranks = told_by_all(found)
+    num_steps = min(map(len, of_ranks))
+    if not num_steps:
+        return None, f"communication not measured: {failure or 'collectives of steps could not be told apart'}"
+    last = [steps[-num_steps:] for steps in of_ranks]
+    parts, whole = [], 0.0
+    for number, exchange in enumerate(exchanges):
+        least = [min(steps[at][number] for steps in last) for at in range(num_steps)]
+        exposed_us, took_us = (median(pair[part] for pair in least) for part in (0, 1))
+        longest_us = median(max(steps[at][number][1] for steps in last) for at in range(num_steps))
+        whole += exposed_us
+        parts.append(
+            f"{exchange.num_bytes / 2**20:.2f} MiB {exposed_us:.0f} of {took_us:.0f} µs (first rank {longest_us:.0f})"
+        )
+    return whole, f"exposed: {', '.join(parts)}"
+
+
+def exposed(activities: Sequence[Activity], num_collectives: int) -> list[list[tuple[float, float]]]:
+    """For each step and each of its collectives, in order, the microseconds it was exposed, and those it took.
+
+    Args:
+        activities: Of some steps; what a barrier between them does is a collective, too.
+        num_collectives: Of a step.
+
+    Returns:
+        A list for each step but the first; empty where the steps cannot be told apart.
+    """
+    mine = sorted((each for each in activities if each.kind is ActivityKind.COMMUNICATION), key=lambda a: a.start_ns)
+    other = union((each.start_ns, each.end_ns) for each in activities if each.kind is not ActivityKind.COMMUNICATION)
+    each_step = num_collectives + 1  # with its barrier, which comes first
+    if not num_collectives or len(mine) < 2 * each_step:
+        return []
+    steps = []
+    for end in range(len(mine), each_step - 1, -each_step):  # the first ones may be lost
+        own = mine[end - num_collectives : end]
+        steps.append(
+            [(total(complement(other, a.start_ns, a.end_ns)) / 1e3, (a.end_ns - a.start_ns) / 1e3) for a in own]
+        )
+    return steps[::-1]
 
 
 def build(problem: Training, side: str, batches: list[Any]) -> tuple[Call, nn.Module]:
@@ -302,9 +424,9 @@ def main() -> None:
     device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=TIMEOUT)
     answer = measure(cases[options.case], options.sides.split(","), device, options.rounds, tiny=options.tiny)
     if answer is not None:
         print(json.dumps(answer), flush=True)

@@ -39,6 +39,7 @@ class Row:
         compile_s: Seconds from the uncompiled model to the first result; ``compile_ratio`` is ours over the baseline's.
         bound_ms: Critical path of the graph.
         predicted_ms: What the simulator said.
+        exposed_us: Microseconds of a step in which collectives ran and nothing else did.
         equal: Whether ours computes what eager computes; no time counts otherwise.
         note: Why something was not run, or what a reader must know.
     """
@@ -60,6 +61,7 @@ class Row:
     compile_ratio: float | None = None
     bound_ms: float | None = None
     predicted_ms: float | None = None
+    exposed_us: float | None = None
     equal: bool | None = None
     note: str | None = None
 
@@ -135,7 +137,8 @@ def table(rows: list[Row]) -> list[str]:
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         lines.setdefault((row.case, row.variant or ""), []).append(row)
-    columns = ["case", "variant", "ours", *baselines, "kernels", "streams", "waits", "peak MiB", "compile s", "equal"]
+    columns = ["case", "variant", "ours", *baselines, "kernels", "streams", "waits", "peak MiB", "compile s"]
+    columns += ["exposed µs", "equal"]
     if any(row.bound_ms is not None or row.predicted_ms is not None for row in rows):
         columns += ["bound", "predicted"]
     columns.append("note")
@@ -169,6 +172,8 @@ def cell(column: str, group: list[Row], baselines: list[str]) -> str:
             return number(first.compile_s, ".1f") + ratios(group, "compile_ratio")
         case "equal":
             return {True: "yes", False: "**no**", None: ""}[first.equal]
+        case "exposed µs":
+            return number(first.exposed_us, ".0f")
         case "bound":
             return number(first.bound_ms, ".4g")
         case "predicted":

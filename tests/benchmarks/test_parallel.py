@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import parallel
 from benchmarks.suite import Settings
+from millstream.insight.records import Activity, ActivityKind
 
 SETTINGS = Settings(torch.device("cpu"), 2, True)
 FACTS = {"kernels": 3, "streams": 2, "waits": 1}
@@ -16,7 +17,7 @@ def answer(wrong="", **sides):
 
 
 def times(*ms, build_s=2.0):
-    return {"times": list(ms), "build_s": build_s}
+    return {"times": list(ms), "build_s": build_s, "peak_bytes": None}
 
 
 def test_one_gpu_over_ours_is_the_efficiency():
@@ -49,3 +50,35 @@ def test_processes_that_end_are_no_answer(monkeypatch):
     monkeypatch.setattr(parallel.sys, "executable", "false")
     with pytest.raises(RuntimeError, match="status 1"):
         parallel.ask("case", 2, ["ours"], SETTINGS)
+
+
+def test_processes_that_do_not_end_are_ended(monkeypatch, tmp_path):
+    script = tmp_path / "hang"
+    script.write_text("#!/bin/sh\ntrap 'echo > told; kill $child; exit 1' TERM\nsleep 60 & child=$!\nwait $child\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(parallel.sys, "executable", str(script))
+    monkeypatch.setattr(parallel, "LIMIT_S", 0.5)
+    monkeypatch.setattr(parallel, "__file__", str(tmp_path / "benchmarks" / "parallel.py"))
+    (tmp_path / "benchmarks").mkdir()
+    with pytest.raises(RuntimeError, match=r"did not end within 0\.5 s"):
+        parallel.ask("case", 2, ["ours"], SETTINGS)
+    assert (tmp_path / "told").exists()
+
+
+def activities(*times, kind=ActivityKind.KERNEL):
+    return [Activity(start * 1000, end * 1000, kind=kind) for start, end in times]
+
+
+def test_a_collective_is_exposed_where_nothing_else_runs():
+    steps = activities((5, 20), (105, 120), (205, 220))
+    barriers = [(0, 4), (100, 104), (200, 204)]
+    mine = [(10, 30), (40, 45), (110, 132), (140, 145), (210, 220), (221, 226)]
+    steps += activities(*barriers, *mine, kind=ActivityKind.COMMUNICATION)
+    assert parallel.exposed(steps, 2) == [[(10, 20), (5, 5)], [(12, 22), (5, 5)], [(0, 10), (5, 5)]]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_steps_are_told_apart_where_first_kernels_are_lost(lost):
+    mine = [(at + offset, at + offset + 1) for at in (0, 100, 200) for offset in (0, 10, 40)]
+    found = parallel.exposed(activities(*mine[lost:], kind=ActivityKind.COMMUNICATION), 2)
+    assert found[-2:] == [[(1, 1), (1, 1)]] * 2
