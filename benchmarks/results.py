@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-LIBRARIES = ("millstream", "torch", "triton", "timm", "torchvision")
+LIBRARIES = ("millstream", "torch", "triton", "timm", "torchvision", "transformers")
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,9 @@ def operators() -> dict[str, Any]:
     return {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in opinfo.op_db}
 
 
-def run_case(name: str) -> Result:
-    """Compare one operator with eager."""
+def run_case(name: str, device: str) -> Result:
+    """Compare one operator with eager, on the CPU."""
+    assert device == "cpu"
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -259,6 +260,7 @@ SWEEP = Sweep(
     "OpInfo: PyTorch's operators through `ms.compile` on the CPU",
     lambda: [*operators()],
     run_case,
+    load=operators,
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One timm model of every family and transformers of many kinds, with random weights, compared with eager on the CPU.
+"""One timm model of every family and transformers of many kinds, with random weights, compared with eager.
 
 Every model runs its forward pass through ``ms.compile``; language models and others of transformers also take four
 training steps through ``ms.step``. Results are right when they are not much farther from a run in double precision than
@@ -12,14 +12,19 @@ need, only their names are declared.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
-# Before torch is imported: inputs are tiny, and threads would only wait for each other.
+# Before torch is imported: inputs are tiny, and threads would only wait for each other. Cases fork, and CUDA must not
+# have begun in their parent, which asks only whether it is there.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 from torch import Tensor, nn
@@ -103,32 +108,39 @@ TINY: dict[str, int] = {
 
 
 def list_cases() -> list[str]:
-    """Names of all cases, quick ones first."""
+    """Names of all cases: forward passes of transformers, then training steps and timm's models in turn."""
     kinds = [kind for kinds in TRANSFORMERS.values() for kind in kinds]
-    return [
-        *(f"transformers {kind}" for kind in kinds),
-        *(f"transformers {kind} step" for kind in kinds),
-        *(f"timm {name}" for name in TIMM),
-    ]
+    steps, models = [f"transformers {kind} step" for kind in kinds], [f"timm {name}" for name in TIMM]
+    mixed = [case for pair in itertools.zip_longest(models, steps) for case in pair if case]
+    return [*(f"transformers {kind}" for kind in kinds), *mixed]
 
 
-def run_case(name: str) -> Result:
+def load() -> None:
+    """Load the libraries."""
+    declare_torchvision()
+    import_module("timm")
+    import_module("transformers").logging.set_verbosity_error()
+
+
+def run_case(name: str, device: str) -> Result:
     """Compare one model with eager."""
     library, kind, *step = name.split()
     torch.manual_seed(0)
     try:
-        case = make_timm(kind) if library == "timm" else make_transformer(kind)
+        model, *batches = make_timm(kind) if library == "timm" else make_transformer(kind)
     except Exception as error:  # noqa: BLE001  whatever another library raises
         return Result(name, Outcome.NOT_COMPARABLE, f"eager fails: {describe(error)}")
+    model = model.to(device)
+    batch, other = ({name: value.to(device) for name, value in each.items()} for each in batches)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             with torch.no_grad():
-                copy.deepcopy(case[0]).double()(**widen(case[1]))
+                copy.deepcopy(model).double()(**widen(batch))
         except RuntimeError as error:  # operators that take no doubles: there is nothing to judge by
             return Result(name, Outcome.NOT_COMPARABLE, f"eager fails in double precision: {describe(error)}")
         try:
-            outcome, detail = (compare_steps if step else compare_forward)(*case)
+            outcome, detail = (compare_steps if step else compare_forward)(model, batch, other)
         except Exception as error:  # noqa: BLE001  an error is a result
             outcome, detail = Outcome.WRONG, f"raises {describe(error)}"
     reasons = dict.fromkeys(str(each.message) for each in warned if issubclass(each.category, ms.FallbackWarning))
@@ -142,7 +154,6 @@ def run_case(name: str) -> Result:
 
 def make_timm(name: str) -> Case:
     """Make a model of timm's, and images of the smallest size that it takes."""
-    declare_torchvision()
     import timm
 
     errors = []
@@ -164,15 +175,14 @@ def make_timm(name: str) -> Case:
 
 def make_transformer(kind: str) -> Case:
     """Make a tiny model of transformers', and two batches with labels."""
-    declare_torchvision()
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    transformers.logging.set_verbosity_error()
     auto = next(auto for auto, kinds in TRANSFORMERS.items() if kind in kinds)
     known = CONFIG_MAPPING[kind]()
     config = CONFIG_MAPPING[kind](**{name: value for name, value in TINY.items() if hasattr(known, name)})
     config.use_cache = False
+    config._experts_implementation = "batched_mm"  # the usual one, grouped_mm, takes no doubles
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -217,7 +227,7 @@ def declare_torchvision() -> None:
 
 
 def compare_forward(model: nn.Module, batch: Batch, other: Batch) -> tuple[Outcome, str]:
-    """Compare a forward pass with eager's."""
+    """Compare a forward pass with eager's; not the loss, which with random weights hardly depends on the input."""
 
     def run(call: Callable[..., Any], inputs: Batch) -> dict[str, dict[str, Tensor]]:
         with torch.no_grad():
@@ -230,7 +240,7 @@ def compare_forward(model: nn.Module, batch: Batch, other: Batch) -> tuple[Outco
         lambda move: judge.hear(run(model, {name: move(value) for name, value in batch.items()})),
         batch.values(),
         torch.float32,
-        torch.device("cpu"),
+        next(iter(batch.values())).device,
     )
     compiled = ms.compile(model, engine="serial")
     if is_hopeless(judge):
@@ -300,7 +310,8 @@ def verdict_of(verdict: Verdict, detail: str) -> tuple[Outcome, str]:
 
 def tensors_of(outputs: Any) -> dict[str, Tensor]:
     """The tensors of a result, by name."""
-    leaves, _ = torch.utils._pytree.tree_flatten_with_path(dict(outputs) if isinstance(outputs, dict) else outputs)
+    named = {k: v for k, v in outputs.items() if k != "loss"} if isinstance(outputs, dict) else outputs
+    leaves, _ = torch.utils._pytree.tree_flatten_with_path(named)
     return {str(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
 
 
@@ -315,10 +326,12 @@ def describe(error: Exception) -> str:
 
 SWEEP = Sweep(
     "benchmarks.sweeps.zoo",
-    "Zoo: timm and transformers through `ms.compile` and `ms.step` on the CPU",
+    "Zoo: timm and transformers through `ms.compile` and `ms.step`",
     list_cases,
     run_case,
-    chunk=8,
+    load,
+    devices=("cpu", "cuda"),
+    limit_s=600,
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """A sweep of which one case ends its process, run by ``test_sweeps`` with a file of results in its own folder."""
 
 import os
+import sys
+import threading
 from pathlib import Path
 
 from benchmarks.sweeps import sweep
@@ -10,9 +12,13 @@ FOLDER = "MILLSTREAM_TEST_SWEEP"
 sweep.FOLDER = Path(os.environ.get(FOLDER, "."))
 
 
-def run(case):
+def run(case, device):
+    sys.stdout.write("not the last line\nthe last line\n")
     if case == "dies":
+        sys.stdout.flush()
         os._exit(3)
+    if case == "hangs":
+        threading.Event().wait()
     return Result(case, Outcome.FELL_BACK if case == "falls back" else Outcome.EQUAL, "because | of this")
 
 

@@ -29,10 +29,32 @@ def test_a_case_that_ends_its_process_is_wrong_and_the_rest_goes_on(tmp_path):
         "falls back": "fell back",
         "two": "equal",
     }
-    assert "3" in results["dies"]["detail"]
+    assert results["dies"]["detail"] == "the process ended with 3: the last line"
     table = (tmp_path / "pretended_sweep.md").read_text()
     assert "4: 2 equal, 1 wrong, 1 fell back, 0 not comparable" in table
-    assert "| falls back | because / of this |" in table
+    assert "| falls back | 1 | because / of this |" in table
+
+
+def test_a_case_that_hangs_is_ended(tmp_path):
+    _, results = run_sweep(tmp_path, "hangs", "one", "--limit-seconds", "1", "--jobs", "2")
+    assert [each["outcome"] for each in results.values()] == ["not comparable", "equal"]
+    assert results["hangs"]["detail"] == "no result within 1 s"
+
+
+def test_a_sweep_whose_time_is_up_leaves_the_rest_for_later(tmp_path):
+    _, results = run_sweep(tmp_path, "hangs", "one", "--budget-seconds", "1", "--jobs", "2")
+    assert [*results] == ["one"]
+
+
+def test_results_of_other_commits_stand_apart_in_the_table(tmp_path):
+    run_sweep(tmp_path, "one", "falls back", "--commit", "first")
+    run_sweep(tmp_path, "two", "--commit", "second")
+    table = (tmp_path / "pretended_sweep.md").read_text().splitlines()
+    assert [line.split("commit ")[1] for line in table if "commit" in line] == [
+        "first | 2: 1 equal, 0 wrong, 1 fell back, 0 not comparable |",
+        "second | 1: 1 equal, 0 wrong, 0 fell back, 0 not comparable |",
+    ]
+    assert table[table.index("## Equal, run 2") + 2] == "two"
 
 
 def test_a_sweep_taken_up_again_runs_what_has_no_result(tmp_path):
