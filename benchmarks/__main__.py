@@ -17,6 +17,8 @@ SUITES = (
     "hand_streams",
     "cpu",
     "shapes",
+    "start",
+    "decode",
     "idle",
     "parallel",
 )

@@ -1,7 +1,12 @@
-"""Suite ``shapes``: sizes that change from call to call, on a CPU, beside torch.compile.
+"""Suite ``shapes``: sizes that change from call to call, beside torch.compile.
 
 - ``first pass``: from the uncompiled model to the last result over all sizes, caches empty, each side by itself.
 - ``later pass``: the same sizes again; the median of a few.
+
+The case ``new sizes`` is about one step with its kernels there already, beside eager:
+
+- ``first call``, ``second call``: with a size that is new, and when it comes again, which captures a CUDA graph.
+- ``falling sizes``, ``rising sizes``: memory of a hundred sizes, over that of the largest alone.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from benchmarks.results import Row, ratio
 from benchmarks.sizes import programs
 from benchmarks.suite import Settings, run_suite
@@ -18,27 +25,31 @@ from benchmarks.worker import answer_of
 
 LIMIT_S = 1800.0  # a side that takes longer has failed
 PEER = "compile"
+NEW_SIZES = "new sizes"
 
 
 @dataclass(frozen=True)
 class ShapesCase:
-    """A program of ``benchmarks.sizes``."""
+    """A program of ``benchmarks.sizes``, or ``NEW_SIZES``, which is for GPUs."""
 
     name: str
     calls: int
     estimate_s: float = 200.0
 
 
-def run_side(name: str, side: str) -> dict[str, Any]:
-    """Run a program by one side in a new process with empty caches."""
+def run_side(module: str, *arguments: str) -> dict[str, Any]:
+    """Run a module in a new process with empty caches."""
     with tempfile.TemporaryDirectory() as cache:
         folders = dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MILLSTREAM_CACHE_DIR"), cache)
-        return answer_of("benchmarks.sizes", [name, side], LIMIT_S, folders)  # type: ignore[no-any-return]
+        return answer_of(module, arguments, LIMIT_S, folders)  # type: ignore[no-any-return]
 
 
-def run_case(case: ShapesCase, settings: Settings) -> list[Row]:  # noqa: ARG001  a CPU suite
+def run_case(case: ShapesCase, settings: Settings) -> list[Row]:
     """Both sides, one after the other."""
-    mine, theirs = run_side(case.name, "ours"), run_side(case.name, PEER)
+    device = ("--device", str(settings.device))
+    if case.name == NEW_SIZES:
+        return rows_of_new_sizes(run_side("benchmarks.new_sizes", *device))
+    mine, theirs = (run_side("benchmarks.sizes", case.name, side, *device) for side in ("ours", PEER))
     graphs = f"{case.calls} calls; {mine['graphs']} graphs, {PEER} {theirs['graphs']}"
     rows = []
     for variant, key in (("first pass", "first_s"), ("later pass", "later_s")):
@@ -48,7 +59,33 @@ def run_case(case: ShapesCase, settings: Settings) -> list[Row]:  # noqa: ARG001
     return rows
 
 
-CASES = tuple(ShapesCase(each.name, each.calls) for each in programs())
+def rows_of_new_sizes(found: dict[str, Any]) -> list[Row]:
+    """What ``benchmarks.new_sizes`` has measured, as rows."""
+    eager_ms = 1000 * found["eager"]
+    rows = []
+    for variant, key in (("first call", "first"), ("second call", "second"), ("third call", "third")):
+        ours_ms = 1000 * found[key]
+        times = {"ours_ms": ours_ms, "baseline_ms": eager_ms, "ratio": ratio(eager_ms, ours_ms)}
+        note = f"slowest {1000 * found['slowest second']:.1f} ms" if key == "second" else ""
+        rows.append(Row(NEW_SIZES, variant, "eager", kernels=found["kernels"], note=note, **times))
+    alone_bytes, _ = found["held"]["alone"]
+    for order in ("falling", "rising"):
+        held_bytes, elsewhere_bytes = found["held"][order]
+        note = f"beside that {elsewhere_bytes / 2**20:.0f} MiB, CUDA graphs among them"
+        peak = {"peak_bytes": held_bytes, "peak_ratio": ratio(held_bytes, alone_bytes)}
+        rows.append(Row(NEW_SIZES, f"{order} sizes", "largest alone", note=note, **peak))
+    return rows
+
+
+ON_CPU = tuple(ShapesCase(each.name, each.calls) for each in programs())
+ON_GPU = (
+    ShapesCase(NEW_SIZES, 100, estimate_s=120),
+    *(ShapesCase(each.name, each.calls, estimate_s=100) for each in programs() if each.calls <= 40),
+)
+ON_GPU_FIRST = ("generate 40 tokens", "trainer padded to the longest of 4", "step padded to the longest of 8")
+CASES = ON_CPU
+if torch.cuda.is_available():
+    CASES = tuple(sorted(ON_GPU, key=lambda case: case.name not in (NEW_SIZES, *ON_GPU_FIRST)))
 
 if __name__ == "__main__":
-    sys.exit(run_suite("shapes", CASES, run_case, device="cpu"))
+    sys.exit(run_suite("shapes", CASES, run_case, device="cuda" if torch.cuda.is_available() else "cpu"))

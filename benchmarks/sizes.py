@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import millstream as ms
-from benchmarks.harness import prepare_torch
+from benchmarks.harness import prepare_torch, synchronize
 from millstream.capture.step.program import StepProgram
 
 #: A pass over all sizes: what it computes, to be compared.
@@ -132,6 +133,41 @@ def classify(sizes: list[tuple[int, int]], form: Form) -> Pass:
     return run
 
 
+def hugging_face(lengths: list[int], form: Form) -> Pass:
+    """Hugging Face's Trainer on a small BERT, each batch padded to its longest text."""
+    import transformers  # pyrefly: ignore[missing-import]
+
+    kind = {"num_labels": 2, "problem_type": "single_label_classification", "hidden_dropout_prob": 0.0}
+    size = {"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.BertConfig(**size, **kind, intermediate_size=256, attention_probs_dropout_prob=0.0)
+    model = form(transformers.BertForSequenceClassification(config))
+    device = next(model.parameters()).device
+    texts = [{"tokens": torch.randint(200, (n,), device="cpu"), "label": n % 2} for n in lengths for _ in range(4)]
+
+    def pad(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        tokens = nn.utils.rnn.pad_sequence([each["tokens"] for each in examples], batch_first=True)
+        labels = torch.tensor([each["label"] for each in examples])
+        return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": labels}
+
+    def run() -> list[torch.Tensor]:
+        with tempfile.TemporaryDirectory() as folder:
+            told = {"report_to": [], "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no"}
+            arguments = transformers.TrainingArguments(
+                folder,
+                per_device_train_batch_size=4,
+                max_steps=len(lengths),
+                remove_unused_columns=False,
+                use_cpu=device.type == "cpu",
+                **told,
+            )
+            trainer = transformers.Trainer(model, arguments, train_dataset=texts, data_collator=pad)
+            trainer.pop_callback(transformers.PrinterCallback)
+            trainer.train()
+        return [torch.tensor(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+    return run
+
+
 _random = random.Random(0)
 _LENGTHS = [_random.randint(2, 128) for _ in range(100)]
 _LONG = [_random.randint(1, 512) for _ in range(300)]
@@ -148,6 +184,7 @@ def programs() -> Iterator[Sizes]:
     yield Sizes("step lengths 1 to 512", lambda form: whole_step(_LONG, form), len(_LONG), is_step=True)
     yield Sizes("step with a short last batch", lambda form: whole_step([32] * 9 + [20], form), 10, is_step=True)
     yield Sizes("step padded to the longest of 8", lambda form: whole_step(_PADDED, form), len(_PADDED), is_step=True)
+    yield Sizes("trainer padded to the longest of 4", lambda form: hugging_face(_PADDED, form), len(_PADDED))
     yield Sizes("classify 3 resolutions and 5 batches", lambda form: classify(_IMAGES, form), len(_IMAGES))
 
 
@@ -171,17 +208,22 @@ def _counting_steps() -> Iterator[list[int]]:
 FORMS: dict[str, Form] = {"ours": ms.compile, "compile": torch.compile}
 
 
-def measure(name: str, side: str) -> dict[str, Any]:
+def measure(name: str, side: str, device: torch.device) -> dict[str, Any]:
     """Run a program by a side; say what it took, how many graphs, and whether it computed what eager does."""
     program = next(each for each in programs() if each.name == name)
-    torch.manual_seed(0)
-    expected = program.make(lambda model: model)()
-    torch.manual_seed(0)
+
+    def made(form: Form) -> Pass:
+        torch.manual_seed(0)
+        with device:
+            return program.make(form)
+
+    expected = made(lambda model: model)()
+    synchronize(device)
     start = time.perf_counter()
-    form = ms.step if program.is_step and side == "ours" else FORMS[side]
-    run = program.make(form)
+    run = made(ms.step if program.is_step and side == "ours" else FORMS[side])
     with _counting_steps() as steps:
         results = run()
+    synchronize(device)
     first_s = time.perf_counter() - start
     graphs = steps[0] or counters["stats"]["unique_graphs"]
     equal = all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(results, expected, strict=True))
@@ -189,6 +231,7 @@ def measure(name: str, side: str) -> dict[str, Any]:
     for _ in range(LATER):
         start = time.perf_counter()
         run()
+        synchronize(device)
         later.append(time.perf_counter() - start)
     return {"first_s": first_s, "later_s": sorted(later)[LATER // 2], "graphs": graphs, "equal": equal}
 
@@ -197,6 +240,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("program")
     parser.add_argument("side", choices=FORMS)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     options = parser.parse_args()
     prepare_torch()
-    print(json.dumps(measure(options.program, options.side)))
+    torch.set_float32_matmul_precision("highest")  # text that is generated is compared word by word
+    torch.backends.cudnn.allow_tf32 = False
+    print(json.dumps(measure(options.program, options.side, options.device)))
