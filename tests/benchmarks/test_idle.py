@@ -12,14 +12,15 @@ LINE = next(number for number, line in enumerate(LINES, 1) if "# slow" in line)
 
 def row(cause, line, idle_ns, share):
     site = {"file": str(SCRIPTS / "python_loop.py"), "line": line, "function": "<module>"}
-    return {"cause": cause, "site": site, "idle_ns": idle_ns, "recoverable_share": share}
+    shares = {"recoverable_share": share, "share": share}
+    return {"cause": cause, "site": site, "idle_ns": idle_ns, "is_rare": False} | shares
 
 
 def report_of(severity, leading, rows=()):
     return {
         "severity": severity, "why_unreliable": "", "leading": leading, "num_steps": 10, "step_ns": 20e6, "idle": 0.6,
         "idle_ns_by_cause": {"python": 120_000_000}, "unknown": 0.01, "looking_slowed": 0.02, "cost": 0.03,
-        "rows": list(rows),
+        "always_on": 0.005, "rows": list(rows),
     }  # fmt: skip
 
 
@@ -39,7 +40,8 @@ def test_verdict_lines_and_promise_are_judged():
     assert found["right_line"] == 0.9
     assert found["promised_ms"] == pytest.approx(10.0)
     assert found["gained_ms"] == 10.0
-    assert found["always_on"] == pytest.approx(0.02)
+    assert found["always_on"] == 0.005
+    assert found["after_windows"] == pytest.approx(0.02)
     text = to_markdown([found], "virtual")
     assert "1 of 1 planted" in text
     assert "±25 % of what the twin gains: 1 of 1" in text

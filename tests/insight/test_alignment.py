@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from millstream.insight import Activity, Launch, Recording, Span, Step
 from millstream.insight.alignment import lines_from
 from millstream.insight.causes import Cause
 from millstream.insight.kineto import DeviceTrace
+from millstream.trace import device
 from millstream.trace.device import DeviceWindow, Recorded
 from millstream.trace.stacks import CallStacks
 from tests.insight.virtual import line
@@ -158,8 +160,24 @@ def test_two_windows_are_recorded_by_the_count_of_steps(monkeypatch, tmp_path):
     assert isinstance(window.close(0), Recorded)
     found = [sum(each.get("name") == "aten::neg" for each in trace["traceEvents"]) for trace in recorded]
     assert found == [3, 20]  # of the window with lines, and of that with times
-    assert window.busy_ns > 0
+    assert [span.cause for span in window.spans] == [Cause.PROFILER] * 4
     assert not window._folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "before", "within"),
+    [("13.0", None, "1"), ("12.6", None, "1"), ("12.4", None, None), (None, None, None), ("13.0", "0", "0")],
+)
+def test_profiler_is_detached_where_that_is_safe_and_the_user_does_not_say_otherwise(
+    monkeypatch, version, before, within
+):
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TEARDOWN_CUPTI", before)
+    with device._detaching():
+        assert os.environ.get("TEARDOWN_CUPTI") == within
+    assert os.environ.get("TEARDOWN_CUPTI") == before
 
 
 @pytest.mark.parametrize(("later", "is_told"), [(100, False), (80, True)])

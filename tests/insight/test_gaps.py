@@ -55,7 +55,7 @@ def test_flatten_takes_the_innermost_span_everywhere(recording):
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(pieces))
     found = {at: span for start, end, span in pieces for at in range(start, end)}
     for at in range(recording.end_ns):
-        assert found.get(at) is span_at(recording, at)
+        assert found.get(at) is span_at(recording, at, as_it_is=True)
 
 
 @settings(max_examples=EXAMPLES)

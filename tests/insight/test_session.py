@@ -14,6 +14,9 @@ from torch.utils.data._utils import fetch
 
 import millstream as ms
 from millstream.errors import ArgumentError
+from millstream.insight import Cause
+from millstream.insight.host import spans_of
+from millstream.trace import Session
 
 
 def look():
@@ -125,3 +128,23 @@ def test_loop_without_optimizer_is_counted_by_batches():
             pass
     assert len(run.findings.recording.steps) == 9
     assert any("no optimizer" in caveat for caveat in run.findings.recording.caveats)
+
+
+class Compiler:
+    def compile(self):
+        gc.collect()
+        return 7
+
+
+def test_collection_while_a_step_is_captured_is_compiling():
+    before = Compiler.compile
+    session = Session(compilers=((Compiler, "compile"),), uses_device=False)
+    session.start()
+    assert Compiler().compile() == 7
+    recording = session.stop()
+    assert Compiler.compile is before
+    spans = {span.cause: span for span in recording.spans}
+    outer, inner = spans[Cause.COMPILE], spans[Cause.GC]
+    assert outer.start_ns <= inner.start_ns < inner.end_ns <= outer.end_ns
+    assert {span.cause for _, _, span in spans_of(recording)} == {Cause.COMPILE}
+    assert 0 < recording.always_on_share < 1

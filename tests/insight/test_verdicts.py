@@ -70,6 +70,65 @@ def test_long_python_after_a_wait_is_python_and_not_the_waits_refill():
     assert found.leading.recoverable_share == pytest.approx(15 / 19, rel=0.1)
 
 
+def test_reads_that_keep_the_queue_empty_lead_and_their_launches_are_no_run():
+    # 8 ms of kernels, launched in time; then the host reads 20 results, each of two small kernels.
+    host = [*launches(8, 60 * US), *[*launches(2, 60 * US), (Cause.SYNC, 5 * US, 51)] * 20]
+    found = analyse(serial_recording(host, [MS] * 8 + [10 * US] * 40, steps=STEPS))
+    assert (found.severity, found.leading.cause) == (Severity.HIGH, Cause.SYNC)
+    assert found.recoverable[Cause.SYNC] / len(found.steps) == pytest.approx(2.4 * MS, rel=0.1)
+    assert found.recoverable.get(Cause.LAUNCH, 0) < found.recoverable[Cause.SYNC]
+
+
+def test_queue_that_launching_never_fills_is_launching_after_one_wait_too():
+    recording = serial_recording(launches(400, 8 * US, 46), [2 * US] * 400, steps=STEPS)
+    at = recording.steps[12].start_ns
+    found = analyse(replace(recording, spans=(Span(THREAD, at - 1, at, Cause.SYNC, line(51)),)))
+    assert found.leading.cause is Cause.LAUNCH
+    assert found.idle_by_cause[Cause.SYNC] <= 8 * US
+    assert found.recoverable[Cause.LAUNCH] == pytest.approx(0.75 * found.window_ns, rel=0.1)
+
+
+def test_what_comes_before_a_run_of_launches_is_not_won_back_with_it():
+    host = [(Cause.GC, 5 * MS, 45), *launches(60, 40 * US)]
+    found = analyse(serial_recording(host, [20 * US] * 60, steps=STEPS))
+    assert found.leading.cause is Cause.GC
+    assert found.recoverable[Cause.GC] / len(found.steps) == pytest.approx(5 * MS, rel=0.02)
+    assert found.recoverable[Cause.LAUNCH] / len(found.steps) < 2.5 * MS  # launching takes 2.4 ms
+
+
+def test_collection_during_a_compilation_is_the_compilations():
+    recording = serial_recording([(Cause.COMPILE, 20 * MS, 8), *launches(4)], [MS] * 4, steps=STEPS)
+    within = [replace(s, start_ns=s.start_ns + MS, end_ns=s.end_ns - MS, cause=Cause.GC) for s in recording.spans]
+    found = analyse(replace(recording, spans=(*recording.spans, *within)))
+    assert Cause.GC not in found.idle_by_cause
+    assert not any(row.cause is Cause.GC for row in found.rows)
+    assert found.leading.cause is Cause.COMPILE
+
+
+def test_what_the_profiler_takes_is_no_time_of_the_run():
+    recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [5 * MS] * 4, steps=60)
+    at = recording.steps[40].start_ns
+    busy = Span(THREAD, at, at + 600 * MS, Cause.PROFILER)
+    spans = busy, Span(THREAD, at + MS, at + 500 * MS, Cause.GC, line(7)), Span(THREAD, at - 9 * MS, at, Cause.IO)
+    waits = (s for s in recording.spans if not at <= s.end_ns < busy.end_ns)  # nothing trains meanwhile
+    found = analyse(replace(recording, spans=(*waits, *spans)))
+    assert [row.cause for row in found.rows if row.is_rare] == [Cause.IO]
+    rare = next(row for row in found.rows if row.is_rare)
+    run_ns = recording.end_ns - recording.steps[0].end_ns - 600 * MS
+    assert rare.share == pytest.approx(9 * MS / run_ns)
+
+
+def test_wait_whose_lines_are_all_a_librarys_gets_the_line_of_a_sample():
+    host = [*launches(2, 300 * US), (Cause.SYNC, 0, 51), *launches(2, 300 * US)]
+    recording = serial_recording(host, [320 * US] * 4, steps=STEPS)
+    outer = Site(f"{LIBRARY}runpy.py", 9, "run")
+    spans = tuple(replace(span, stack=(outer,)) for span in recording.spans)
+    looks = tuple(Sample(THREAD, s.start_ns, s.end_ns, (*line(51), outer), 0) for s in spans)
+    found = analyse(replace(recording, spans=spans, samples=looks))
+    assert found.leading.cause is Cause.SYNC
+    assert found.leading.site.line == 51
+
+
 def test_wait_with_work_queued_after_it_is_no_loss():
     recording = serial_recording(launches(4), [5 * MS] * 4, steps=STEPS)
     # The host waits for the first kernel of each step; three more are queued.

@@ -74,12 +74,23 @@ def is_busy(recording, at):
     return any(each.start_ns <= at < each.end_ns for each in recording.activities)
 
 
-def span_at(recording, at):
-    """The training thread's innermost span: began last, then ends first, then comes first."""
+def span_at(recording, at, *, as_it_is=False):
+    """The training thread's innermost span: began last, then ends first, then comes first.
+
+    Unless ``as_it_is``, a collection that lies within compilations is theirs.
+    """
+    compiling = {
+        now
+        for span in recording.spans
+        if span.thread == THREAD and span.cause is Cause.COMPILE
+        for now in range(span.start_ns, span.end_ns)
+    }
     here = [
         (-span.start_ns, span.end_ns, number)
         for number, span in enumerate(recording.spans)
-        if span.thread == THREAD and span.start_ns <= at < span.end_ns
+        if span.thread == THREAD
+        and span.start_ns <= at < span.end_ns
+        and (as_it_is or span.cause is not Cause.GC or not compiling.issuperset(range(span.start_ns, span.end_ns)))
     ]
     return recording.spans[min(here)[2]] if here else None
 

@@ -22,6 +22,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_OWN = ((_Pass, "__next__"),), ((Step, "__call__"),), ((Step, "_capture"),)
+"""Where Millstream itself waits for data, steps, and compiles."""
+
+
 class Profile:
     """What ``with ms.profile() as p:`` gives; read it after the ``with``.
 
@@ -31,7 +35,7 @@ class Profile:
 
     def __init__(self, script: str = "", *, uses_device: bool = True) -> None:
         self.findings: Findings | None = None
-        self._session = Session(script, ((_Pass, "__next__"),), ((Step, "__call__"),), uses_device=uses_device)
+        self._session = Session(script, *_OWN, uses_device=uses_device)
 
     def __enter__(self) -> Profile:
         self._session.start()

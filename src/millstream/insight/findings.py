@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from millstream.insight.causes import EXPOSED, REMEDY_FREE, SAMPLED, Cause
+from millstream.insight.causes import EXPOSED, REMEDY_FREE, Cause
 from millstream.insight.gaps import Slice, attribute, exposed_ns
-from millstream.insight.host import compute_activities
+from millstream.insight.host import compute_activities, spans_of
 from millstream.insight.records import Activity, ActivityKind, Loader, Note, Recording, Site, Span, Step
 from millstream.insight.replay import recoverable_ns
 
@@ -19,8 +19,11 @@ HIGH, MODERATE = 0.20, 0.05
 """Share of a step from which a cause is called so: XProf's thresholds for its input pipeline."""
 UNSURE = 0.10
 """Share of a step of which nobody knows what it was; with more, that comes first."""
-RARE = 1 / 20
-"""A cause in fewer of the steps is counted per time of the whole run, and not scaled up from a window."""
+RARE = 1 / 8
+"""A cause in fewer of the steps is counted per time of the whole run, and not scaled up from a window that may have
+caught one of them by chance."""
+WHOLE_RUN = frozenset((Cause.IO, Cause.GC, Cause.COMPILE, Cause.ALLOCATOR, Cause.COMMUNICATION))
+"""Causes that hooks see in the whole run, whatever window the device's profiler had."""
 DATA = (Cause.DATA_WAIT, Cause.IN_PROCESS)
 LEAST_STEPS = 3
 MAX_WARM_UP = 10
@@ -48,7 +51,7 @@ class Row:
         idle_ns: Time of all of them.
         share: Of the window's time, or of the run's where ``is_rare``.
         recoverable_share: What of the window's time its remedy would return, for the whole cause; never add these up.
-        is_rare: In fewer than one of 20 steps, or before the window: counted over the whole run.
+        is_rare: In fewer than one of 8 steps: counted over the whole run.
         detail: A few words more.
     """
 
@@ -175,6 +178,7 @@ class Findings:
             "notes": [asdict(note) | {"cause": str(note.cause)} for note in self.notes],
             "caveats": list(self.recording.caveats),
             "cost": self.recording.cost_share,
+            "always_on": self.recording.always_on_share,
             "rank": self.recording.rank,
             "collectives": [list(each) for each in self.collectives()],
             "looking_slowed": self.recording.looking_slowed,
@@ -303,8 +307,9 @@ def _rows(recording: Recording, steps: Sequence[Step], slices: Sequence[Slice], 
         total_of[cause] += spent
         steps_of[cause] |= seen[cause, site]
     rows = []
+    hooked = WHOLE_RUN & {span.cause for span in recording.spans}
     for (cause, site), spent in idle.items():
-        if len(steps_of[cause]) < RARE * len(steps) and cause not in SAMPLED:
+        if len(steps_of[cause]) < RARE * len(steps) and cause in hooked:
             continue  # a row of the whole run's
         gain = gains.get(cause, 0) * spent / total_of[cause] / window if total_of[cause] else 0.0
         where = max(inside[cause, site], key=inside[cause, site].__getitem__, default=None)
@@ -334,19 +339,22 @@ def _exposed_rows(recording: Recording, exposed: dict[Cause, int], gains: dict[C
 
 def _rare_rows(recording: Recording, common: frozenset[Cause]) -> list[Row]:
     """Spans that happen too seldom to be judged by the step, per time of the whole run."""
-    whole = max(recording.end_ns - recording.start_ns, 1)
     begin = recording.steps[0].end_ns if recording.steps else recording.end_ns
-    spans = [span for span in recording.spans if span.thread == recording.thread and span.start_ns >= begin]
     idle: dict[tuple[Cause, Site | None], int] = defaultdict(int)
     times: dict[tuple[Cause, Site | None], int] = defaultdict(int)
-    for span in spans:
-        if span.cause in common or span.cause in (Cause.SYNC, *DATA):
+    whole, latest = recording.end_ns - begin, None
+    for start, end, span in spans_of(recording):
+        if span.start_ns < begin:
             continue
-        key = span.cause, recording.user_site(span.stack)
-        idle[key] += span.end_ns - span.start_ns
-        times[key] += 1
+        if span.cause is Cause.PROFILER:
+            whole -= end - start
+        elif span.cause in WHOLE_RUN - common:
+            key = span.cause, recording.user_site(span.stack)
+            idle[key] += end - start
+            times[key] += span is not latest
+        latest = span
     return [
-        Row(cause, site, None, times[cause, site], spent, spent / whole, 0.0, is_rare=True)
+        Row(cause, site, None, times[cause, site], spent, spent / max(whole, 1), 0.0, is_rare=True)
         for (cause, site), spent in idle.items()
     ]
 

@@ -7,7 +7,8 @@
 
 **Steps**, for a gap (a, b) whose next activity was launched by a call L of the training thread, or of another:
 1. *Host part*, from a until L begins: what the thread did then, the innermost span first; after a wait for the device,
-   until two launches are outstanding again, the refill of the queue belongs to that wait; then samples.
+   until two launches are outstanding again, the refill of the queue belongs to that wait; then samples. A queue that
+   a whole run of launches does not fill is launching's, and only the first of them the wait's.
 2. *Launch part*, while L ran: launching, unless it refills the queue, or the driver compiles or allocates in it.
 3. *Device part*, from the end of L: between two graphs, behind another stream's event, or the device's own.
 """
@@ -28,7 +29,8 @@ from millstream.insight.records import Activity, ActivityKind, Launch, Recording
 SYNC_SLACK_NS = 20_000
 """A wait that returned so shortly before the device was seen to end belongs to it: clocks of host and device differ."""
 RUN_INTERVAL_NS, RUN_LENGTH = 100_000, 16
-"""So many launches, each so shortly after the last, are a run: if the queue stays empty, launching is what it costs."""
+"""So many launches, each so shortly after the last and without a wait for the device between them, are a run: if the
+queue stays empty, launching is what it costs."""
 OWN_GAP_NS = 10_000
 """A device's own pause between two kernels that wait in its queue is shorter."""
 
@@ -92,7 +94,7 @@ def attribute(recording: Recording, start_ns: int, end_ns: int) -> list[Slice]:
     ends = [end for _, end, _ in pieces]
     context = _Context(
         {launch.number: launch for launch in launches},
-        find_launch_runs(launches, recording.activities),
+        find_launch_runs(launches, recording),
         by_end := sorted(recording.activities, key=lambda each: each.end_ns),
         [each.end_ns for each in by_end],
         recording.waits,
@@ -154,15 +156,16 @@ def _slice_device_part(start_ns: int, gap: Gap, ender: Activity, launch: Launch,
 
 
 def find_refills(recording: Recording, launches: Sequence[Launch]) -> list[Span]:
-    """After each wait for the device that found its queue empty: the time until two launches are outstanding."""
+    """After each wait for the device that found its queue empty: the time until two launches are outstanding.
+
+    Where a run of launches does not fill the queue, launching is slower than running, wait or no wait: such a refill
+    ends with the first launch.
+    """
     end_of: dict[int, int] = {}
     for each in recording.activities:
         if each.launch is not None:
             end_of[each.launch] = max(end_of.get(each.launch, 0), each.end_ns)
-    syncs = sorted(
-        (span for span in recording.spans if span.cause is Cause.SYNC and span.thread == recording.thread),
-        key=lambda span: span.end_ns,
-    )
+    syncs = _waits_for_device(recording)
     starts = [launch.start_ns for launch in launches]
     refills = []
     for number, sync in enumerate(syncs):
@@ -171,8 +174,11 @@ def find_refills(recording: Recording, launches: Sequence[Launch]) -> list[Span]
             continue  # work was queued after what was waited for: nothing is lost
         limit = syncs[number + 1].start_ns if number + 1 < len(syncs) else recording.end_ns
         end, outstanding = limit, []
-        for launch in launches[before:]:
+        for count, launch in enumerate(launches[before : before + RUN_LENGTH + 1]):
             if launch.end_ns >= limit:
+                break
+            if count == RUN_LENGTH:
+                end = launches[before].end_ns
                 break
             outstanding = [each for each in outstanding if end_of.get(each.number, 0) > launch.end_ns] + [launch]
             if len(outstanding) >= 2:
@@ -183,16 +189,24 @@ def find_refills(recording: Recording, launches: Sequence[Launch]) -> list[Span]
     return refills
 
 
-def find_launch_runs(launches: Sequence[Launch], activities: Sequence[Activity]) -> frozenset[int]:
-    """Numbers of the launches that belong to runs which launching alone makes slow.
+def _waits_for_device(recording: Recording) -> list[Span]:
+    waits = (span for span in recording.spans if span.cause is Cause.SYNC and span.thread == recording.thread)
+    return sorted(waits, key=lambda span: span.end_ns)
+
+
+def find_launch_runs(launches: Sequence[Launch], recording: Recording) -> frozenset[int]:
+    """Numbers of the launches that belong to runs which launching alone makes slow, each run's first one excepted.
+
+    What came before the first one is not of the run. A wait for the device ends a run: the queue is empty after it
+    however quick launching is.
 
     Args:
         launches: In order.
-        activities: What they launched.
+        recording: What they launched, and the waits.
     """
     end_of: dict[int, int] = {}
     length_of: dict[int, int] = {}
-    for each in activities:
+    for each in recording.activities:
         if each.launch is not None:
             end_of[each.launch] = max(end_of.get(each.launch, 0), each.end_ns)
             length_of[each.launch] = length_of.get(each.launch, 0) + each.end_ns - each.start_ns
@@ -203,14 +217,17 @@ def find_launch_runs(launches: Sequence[Launch], activities: Sequence[Activity])
         if len(run) >= RUN_LENGTH:
             intervals = [later.start_ns - earlier.start_ns for earlier, later in pairwise(run)]
             if median(length_of.get(each.number, 0) for each in run) < median(intervals):
-                found.update(each.number for each in run)
+                found.update(each.number for each in run[1:])
         run.clear()
 
+    waits = [span.end_ns for span in _waits_for_device(recording)]
     outstanding: list[int] = []  # ends of what is launched and not finished
     for launch in launches:
         outstanding = [end for end in outstanding if end > launch.start_ns]
-        if run and (launch.start_ns - run[-1].start_ns >= RUN_INTERVAL_NS or len(outstanding) > 1):
-            close()
+        if run:
+            has_waited = bisect.bisect_right(waits, run[-1].start_ns) < bisect.bisect_right(waits, launch.start_ns)
+            if has_waited or launch.start_ns - run[-1].start_ns >= RUN_INTERVAL_NS or len(outstanding) > 1:
+                close()
         run.append(launch)
         outstanding.append(end_of.get(launch.number, launch.end_ns))
     close()

@@ -9,7 +9,7 @@ thread between two instructions.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from millstream.insight.causes import Cause
@@ -155,8 +155,33 @@ def doings(recording: Recording) -> list[Doing]:
 
 
 def spans_of(recording: Recording) -> list[tuple[int, int, Span]]:
-    """The training thread's spans, cut into pieces of the innermost."""
-    return flatten([span for span in recording.spans if span.thread == recording.thread])
+    """The training thread's spans, cut into pieces of the innermost.
+
+    A collection during a compilation is the compilation's, which made the garbage; whatever happens while the profiler
+    starts or stops is the profiler's.
+    """
+    spans = [span for span in recording.spans if span.thread == recording.thread]
+    compiling = _Covered(span for span in spans if span.cause is Cause.COMPILE)
+    profiling = _Covered(span for span in spans if span.cause is Cause.PROFILER)
+    return flatten(
+        [
+            span
+            for span in spans
+            if not (span.cause is Cause.GC and span in compiling)
+            and not (span.cause is not Cause.PROFILER and span in profiling)
+        ]
+    )
+
+
+class _Covered:
+    """Whether a span lies within others."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self._intervals = union((span.start_ns, span.end_ns) for span in spans)
+
+    def __contains__(self, span: Span) -> bool:
+        at = bisect.bisect_right(self._intervals, span.start_ns, key=lambda interval: interval[0]) - 1
+        return at >= 0 and span.end_ns <= self._intervals[at][1]
 
 
 def compute_activities(recording: Recording) -> tuple[Activity, ...]:
@@ -189,7 +214,9 @@ def with_located_waits(recording: Recording) -> Recording:
     """The recording with lines for waits that have none, as far as samples tell."""
     stacks = {end: span.stack for _, end, span in _locate(spans_of(recording), recording) if span.cause is Cause.SYNC}
     spans = (
-        replace(span, stack=stacks.get(span.end_ns, ())) if span.cause is Cause.SYNC and not span.stack else span
+        replace(span, stack=stacks.get(span.end_ns, span.stack))
+        if span.cause is Cause.SYNC and not recording.knows_line(span.stack)
+        else span
         for span in recording.spans
     )
     return replace(recording, spans=tuple(spans))
@@ -205,7 +232,7 @@ def _locate(exact: Sequence[tuple[int, int, Span]], recording: Recording) -> Ite
     times = [at for at, _ in looks]
     found: list[tuple[int, int, Span, Stack]] = []
     for start, end, span in exact:
-        if span.stack and span.cause is not Cause.IN_PROCESS:
+        if recording.knows_line(span.stack) and span.cause is not Cause.IN_PROCESS:
             found.append((start, end, span, span.stack))
             continue
         first, over = bisect.bisect_left(times, start), bisect.bisect_right(times, end)

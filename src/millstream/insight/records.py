@@ -225,6 +225,7 @@ class Recording:
         switch_ns: How long a thread may keep the interpreter while others want it.
         library_roots: Folders whose files are not the user's.
         cost_share: What looking cost, as a share of the time.
+        always_on_share: The same of hooks and samples alone, without the steps under the device's profiler.
         looking_slowed: By what part of a step it was longer while the device's profiler was on; ``None`` if not known.
         caveats: What could not be seen, in sentences.
         rank: Which process of several that train together; 0 of one alone.
@@ -252,6 +253,7 @@ class Recording:
     switch_ns: int = 5_000_000
     library_roots: tuple[str, ...] = field(default_factory=tuple)
     cost_share: float | None = None
+    always_on_share: float | None = None
     looking_slowed: float | None = None
     caveats: tuple[str, ...] = ()
     rank: int = 0
@@ -266,6 +268,10 @@ class Recording:
             if not self.is_library(site.file):
                 return site
         return stack[-1] if stack else None
+
+    def knows_line(self, stack: Stack) -> bool:
+        """Whether any of the lines is the user's."""
+        return any(not self.is_library(site.file) for site in stack)
 
     def is_library(self, file: str) -> bool:
         """Whether a file belongs to Python, an installed package, or no file at all."""

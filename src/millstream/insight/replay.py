@@ -58,6 +58,8 @@ def recoverable_ns(
 
 BLOCKING = 0.5
 """A call that lasts so much of the copy that it asks for waits for it."""
+_OF_LAUNCHING = (Cause.LAUNCH, Cause.PYTHON)
+"""What a run of launches spends its time on; what else happens in it, such as a collection, remains in a graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class _Call:
 class _Model:
     def __init__(self, recording: Recording, start_ns: int, end_ns: int) -> None:
         launches = sorted(recording.launches, key=lambda launch: launch.start_ns)
-        in_run = find_launch_runs(launches, recording.activities)
+        in_run = find_launch_runs(launches, recording)
         pieces = [
             piece
             for piece in host_pieces(recording, find_refills(recording, launches))
@@ -145,7 +147,9 @@ class _Model:
         free: dict[int, int] = {}
         for call in self.calls:
             is_fused = without is Cause.LAUNCH and call.is_run  # one graph: nothing is called in between
-            if not is_fused:
+            if is_fused:
+                host += sum(spent for cause, spent in call.saved_ns.items() if cause not in _OF_LAUNCHING)
+            else:
                 host += call.before_ns - (call.saved_ns.get(without, 0) if without is not None else 0)
             if call.stream is None:
                 if without is not Cause.SYNC:

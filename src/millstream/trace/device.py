@@ -7,24 +7,26 @@ records Python's stacks, too; from it come the lines of the driver's calls, join
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from millstream.insight import Recording, Step
+from millstream.insight import Cause, Recording, Span, Step
 from millstream.insight.alignment import LEAST_SHARE, lines_from
 from millstream.insight.kineto import DeviceTrace, read_trace
 from millstream.trace.hooks import Patch
+from millstream.trace.log import clock
 from millstream.trace.stacks import CallStacks
 
 FIRST_STEP, NUM_STEPS = 10, 20
@@ -33,6 +35,7 @@ FIRST_LINED_STEP, NUM_LINED_STEPS = FIRST_STEP + NUM_STEPS + 2, 3
 """The same of window B."""
 
 
+_DETACH = "TEARDOWN_CUPTI"  # Kineto reads it when a trace has been processed
 MUCH = 0.10  # of a step: looking that takes more of it is told of
 PATIENCE = 20  # batches without any step: gradients may be accumulated over so many
 
@@ -125,7 +128,7 @@ class DeviceWindow:
             own Python would fill it.
 
     Attributes:
-        busy_ns: What starting, stopping and saving took.
+        spans: Starting, stopping and saving.
     """
 
     def __init__(self, num_compiles: Callable[[], int] = lambda: 0) -> None:
@@ -134,7 +137,7 @@ class DeviceWindow:
             Patch(torch.profiler.profile, "start", self._give_way),
             Patch(torch.autograd.profiler.profile, "__enter__", self._give_way),
         ]
-        self.busy_ns = 0
+        self.spans: list[Span] = []
         self._counts: Counter[object] = Counter()
         self._leader: object = None  # what is counted: the optimizer, or step, that was the first to do enough of them
         self._num_lonely = 0  # batches since anything stepped
@@ -178,16 +181,20 @@ class DeviceWindow:
             self._at_step(number)
 
     def _at_step(self, number: int) -> None:
-        start = time.perf_counter_ns()
+        start = clock()
         if number == FIRST_STEP:
             self._compiled_before = self._num_compiles()
             self._begin(with_stack=False)
         elif number == FIRST_LINED_STEP:
             if self._times is not None and self._num_compiles() == self._compiled_before:
                 self._begin(with_stack=True)
-        elif number in (FIRST_STEP + NUM_STEPS, FIRST_LINED_STEP + NUM_LINED_STEPS):
+        elif number == FIRST_STEP + NUM_STEPS:
             self._end()
-        self.busy_ns += time.perf_counter_ns() - start
+        elif number == FIRST_LINED_STEP + NUM_LINED_STEPS:
+            self._end(is_last=True)
+        else:
+            return
+        self.spans.append(Span(threading.get_ident(), start, clock(), Cause.PROFILER, (), "windows"))
 
     def close(self, thread: int) -> Recorded:
         """End the window, if it has not ended, and say what was seen; ``thread`` trains."""
@@ -241,15 +248,31 @@ class DeviceWindow:
             self._is_starting = False
         self._profiler = profiler
 
-    def _end(self) -> None:
+    def _end(self, *, is_last: bool = False) -> None:
+        """Stop and save; after the last window CUPTI is detached, or each launch stays slower."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         torch.cuda.synchronize()
-        profiler.stop()
-        self._folder = self._folder or Path(tempfile.mkdtemp(prefix="millstream-"))
-        name = "times.json"
-        if self._times is not None:
-            self._tree, name = profiler.profiler.kineto_results.experimental_event_tree(), "lines.json"
-            self._path = [*sys.path]
-        profiler.export_chrome_trace(str(self._folder / name))
+        with _detaching() if is_last else contextlib.nullcontext():
+            profiler.stop()
+            self._folder = self._folder or Path(tempfile.mkdtemp(prefix="millstream-"))
+            name = "times.json"
+            if self._times is not None:
+                self._tree, name = profiler.profiler.kineto_results.experimental_event_tree(), "lines.json"
+                self._path = [*sys.path]
+            profiler.export_chrome_trace(str(self._folder / name))
+
+
+@contextlib.contextmanager
+def _detaching() -> Iterator[None]:
+    """Have Kineto detach CUPTI when a profiler stops, from CUDA 12.6 on: before that it may crash (pytorch#150957)."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if _DETACH in os.environ or version < (12, 6):
+        yield
+        return
+    os.environ[_DETACH] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_DETACH, None)

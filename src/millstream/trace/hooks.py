@@ -52,10 +52,15 @@ class Hooks:
         log: Where to write it down.
         waiters: Other functions in which a loop waits for data: class and name.
         steppers: Functions that are a whole step: class and name.
+        compilers: Functions that compile, besides TorchDynamo: class and name.
     """
 
     def __init__(
-        self, log: Log, waiters: tuple[tuple[type, str], ...] = (), steppers: tuple[tuple[type, str], ...] = ()
+        self,
+        log: Log,
+        waiters: tuple[tuple[type, str], ...] = (),
+        steppers: tuple[tuple[type, str], ...] = (),
+        compilers: tuple[tuple[type, str], ...] = (),
     ) -> None:
         self._log = log
         self._pid = os.getpid()
@@ -63,6 +68,7 @@ class Hooks:
         self._patches = [Patch(*loading.NEXT, self._watch_next)]
         self._patches += [Patch(*place, self._watch_wait) for place in waiters]
         self._patches += [Patch(*place, self._watch_step) for place in steppers]
+        self._patches += [Patch(*place, self._watch_compiler) for place in compilers]
         self._patches += [Patch(*place, self._watch_fetch) for place in loading.FETCHES]
         self._patches.append(Patch(torch, "save", functools.partial(self._watch_call, Cause.IO, "torch.save")))
         if torch.cuda.is_available():
@@ -137,6 +143,15 @@ class Hooks:
             return result
 
         return step
+
+    def _watch_compiler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        watched = self._watch_call(Cause.COMPILE, "ms.step", original, depth=3)
+
+        def compile_step(*arguments: Any, **options: Any) -> Any:
+            self.num_compiles += 1
+            return watched(*arguments, **options)
+
+        return compile_step
 
     def _note_loader(self, iterator: Any) -> tuple[Site | None, int]:
         maker = loading.item_maker(iterator)

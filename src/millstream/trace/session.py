@@ -31,8 +31,8 @@ from millstream.trace.sampler import Sampler, samples_of
 Waiter = tuple[type, str]
 """A class, and the name of its function in which a loop waits for data."""
 
-EVENT_NS = 2_000
-"""What a hook costs, about: a stack of 40 frames takes 0.9 µs, and the wrapper 0.2."""
+PRICED_DEPTH, NUM_PRICED = 40, 200
+"""What a hook costs is measured with so many frames above it, so many times."""
 NUM_SLICES = 20
 """A run without steps is cut into so many pieces, to say at least what they waited for."""
 LEAST_MARKS, LEAST_STEPS = 3, 3
@@ -47,6 +47,7 @@ class Session:
         script: What runs, in a word.
         waiters: Functions besides a DataLoader's in which a loop waits for data.
         steppers: Functions besides an optimizer's that are a step.
+        compilers: Functions besides TorchDynamo's that compile.
         uses_device: Whether the device's own profiler may be used for some steps, where there is a GPU.
     """
 
@@ -55,10 +56,11 @@ class Session:
         script: str = "",
         waiters: tuple[Waiter, ...] = (),
         steppers: tuple[Waiter, ...] = (),
+        compilers: tuple[Waiter, ...] = (),
         *,
         uses_device: bool = True,
     ) -> None:
-        self._script, self._waiters, self._steppers = script, waiters, steppers
+        self._script, self._places = script, (waiters, steppers, compilers)
         self._device = DeviceWindow(self._count_compiles) if uses_device and torch.cuda.is_available() else None
         self._log = Log()
         self._pid = os.getpid()
@@ -72,7 +74,7 @@ class Session:
         """
         if not _lock.acquire(blocking=False):
             raise ArgumentError("This process is being profiled already: leave out the inner one.")
-        self._hooks = hooks = Hooks(self._log, self._waiters, self._steppers)
+        self._hooks = hooks = Hooks(self._log, *self._places)
         if self._device is not None:
             hooks.on_step, hooks.on_batch = self._device.on_step, self._device.on_batch
         self._sampler = Sampler(hooks.watch_compiler)
@@ -106,8 +108,9 @@ class Session:
             steps = _cut(self._began_ns, ended_ns)
         samples = samples_of(self._sampler.looks, thread)
         caveats += _why_sparse(samples, steps)
-        spent_ns = self._sampler.busy_ns + (self._device.busy_ns if self._device is not None else 0)
-        spent_ns += self._log.num_events * EVENT_NS
+        windows = self._device.spans if self._device is not None else []
+        windows_ns = sum(span.end_ns - span.start_ns for span in windows)
+        always_ns = self._sampler.busy_ns + self._log.num_events * _event_ns()
         in_process = [end - start for _, start, end, cause, _, _ in self._log.spans if cause is Cause.IN_PROCESS]
         own_ns = int(median(in_process)) if in_process else 0
         loaders = [
@@ -124,14 +127,16 @@ class Session:
             spans=tuple(
                 Span(ident, start, end, cause, frames.sites_of(stack), detail)
                 for ident, start, end, cause, stack, detail in self._log.spans
-            ),
+            )
+            + tuple(windows),
             samples=tuple(samples),
             notes=tuple(notes_of(self._log.breaks, self._began_unix_ns, self._began_ns)),
             loaders=tuple(loaders),
             num_cores=_num_cores(),
             switch_ns=round(sys.getswitchinterval() * 1e9),
             library_roots=frames.library_roots(),
-            cost_share=spent_ns / max(ended_ns - self._began_ns, 1),
+            cost_share=(always_ns + windows_ns) / max(ended_ns - self._began_ns, 1),
+            always_on_share=always_ns / max(ended_ns - self._began_ns - windows_ns, 1),
             caveats=tuple(caveats),
             rank=int(os.environ.get("RANK", "0")),
             unix_minus_clock_ns=self._began_unix_ns - self._began_ns,
@@ -183,6 +188,16 @@ def _why_sparse(samples: list[Sample], steps: list[Step]) -> list[str]:
     seen = sum(sample.end_ns - sample.start_ns for sample in samples if sample.end_ns > steps[0].start_ns)
     whole = steps[-1].end_ns - steps[0].start_ns
     return [f"the sampler saw {seen / whole:.0%} of the time"] if whole and seen < 0.9 * whole else []
+
+
+def _event_ns(depth: int = PRICED_DEPTH) -> int:
+    """What a hook costs on this machine."""
+    if depth:
+        return _event_ns(depth - 1)
+    log, start = Log(), clock()
+    for _ in range(NUM_PRICED):
+        log.add_span(clock(), Cause.IO, depth=1)
+    return (clock() - start) // NUM_PRICED
 
 
 def _num_cores() -> int:

@@ -3,12 +3,12 @@
 import gc
 
 import torch
-from planted import DEVICE, FIXED, ON_GPU, STEPS, Clock, network
+from planted import BATCH, DEVICE, FIXED, ON_GPU, STEPS, Clock, network
 
-heap = [[{"number": number}] for number in range(0 if FIXED else 60_000)]
+heap = [[{"number": number}] for number in range(0 if FIXED else 250_000 if ON_GPU else 60_000)]
 model, clock = network(256), Clock()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-x = torch.randn(64, 256, device=DEVICE)
+x = torch.randn(BATCH, 256, device=DEVICE)
 for _ in range(STEPS if ON_GPU else 12):
     loss = model(x).square().mean()
     loss.backward()

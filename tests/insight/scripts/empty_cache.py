@@ -1,11 +1,11 @@
 """8: the allocator's memory is given back in each step (on a GPU), and taken again. Fixed: it is kept."""
 
 import torch
-from planted import DEVICE, FIXED, ON_GPU, STEPS, Clock, network
+from planted import BATCH, DEVICE, FIXED, ON_GPU, STEPS, Clock, network
 
 model, clock = network(256), Clock()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-x = torch.randn(512, 256, device=DEVICE)
+x = torch.randn(BATCH, 256, device=DEVICE)
 for _ in range(STEPS):
     loss = model(x).square().mean()
     loss.backward()

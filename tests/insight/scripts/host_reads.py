@@ -1,11 +1,11 @@
 """3: values are read in each step: the loss, a mask, a printed tensor, norms (on a GPU). Fixed: they stay there."""
 
 import torch
-from planted import DEVICE, FIXED, STEPS, Clock, network
+from planted import BATCH, DEVICE, FIXED, STEPS, Clock, network
 
 model, clock = network(256), Clock()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-x = torch.randn(512, 256, device=DEVICE)
+x = torch.randn(BATCH, 256, device=DEVICE)
 sums = torch.zeros(3, device=DEVICE)
 for _ in range(STEPS):
     y = model(x)
@@ -18,7 +18,7 @@ for _ in range(STEPS):
     sums += loss.detach()
     if not FIXED:
         print(sums)  # waits
-        norms = [each.grad.norm().item() for each in model.parameters()]  # waits
+        sizes = [(each.grad.norm().item(), each.norm().item()) for each in model.parameters()]  # waits
     optimizer.step()
     optimizer.zero_grad()
     clock.tick()

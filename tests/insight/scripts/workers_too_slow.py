@@ -3,7 +3,7 @@
 import time
 
 import torch
-from planted import DEVICE, FIXED, ON_GPU, STEPS, Clock, network
+from planted import FIXED, ON_GPU, STEPS, Clock, network, to_batch
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -20,7 +20,7 @@ class Images(Dataset):
 model, clock = network(256), Clock()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 for x in DataLoader(Images(), batch_size=4, num_workers=1):  # waits
-    loss = model(x.to(DEVICE)).square().mean()
+    loss = model(to_batch(x)).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
