@@ -1,6 +1,31 @@
 """Plans run without a device: on a virtual clock, or on made-up values in any order that is allowed."""
 
 from millstream.simulate.clock import simulate
+from millstream.simulate.communication import (
+    Transfer,
+    bucket_bytes,
+    find_transfers,
+    find_updates,
+    leave_out,
+    operation_of,
+    plan_beside,
+)
 from millstream.simulate.execute import execute_graph, execute_plan
+from millstream.simulate.scaling import ASSUMPTIONS, Prediction, costs_on, predict
 
-__all__ = ["execute_graph", "execute_plan", "simulate"]
+__all__ = [
+    "ASSUMPTIONS",
+    "Prediction",
+    "Transfer",
+    "bucket_bytes",
+    "costs_on",
+    "execute_graph",
+    "execute_plan",
+    "find_transfers",
+    "find_updates",
+    "leave_out",
+    "operation_of",
+    "plan_beside",
+    "predict",
+    "simulate",
+]

@@ -3,6 +3,7 @@
 from millstream.testing.graphs import (
     blocks_graph,
     chain_graph,
+    data_parallel_graph,
     random_graph,
     towers_graph,
     training_graph,
@@ -13,6 +14,7 @@ from millstream.testing.plans import drop_step, move_step, restream_step, spread
 __all__ = [
     "blocks_graph",
     "chain_graph",
+    "data_parallel_graph",
     "drop_step",
     "move_step",
     "random_graph",

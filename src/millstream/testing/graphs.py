@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, validate_graph
 
@@ -106,6 +108,54 @@ def training_graph(num_layers: int, *, num_bytes: int = 1024, device: str = "cud
             gradient = shape.add_kernel(f"dgrad{layer}", [gradient, weights[layer]], KernelKind.GEMM)
         shape.add_kernel(f"update{layer}", [weight_gradient, weights[layer]], updates=weights[layer])
     return shape.finish(f"{num_layers} layers", [])
+
+
+def data_parallel_graph(layers: Sequence[int], num_buckets: int = 1, *, device: str = "cuda:0") -> KernelGraph:
+    """Make a training step whose gradients are exchanged: forward, backward, collectives, update.
+
+    The backward pass writes each gradient into its part of a bucket, and the last layers' bucket is complete first.
+
+    Args:
+        layers: Bytes of each layer's parameters.
+        num_buckets: At most so many, with about as many layers in each.
+        device: Where everything lives.
+    """
+    depth = len(layers)
+    bucket_of = {layer: (depth - 1 - layer) * min(num_buckets, depth) // depth for layer in range(depth)}
+    members = [[i for i in reversed(range(depth)) if bucket_of[i] == b] for b in sorted(set(bucket_of.values()))]
+    sizes = [sum(layers[i] for i in each) for each in members]
+    act = max(layers)
+    buffers = [Buffer("x", act, device, Role.INPUT), Buffer("communicator", 0, device, Role.STATE)]
+    buffers += [Buffer(f"w{i}", layers[i], device, Role.STATE) for i in range(depth)]
+    buffers += [Buffer(f"bucket{b}", size, device, Role.STATE) for b, size in enumerate(sizes)]
+    for i in range(depth):
+        buffers += [Buffer(f"a{i}", act, device, Role.TEMPORARY), Buffer(f"d{i}", act, device, Role.TEMPORARY)]
+    kernels: list[Kernel] = []
+
+    def add(name: str, kind: KernelKind, reads: Sequence[str], writes: Sequence[str], **more: Any) -> None:
+        sizes_of = {buffer.id: buffer.num_bytes for buffer in buffers}
+        moved = sum(sizes_of[each] for each in (*reads, *writes))
+        kernels.append(Kernel(len(kernels), name, kind, device, tuple(reads), tuple(writes), num_bytes=moved, **more))
+
+    for i in range(depth):
+        add(f"forward{i}", KernelKind.GEMM, [f"a{i - 1}" if i else "x", f"w{i}"], [f"a{i}"])
+    for i in reversed(range(depth)):
+        after = f"d{i + 1}" if i + 1 < depth else f"a{i}"
+        bucket = f"bucket{bucket_of[i]}"
+        add(f"gradient{i}", KernelKind.GEMM, [after, f"a{i - 1}" if i else "x"], [bucket], parts=(bucket,))
+        if i:
+            add(f"backward{i}", KernelKind.GEMM, [after, f"w{i}"], [f"d{i}"])
+    for b, each in enumerate(members):
+        name = f"exchange bucket {b} of layers ({len(each)} of {depth} gradients)"
+        both = [f"bucket{b}", "communicator"]
+        add(name, KernelKind.COLLECTIVE, both, both, ops=("all_reduce",))
+    for b, each in enumerate(members):
+        parameters = [f"w{i}" for i in each]
+        add(f"update{b}", KernelKind.FUSED, [f"bucket{b}", *parameters], parameters)
+    used = {name for kernel in kernels for name in (*kernel.reads, *kernel.writes)}
+    kept = tuple(buffer for buffer in buffers if buffer.id in used)
+    inputs = tuple(buffer.id for buffer in kept if buffer.role in (Role.INPUT, Role.STATE))
+    return KernelGraph(f"step of {depth} layers", tuple(kernels), kept, inputs)
 
 
 class _Shape:

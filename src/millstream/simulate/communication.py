@@ -1,0 +1,192 @@
+"""What the collectives of a run cost: how long each travels, and how much of that nothing else hides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from millstream.graph import (
+    DependencyKind,
+    Kernel,
+    KernelGraph,
+    KernelKind,
+    Launch,
+    Plan,
+    Record,
+    Step,
+    Timeline,
+    Wait,
+    derive_dependencies,
+)
+
+REDUCING = ("all_reduce", "reduce_scatter")
+"""Operations that make gradients whole: what depends on one is the update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective in a run.
+
+    Attributes:
+        kernel: Its id.
+        operation: Such as ``all_reduce``.
+        label: What travels, for people.
+        num_bytes: Of its bucket.
+        ready_ns: When the last of what it sends was there.
+        sent_ns: When it began.
+        done_ns: When it was over.
+        exposed_ns: For how long, between these, no kernel computed anything.
+    """
+
+    kernel: int
+    operation: str
+    label: str
+    num_bytes: int
+    ready_ns: int
+    sent_ns: int
+    done_ns: int
+    exposed_ns: int
+
+    @property
+    def took_ns(self) -> int:
+        """From begin to end."""
+        return self.done_ns - self.sent_ns
+
+    @property
+    def hidden_ns(self) -> int:
+        """For how long something was computed meanwhile."""
+        return self.took_ns - self.exposed_ns
+
+
+def operation_of(kernel: Kernel) -> str:
+    """What a collective does: its first operator; an all-reduce where nothing is said."""
+    return kernel.ops[0] if kernel.ops else "all_reduce"
+
+
+def bucket_bytes(graph: KernelGraph, kernel: Kernel) -> int:
+    """What travels in a collective."""
+    return sum(graph.buffer_of[name].num_bytes for name in kernel.writes)
+
+
+def find_transfers(graph: KernelGraph, timeline: Timeline) -> tuple[Transfer, ...]:
+    """The collectives of a run, predicted or traced, in the order in which they began."""
+    collectives = {kernel.id for kernel in graph.kernels if kernel.kind is KernelKind.COLLECTIVE}
+    if not collectives:
+        return ()
+    needs = derive_dependencies(graph)
+    end_of: dict[int, int] = {}
+    for span in timeline.spans:
+        if span.kernel is not None:
+            end_of[span.kernel] = max(end_of.get(span.kernel, 0), span.end_ns)
+    computing = _union((each.start_ns, each.end_ns) for each in timeline.spans if each.kernel not in collectives)
+    found = []
+    for span in timeline.spans:
+        if span.kernel not in collectives or span.kernel is None:
+            continue
+        kernel = graph.kernels[span.kernel]
+        makers = (each.kernel for each in needs[kernel.id] if each.kernel not in collectives)
+        ready_ns = max((end_of.get(maker, 0) for maker in makers), default=0)
+        hidden_ns = sum(max(0, min(span.end_ns, end) - max(span.start_ns, start)) for start, end in computing)
+        found.append(
+            Transfer(
+                kernel.id,
+                operation_of(kernel),
+                kernel.name.removeprefix("exchange "),
+                bucket_bytes(graph, kernel),
+                min(ready_ns, span.start_ns),
+                span.start_ns,
+                span.end_ns,
+                span.end_ns - span.start_ns - hidden_ns,
+            )
+        )
+    return tuple(found)
+
+
+def find_updates(graph: KernelGraph) -> frozenset[int]:
+    """Kernels that work on what was reduced: optimizer, clipping, averages of parameters; those before are not."""
+    needs = derive_dependencies(graph)
+    found: set[int] = set()
+    sources: set[int] = set()
+    for kernel in graph.kernels:
+        if kernel.kind is KernelKind.COLLECTIVE:
+            if operation_of(kernel) in REDUCING:
+                sources.add(kernel.id)
+            continue
+        after = {each.kernel for each in needs[kernel.id] if each.kind is DependencyKind.RAW}
+        if after & (sources | found):
+            found.add(kernel.id)
+    return frozenset(found)
+
+
+def plan_beside(graph: KernelGraph, *, eager: bool = False) -> Plan:
+    """Kernels in program order on stream 0 and collectives in theirs on stream 1, beside them.
+
+    Args:
+        graph: With collectives.
+        eager: Issue each collective where it stands in the program, as a host does that issues it after a segment;
+            otherwise as soon as what it sends is there.
+    """
+    needs = derive_dependencies(graph)
+    collectives = [kernel.id for kernel in graph.kernels if kernel.kind is KernelKind.COLLECTIVE]
+    ready_after = {
+        each: each - 1 if eager else max((n.kernel for n in needs[each] if n.kernel not in collectives), default=-1)
+        for each in collectives
+    }
+    latest = -1
+    due: dict[int, list[int]] = {}  # after which kernel on stream 0 they are issued
+    for each in collectives:  # in their own order: one waits for the ones before
+        latest = max(latest, ready_after[each])
+        due.setdefault(latest, []).append(each)
+    steps: list[Step] = []
+    issued: set[int] = set()
+    awaited: set[int] = set()
+
+    def issue(position: int) -> None:
+        for each in due.get(position, ()):
+            steps.extend((Record(2 * each, 0), Wait(2 * each, 1), Launch(each, 1), Record(2 * each + 1, 1)))
+            issued.add(each)
+
+    issue(-1)
+    for kernel in graph.kernels:
+        if kernel.kind is not KernelKind.COLLECTIVE:
+            for need in needs[kernel.id]:
+                if need.kernel in issued and need.kernel not in awaited:
+                    steps.append(Wait(2 * need.kernel + 1, 0))
+                    awaited.add(need.kernel)
+            steps.append(Launch(kernel.id, 0))
+        issue(kernel.id)
+    steps.extend(Wait(2 * each + 1, 0) for each in collectives if each not in awaited)
+    return Plan(graph, tuple(steps), 2, "collectives beside" if not eager else "collectives between")
+
+
+def leave_out(plan: Plan, left_out: Iterable[int]) -> Plan:
+    """The plan without some kernels' launches, and without waits for streams on which nothing is left to run."""
+    left_out = set(left_out)
+    busy = {0, *(step.stream for step in plan.steps if isinstance(step, Launch) and step.kernel not in left_out)}
+    pending: dict[int, dict[int, None]] = {}  # of a stream that is empty now: the events it waits for
+    stands_for: dict[int, tuple[int, ...]] = {}
+    steps: list[Step] = []
+    for step in plan.steps:
+        if isinstance(step, Launch) and step.kernel in left_out:
+            continue
+        if isinstance(step, Wait):
+            events = stands_for.get(step.event, (step.event,))
+            if step.stream in busy:
+                steps.extend(Wait(event, step.stream) for event in events)
+            else:
+                pending.setdefault(step.stream, {}).update(dict.fromkeys(events))
+        elif isinstance(step, Record) and step.stream not in busy:
+            stands_for[step.event] = tuple(pending.get(step.stream, ()))
+        elif step.stream in busy:
+            steps.append(step)
+    return Plan(plan.graph, tuple(steps), plan.num_streams, plan.policy, plan.layout, plan.spread)
+
+
+def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
