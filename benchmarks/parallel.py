@@ -111,7 +111,7 @@ def ask(case: str, size: int, sides: list[str], settings: Settings) -> dict[str,
         end(child)
     if child.returncode:
         raise RuntimeError(f"the processes ended with status {child.returncode}, see above")
-    answer: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
+    answer: dict[str, Any] = json.loads(next(line for line in reversed(said.splitlines()) if line.startswith("{")))
     return answer
 
 
@@ -213,7 +213,7 @@ def measure(
             taken_ms = sample_ms(calls[side], device, number_of[side])
             answers[side]["times"].append(max(told_by_all(taken_ms)))
     facts, note = described(steps["ours"]) if "ours" in calls else ({}, "")
-    if "ours" in calls and device.type == "cuda":
+    if "ours" in calls:
         facts["exposed_us"], told = communication(calls["ours"], steps["ours"], device)
         note = f"{told}; {note}"
     return {"sides": answers, "wrong": wrong, "facts": facts, "note": note} if rank == 0 else None
@@ -300,8 +300,11 @@ def described(step: Any) -> tuple[dict[str, int], str]:
 
 def communication(call: Callable[[], Any], step: Any, device: torch.device) -> tuple[float | None, str]:
     """Exposed microseconds of all collectives in a step of ours, and a text about each; all processes call it."""
-    failure = ""
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    from millstream import api
+
+    failure, exchanges = "", api.exchanges(step)
+    kind = "CUDA" if device.type == "cuda" else "CPU"  # on which nothing is found: that tries the script
+    profiler = torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)])
     try:
         profiler.start()
     except RuntimeError as error:
@@ -316,7 +319,6 @@ def communication(call: Callable[[], Any], step: Any, device: torch.device) -> t
             path = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(path))
             activities = read_trace(json.loads(path.read_text(encoding="utf-8"))).activities
-        exchanges = [each for graph in step.graphs for each in graph.executable.segmented.exchanges]
         found = exposed(activities, len(exchanges))
     of_ranks = told_by_all(found)
     num_steps = min(map(len, of_ranks))

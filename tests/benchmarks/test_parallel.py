@@ -82,3 +82,17 @@ def test_steps_are_told_apart_where_first_kernels_are_lost(lost):
     mine = [(at + offset, at + offset + 1) for at in (0, 100, 200) for offset in (0, 10, 40)]
     found = parallel.exposed(activities(*mine[lost:], kind=ActivityKind.COMMUNICATION), 2)
     assert found[-2:] == [[(1, 1), (1, 1)]] * 2
+
+
+def test_of_each_collective_the_rank_that_waits_least_counts(monkeypatch):
+    exchange = type("Exchange", (), {"num_bytes": 1 << 20})
+    seen = []
+    mine = [Activity(at * 1000, (at + 9) * 1000, kind=ActivityKind.COMMUNICATION) for at in range(0, 1000, 10)]
+    monkeypatch.setattr("millstream.api.exchanges", lambda step: [exchange] * 4)
+    monkeypatch.setattr(parallel, "sample_ms", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(parallel, "read_trace", lambda trace: type("Trace", (), {"activities": mine}))
+    monkeypatch.setattr(parallel, "told_by_all", lambda found: [found, [[(5.0, 7.0)] * 4] * 3])
+    whole, told = parallel.communication(print, None, SETTINGS.device)
+    assert whole == 20
+    assert told == "exposed: " + ", ".join(["1.00 MiB 5 of 7 µs (first rank 9)"] * 4)
+    assert len(seen) == parallel.TRACED_STEPS + 1

@@ -3,7 +3,7 @@
 from millstream.api.callbacks import callback
 from millstream.api.compiling import compile, dynamo_backend
 from millstream.api.environment import version_report
-from millstream.api.explaining import executables, explain, is_compiled
+from millstream.api.explaining import exchanges, executables, explain, is_compiled
 from millstream.api.precompiling import precompile
 from millstream.api.profiling import Profile, profile, trace_syncs
 from millstream.api.stepping import step
@@ -16,6 +16,7 @@ __all__ = [
     "compile",
     "dynamo_backend",
     "eager_region",
+    "exchanges",
     "executables",
     "explain",
     "feed",

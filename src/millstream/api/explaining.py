@@ -10,7 +10,7 @@ from millstream.capture.model import Compiled, CompiledModule
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.step import Step
 from millstream.cost import Roofline
-from millstream.engine import BySize, Executable
+from millstream.engine import AgreedEngine, BySize, Executable
 from millstream.engine.traced import trace_run, why_not_trace
 from millstream.errors import ArgumentError
 from millstream.graph import Role
@@ -98,6 +98,19 @@ def executables(compiled: Any) -> list[Executable]:
     if isinstance(compiled, Step):
         return [executable for graph in compiled.graphs for executable in _behind(graph)]
     return _flat(executable for graph in _compiled(compiled).compiler.graphs for executable in graph.executables)
+
+
+def exchanges(step: Any) -> list[Any]:
+    """What a step exchanges between processes, in the order in which that begins: empty where it exchanges nothing."""
+    return [each for engine in _agreed(step) for each in engine.segmented.exchanges]
+
+
+def _agreed(step: Any) -> list[AgreedEngine]:
+    function = _function_of(step)
+    if not isinstance(function, Step):
+        return []
+    runners = (getattr(graph.executable, "runner", None) for graph in function.graphs)
+    return [runner for runner in runners if isinstance(runner, AgreedEngine)]
 
 
 def is_compiled(value: Any) -> bool:

@@ -80,6 +80,11 @@ class StepProgram:
         )
 
     @property
+    def runner(self) -> Runnable | None:
+        """What runs it as a whole; ``None`` before the first call."""
+        return self._runner
+
+    @property
     def executables(self) -> list[Runnable]:
         """What runs it: one, or one a segment where gradients are reduced between processes."""
         return getattr(self._runner, "executables", [] if self._runner is None else [self._runner])
