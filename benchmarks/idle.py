@@ -64,7 +64,7 @@ CASES = (
     Case("pageable_copies", ("copy",), ("# copies",), needs_gpu=True),
     Case("tiny_kernels", ("launch",), ("# launches",), needs_gpu=True),
     Case("python_loop", ("python",), ("# slow",)),
-    Case("empty_cache", ("allocator",), ("# gives back", "model(x)", ".backward()"), needs_gpu=True),
+    Case("empty_cache", ("allocator",), ("# gives back", "# takes", "model(x)", ".backward()"), needs_gpu=True),
     Case("recompiles", ("compile",), ("compiled(",)),
     Case("checkpoints", ("io",), ("torch.save(",)),
     Case("collector", ("gc",), ("# slow",)),
@@ -177,7 +177,7 @@ def judge(case: Case, profiled: Run, plain: Run, twin: Run) -> dict[str, Any]:
         row["lines"] = [f"{Path(e['site']['file']).name}:{e['site']['line']}" for e in rows[:4] if e["site"]]
         own = [each for each in rows if each["cause"] == cause]
         promised = sum(each["recoverable_share"] for each in own)
-        row["promised_ms"] = row["step_ms"] * promised
+        row["promised_ms"] = report["usual_step_ns"] / 1e6 * promised
         if own and all(each["is_rare"] for each in own) and plain.step_ms:  # its share is of the run's time
             row["promised_ms"] = plain.step_ms * sum(each["share"] for each in own)
         if twin.step_ms and plain.step_ms:

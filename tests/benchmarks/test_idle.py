@@ -18,7 +18,8 @@ def row(cause, line, idle_ns, share):
 
 def report_of(severity, leading, rows=()):
     return {
-        "severity": severity, "why_unreliable": "", "leading": leading, "num_steps": 10, "step_ns": 20e6, "idle": 0.6,
+        "severity": severity, "why_unreliable": "", "leading": leading, "num_steps": 10, "step_ns": 22e6,
+        "usual_step_ns": 20e6, "idle": 0.6,
         "idle_ns_by_cause": {"python": 120_000_000}, "unknown": 0.01, "looking_slowed": 0.02, "cost": 0.03,
         "always_on": 0.005, "rows": list(rows),
     }  # fmt: skip

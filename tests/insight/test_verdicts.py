@@ -24,7 +24,7 @@ from millstream.insight import (
     analyse,
 )
 from millstream.report.idle import to_page, to_trace
-from tests.insight.virtual import LIBRARY, THREAD, USER, line, serial_recording
+from tests.insight.virtual import LIBRARY, THREAD, USER, line, serial_recording, with_stall
 
 US, MS = 1_000, 1_000_000
 STEPS = 30
@@ -107,15 +107,26 @@ def test_collection_during_a_compilation_is_the_compilations():
 
 def test_what_the_profiler_takes_is_no_time_of_the_run():
     recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [5 * MS] * 4, steps=60)
+    run_ns = recording.end_ns - recording.steps[0].end_ns + 9 * MS
     at = recording.steps[40].start_ns
-    busy = Span(THREAD, at, at + 600 * MS, Cause.PROFILER)
-    spans = busy, Span(THREAD, at + MS, at + 500 * MS, Cause.GC, line(7)), Span(THREAD, at - 9 * MS, at, Cause.IO)
-    waits = (s for s in recording.spans if not at <= s.end_ns < busy.end_ns)  # nothing trains meanwhile
-    found = analyse(replace(recording, spans=(*waits, *spans)))
-    assert [row.cause for row in found.rows if row.is_rare] == [Cause.IO]
-    rare = next(row for row in found.rows if row.is_rare)
-    run_ns = recording.end_ns - recording.steps[0].end_ns - 600 * MS
-    assert rare.share == pytest.approx(9 * MS / run_ns)
+    recording = with_stall(recording, Span(THREAD, at, at + 9 * MS, Cause.IO))
+    at = recording.steps[50].start_ns
+    recording = with_stall(recording, Span(THREAD, at, at + 600 * MS, Cause.PROFILER))
+    within = Span(THREAD, at + MS, at + 500 * MS, Cause.GC, line(7))
+    found = analyse(replace(recording, spans=(*recording.spans, within)))
+    rare = [row for row in found.rows if row.is_rare]
+    assert [(row.cause, row.idle_ns) for row in rare] == [(Cause.IO, 9 * MS)]
+    assert rare[0].share == pytest.approx(9 * MS / run_ns)
+
+
+def test_rare_event_that_waits_for_queued_kernels_first_costs_what_the_device_idles():
+    recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [5 * MS] * 4, steps=60)
+    at = recording.steps[40].start_ns
+    recording = with_stall(recording, Span(THREAD, at, at + 9 * MS, Cause.IO))
+    early = replace(recording.spans[-1], start_ns=at - 18 * MS)
+    waits = (span for span in recording.spans[:-1] if not early.start_ns <= span.end_ns <= at)
+    found = analyse(replace(recording, spans=(*waits, early)))
+    assert [(row.cause, row.idle_ns) for row in found.rows if row.is_rare] == [(Cause.IO, 9 * MS)]
 
 
 def test_wait_whose_lines_are_all_a_librarys_gets_the_line_of_a_sample():
@@ -337,10 +348,25 @@ def test_operators_called_too_slowly_for_the_device_are_launching_and_no_python_
     assert gain == pytest.approx(1 / 5, abs=0.05)  # four of five milliseconds are the device's
 
 
+def test_python_ends_at_the_next_launch_and_not_at_the_last_look_into_it():
+    host = [*launches(4), (Cause.SYNC, 0, 51), (Cause.PYTHON, 30 * MS, 52)]
+    recording = serial_recording(host, [MS] * 4, steps=STEPS)
+    operator = Site(f"{LIBRARY}torch/nn/modules/linear.py", 134, "forward")
+    looks = []
+    for each in recording.samples:  # the last look into the loop is after two thirds of it, the next into an operator
+        middle = each.end_ns - 10 * MS
+        looks.append(replace(each, end_ns=middle, cpu_ns=middle - each.start_ns))
+        looks.append(Sample(THREAD, middle, each.end_ns + 2 * MS, (operator, *line(10)), 12 * MS, 0, False))
+    found = analyse(replace(recording, samples=tuple(looks)))
+    assert found.leading.cause is Cause.PYTHON
+    assert found.leading.site.line == 52
+    assert found.idle_by_cause[Cause.PYTHON] == pytest.approx(30 * MS * len(found.steps), rel=0.02)
+
+
 def test_rare_event_is_counted_over_the_run_and_not_scaled_up():
-    recording = serial_recording(launches(4), [5 * MS] * 4, steps=60)
+    recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [5 * MS] * 4, steps=60)
     at = recording.steps[40].start_ns
-    found = analyse(replace(recording, spans=(Span(THREAD, at, at + 4 * MS, Cause.GC, line(7)),)))
+    found = analyse(with_stall(recording, Span(THREAD, at, at + 4 * MS, Cause.GC, line(7))))
     row = next(row for row in found.rows if row.cause is Cause.GC)
     assert row.is_rare
     assert row.idle_ns == 4 * MS
@@ -348,9 +374,9 @@ def test_rare_event_is_counted_over_the_run_and_not_scaled_up():
 
 
 def test_one_compilation_is_no_fault_and_recompilations_are():
-    recording = serial_recording(launches(4), [MS] * 4, steps=60)
+    recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [MS] * 4, steps=60)
     at = recording.steps[40].start_ns
-    recording = replace(recording, spans=(Span(THREAD, at, at + 100 * MS, Cause.COMPILE, line(8)),))
+    recording = with_stall(recording, Span(THREAD, at, at + 100 * MS, Cause.COMPILE, line(8)))
     assert analyse(recording).severity is not Severity.HIGH
     note = Note(Cause.COMPILE, at, Site(USER, 8), "size mismatch")
     found = analyse(replace(recording, notes=(note,)))

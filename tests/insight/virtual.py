@@ -1,6 +1,7 @@
 """A virtual device and host with known causes, and an oracle that looks at every nanosecond."""
 
 import itertools
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -106,6 +107,27 @@ def part_at(recording, at):
     if launch is None or at < launch.start_ns:
         return "host", launch
     return ("launch" if at < launch.end_ns else "device"), launch
+
+
+def with_stall(recording, span):
+    """The same run with something that holds up host and device: all that begins later comes later by as much."""
+    length = span.end_ns - span.start_ns
+
+    def late(at):
+        return at + length if at >= span.start_ns else at
+
+    def moved(each):
+        return replace(each, start_ns=late(each.start_ns), end_ns=late(each.start_ns) + each.end_ns - each.start_ns)
+
+    return replace(
+        recording,
+        end_ns=recording.end_ns + length,
+        steps=tuple(Step(late(step.start_ns), late(step.end_ns)) for step in recording.steps),
+        spans=(*map(moved, recording.spans), span),
+        samples=tuple(map(moved, recording.samples)),
+        activities=tuple(map(moved, recording.activities)),
+        launches=tuple(map(moved, recording.launches)),
+    )
 
 
 def serial_recording(host, kernels, *, steps, **facts):

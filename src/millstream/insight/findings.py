@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -120,6 +120,11 @@ class Findings:
         return max(self.recording.loaders, key=lambda loader: loader.num_batches, default=None)
 
     @property
+    def usual_step_ns(self) -> float:
+        """Mean length of a step that the device's profiler does not slow, as far as that is known."""
+        return self.recording.later_step_ns or self.step_ns
+
+    @property
     def free_step_ns(self) -> float:
         """Mean length of a step without waiting for data."""
         waits = sum(self.idle_by_cause.get(cause, 0) for cause in DATA)
@@ -165,6 +170,7 @@ class Findings:
             "leading": None if self.leading is None else asdict(self.leading) | {"cause": str(self.leading.cause)},
             "num_steps": len(self.steps),
             "step_ns": self.step_ns,
+            "usual_step_ns": self.usual_step_ns,
             "idle": self.idle_share,
             "idle_ns_by_cause": {str(cause): spent for cause, spent in self.idle_by_cause.items()},
             "exposed_ns": {str(cause): spent for cause, spent in self.exposed.items()},
@@ -196,7 +202,7 @@ def analyse(recording: Recording) -> Findings:
     steps = steady_steps(recording)
     why = _why_unreliable(recording, steps)
     if not steps:
-        rare = tuple(_rare_rows(recording, frozenset()))
+        rare = tuple(_rare_rows(recording, frozenset(), {}))
         return Findings(
             recording, Severity.UNRELIABLE, None, rare, (), 0.0, 0, {}, {}, (), {}, 0.0, why, recording.notes
         )
@@ -210,11 +216,12 @@ def analyse(recording: Recording) -> Findings:
         Cause.COMMUNICATION: exposed_ns(recording.activities, ActivityKind.COMMUNICATION, start, end),
     }
     causes = [*idle_by_cause, *(cause for cause in EXPOSED if exposed[cause])]
-    gains = recoverable_ns(recording, slices, exposed, causes, start, end)
-    rows = _rows(recording, steps, slices, gains)
+    rare = _rare_causes(recording, steps, slices)
+    gains = recoverable_ns(recording, slices, exposed, causes, start, end, apart=rare)
+    rows = _rows(recording, steps, [each for each in slices if each.cause not in rare], gains)
     common = frozenset(row.cause for row in rows)
     rows += _exposed_rows(recording, exposed, gains, end - start)
-    rows += _rare_rows(recording, common)
+    rows += _rare_rows(recording, common, _share_that_idles(recording, slices, start, end))
     rows.sort(key=lambda row: (-max(row.recoverable_share, row.share * row.is_rare), -row.idle_ns))
     located = sum(row.idle_ns for row in rows if row.site is not None and not row.is_rare)
     charged = sum(idle_by_cause.values()) - idle_by_cause.get(Cause.UNKNOWN, 0)
@@ -283,6 +290,16 @@ def _why_launches_do_not_match(recording: Recording) -> str:
     return ""
 
 
+def _rare_causes(recording: Recording, steps: Sequence[Step], slices: Sequence[Slice]) -> frozenset[Cause]:
+    """Causes that hooks see in the whole run, and that happen in too few of a window's steps to be judged by them."""
+    starts = [step.start_ns for step in steps]
+    seen: dict[Cause, set[int]] = defaultdict(set)
+    for each in slices:
+        seen[each.cause].add(bisect.bisect_right(starts, each.start_ns) - 1)
+    hooked = WHOLE_RUN & {span.cause for span in recording.spans}
+    return frozenset(cause for cause in hooked & seen.keys() if len(seen[cause]) < RARE * len(steps))
+
+
 def _rows(recording: Recording, steps: Sequence[Step], slices: Sequence[Slice], gains: dict[Cause, int]) -> list[Row]:
     """Slices of one cause at one line of the user's, put together."""
     window = steps[-1].end_ns - steps[0].start_ns
@@ -302,15 +319,10 @@ def _rows(recording: Recording, steps: Sequence[Step], slices: Sequence[Slice], 
         if each.detail:
             details[key][each.detail] += each.end_ns - each.start_ns
     total_of: dict[Cause, int] = defaultdict(int)
-    steps_of: dict[Cause, set[int]] = defaultdict(set)
-    for (cause, site), spent in idle.items():
+    for (cause, _), spent in idle.items():
         total_of[cause] += spent
-        steps_of[cause] |= seen[cause, site]
     rows = []
-    hooked = WHOLE_RUN & {span.cause for span in recording.spans}
     for (cause, site), spent in idle.items():
-        if len(steps_of[cause]) < RARE * len(steps) and cause in hooked:
-            continue  # a row of the whole run's
         gain = gains.get(cause, 0) * spent / total_of[cause] / window if total_of[cause] else 0.0
         where = max(inside[cause, site], key=inside[cause, site].__getitem__, default=None)
         detail = max(details[cause, site], key=details[cause, site].__getitem__, default="")
@@ -337,20 +349,38 @@ def _exposed_rows(recording: Recording, exposed: dict[Cause, int], gains: dict[C
     return rows
 
 
-def _rare_rows(recording: Recording, common: frozenset[Cause]) -> list[Row]:
-    """Spans that happen too seldom to be judged by the step, per time of the whole run."""
+def _share_that_idles(recording: Recording, slices: Sequence[Slice], start: int, end: int) -> dict[Cause, float]:
+    """In how much of a cause's time within a window the device idled: a checkpoint waits for queued kernels first."""
+    lasted: dict[Cause, int] = defaultdict(int)
+    for span in recording.spans:
+        if span.thread == recording.thread:
+            lasted[span.cause] += max(min(span.end_ns, end) - max(span.start_ns, start), 0)
+    idle: dict[Cause, int] = defaultdict(int)
+    for each in slices:
+        idle[each.cause] += each.end_ns - each.start_ns
+    return {cause: min(idle[cause] / spent, 1.0) for cause, spent in lasted.items() if spent}
+
+
+def _rare_rows(recording: Recording, common: frozenset[Cause], idles: Mapping[Cause, float]) -> list[Row]:
+    """Spans that happen too seldom to be judged by the step, per time of the whole run.
+
+    Args:
+        recording: What was seen.
+        common: Causes that have their rows.
+        idles: In how much of a cause's time the device idles, where a window tells; else in all of it.
+    """
     begin = recording.steps[0].end_ns if recording.steps else recording.end_ns
     idle: dict[tuple[Cause, Site | None], int] = defaultdict(int)
     times: dict[tuple[Cause, Site | None], int] = defaultdict(int)
     whole, latest = recording.end_ns - begin, None
     for start, end, span in spans_of(recording):
-        if span.start_ns < begin:
+        if not begin <= span.start_ns < recording.end_ns:
             continue
         if span.cause is Cause.PROFILER:
             whole -= end - start
         elif span.cause in WHOLE_RUN - common:
             key = span.cause, recording.user_site(span.stack)
-            idle[key] += end - start
+            idle[key] += round((end - start) * idles.get(span.cause, 1.0))
             times[key] += span is not latest
         latest = span
     return [

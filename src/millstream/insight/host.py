@@ -21,6 +21,7 @@ _RUNS = 0.5  # of a time: whoever ran so much of it was running
 _HOLDS = 0.2  # of the time that a thread was kept: another one that ran so much of it held the interpreter
 _FAR_NS = 1_000_000_000  # time that no look speaks for within so long is unknown
 _LONG_NS = 10_000_000  # time that at least two looks speak for
+_LAUNCHES_WITHIN_NS = 1_000_000  # operators that are called one after another: each launches something
 _WORTH = 0.1  # of a sample's time: less than that is noise of two clocks
 _IO_FILES = (
     "torch/serialization.py",
@@ -151,7 +152,27 @@ def doings(recording: Recording) -> list[Doing]:
         running = _running_state(sample, recording.switch_ns)
         found += (Doing(start, end, running, sample.stack) for start, end in near)
         found += split_sample(sample, free, recording)
-    return found
+    return list(_with_late_launches(found, recording))
+
+
+def _with_late_launches(found: Sequence[Doing], recording: Recording) -> Iterator[Doing]:
+    """A look into an operator speaks from the first launch on: before that the thread was where it was seen last."""
+    starts = sorted(launch.start_ns for launch in recording.launches)
+    before: Doing | None = None
+    for each in found:
+        at = bisect.bisect_left(starts, each.start_ns)
+        if (
+            each.state is State.COMPUTE
+            and before is not None
+            and before.state is not State.COMPUTE
+            and before.end_ns == each.start_ns
+            and at < len(starts)
+            and each.start_ns + _LAUNCHES_WITHIN_NS <= starts[at] < each.end_ns
+        ):
+            yield replace(before, start_ns=each.start_ns, end_ns=starts[at])
+            each = replace(each, start_ns=starts[at])
+        yield each
+        before = each
 
 
 def spans_of(recording: Recording) -> list[tuple[int, int, Span]]:

@@ -227,6 +227,7 @@ class Recording:
         cost_share: What looking cost, as a share of the time.
         always_on_share: The same of hooks and samples alone, without the steps under the device's profiler.
         looking_slowed: By what part of a step it was longer while the device's profiler was on; ``None`` if not known.
+        later_step_ns: Mean length of the steps after those that the device's profiler saw; ``None`` if not known.
         caveats: What could not be seen, in sentences.
         rank: Which process of several that train together; 0 of one alone.
         first_step: How many steps of the run came before the first of ``steps``.
@@ -255,6 +256,7 @@ class Recording:
     cost_share: float | None = None
     always_on_share: float | None = None
     looking_slowed: float | None = None
+    later_step_ns: float | None = None
     caveats: tuple[str, ...] = ()
     rank: int = 0
     first_step: int = 0

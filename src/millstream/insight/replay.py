@@ -12,7 +12,7 @@ graph is one activity.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from millstream.insight.causes import Cause
@@ -29,6 +29,8 @@ def recoverable_ns(
     causes: Sequence[Cause],
     start_ns: int,
     end_ns: int,
+    *,
+    apart: Collection[Cause] = (),
 ) -> dict[Cause, int]:
     """By how much the time between two moments would shrink without each cause, one at a time.
 
@@ -39,6 +41,7 @@ def recoverable_ns(
         causes: Which to take away.
         start_ns: Begin of the window.
         end_ns: Its end.
+        apart: Causes that the window caught by chance: in no replay are they there for others to hide.
     """
     if recording.is_synchronous or not recording.launches:
         # Without a queue nothing hides behind anything: what is taken away is gone.
@@ -48,12 +51,17 @@ def recoverable_ns(
             charged[Cause.PYTHON] += sum(s.end_ns - s.start_ns for s in waits)
         return charged
     model = _Model(recording, start_ns, end_ns)
-    base = max(model.play(None), 1)
+    base = max(model.play(frozenset(apart)), 1)
     idle = sum(each.end_ns - each.start_ns for each in slices)
     # What computes takes its time whatever the host does; and a model that is off must not promise by its own scale.
     most = {cause: idle + exposed.get(cause, 0) for cause in causes}
-    scale = (end_ns - start_ns) / base
-    return {cause: min(max(round((base - model.play(cause)) * scale), 0), most[cause]) for cause in causes}
+    spent_apart = sum(each.end_ns - each.start_ns for each in slices if each.cause in apart)
+    scale = (end_ns - start_ns - spent_apart) / base
+
+    def gain(cause: Cause) -> int:
+        return min(max(round((base - model.play({*apart, cause})) * scale), 0), most[cause])
+
+    return {cause: gain(cause) for cause in causes}
 
 
 BLOCKING = 0.5
@@ -141,22 +149,22 @@ class _Model:
             )
         self.tail_ns = max(end_ns - latest, 0)
 
-    def play(self, without: Cause | None) -> int:
-        """Length of the run, without one cause."""
+    def play(self, without: Collection[Cause]) -> int:
+        """Length of the run without some causes."""
         host, device = 0, 0
         free: dict[int, int] = {}
         for call in self.calls:
-            is_fused = without is Cause.LAUNCH and call.is_run  # one graph: nothing is called in between
+            is_fused = Cause.LAUNCH in without and call.is_run  # one graph: nothing is called in between
             if is_fused:
-                host += sum(spent for cause, spent in call.saved_ns.items() if cause not in _OF_LAUNCHING)
+                host += sum(spent for cause, spent in call.saved_ns.items() if cause not in {*_OF_LAUNCHING, *without})
             else:
-                host += call.before_ns - (call.saved_ns.get(without, 0) if without is not None else 0)
+                host += call.before_ns - sum(call.saved_ns.get(cause, 0) for cause in without)
             if call.stream is None:
-                if without is not Cause.SYNC:
+                if Cause.SYNC not in without:
                     host = max(host, device) + call.length_ns
                 continue
-            hidden = (without is Cause.COPY and call.kind is ActivityKind.COPY) or (
-                without is Cause.COMMUNICATION and call.kind is ActivityKind.COMMUNICATION
+            hidden = (Cause.COPY in without and call.kind is ActivityKind.COPY) or (
+                Cause.COMMUNICATION in without and call.kind is ActivityKind.COMMUNICATION
             )
             start = max(host + (0 if is_fused else call.lag_ns), free.get(call.stream, 0))
             end = start + (0 if hidden else call.device_ns)

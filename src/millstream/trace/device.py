@@ -80,7 +80,7 @@ class Recorded:
                 why = f"only {lined.share:.0%} of the driver's calls were found again with their lines"
                 caveats = (*caveats, f"{why.replace('%', ' %')}: lines come from samples")
         spans = tuple(span for span in spans if span.thread not in self.other_threads)
-        slowed = _slowed(recording.steps, steps)
+        slowed, later_ns = _slowed(recording.steps, steps)
         if slowed is not None and slowed > MUCH:
             longer = f"{slowed:.0%}".replace("%", " %")
             why = f"the steps that were looked at took {longer} longer than later ones"
@@ -97,6 +97,7 @@ class Recorded:
             spans=(*recording.spans, *(replace(span, thread=recording.thread) for span in spans)),
             caveats=caveats,
             looking_slowed=slowed,
+            later_step_ns=later_ns,
         )
 
 
@@ -108,16 +109,20 @@ def _steps_within(steps: Sequence[Step], trace: DeviceTrace) -> tuple[Step, ...]
     return tuple(step for step in steps if first <= step.start_ns and step.end_ns <= last)
 
 
-def _slowed(steps: Sequence[Step], within: Sequence[Step]) -> float | None:
-    """How much longer steps took in the window than after all of them; ``None`` where too few came after."""
+def _slowed(steps: Sequence[Step], within: Sequence[Step]) -> tuple[float | None, float | None]:
+    """How much longer steps took in the window than after all of them, and what they take then on average.
+
+    Both are ``None`` where too few steps came after the windows.
+    """
     after = steps[FIRST_LINED_STEP + NUM_LINED_STEPS + 1 :]
     if len(after) < NUM_STEPS or not within:
-        return None
+        return None, None
 
     def middle(of: Sequence[Step]) -> int:
         return sorted(step.end_ns - step.start_ns for step in of)[len(of) // 2]
 
-    return middle(within) / max(middle(after), 1) - 1
+    later_ns = (after[-1].end_ns - after[0].start_ns) / len(after)
+    return middle(within) / max(middle(after), 1) - 1, later_ns
 
 
 class DeviceWindow:

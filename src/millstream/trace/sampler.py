@@ -23,7 +23,7 @@ HERTZ, NUM_FIRST = 250, 5_000
 """So often at first, for twenty seconds, where a look takes 20 to 80 µs, as the processor's caches are."""
 HERTZ_LATER = 50
 """After that, so that a long run is slowed by less than half a percent."""
-MOST_SHARE, NUM_PRICED = 0.008, 64
+MOST_SHARE, NUM_PRICED = 0.006, 16
 """Of the time: looks become rarer where they take more of it. What they take is measured every so many looks."""
 MAX_LOOKS = 150_000  # most of an hour; of a longer run the last ones are kept
 MAX_THREADS = 16

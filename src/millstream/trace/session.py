@@ -95,8 +95,8 @@ class Session:
         hooks, ended_ns = self._hooks, clock()
         self._sampler.stop()
         thread = self._find_thread()
+        hooks.close()  # before what they saw is read, which is no part of the run
         device = self._device.close(thread) if self._device is not None else None
-        hooks.close()
         batch_ns = hooks.worker_times.median_ns()
         hooks.worker_times.close()
         _lock.release()

@@ -7,18 +7,23 @@ model, clock = network(256), Clock()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 x = torch.randn(BATCH, 256, device=DEVICE)
 sums = torch.zeros(3, device=DEVICE)
+
+
+def read(value):
+    return value if FIXED else value.item()  # waits
+
+
 for _ in range(STEPS):
     y = model(x)
     loss = y.square().mean()
-    if not FIXED:
-        if (y > 100).any():  # waits
-            break
-        total = loss.item()  # waits
+    if not FIXED and (y > 100).any():  # waits
+        break
+    total = read(loss)
     loss.backward()
     sums += loss.detach()
     if not FIXED:
         print(sums)  # waits
-        sizes = [(each.grad.norm().item(), each.norm().item()) for each in model.parameters()]  # waits
+    sizes = [(read(each.grad.norm()), read(each.norm())) for each in model.parameters()]
     optimizer.step()
     optimizer.zero_grad()
     clock.tick()

@@ -63,7 +63,7 @@ class Condition:
 def figure(report: Mapping[str, Any], name: str) -> float:
     """A figure of a report: length of a step in nanoseconds, else a share of its steps."""
     if name == "step":
-        return float(report["step_ns"])
+        return float(report.get("usual_step_ns") or report["step_ns"])
     if name == "idle":
         return float(report["idle"])
     window = report["step_ns"] * report["num_steps"]

@@ -73,8 +73,9 @@ def promise(row: Row, found: Findings) -> str:
     if row.is_rare:
         return f"It takes {percent(row.share, 1)} of the run."
     gain = sum(each.recoverable_share for each in found.rows if each.cause is row.cause)
-    after = found.step_ns * (1 - min(gain, 0.999))
-    return f"Fixing it: {duration(found.step_ns)} → about {duration(after)} a step ({found.step_ns / after:.3g}×)."
+    before = found.usual_step_ns
+    after = before * (1 - min(gain, 0.999))
+    return f"Fixing it: {duration(before)} → about {duration(after)} a step ({before / after:.3g}×)."
 
 
 def _count(row: Row, found: Findings) -> str:
