@@ -1,7 +1,8 @@
 """Scripts with a planted cause of idle time, their fixed twins, and clean ones, each under ``millstream profile``.
 
 Of each: whether the verdict names the cause, whether its time is on the planted lines, what was promised beside what
-the twin gains, and what looking cost. The scripts are in ``tests/insight/scripts``; some mean nothing without a GPU.
+the twin gains, and what looking cost. A clean script runs ``--repeats`` times, and its last recording is judged again
+with 20 kinds of jitter. The scripts are in ``tests/insight/scripts``; some mean nothing without a GPU.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ import torch
 
 import millstream.cli.profile as command
 from millstream.cli.running import run_script
+from millstream.insight import Recording, Sample, Severity, analyse
 from millstream.trace import frames
 from millstream.trace.frames import library_roots
 
@@ -35,6 +39,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "tests" / "insight" / "scripts"
 TIMEOUT_S = 90.0
 KINDS = ("profiled", "plain", "twin")
+NUM_JITTERED, JITTER, JITTERED_NS = 20, 0.3, 500_000
+"""So many times a recording is judged with each half millisecond stretched or shrunk by up to 30 %."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +192,43 @@ def judge(case: Case, profiled: Run, plain: Run, twin: Run) -> dict[str, Any]:
     return row
 
 
+def with_jitter(recording: Recording, dice: random.Random) -> Recording:
+    """The same recording on a clock that runs unevenly: what followed what stays, and all lengths change."""
+    edges = range(recording.start_ns, recording.end_ns + JITTERED_NS, JITTERED_NS)
+    rates, moved = [], [recording.start_ns]
+    for _ in edges:
+        rates.append(dice.uniform(1 - JITTER, 1 + JITTER))
+        moved.append(moved[-1] + round(JITTERED_NS * rates[-1]))
+
+    def at(now: int) -> int:
+        number = min(max(bisect_right(edges, now) - 1, 0), len(rates) - 1)
+        return moved[number] + round((now - edges[number]) * rates[number])
+
+    def move(each: Any) -> Any:
+        return replace(each, start_ns=at(each.start_ns), end_ns=at(each.end_ns))
+
+    def move_look(each: Sample) -> Sample:
+        look = move(each)
+        rate = (look.end_ns - look.start_ns) / max(each.end_ns - each.start_ns, 1)
+        spent = {name: getattr(each, name) for name in ("cpu_ns", "process_ns", "ready_ns")}
+        scaled = {name: None if value is None else round(value * rate) for name, value in spent.items()}
+        return replace(look, others=tuple((round(ran * rate), stack) for ran, stack in each.others), **scaled)
+
+    kinds: dict[str, Callable[[Any], Any]] = dict.fromkeys(("steps", "spans", "activities", "launches"), move)
+    kinds["samples"] = move_look
+    parts = {name: tuple(map(change, getattr(recording, name))) for name, change in kinds.items()}
+    waits = tuple(replace(each, at_ns=at(each.at_ns)) for each in recording.waits)
+    return replace(recording, end_ns=at(recording.end_ns), waits=waits, **parts)
+
+
+def count_alarms(path: Path) -> int:
+    """How often a clean script's recording gives an alarm when it is judged with jitter."""
+    with gzip.open(path) as file:
+        recording = pickle.load(file)  # noqa: S301 - our own, of a moment ago
+    found = (analyse(with_jitter(recording, random.Random(seed))) for seed in range(NUM_JITTERED))
+    return sum(each.severity is not Severity.HEALTHY for each in found)
+
+
 def is_planted(site: dict[str, Any] | None, case: Case) -> bool:
     """Whether a line is one of those that are to blame."""
     if site is None or Path(site["file"]).stem != case.name:
@@ -205,7 +248,10 @@ def to_markdown(rows: Sequence[dict[str, Any]], device: str) -> str:
         f"`python -m benchmarks.idle` on {device}. Times are milliseconds a step by the scripts' own clocks.",
         "",
         f"- Right verdict: {sum(r['is_right'] for r in planted)} of {len(planted)} planted, "
-        f"{sum(r['is_right'] for r in clean)} of {len(clean)} clean.",
+        f"{sum(r['is_right'] for r in clean)} of {len(clean)} clean "
+        f"in {sum(len(r.get('runs', ())) for r in clean)} runs; "
+        f"{sum(r.get('alarms', 0) for r in clean)} alarms in {sum('alarms' in r for r in clean) * NUM_JITTERED} "
+        "recordings with jitter.",
         f"- Promised within ±25 % of what the twin gains: {near} of {len(kept)}.",
         "- *Window slower*: steps under CUPTI against those after it. *Always on*: hooks counted times what one takes,",
         "  and the sampler's own time. *Later steps*: after the windows, against a run of its own without a profile.",
@@ -248,15 +294,22 @@ def run_all(cases: Sequence[Case], device: str, options: argparse.Namespace, fol
     """Run every case, one process after another."""
     began, kinds = time.monotonic(), options.kinds.split(",")
     for case in cases:
-        runs = []
-        for kind in KINDS:
-            run = Run(None, None)
+        wanted = [kind for kind in KINDS if kind in kinds] if case.causes else ["profiled"] * options.repeats
+        runs: dict[str, Run] = dict.fromkeys(KINDS, Run(None, None))
+        verdicts = []
+        for kind in wanted:
             if time.monotonic() - began > options.budget_seconds:
-                run = Run(None, None, f"{kind}: no time was left")
-            elif kind in kinds and (case.causes or kind != "twin"):
-                run = run_apart(kind, case, folder, device)
-            runs.append(run)
-        yield judge(case, *runs)
+                runs[kind] = runs[kind] if runs[kind].report else Run(None, None, f"{kind}: no time was left")
+                continue
+            runs[kind] = run_apart(kind, case, folder, device)
+            report = runs[kind].report
+            if kind == "profiled" and report is not None:
+                verdicts.append(report["severity"])
+        row = judge(case, *runs.values()) | {"runs": verdicts}
+        if not case.causes and runs["profiled"].report is not None:
+            row["is_right"] = all(verdict == Severity.HEALTHY for verdict in verdicts)
+            row["alarms"] = count_alarms(folder / f"{case.name}.profiled.pickle.gz")
+        yield row
 
 
 def find_device(folder: Path) -> str:
@@ -279,6 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default=None, help="cuda or cpu; cuda where there is one")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each clean script")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which processes of each case to run")
     parser.add_argument("--keep", type=Path, help="a folder for reports and output of each process")
     options, _ = parser.parse_known_args(argv)  # others are of other suites

@@ -153,7 +153,8 @@ def test_two_windows_are_recorded_by_the_count_of_steps(monkeypatch, tmp_path):
     monkeypatch.setattr(
         "millstream.trace.device.read_trace", lambda trace: recorded.append(trace) or DeviceTrace((), (), (), ())
     )
-    window = DeviceWindow()
+    hurried = []
+    window = DeviceWindow(on_times=hurried.append)
     for _ in range(40):
         torch.ones(3).neg()
         window.on_step("optimizer")
@@ -161,6 +162,7 @@ def test_two_windows_are_recorded_by_the_count_of_steps(monkeypatch, tmp_path):
     found = [sum(each.get("name") == "aten::neg" for each in trace["traceEvents"]) for trace in recorded]
     assert found == [3, 20]  # of the window with lines, and of that with times
     assert [span.cause for span in window.spans] == [Cause.PROFILER] * 4
+    assert hurried == [True, False]
     assert not window._folder.exists()
 
 

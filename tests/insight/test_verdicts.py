@@ -79,6 +79,25 @@ def test_reads_that_keep_the_queue_empty_lead_and_their_launches_are_no_run():
     assert found.recoverable.get(Cause.LAUNCH, 0) < found.recoverable[Cause.SYNC]
 
 
+def test_read_by_a_blocking_copy_is_a_wait_as_others_are():
+    launched, activities, waits, steps = [], [], [], []
+    for number in range(STEPS):  # 8 ms of kernels, a value read by a copy, 4 ms of Python
+        start, first = 12 * MS * number, 9 * number
+        launched += [Launch(first + k, THREAD, start + 60 * US * k, start + 60 * US * (k + 1)) for k in range(8)]
+        activities += [Activity(start + MS * k, start + MS * (k + 1), launch=first + k) for k in range(8)]
+        waits.append(Span(THREAD, start + 500 * US, start + 8 * MS, Cause.SYNC, line(51), "cudaMemcpyAsync"))
+        launched.append(Launch(first + 8, THREAD, start + 500 * US, start + 8 * MS, "cudaMemcpyAsync", line(51)))
+        read = ActivityKind.COPY, "Memcpy DtoH (Device -> Pageable)", first + 8, None, True
+        activities.append(Activity(start + 8 * MS - US, start + 8 * MS, 0, *read))
+        steps.append(Step(start, start + 12 * MS))
+    recording = Recording(
+        device="virtual", is_synchronous=False, end_ns=12 * MS * STEPS, thread=THREAD, steps=tuple(steps),
+        spans=tuple(waits), activities=tuple(activities), launches=tuple(launched), library_roots=(LIBRARY,),
+    )  # fmt: skip
+    found = analyse(recording)
+    assert found.recoverable[Cause.SYNC] == pytest.approx(4 * MS * len(found.steps), rel=0.1)
+
+
 def test_queue_that_launching_never_fills_is_launching_after_one_wait_too():
     recording = serial_recording(launches(400, 8 * US, 46), [2 * US] * 400, steps=STEPS)
     at = recording.steps[12].start_ns

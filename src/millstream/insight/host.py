@@ -167,10 +167,14 @@ def _with_late_launches(found: Sequence[Doing], recording: Recording) -> Iterato
             and before.state is not State.COMPUTE
             and before.end_ns == each.start_ns
             and at < len(starts)
-            and each.start_ns + _LAUNCHES_WITHIN_NS <= starts[at] < each.end_ns
+            and each.start_ns + _LAUNCHES_WITHIN_NS <= starts[at] <= each.end_ns + _LAUNCHES_WITHIN_NS
         ):
-            yield replace(before, start_ns=each.start_ns, end_ns=starts[at])
-            each = replace(each, start_ns=starts[at])
+            until = min(starts[at], each.end_ns)
+            before = replace(before, start_ns=each.start_ns, end_ns=until)
+            yield before
+            if until == each.end_ns:
+                continue
+            each = replace(each, start_ns=until)
         yield each
         before = each
 

@@ -66,6 +66,7 @@ def recoverable_ns(
 
 BLOCKING = 0.5
 """A call that lasts so much of the copy that it asks for waits for it."""
+_READ = "DtoH"  # in the names of copies to the host: what is read there waits as a synchronisation does
 _OF_LAUNCHING = (Cause.LAUNCH, Cause.PYTHON)
 """What a run of launches spends its time on; what else happens in it, such as a collection, remains in a graph."""
 
@@ -83,6 +84,7 @@ class _Call:
         device_ns: Length of the activity.
         kind: Of the activity.
         is_blocking: The call returns when the activity is over.
+        is_read: It copies to the host.
         is_run: Of a run of launches.
     """
 
@@ -94,6 +96,7 @@ class _Call:
     device_ns: int = 0
     kind: ActivityKind = ActivityKind.KERNEL
     is_blocking: bool = False
+    is_read: bool = False
     is_run: bool = False
 
 
@@ -144,6 +147,7 @@ class _Model:
                     last - first,
                     sample.kind,
                     is_blocking,
+                    _READ in sample.name,
                     each.number in in_run,
                 )
             )
@@ -170,7 +174,8 @@ class _Model:
             end = start + (0 if hidden else call.device_ns)
             free[call.stream] = end
             device = max(device, end)
-            if call.is_blocking and not hidden:
+            is_waited_for = Cause.SYNC not in without if call.is_read else not hidden
+            if call.is_blocking and is_waited_for:
                 host = max(host, end)
             host += 0 if is_fused else call.length_ns
         return max(host + self.tail_ns, device)

@@ -131,13 +131,16 @@ class DeviceWindow:
     Args:
         num_compiles: Tells how often something was compiled. Where that goes on, there is no window B: the compiler's
             own Python would fill it.
+        on_times: Told when window A begins, and when it is over.
 
     Attributes:
         spans: Starting, stopping and saving.
     """
 
-    def __init__(self, num_compiles: Callable[[], int] = lambda: 0) -> None:
-        self._num_compiles, self._compiled_before = num_compiles, 0
+    def __init__(
+        self, num_compiles: Callable[[], int] = lambda: 0, on_times: Callable[[bool], None] = lambda is_on: None
+    ) -> None:
+        self._num_compiles, self._compiled_before, self._on_times = num_compiles, 0, on_times
         self._patches = [
             Patch(torch.profiler.profile, "start", self._give_way),
             Patch(torch.autograd.profiler.profile, "__enter__", self._give_way),
@@ -190,10 +193,12 @@ class DeviceWindow:
         if number == FIRST_STEP:
             self._compiled_before = self._num_compiles()
             self._begin(with_stack=False)
+            self._on_times(True)
         elif number == FIRST_LINED_STEP:
             if self._times is not None and self._num_compiles() == self._compiled_before:
                 self._begin(with_stack=True)
         elif number == FIRST_STEP + NUM_STEPS:
+            self._on_times(False)
             self._end()
         elif number == FIRST_LINED_STEP + NUM_LINED_STEPS:
             self._end(is_last=True)

@@ -23,8 +23,10 @@ HERTZ, NUM_FIRST = 250, 5_000
 """So often at first, for twenty seconds, where a look takes 20 to 80 µs, as the processor's caches are."""
 HERTZ_LATER = 50
 """After that, so that a long run is slowed by less than half a percent."""
-MOST_SHARE, NUM_PRICED = 0.006, 16
-"""Of the time: looks become rarer where they take more of it. What they take is measured every so many looks."""
+FIRST_NS = 10_000_000
+MOST_SHARE, NUM_PRICED = 0.005, 16
+"""Of the time: looks become rarer where they take more of it. What they take is measured every so many looks; before
+that they are made every ten milliseconds."""
 MAX_LOOKS = 150_000  # most of an hour; of a longer run the last ones are kept
 MAX_THREADS = 16
 KEPT = 0.9  # of the time: a thread that ran less of it was kept waiting, and one asks the system for what
@@ -56,12 +58,14 @@ class Sampler:
 
     Attributes:
         looks: What it saw.
+        is_hurried: Set it for steps that matter: looks are as frequent then as they can be.
         busy_ns: Its own time.
     """
 
     def __init__(self, on_look: Callable[[], None] | None = None) -> None:
         self.looks: deque[Look] = deque(maxlen=MAX_LOOKS)
         self.busy_ns = 0
+        self.is_hurried = False
         self._on_look = on_look
         self._stopped = threading.Event()
         self._known: dict[tuple[int, ...], RawStack] = {}
@@ -84,7 +88,7 @@ class Sampler:
         self._files.clear()
 
     def _run(self) -> None:
-        interval_ns, num_looks = 1_000_000_000 // HERTZ, 0
+        usual_ns, num_looks = FIRST_NS, 0
         mine, began_ns = threading.get_ident(), time.thread_time_ns()
         due = time.perf_counter_ns()
         while not self._stopped.is_set():
@@ -97,9 +101,10 @@ class Sampler:
             if num_looks % NUM_PRICED == 0:
                 price_ns = (time.thread_time_ns() - began_ns) / num_looks
                 hertz = HERTZ if num_looks < NUM_FIRST else HERTZ_LATER
-                interval_ns = max(1_000_000_000 // hertz, round(price_ns / MOST_SHARE))
+                usual_ns = max(1_000_000_000 // hertz, round(price_ns / MOST_SHARE))
             if self._on_look is not None:
                 self._on_look()
+            interval_ns = 1_000_000_000 // HERTZ if self.is_hurried else usual_ns
             over = time.perf_counter_ns()
             due = due + interval_ns if due + interval_ns > over else over + interval_ns
         self.busy_ns = time.thread_time_ns() - began_ns

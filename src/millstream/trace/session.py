@@ -61,7 +61,8 @@ class Session:
         uses_device: bool = True,
     ) -> None:
         self._script, self._places = script, (waiters, steppers, compilers)
-        self._device = DeviceWindow(self._count_compiles) if uses_device and torch.cuda.is_available() else None
+        has_device = uses_device and torch.cuda.is_available()
+        self._device = DeviceWindow(self._count_compiles, self._hurry) if has_device else None
         self._log = Log()
         self._pid = os.getpid()
         self._hooks: Hooks | None = None
@@ -80,6 +81,9 @@ class Session:
         self._sampler = Sampler(hooks.watch_compiler)
         self._began_unix_ns, self._began_ns = time.time_ns(), clock()
         self._sampler.start()
+
+    def _hurry(self, is_on: bool) -> None:
+        self._sampler.is_hurried = is_on
 
     def _count_compiles(self) -> int:
         return self._hooks.num_compiles if self._hooks is not None else 0
