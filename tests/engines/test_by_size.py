@@ -1,23 +1,25 @@
 """What is made for which size, and when; decided without a device."""
 
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from millstream.engine import BySize, by_size
 
-Made = namedtuple("Made", "sizes key num_streams")
+Made = namedtuple("Made", "sizes key many")
 
 
 class Executable:
-    """What the first one measured comes to: three streams; the others take what they are told."""
+    """It is settled by its first call, and holds as many bytes for itself as the world says."""
 
     peak_bytes = 100
 
-    def __init__(self, made):
-        self.made, self.num_streams, self.released = made, made.num_streams or 3, False
+    def __init__(self, made, *, shares_memory):
+        self.made, self.shares_memory, self.is_settled, self.released = made, shares_memory, False, False
 
     def __call__(self, inputs):
+        self.is_settled = True
         return self.made.sizes
 
     def release(self):
@@ -43,13 +45,13 @@ class Lowered:
 
 
 class World:
-    def __init__(self, monkeypatch, device_type="cuda", *, at_once=False):
-        self.made = []
+    def __init__(self, monkeypatch, device_type="cuda", *, at_once=False, shares_memory=False):
+        self.made, self.shares_memory = [], shares_memory
         monkeypatch.setattr(by_size, "OpenEngine", lambda lowered, sizes: lambda inputs: "open")
         self.run = BySize(Lowered(device_type), self.build, at_once=at_once)
 
-    def build(self, sizes, key, num_streams):
-        executable = Executable(Made(sizes, key, num_streams))
+    def build(self, sizes, key, many):
+        executable = Executable(Made(sizes, key, many), shares_memory=self.shares_memory)
         self.made.append(executable)
         return executable
 
@@ -67,11 +69,43 @@ def test_an_engine_asked_for_runs_at_once(monkeypatch):
     assert world.run([4, 5]) == (4, 5)
 
 
-def test_later_sizes_take_as_many_streams_as_the_first(monkeypatch):
-    world = World(monkeypatch, at_once=True)
-    for sizes in ([4, 5], [6, 5], [7, 7]):
+def test_later_sizes_are_planned_like_the_first_in_one_arena(monkeypatch):
+    world = World(monkeypatch)
+    for sizes in ([4, 5], [6, 5], [7, 7]) * 2:
         world.run(sizes)
-    assert [each.made.num_streams for each in world.made] == [None, 3, 3]
+    first, *others = world.made
+    assert first.made.many.like is None
+    assert [each.made.many.like for each in others] == [first, first]
+    assert all(each.made.many.arena is world.run.arena for each in world.made)
+    assert [each.made.many.is_warm for each in world.made] == [False, True, True]
+
+
+def test_sizes_wait_for_the_plan_of_the_first_for_a_while(monkeypatch):
+    world = World(monkeypatch)
+    for sizes in ([4, 5], [6, 5]):
+        world.run(sizes)
+    world.run._make((4, 5))  # and before it has run
+    for _ in range(by_size.PATIENCE):
+        assert world.run([6, 5]) == "open"
+    assert world.run([6, 5]) == (6, 5)
+    assert world.made[1].made.many.like is None
+
+
+def test_another_thread_is_not_warm(monkeypatch):
+    world = World(monkeypatch)
+    for sizes in ([4, 5], [4, 5], [6, 5]):
+        world.run(sizes)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(world.run, [6, 5]).result()
+    assert not world.made[1].made.many.is_warm
+
+
+def test_on_a_cpu_a_call_beside_another_runs_from_the_open_text(monkeypatch):
+    world = World(monkeypatch, "cpu", at_once=True)
+    assert world.run([4, 5]) == (4, 5)
+    with world.run.arena.lock, ThreadPoolExecutor() as pool:
+        assert pool.submit(world.run, [4, 5]).result() == "open"
+    assert world.run([4, 5]) == (4, 5)
 
 
 def test_forward_and_backward_of_one_size_have_one_key(monkeypatch):
@@ -100,6 +134,14 @@ def test_bytes_are_bounded_beside_the_largest(monkeypatch):
     for size in range(6):
         world.run([size, size])
     assert len([*world.run]) == 3
+
+
+def test_bytes_in_the_arena_are_not_counted_for_each(monkeypatch):
+    monkeypatch.setattr(by_size, "MOST_BYTES", 250)
+    world = World(monkeypatch, at_once=True, shares_memory=True)
+    for size in range(6):
+        world.run([size, size])
+    assert len([*world.run]) == 6
 
 
 def test_where_executables_go_soon_others_are_made_later(monkeypatch):

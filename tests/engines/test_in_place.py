@@ -1,12 +1,11 @@
 """Which inputs are read where they lie: the decisions alone, and with captured programs on a pretended device."""
 
-import ctypes
 import math
 import threading
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import millstream as ms
-from millstream._torch.tensors import storage_view
 from millstream.api import executables
-from millstream.device import DeviceContext, context
+from millstream.device import DeviceContext
 from millstream.engine.cuda import captured, cuda_graph, in_place
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.in_place import (
@@ -37,7 +35,6 @@ from millstream.errors import CaptureError, DeviceError, PlanError
 from millstream.lower import Phase
 from millstream.schedule import plan_serial
 from tests import networks
-from tests.engines.host_driver import GRAPH, launch
 
 MIB = 1 << 20
 
@@ -198,106 +195,6 @@ def test_inputs_over_the_same_bytes_are_found():
 
 
 # --- captured programs -----------------------------------------------------------------------------------------------
-
-
-class PretendedGraph:
-    """A CUDA graph on the CPU: its launches are repeated on the memory they were captured on, by address."""
-
-    latest = None
-
-    def __init__(self, keep_graph=False):
-        PretendedGraph.latest = self
-        self.launch = None
-        self.num_replays = 0
-        self.entries, self.exits = [], []
-
-    def instantiate(self):
-        pass
-
-    def raw_cuda_graph_exec(self):
-        return GRAPH
-
-    def replay(self):
-        self.num_replays += 1
-        launch(self.entries)
-        self.launch()
-        launch(self.exits)
-
-    def pool(self):
-        return (0, 7)
-
-
-def at_address(value):
-    """The same memory, without keeping it alive."""
-    if not isinstance(value, torch.Tensor) or not value.numel():
-        return value
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    memory = (ctypes.c_uint8 * ((last + 1) * value.element_size())).from_address(value.data_ptr())
-    return torch.frombuffer(memory, dtype=value.dtype).as_strided(value.shape, value.stride())
-
-
-@pytest.fixture
-def device(monkeypatch, host_driver):
-    """A CPU on which programs can be captured.
-
-    Returns the pools that were captured into, what to fail with, errors of the driver, the device's free memory and all
-    of it, how many captures there were when PyTorch's cache was emptied, and errors that were repaired.
-    """
-    compile_plan = captured.compile_plan
-    seen = types.SimpleNamespace(
-        pools=[], error=None, driver=host_driver, memory=(80 << 30, 80 << 30), emptied=[], repairs=[]
-    )
-
-    @contextmanager
-    def capture(context, graph, pool):
-        seen.pools.append(pool)
-        if seen.error is not None:
-            raise seen.error
-        graph.num_before = len(host_driver.nodes)
-        yield
-        nodes = host_driver.nodes[graph.num_before :]
-        graph.entries, graph.exits = nodes[: graph.num_entries], nodes[graph.num_entries :]
-
-    def compile_recorded(program, plan, bound, *, context):
-        run, graph = compile_plan(program, plan, bound), PretendedGraph.latest
-
-        def record(inputs):
-            held = [at_address(item) for item in inputs]
-            before = [item.clone() if isinstance(item, torch.Tensor) else None for item in held]
-            outputs = run(inputs)
-            graph.num_entries = len(host_driver.nodes) - graph.num_before
-            for item, value in zip(held, before, strict=True):  # a capture runs nothing
-                if value is not None:
-                    storage_view(item).copy_(storage_view(value))
-
-            def launch():
-                for output, value in zip(outputs, run(list(held)), strict=True):
-                    if isinstance(output, torch.Tensor) and output.data_ptr() != value.data_ptr():
-                        output.copy_(value)
-
-            graph.launch = launch
-            return outputs
-
-        record.events = []
-        return record
-
-    def same_addresses(tensors, addresses, positions):
-        return all(tensors[position].data_ptr() == addresses[position] for position in positions)
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: context("cpu").place.index)
-    monkeypatch.setattr(captured, "capture", capture)
-    monkeypatch.setattr(captured, "compile_plan", compile_recorded)
-    monkeypatch.setattr(captured, "same_addresses", same_addresses)
-    for module in (captured, cuda_graph):
-        monkeypatch.setattr(module, "current_stream_handle", lambda index: None)
-    monkeypatch.setattr(cuda_graph, "repair", lambda context: seen.repairs.append(seen.error))
-    monkeypatch.setattr(captured, "take_workspaces", lambda context, program, num_streams: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: seen.memory)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.emptied.append(len(seen.pools)))
-    monkeypatch.setattr(in_place, "FORCED", True)
-    torch._dynamo.reset()
-    return seen
 
 
 def on_graphs(compiled):
@@ -631,7 +528,7 @@ def gradients(model, network, inputs):
 def test_what_waits_for_its_backward_pass_is_not_overwritten(device, monkeypatch, copy_outputs):
     """Also where the caller has dropped what he got, which may be the graph's own memory."""
     monkeypatch.setattr(in_place, "FORCED", False)
-    replay = PretendedGraph.replay
+    replay = torch.cuda.CUDAGraph.replay
 
     def replay_unnoticed(self):  # a graph on a device moves no version counter, so that autograd does not see it
         cells = [cell.cell_contents for cell in self.launch.__closure__]
@@ -639,7 +536,7 @@ def test_what_waits_for_its_backward_pass_is_not_overwritten(device, monkeypatch
         with torch.autograd._unsafe_preserve_version_counter(tuple(written)):
             replay(self)
 
-    monkeypatch.setattr(PretendedGraph, "replay", replay_unnoticed)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay_unnoticed)
     model, inputs = perceptron(), [torch.randn(5, 8) for _ in range(2)]
     compiled = ms.compile(model, strict=True)
     gradients(model, compiled, inputs[:1])

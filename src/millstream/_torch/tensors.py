@@ -86,6 +86,12 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     storage_view(target).copy_(storage_view(source))
 
 
+def spanned_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element of a strided tensor."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
 def storage_view(tensor: torch.Tensor) -> torch.Tensor:
     """A view of ``tensor`` without the dimensions in which it repeats its memory, so that it can be copied into."""
     size = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 from weakref import WeakValueDictionary
 
@@ -13,7 +12,7 @@ import torch
 
 from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.model import Builder, Compiled, Compiler, compile_module
-from millstream.engine import ENGINES, HAND_STREAMS, BySize, Executable, Family, Scheduling, build
+from millstream.engine import ENGINES, HAND_STREAMS, BySize, Executable, Family, OneOfMany, Scheduling, build
 from millstream.errors import ArgumentError
 from millstream.lower import Lowered, LoweredForSizes, check_options
 
@@ -81,8 +80,8 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     """Compile a module or a function of tensors into graphs of fused kernels, for inference and for training.
 
     The first call with new dtypes or modes compiles, and so does the first in which a size changes; after that, another
-    size takes milliseconds. On a GPU the second call captures the kernels in a CUDA graph, and all later ones replay it
-    (with symbolic sizes the third call with a size does). Under autograd, the backward pass is compiled as well.
+    size takes milliseconds. On a GPU the second call captures the kernels in a CUDA graph, and all later ones replay it;
+    with symbolic sizes each size is captured when it comes again. Under autograd, the backward pass is compiled as well.
 
     Args:
         model: A module or a function. A compiled module stays a module in use: parameters, ``state_dict``, ``train()``
@@ -177,17 +176,23 @@ def new_builder(engine: str | None, scheduling: Scheduling, copy_outputs: bool, 
     families: WeakValueDictionary[Hashable, Family] = WeakValueDictionary()
     own = Family()
 
-    def make(lowered: Lowered, family: Family, scheduling: Scheduling) -> Executable:
-        return build(lowered, engine=engine, scheduling=scheduling, copy_outputs=copy_outputs, family=family, warn=warn)
+    def make(lowered: Lowered, family: Family, one_of_many: OneOfMany | None = None) -> Executable:
+        return build(
+            lowered,
+            engine=engine,
+            scheduling=scheduling,
+            copy_outputs=copy_outputs,
+            family=family,
+            one_of_many=one_of_many,
+            warn=warn,
+        )
 
-    def make_for_size(lowered: Lowered, key: Hashable, num_streams: int | None) -> Executable:
-        family = families.setdefault(key, Family())
-        is_open = scheduling.streams is None and engine is None and num_streams is not None
-        return make(lowered, family, replace(scheduling, streams=num_streams) if is_open else scheduling)
+    def make_for_size(lowered: Lowered, key: Hashable, one_of_many: OneOfMany) -> Executable:
+        return make(lowered, families.setdefault(key, Family()), one_of_many)
 
     def finish(lowered: Lowered | LoweredForSizes) -> Executable | BySize:
         if isinstance(lowered, Lowered):
-            return make(lowered, own, scheduling)
+            return make(lowered, own)
         at_once = engine is not None or bool(os.environ.get("MILLSTREAM_ENGINE"))
         return BySize(lowered, make_for_size, at_once=at_once)
 

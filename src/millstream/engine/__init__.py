@@ -1,6 +1,6 @@
 """Running a plan, all with the same results: ``serial``, ``threads`` (CPU), ``graph`` (one CUDA graph), ``streams``."""
 
-from millstream.engine.build import ENGINES, Engine, Executable, build
+from millstream.engine.build import ENGINES, Engine, Executable, OneOfMany, build
 from millstream.engine.by_size import BySize
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
@@ -18,6 +18,7 @@ __all__ = [
     "Engine",
     "Executable",
     "Family",
+    "OneOfMany",
     "Scheduling",
     "SerialEngine",
     "StreamsEngine",

@@ -1,20 +1,131 @@
-"""Memory of a plan in one piece."""
+"""Memory of a plan in one piece, and one piece that several programs have in turn."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
 from millstream._torch.tensors import reinterpret
-from millstream.graph import MemoryLayout
-from millstream.lower.program import Program
+from millstream.graph import MemoryLayout, Plan, Role, alignment_of
+from millstream.locks import ForkSafeLock
+from millstream.lower.program import Layout, Program
+from millstream.schedule import assign_offsets
+
+HEADROOM = 16  # an arena that grows takes a sixteenth more than it needs: where sizes rise, it then grows more rarely
 
 
-def bind_arena(program: Program, layout: MemoryLayout) -> dict[str, torch.Tensor]:
-    """Allocate the arena of a layout and return the buffers in it as tensors, by buffer id."""
-    arena = torch.empty(layout.arena_bytes, dtype=torch.uint8, device=layout.device)
-    bound = {}
-    for name, offset in layout.offset_of.items():
-        spec = program.layouts[name]
-        memory = arena[offset : offset + program.graph.buffer_of[name].num_bytes].view(spec.dtype)
-        bound[name] = reinterpret(memory, spec.size, spec.stride, 0)
-    return bound
+class User(Protocol):
+    """Whoever has memory of an arena."""
+
+    def release(self) -> None:
+        """Forget where the memory was: it is given back."""
+        ...
+
+
+class Arena(ForkSafeLock):
+    """Memory of one device that programs have in turn: as large as the largest of them needs, and no larger.
+
+    Nothing in it outlives a call. Where it has to grow it is given back and taken anew, and all who had memory of it
+    are told: each prepares itself anew when it is called again.
+
+    Attributes:
+        lock: On a CPU, held by who runs. On a GPU, calls are in order anyway: see ``DeviceContext.graph_lock``.
+        latest: Whose values are in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: object = None
+        self._memory: torch.Tensor | None = None
+        self._users: WeakSet[User] = WeakSet()
+
+    @property
+    def num_bytes(self) -> int:
+        """How large it is at present."""
+        return 0 if self._memory is None else self._memory.numel()
+
+    def take(self, num_bytes: int, device: torch.device | str, user: User) -> torch.Tensor:
+        """Memory for a user, until they are released or give it back."""
+        if self._memory is None or self._memory.numel() < num_bytes:
+            grown = num_bytes if self._memory is None else num_bytes + num_bytes // HEADROOM
+            for other in list(self._users):
+                other.release()
+            self.latest = self._memory = None  # before more is taken
+            self._memory = torch.empty(grown, dtype=torch.uint8, device=device)
+        self._users.add(user)
+        return self._memory[:num_bytes]
+
+    def give_back(self, user: User) -> None:
+        """Say that a user needs their memory no more; that of the last one goes back to the device."""
+        self._users.discard(user)
+        if not self._users:
+            self.latest = self._memory = None
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where everything that a call needs lies in one piece of memory: temporaries, slots for inputs, outputs.
+
+    Attributes:
+        temporaries: Their layout; it begins at the start.
+        slots: Offset of each.
+        outputs: Offset of each that a kernel writes into memory made for it, by buffer id.
+        num_bytes: Of all.
+    """
+
+    temporaries: MemoryLayout
+    slots: tuple[int, ...]
+    outputs: dict[str, int]
+    num_bytes: int
+
+
+def lay_out(program: Program, plan: Plan, slot_bytes: Sequence[int]) -> Space:
+    """Find places for all memory of a plan but that which operators allocate themselves.
+
+    Args:
+        program: What is run.
+        plan: On one device, without races.
+        slot_bytes: Of each slot.
+    """
+    temporaries = plan.layout or assign_offsets(plan)
+    alignment = alignment_of(temporaries.device)
+    end = temporaries.arena_bytes
+
+    def place(num_bytes: int) -> int:
+        nonlocal end
+        start = -(-end // alignment) * alignment
+        end = start + num_bytes
+        return start
+
+    slots = tuple(map(place, slot_bytes))
+    allocated = {name for kernel in program.graph.kernels for name in kernel.allocates}
+    outputs = {
+        buffer.id: place(buffer.num_bytes)
+        for buffer in program.graph.buffers
+        if buffer.role is Role.OUTPUT and buffer.id in program.layouts and buffer.id not in allocated
+    }
+    return Space(temporaries, slots, outputs, end)
+
+
+def bind_arena(program: Program, layout: MemoryLayout, memory: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Put the buffers of a layout into memory, of their own unless some is given; returns them by buffer id."""
+    if memory is None:
+        memory = torch.empty(layout.arena_bytes, dtype=torch.uint8, device=layout.device)
+    return bind_buffers(program, layout.offset_of, memory)
+
+
+def bind_buffers(program: Program, offset_of: dict[str, int], memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The buffers at these offsets in memory, by buffer id."""
+    return {
+        name: view_memory(memory, offset, program.graph.buffer_of[name].num_bytes, program.layouts[name])
+        for name, offset in offset_of.items()
+    }
+
+
+def view_memory(memory: torch.Tensor, offset: int, num_bytes: int, layout: Layout | Any) -> torch.Tensor:
+    """A tensor of the given layout at an offset in memory."""
+    return reinterpret(memory[offset : offset + num_bytes].view(layout.dtype), layout.size, layout.stride, 0)

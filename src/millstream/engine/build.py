@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from millstream.check import check_plan
 from millstream.cost import Costs, Roofline
 from millstream.device import context
 from millstream.device.native import why_not_build
+from millstream.engine.arena import Arena
 from millstream.engine.cpu.team import find_library
 from millstream.engine.cpu.threads import ThreadsEngine
 from millstream.engine.cuda.captured import Family
@@ -23,7 +24,7 @@ from millstream.engine.streams import StreamsEngine
 from millstream.errors import ArgumentError
 from millstream.graph import Candidate, KernelKind, Plan, Wait
 from millstream.lower import Lowered
-from millstream.schedule import peak_bytes, plan_graph, plan_serial
+from millstream.schedule import peak_bytes, plan_alike, plan_graph, plan_serial
 
 #: Names that ``engine=`` and ``MILLSTREAM_ENGINE`` accept.
 ENGINES = ("serial", "streams", "graph", "threads")
@@ -101,6 +102,21 @@ class Executable:
         return getattr(self.engine, "num_in_place", 0)
 
     @property
+    def is_settled(self) -> bool:
+        """Whether the plan is the one that will run from now on."""
+        return getattr(self.engine, "is_settled", True)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its temporaries lie in memory that it has in turn with other sizes of the program."""
+        return getattr(self.engine, "shares_memory", False)
+
+    @property
+    def object_bytes(self) -> int:
+        """About what its CUDA graph takes of the device beside tensors; 0 where there is none."""
+        return getattr(self.engine, "object_bytes", 0)
+
+    @property
     def compile_seconds(self) -> float:
         return self.lowered.seconds
 
@@ -113,6 +129,21 @@ class Executable:
         self.engine.replay()
 
 
+@dataclass(frozen=True)
+class OneOfMany:
+    """What is known of a program because it is there for other sizes, too.
+
+    Attributes:
+        arena: Memory that the executables of all sizes have in turn.
+        like: One of another size that has found its plan; ``None`` for the first.
+        is_warm: Whether this thread has run the kernels on tensors of these sizes.
+    """
+
+    arena: Arena
+    like: Executable | None = None
+    is_warm: bool = False
+
+
 def build(
     lowered: Lowered,
     *,
@@ -120,6 +151,7 @@ def build(
     scheduling: Scheduling | None = None,
     copy_outputs: bool = True,
     family: Family | None = None,
+    one_of_many: OneOfMany | None = None,
     warn: Callable[[str], None] = lambda reason: None,
 ) -> Executable:
     """Plan a program, check the plan, and make the engine that runs it.
@@ -130,6 +162,7 @@ def build(
         scheduling: Streams, policy and memory; ``MILLSTREAM_NSTREAMS`` overrides the number of streams.
         copy_outputs: Whether callers own what they get.
         family: Shared by the programs of one model.
+        one_of_many: Where the program is there for other sizes, too.
         warn: Told once when the program runs on another engine than asked for.
 
     Raises:
@@ -142,7 +175,15 @@ def build(
     scheduling = with_environment(scheduling or Scheduling())
     plan = plan_serial(lowered.program.graph)
     check_plan(plan)
-    scheduling.budget_bytes(plan)
+    budget = scheduling.budget_bytes(plan)
+    many = one_of_many or OneOfMany(Arena())
+    arena = None if one_of_many is None else many.arena
+    chosen: Plan | None = None
+    if many.like is not None and scheduling.streams is None and engine is None:
+        scheduling = replace(scheduling, streams=many.like.num_streams)
+        chosen = plan_alike(lowered.program.graph, many.like.plan)
+        check_plan(chosen)
+        chosen = chosen if peak_bytes(chosen) <= budget else plan
     notes: list[str] = []
 
     def refuse(reason: str) -> None:
@@ -158,7 +199,7 @@ def build(
         obstacle = why_not_build() or "threads.cpp cannot be compiled"
         refuse(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}.")
     elif engine == "threads" or (engine is None and on_cpu and not scheduling.serial and torch.get_num_threads() > 1):
-        return Executable(ThreadsEngine(lowered, plan, scheduling, asked=engine is not None), notes)
+        return Executable(ThreadsEngine(lowered, plan, scheduling, asked=engine is not None, arena=arena), notes)
     elif engine != "serial":
         obstacle = why_not_graph(lowered)
         if not obstacle and engine == "streams":
@@ -173,6 +214,9 @@ def build(
                     copy_outputs=copy_outputs,
                     family=family,
                     scheduling=scheduling,
+                    chosen=chosen,
+                    arena=arena,
+                    is_warm=many.is_warm,
                     on_failure=refuse,
                     on_drawback=notes.append,
                 ),
@@ -180,7 +224,7 @@ def build(
             )
         if engine is not None or not on_cpu:
             refuse(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}")
-    return Executable(SerialEngine(lowered, plan), notes)
+    return Executable(SerialEngine(lowered, plan, arena), notes)
 
 
 def why_not_capture() -> str:

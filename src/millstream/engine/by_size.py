@@ -4,13 +4,18 @@
 - The first calls with a size run the kernels one after another, from a text in which the sizes are left open. A new
   size costs nothing then.
 - A size that comes again gets an executable: the checked plan of its concrete program. The first of them is planned as
-  the user asked; others take as many streams as that one was found to want, and nothing is measured for them.
-- Executables are bounded in number and in bytes of temporaries and outputs; the one unused for longest goes. Where they
-  go soon, they are made later.
+  the user asked, and others wait for that; they take its order and streams, and nothing is measured for them. On a GPU
+  they are captured at once.
+- Executables have one arena in turn, as large as the largest needs, as far as nothing in it outlives a call: not those
+  of a forward pass, whose backward pass reads what it has saved. A call that finds it taken, as one of another thread
+  may, runs from the open text.
+- Executables are bounded in number, and in bytes that they hold for themselves; the one unused for longest goes. Where
+  they go soon, they are made later.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -18,7 +23,8 @@ from typing import Any
 
 from millstream.check import check_plan
 from millstream.device import guard
-from millstream.engine.build import Executable
+from millstream.engine.arena import Arena
+from millstream.engine.build import Executable, OneOfMany
 from millstream.engine.source import Run, compile_plan
 from millstream.graph import Plan
 from millstream.locks import ForkSafeLock
@@ -28,15 +34,16 @@ from millstream.schedule import plan_serial
 MOST_SIZES = 64
 """So many sizes of a program have executables."""
 MOST_BYTES = 256 << 20
-"""So much all but the largest may take for temporaries and outputs."""
+"""So much all but the largest may take for temporaries and outputs, beside the arena."""
 OPEN_CALLS = {"cpu": 7, "cuda": 1}
 """So many calls with a size are run from the open text: on a CPU an executable is hardly quicker."""
 MOST_COUNTED = 4096
 """So many sizes are counted before all counts start anew."""
+PATIENCE = 4
+"""So many more calls with a size wait for the plan of another one."""
 
-#: Makes the executable of a concrete program. Programs with the same key belong together, as forward and backward; the
-#: number of streams is ``None`` where the user's settings hold.
-Build = Callable[[Lowered, Hashable, int | None], Executable]
+#: Makes the executable of a concrete program. Programs with the same key belong together, as forward and backward.
+Build = Callable[[Lowered, Hashable, OneOfMany], Executable]
 
 
 class OpenEngine:
@@ -86,6 +93,8 @@ class BySize(ForkSafeLock):
         super().__init__()  # one thread at a time makes executables; calls run side by side
         self._lowered, self._build = lowered, build
         self._sizes = lowered.program.sizes
+        self.arena = Arena()
+        self._thread = threading.local()  # has ``ran``: sizes with which it has run the open text
         self._entries: OrderedDict[tuple[int, ...], _Entry] = OrderedDict()
         self._first: Executable | None = None
         self._open: Executable | None = None
@@ -97,7 +106,15 @@ class BySize(ForkSafeLock):
         sizes = self._sizes(inputs)
         with self.lock:
             executable = self._find(sizes)
-        return executable(inputs)
+        if self._lowered.program.device_type != "cpu" or executable is self._open:
+            return executable(inputs)
+        lock = self.arena.lock
+        if not lock.acquire(blocking=False):
+            return self._open_engine(sizes)(inputs)
+        try:
+            return executable(inputs)
+        finally:
+            lock.release()
 
     def __iter__(self) -> Iterator[Executable]:
         with self.lock:
@@ -114,22 +131,32 @@ class BySize(ForkSafeLock):
         if entry is not None:
             self._entries.move_to_end(sizes)
             return entry.executable
-        if self._counts[sizes] >= self._open_calls:
+        waits = 0 if self._first is None or self._first.is_settled or not self._least_open_calls else PATIENCE
+        if self._counts[sizes] >= self._open_calls + waits:
             return self._make(sizes)
         if len(self._counts) > MOST_COUNTED:
             self._counts.clear()
             self._open_calls = self._least_open_calls
         self._counts[sizes] += 1
-        if self._open is None:
-            self._open = Executable(OpenEngine(self._lowered, sizes), [])
+        return self._open_engine(sizes)
+
+    def _open_engine(self, sizes: tuple[int, ...]) -> Executable:
+        with self.lock:
+            if self._open is None:
+                self._open = Executable(OpenEngine(self._lowered, sizes), [])
+        ran = self._thread.__dict__.setdefault("ran", set())
+        if len(ran) > MOST_COUNTED:
+            ran.clear()
+        ran.add(sizes)
         return self._open
 
     def _make(self, sizes: tuple[int, ...]) -> Executable:
-        num_streams = None if self._first is None else self._first.num_streams
+        like = self._first if self._first is not None and self._first.is_settled else None
         key = frozenset(zip(self._lowered.program.symbols, sizes, strict=True))
-        executable = self._build(self._lowered.at(sizes), key, num_streams)
-        self._first = self._first or executable
-        self._entries[sizes] = _Entry(executable, executable.peak_bytes)
+        is_warm = like is not None and sizes in self._thread.__dict__.get("ran", ())
+        executable = self._build(self._lowered.at(sizes), key, OneOfMany(self.arena, like, is_warm))
+        self._first = like or executable
+        self._entries[sizes] = _Entry(executable, 0 if executable.shares_memory else executable.peak_bytes)
         self._release_oldest()
         return executable
 

@@ -7,28 +7,33 @@ from typing import Any
 import torch
 
 from millstream.device import guard
-from millstream.engine.arena import bind_arena
+from millstream.engine.arena import Arena, bind_arena
 from millstream.engine.checked import wanted_check
 from millstream.engine.source import Run, compile_plan
 from millstream.graph import Plan
-from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered
 from millstream.schedule import assign_offsets
 
 
-class SerialEngine(ForkSafeLock):
+class SerialEngine:
     """Runs a one-stream plan by calling its kernels in order.
 
     On the CPU, temporaries live in one arena laid out once, so that a call allocates nothing but its outputs. On a GPU
     they come from PyTorch's allocator, which is free of cost there and shares memory with everything else. Where the
     environment asks for it, each kernel is checked; see ``checked``.
+
+    Args:
+        lowered: What to run.
+        plan: Its plan on one stream.
+        arena: Memory that it has in turn with others; its own where there is none.
     """
 
     name = "serial"
 
-    def __init__(self, lowered: Lowered, plan: Plan) -> None:
-        super().__init__()  # the arena serves one call at a time
+    def __init__(self, lowered: Lowered, plan: Plan, arena: Arena | None = None) -> None:
         self.lowered, self.plan = lowered, plan
+        self.arena = arena or Arena()  # it serves one call at a time
+        self.shares_memory = arena is not None
         self._place = next((name for name in sorted(lowered.program.devices) if name != "cpu"), "cpu")
         self._check = wanted_check(lowered.program)
         self._run: Run | None = (
@@ -41,13 +46,18 @@ class SerialEngine(ForkSafeLock):
         if self._place != "cpu":
             with guard(self._place):  # the wrapper allocates on the current device
                 return (self._run or self._prepare({}))(inputs)
-        with self.lock:
-            return (self._run or self._prepare(bind_arena(self.lowered.program, assign_offsets(self.plan))))(inputs)
+        with self.arena.lock:
+            return (self._run or self._prepare(self._bind()))(inputs)
 
     def release(self) -> None:
         """Give the arena back; the next call takes it anew."""
-        with self.lock:
+        with self.arena.lock:
             self._run = None
+            self.arena.give_back(self)
+
+    def _bind(self) -> dict[str, torch.Tensor]:
+        layout = assign_offsets(self.plan)
+        return bind_arena(self.lowered.program, layout, self.arena.take(layout.arena_bytes, layout.device, self))
 
     def _prepare(self, bound: dict[str, torch.Tensor]) -> Run:
         self._run = compile_plan(self.lowered.program, self.plan, bound, observe=self._check)

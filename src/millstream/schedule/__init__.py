@@ -7,7 +7,7 @@ from millstream.schedule.lifetimes import Lifetime, derive_lifetimes, peak_bytes
 from millstream.schedule.memory import assign_offsets
 from millstream.schedule.policies import POLICIES, Policy, plan_graph
 from millstream.schedule.ranking import critical_path, critical_path_ns, rank_kernels
-from millstream.schedule.serial import plan_serial
+from millstream.schedule.serial import plan_alike, plan_serial
 from millstream.schedule.waits import place_waits
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "peak_bytes",
     "place_allocations",
     "place_waits",
+    "plan_alike",
     "plan_graph",
     "plan_serial",
     "rank_kernels",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from millstream.graph import PLANNED_ROLES, Allocate, Free, KernelGraph, Launch, Plan, Role, Step
+from millstream.schedule.memory import assign_offsets
 
 
 def plan_serial(graph: KernelGraph) -> Plan:
@@ -38,3 +41,16 @@ def plan_serial(graph: KernelGraph) -> Plan:
             if role_of[storage] is Role.TEMPORARY and last_use[storage] == kernel.id
         )
     return Plan(graph, tuple(steps), 1, "serial")
+
+
+def plan_alike(graph: KernelGraph, plan: Plan) -> Plan:
+    """Plan a graph in the order and on the streams of a plan for another one, of which it differs in sizes alone.
+
+    What is ordered, and why, does not depend on sizes; where buffers lie does, and is found anew.
+
+    Args:
+        graph: With the kernels of the other one, their reads and writes.
+        plan: For the other one, without races.
+    """
+    again = replace(plan, graph=graph, layout=None)
+    return replace(again, layout=assign_offsets(again)) if plan.layout is not None else again

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from millstream.cost import Costs
-from millstream.engine.arena import bind_arena
+from millstream.engine.arena import Arena, bind_arena
 from millstream.engine.cpu.team import Team, intra_op_threads, team
 from millstream.engine.cpu.threads_native import Runner, compile_threads
 from millstream.engine.planning.choice import Scheduling
@@ -40,13 +40,16 @@ class ThreadsEngine:
         plan: Its plan on one stream.
         scheduling: Which other plans to consider.
         asked: Whether the user wants this engine, whatever it takes.
+        arena: Memory for serial runs, which it has in turn with others.
 
     Attributes:
         name: ``serial`` as long as nobody asked for threads and they are not known to be quicker.
         plan: What runs: the one-stream plan until another one has been chosen.
     """
 
-    def __init__(self, lowered: Lowered, plan: Plan, scheduling: Scheduling, *, asked: bool) -> None:
+    def __init__(
+        self, lowered: Lowered, plan: Plan, scheduling: Scheduling, *, asked: bool, arena: Arena | None = None
+    ) -> None:
         self.lowered, self.plan = lowered, plan
         self.name = "threads" if asked else "serial"
         most = torch.get_num_threads()  # when compiling, as Inductor takes it for its kernels
@@ -55,11 +58,21 @@ class ThreadsEngine:
             self._num_streams = min(self._num_streams, most)
         self._num_threads = max(most // self._num_streams, 1) if asked else most
         self._asked, self._settled = asked, scheduling.serial
-        self._serial = SerialEngine(lowered, plan)
+        self._serial = SerialEngine(lowered, plan, arena)
         self._planner = CpuPlanner(lowered, plan, scheduling, self._num_streams)
         self._calls = 0
         self._run: Runner | None = None
         self._team: Team | None = None  # that the run was made for
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its plan is chosen."""
+        return self._settled
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether it holds no memory for itself."""
+        return self._run is None and self._serial.shares_memory
 
     @property
     def costs(self) -> Costs | None:

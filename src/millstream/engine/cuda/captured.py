@@ -10,19 +10,26 @@ from typing import Any
 import torch
 
 from millstream._torch.streams import current_stream_handle
-from millstream._torch.tensors import allocator, copy_elements, reinterpret, same_addresses, storage_view
+from millstream._torch.tensors import (
+    allocator,
+    copy_elements,
+    reinterpret,
+    same_addresses,
+    spanned_bytes,
+    storage_view,
+)
 from millstream.device import DeviceContext
 from millstream.device.driver import GraphPool
 from millstream.device.graphs import capture
 from millstream.device.spread import spread_kernels
-from millstream.engine.arena import bind_arena
+from millstream.engine.arena import Arena, User, bind_arena, bind_buffers, lay_out, view_memory
 from millstream.engine.cuda.carrier import make_carrier
 from millstream.engine.cuda.passage import Passage, make_passage
 from millstream.engine.cuda.workspaces import take_workspaces
 from millstream.engine.source import compile_plan
 from millstream.graph import Plan, Role, Spread
 from millstream.lower import Lowered, Phase
-from millstream.lower.program import Value, is_generated
+from millstream.lower.program import Layout, Value, is_generated
 
 
 class Family:
@@ -58,6 +65,8 @@ class Captured:
         copied: Positions of the outputs that callers get as their own copies.
         fixed_state: Whether parameters stay where they are.
         pool: Memory that the graph shares with others; ``None`` for its own.
+        arena: Where slots, temporaries and outputs are to lie, if not in memory of their own.
+        user: Who is told when the arena takes its memory back: the capture may not be run any more then.
 
     Attributes:
         graph: The CUDA graph.
@@ -65,9 +74,10 @@ class Captured:
         streams: Handles of the streams for which slots are kept from others until they have replayed the graph.
         saved: Addresses in the graph's memory of what a forward pass saves for its backward pass.
         written: Static inputs that the graph writes.
+        object_bytes: What the device lacks since the graph was made, beside PyTorch's memory.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but the first by name
         self,
         lowered: Lowered,
         plan: Plan,
@@ -78,13 +88,18 @@ class Captured:
         copied: frozenset[int],
         fixed_state: bool,
         pool: GraphPool | None,
+        arena: Arena | None = None,
+        user: User | None = None,
     ) -> None:
         program = lowered.program
+        self._arena, self._token, self.object_bytes = arena, object(), 0
+        self._bound: dict[str, torch.Tensor] | None = None
         self._program, self._phase, self._family = program, lowered.phase, family
         self._plan, self._context, self._copied = plan, context, copied
+        self._whole: torch.Tensor | None = None
         device = context.torch_device
         memory: list[Any] = list(inputs)
-        slots: list[tuple[int, torch.Tensor]] = []
+        moving: list[int] = []
         static: list[int] = []
         for position, name in enumerate(program.inputs):
             tensor = inputs[position]
@@ -93,8 +108,14 @@ class Captured:
             if fixed_state and self._is_static(name, tensor):
                 static.append(position)
                 continue
-            memory[position] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            slots.append((position, storage_view(memory[position])))
+            moving.append(position)
+        if arena is None or user is None:
+            for position in moving:
+                tensor = inputs[position]
+                memory[position] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        else:
+            self._bound = self._take(arena, user, moving, memory)
+        slots = [(position, storage_view(memory[position])) for position in moving]
         # A step holds the tensors it passes, so they cannot move; of everyone else's the addresses are checked.
         self._static = [] if self._phase is Phase.STEP else static
         self._addresses: list[int | None] = [None] * len(inputs)
@@ -119,6 +140,27 @@ class Captured:
         self.saved = frozenset(outputs[i].data_ptr() for i in own)
         self._saved = next(iter(own), None)
 
+    def _take(self, arena: Arena, user: User, moving: Sequence[int], memory: list[Any]) -> dict[str, torch.Tensor]:
+        """Put slots for the inputs at some positions into the arena, and the plan's buffers, which are returned."""
+        program, device = self._program, self._context.torch_device
+        layouts = [Layout(tuple(t.shape), t.stride(), t.dtype, device) for t in map(memory.__getitem__, moving)]
+        sizes = [spanned_bytes(memory[position]) for position in moving]
+        space = lay_out(program, self._plan, sizes)
+        whole = arena.take(space.num_bytes, device, user)
+        arena.latest = None
+        self._context.enter_graphs()  # behind those that use it on other streams
+        if whole.is_cuda:
+            whole.record_stream(torch.cuda.current_stream(device))  # it may have been taken on another one
+        for position, layout, offset, num_bytes in zip(moving, layouts, space.slots, sizes, strict=True):
+            memory[position] = view_memory(whole, offset, num_bytes, layout)
+        self._whole = whole
+        return {**bind_arena(program, space.temporaries, whole), **bind_buffers(program, space.outputs, whole)}
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether what it holds is of its own latest run: an arena may have served another capture since."""
+        return self._arena is None or self._arena.latest is self._token
+
     @property
     def inputs(self) -> list[Any]:
         """What the graph reads: slots, and inputs that stay where they are."""
@@ -132,6 +174,7 @@ class Captured:
         are where they are now, and only while this capture exists.
         """
         other = copy.copy(self)
+        other._token = object()  # it leaves some slots as they are
         slots = [pair for pair in zip(self.slot_positions, self._slots, strict=True) if pair[0] not in positions]
         other.slot_positions, other._slots = tuple(position for position, _ in slots), [slot for _, slot in slots]
         other._incoming = make_carrier(other._slots)
@@ -145,6 +188,7 @@ class Captured:
         is_spread = plan.spread is not Spread.PACKED
         is_kept = passage is not None or is_spread  # until it is instantiated here
         take_workspaces(context, program, plan.num_streams)
+        lacking_bytes = _lacking_bytes(context)
         self.graph = torch.cuda.CUDAGraph(keep_graph=is_kept)
         with capture(context, self.graph, pool):
             if passage is not None:
@@ -153,9 +197,10 @@ class Captured:
                 # CUDA starts branches that begin at nothing one by one, about 3 µs apart, but all that one kernel is
                 # followed by nearly at once (docs/decisions/0010).
                 torch.ones(1, device=context.torch_device)
-            run = compile_plan(
-                program, plan, bind_arena(program, plan.layout) if plan.layout else None, context=context
-            )
+            bound = self._bound
+            if bound is None and plan.layout is not None:
+                bound = bind_arena(program, plan.layout)
+            run = compile_plan(program, plan, bound, context=context)
             try:
                 outputs = run(memory)
             finally:
@@ -169,6 +214,7 @@ class Captured:
         if is_kept:
             with context.capture_lock:
                 self.graph.instantiate()
+        self.object_bytes = max(_lacking_bytes(context) - lacking_bytes, 0)
         if passage is not None:
             passage.settle(self.graph)
         self._outgoing = make_carrier(self._results)
@@ -188,6 +234,8 @@ class Captured:
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run a call: the list of inputs is emptied, the list of outputs returned."""
         outputs = self.make_outputs(inputs)  # first of all: memory may be short, and nothing has changed yet
+        if self._arena is not None:
+            self._arena.latest = self._token
         passage = self._passage
         if passage is not None:
             if passage.open([inputs[p] for p in self.slot_positions], [outputs[i] for i in self._handed_out]):
@@ -209,7 +257,7 @@ class Captured:
     def serve(self, stream: torch.cuda.Stream) -> None:
         """Keep slots, when they are given back, from other streams until this one has replayed the graph."""
         self.streams.add(stream.cuda_stream)
-        for slot in self._slots:
+        for slot in [self._whole] if self._whole is not None else self._slots:
             slot.record_stream(stream)
 
     def make_outputs(self, inputs: Sequence[Any]) -> list[Any]:
@@ -271,3 +319,11 @@ class Captured:
         if view is None:
             return lambda inputs: inputs[position]
         return lambda inputs: reinterpret(inputs[position], view.size, view.stride, view.offset)
+
+
+def _lacking_bytes(context: DeviceContext) -> int:
+    """Bytes of a device that are neither free nor held by PyTorch's allocator."""
+    index = context.place.index
+    with context.capture_lock:
+        free, total = torch.cuda.mem_get_info(index)
+        return total - free - torch.cuda.memory_reserved(index)

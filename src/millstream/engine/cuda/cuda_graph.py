@@ -37,6 +37,7 @@ from millstream.cost import Costs
 from millstream.device import DeviceContext, context, guard
 from millstream.device.driver import GraphPool
 from millstream.device.graphs import repair
+from millstream.engine.arena import Arena
 from millstream.engine.cuda import passage
 from millstream.engine.cuda.captured import Captured, Family
 from millstream.engine.cuda.replayer import Replayer, bytes_in_place
@@ -66,6 +67,9 @@ class CudaGraphEngine:
         copy_outputs: Whether callers get their own copies of the outputs.
         family: Shared by the forward and backward program of one model.
         scheduling: Which other plans to consider.
+        chosen: The plan that is to run, where that is known already.
+        arena: Memory that it has in turn with others, as far as nothing in it outlives a call.
+        is_warm: Whether this thread has run the program's kernels on tensors of these sizes.
         on_failure: Told why it is not what was asked for: nothing can be captured, and the serial engine goes on, or
             one stream does. It may raise; nothing of a call has run then.
         on_drawback: Told of what is not as good as it might be.
@@ -76,7 +80,7 @@ class CudaGraphEngine:
 
     name = "graph"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but the first by name
         self,
         lowered: Lowered,
         plan: Plan,
@@ -84,25 +88,45 @@ class CudaGraphEngine:
         copy_outputs: bool,
         family: Family,
         scheduling: Scheduling,
+        chosen: Plan | None = None,
+        arena: Arena | None = None,
+        is_warm: bool = False,
         on_failure: Callable[[str], None],
         on_drawback: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self.lowered, self.plan = lowered, plan
+        self.lowered, self.plan = lowered, chosen or plan
         self._serial = SerialEngine(lowered, plan)
         self._context: DeviceContext = context(next(iter(lowered.program.devices)))
         self._index = self._context.place.index
         self._copied = lowered.visible if copy_outputs else frozenset[int]()
         self._family, self._on_failure, self._on_drawback = family, on_failure, on_drawback
-        self._planner = None if scheduling.serial else Planner(lowered, plan, self._context, scheduling)
-        self._settled = scheduling.serial
+        self._settled = scheduling.serial or chosen is not None
+        self._planner = None if self._settled else Planner(lowered, plan, self._context, scheduling)
+        self._arena = arena if len(self._copied) == len(lowered.program.outputs) else None
         self._lock = self._context.graph_lock  # slots and the memory that graphs share serve one call at a time
         self._thread = threading.local()  # has ``warm`` once it has run the program
+        self._thread.warm = is_warm
         self._captures = 0  # since there was last nothing captured, or memory was given back
         self._refused = False  # whether nothing can be captured
         self._lesser: tuple[str, Exception] | None = None  # what it came to and why, to be told once it is captured
         self._captured: Captured | None = None
         self._replayer: Replayer | None = None  # of the present capture, where inputs may be read in place
         self._may_read_in_place = True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its plan is chosen."""
+        return self._settled
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether it holds no memory for itself."""
+        return self._arena is not None
+
+    @property
+    def object_bytes(self) -> int:
+        """About what its CUDA graph takes of the device beside tensors."""
+        return 0 if self._captured is None else self._captured.object_bytes
 
     @property
     def captured(self) -> bool:
@@ -142,23 +166,21 @@ class CudaGraphEngine:
     def replay(self) -> None:
         """Replay the graph on the inputs of the latest call, without copies in or out: for measurements."""
         with self._lock:
-            if self._captured is None:
-                raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")
-            self._captured.replay()
+            self._latest().replay()
 
     def why_not_replay(self) -> str:
         """Say in a few words why the graph cannot be replayed beside calls; empty when it can."""
         if self._captured is None:
             return "nothing is captured yet: call it once more"
+        if not self._captured.is_latest:
+            return "another size has run since in the same memory: call it once more"
         return "a backward pass still needs what its forward pass saved" if self._must_not_overwrite() else ""
 
     @contextmanager
     def replays_unchanged(self) -> Iterator[Callable[[], None]]:
         """Give a function that replays the graph on what it holds; put back what it wrote: for measurements."""
         with self._lock, guard(self._context.place):
-            captured = self._captured
-            if captured is None:
-                raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")
+            captured = self._latest()
             self._context.enter_graphs()
             captured.serve(torch.cuda.current_stream(self._index))
             with unchanged(self.lowered.program, captured.written, torch.cuda.default_generators[self._index]):
@@ -167,9 +189,15 @@ class CudaGraphEngine:
     def capture_beside(self, plan: Plan) -> Captured:
         """Capture another plan, on copies of the inputs that the present graph holds: for measurements."""
         with self._lock, guard(self._context.place):
-            if self._captured is None:
-                raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")
-            return self._try(plan, self._captured.inputs, None)
+            return self._try(plan, self._latest().inputs, None)
+
+    def _latest(self) -> Captured:
+        """What is captured, with the inputs of its latest call in its slots."""
+        if self._captured is None:
+            raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")
+        if not self._captured.is_latest:
+            raise InternalError(f"Another size has run since in the memory of {self.lowered.program.graph.name}.")
+        return self._captured
 
     def release(self) -> None:
         """Give the graph's memory back; a later call captures anew."""
@@ -181,6 +209,8 @@ class CudaGraphEngine:
         if self._replayer is not None:
             self._replayer.stop()
         self._captured = self._replayer = None
+        if self._arena is not None:
+            self._arena.give_back(self)
 
     def _run_serially(self, inputs: list[Any], *, may_measure: bool = True) -> list[Any]:
         if self.lowered.phase is Phase.FORWARD:
@@ -218,7 +248,7 @@ class CudaGraphEngine:
             self._captures += 1
             with_passage = passage.can_be_made()
             try:
-                self._captured = self._try(self.plan, inputs, self._pool)
+                self._captured = self._try(self.plan, inputs, self._pool, self._arena)
             except (RuntimeError, torch.AcceleratorError) as error:
                 self._repair(error)
                 if with_passage and not passage.can_be_made():  # the driver has refused a copy: then around the graph
@@ -260,7 +290,7 @@ class CudaGraphEngine:
         """Graphs may share memory only if nothing in it outlives a call (docs/decisions/0004)."""
         return self._context.graph_pool if len(self._copied) == len(self.lowered.program.outputs) else None
 
-    def _try(self, plan: Plan, inputs: Sequence[Any], pool: GraphPool | None) -> Captured:
+    def _try(self, plan: Plan, inputs: Sequence[Any], pool: GraphPool | None, arena: Arena | None = None) -> Captured:
         self._make_room(plan)
         return Captured(
             self.lowered,
@@ -271,6 +301,8 @@ class CudaGraphEngine:
             copied=self._copied,
             fixed_state=self._captures <= MAX_CAPTURES,
             pool=pool,
+            arena=arena,
+            user=self,
         )
 
     def _make_room(self, plan: Plan) -> None:
