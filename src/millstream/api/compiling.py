@@ -80,8 +80,9 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     """Compile a module or a function of tensors into graphs of fused kernels, for inference and for training.
 
     The first call with new dtypes or modes compiles, and so does the first in which a size changes; after that, another
-    size takes milliseconds. On a GPU the second call captures the kernels in a CUDA graph, and all later ones replay it;
-    with symbolic sizes each size is captured when it comes again. Under autograd, the backward pass is compiled as well.
+    size takes milliseconds. On a GPU the second call captures the kernels in a CUDA graph, and all later ones replay
+    it; with symbolic sizes each size is captured when it comes again. Under autograd, the backward pass is compiled as
+    well.
 
     Args:
         model: A module or a function. A compiled module stays a module in use: parameters, ``state_dict``, ``train()``
