@@ -329,12 +329,17 @@ def test_sizes_kept_ready_are_bounded_in_number(monkeypatch):
         torch.testing.assert_close(compiled(x), model(x))
     sizes = [each.lowered.program.layout(name).size[0] for each in executables(compiled) for name in _batch(each)]
     assert sizes == [6, 3, 2]
+    forward = [each for each in ms.explain(compiled, size=3).programs if each.phase == "forward"]
+    assert [each.one_size.values for each in forward] == [(3,)]
+    assert "one program for 3 sizes" in str(ms.explain(compiled))
+    with pytest.raises(ms.ArgumentError, match="has a plan for size=5"):
+        ms.explain(compiled, size=5)
 
 
 def test_sizes_kept_ready_are_bounded_in_bytes(monkeypatch):
     monkeypatch.setattr(by_size, "MOST_BYTES", 2000)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    compiled = ms.compile(model, dynamic=True, engine="serial")
+    compiled = ms.compile(model, dynamic=True, engine="threads")  # which has memory for itself
     with torch.no_grad():
         for rows in (10, 1000, 20, 30, 40):
             compiled(torch.randn(rows, 4))

@@ -1,13 +1,14 @@
 """Explanations: text, data, and pictures in files."""
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN, Candidate, Launch, Plan, Record, Span, Timeline, Wait
-from millstream.report import Explanation
+from millstream.report import Explanation, OneSize
 from millstream.schedule import plan_serial
 from millstream.testing import towers_graph
 from tests.report.samples import EMPTY, costs_of, report_of
@@ -257,3 +258,23 @@ def test_page_has_kernels_memory_plans_and_what_fell_back(tmp_path):
     assert body.count("<th>calculated</th>") + body.count("<th class=n>calculated</th>") == 1
     assert body.count("tower0_0") == 2  # a row in each of the two tables
     assert "<b>" not in body
+
+
+def test_sizes_of_one_program_have_a_line_each_and_the_most_called_is_told_of_whole():
+    plan = plan_serial(replace(EMPTY, name="train"))
+
+    def at(length, calls, **held):
+        one_size = OneSize(3, (length,), calls, shared_bytes=5_000_000, **held)
+        return report_of(plan, inputs=(f"int64 [4, {length}]",), one_size=one_size)
+
+    alone = report_of(plan, inputs=("int64 [4, 1]",))
+    many = [at(30, 2), at(70, 9, own_bytes=1000, object_bytes=2_000_000), at(50, 3)]
+    text = Explanation("train", (alone, *many)).text()
+    assert "train: one program for 3 sizes" in text
+    lines = [line.split() for line in text.splitlines() if line.startswith("  int64")]
+    assert [line[2] for line in lines] == ["70]", "50]", "30]"]
+    assert "5 MB that they have in turn, 1 kB that they hold for themselves, CUDA graphs about 2 MB" in text
+    wholes = [line for line in text.splitlines() if line.startswith("  for int64")]
+    assert wholes == ["  for int64 [4, 1]", "  for int64 [4, 70]"]
+    assert Explanation("train", (alone, many[0])).text().count("one program for") == 0
+    assert many[1].to_dict()["one_size"]["calls"] == 9

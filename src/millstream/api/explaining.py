@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from millstream.capture.model import Compiled, CompiledModule
@@ -15,10 +16,10 @@ from millstream.engine.traced import trace_run, why_not_trace
 from millstream.errors import ArgumentError
 from millstream.graph import Role
 from millstream.lower.program import Program
-from millstream.report import Explanation, ProgramReport
+from millstream.report import Explanation, OneSize, ProgramReport
 
 
-def explain(compiled: Any, *, measure: bool = False) -> Explanation:
+def explain(compiled: Any, *, measure: bool = False, size: int | None = None) -> Explanation:
     """Tell what a compiled model or step consists of.
 
     What bounds it, its streams and waits, why its plan was chosen, kernels and what was fused into them, memory, and
@@ -29,25 +30,52 @@ def explain(compiled: Any, *, measure: bool = False) -> Explanation:
     on a CPU kernel after kernel by the clock, on inputs of its own. Nothing of yours changes. Where a program cannot be
     run by itself, because it needs other processes, say, a note tells why.
 
+    A program that serves many sizes has a line for each, and is told of as a whole at the one called most often.
+
     Args:
         compiled: A result of ``ms.compile`` or ``ms.step`` that has been called (a step twice).
         measure: Whether to measure each kernel.
+        size: Of programs that serve many sizes, only those at which a size that changes has this value.
 
     Raises:
-        ArgumentError: It is something else.
+        ArgumentError: It is something else, or no program has been planned for that size.
     """
     compiled = _function_of(compiled)
     if isinstance(compiled, Step):
         notes = [f"Python between graphs, at lines {first} to {last}" for first, last in compiled.regions]
-        programs = tuple(
-            _report(executable, (*graph.effects.notes, *notes), measure=measure)
+        name, fallbacks = getattr(compiled, "__name__", type(compiled).__name__), tuple(compiled.fallbacks)
+        made = [
+            (one, (*graph.effects.notes, *notes))
             for graph in compiled.graphs
-            for executable in _behind(graph)
-        )
-        return Explanation(getattr(compiled, "__name__", type(compiled).__name__), programs, tuple(compiled.fallbacks))
-    programs = tuple(_report(executable, measure=measure) for executable in executables(compiled))
-    compiler = _compiled(compiled).compiler
-    return Explanation(compiler.name, programs, tuple(compiler.fallbacks))
+            for one in getattr(graph.executable, "executables", ())
+        ]
+    else:
+        compiler = _compiled(compiled).compiler
+        name, fallbacks = compiler.name, tuple(compiler.fallbacks)
+        made = [(one, ()) for graph in compiler.graphs for one in graph.executables]
+    programs = tuple(
+        replace(_report(executable, effects, measure=measure), one_size=one_size)
+        for number, (one, effects) in enumerate(made)
+        for executable, one_size in _at_sizes(one, number, size)
+    )
+    if size is not None and not programs:
+        raise ArgumentError(f"No program of {name} has a plan for size={size}: call it with that size some more times.")
+    return Explanation(name, programs, fallbacks)
+
+
+def _at_sizes(one: Any, number: int, size: int | None) -> Iterator[tuple[Executable, OneSize | None]]:
+    """The executables of a program, at all sizes or at those with a given value, and what is known of each."""
+    if not isinstance(one, BySize):
+        yield from [(one, None)] if size is None else []
+        return
+    known = one.calls()
+    for values, calls, executable in known:
+        own_bytes = 0 if executable.shares_memory else executable.peak_bytes
+        held = one.arena.num_bytes, own_bytes, executable.object_bytes
+        if size is None or size in values:
+            yield executable, OneSize(number, values, calls, *held)
+    if not known and size is None:  # it runs from the text for all sizes
+        yield from ((executable, None) for executable in one)
 
 
 def _report(executable: Executable, effects: Sequence[str] = (), *, measure: bool = False) -> ProgramReport:

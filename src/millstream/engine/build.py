@@ -174,16 +174,14 @@ def build(
         raise ArgumentError(f"Unknown engine {engine!r}; choose one of {', '.join(map(repr, ENGINES))}, or none.")
     scheduling = with_environment(scheduling or Scheduling())
     plan = plan_serial(lowered.program.graph)
-    check_plan(plan)
     budget = scheduling.budget_bytes(plan)
     many = one_of_many or OneOfMany(Arena())
     arena = None if one_of_many is None else many.arena
     chosen: Plan | None = None
     if many.like is not None and scheduling.streams is None and engine is None:
         scheduling = replace(scheduling, streams=many.like.num_streams)
-        chosen = plan_alike(lowered.program.graph, many.like.plan)
-        check_plan(chosen)
-        chosen = chosen if peak_bytes(chosen) <= budget else plan
+        chosen = _plan_like(many.like.plan, plan, budget)
+    check_plan(chosen or plan)  # the other one has the steps of that of the first size
     notes: list[str] = []
 
     def refuse(reason: str) -> None:
@@ -225,6 +223,14 @@ def build(
         if engine is not None or not on_cpu:
             refuse(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}")
     return Executable(SerialEngine(lowered, plan, arena), notes)
+
+
+def _plan_like(known: Plan, serial: Plan, budget: int) -> Plan:
+    """The plan of another size for the graph of ``serial``, which it falls back to where memory is short."""
+    if known.num_streams == 1:
+        return serial
+    alike = plan_alike(serial.graph, known)
+    return alike if peak_bytes(alike) <= budget else serial
 
 
 def why_not_capture() -> str:

@@ -78,6 +78,7 @@ class OpenEngine:
 class _Entry:
     executable: Executable
     num_bytes: int
+    calls: int
 
 
 class BySize(ForkSafeLock):
@@ -121,6 +122,11 @@ class BySize(ForkSafeLock):
             made = [entry.executable for entry in self._entries.values()]
             return iter(made or [self._open] if self._open is not None else made)
 
+    def calls(self) -> list[tuple[tuple[int, ...], int, Executable]]:
+        """The sizes that have executables: values of the program's symbols, how many calls had them, and those."""
+        with self.lock:
+            return [(sizes, entry.calls, entry.executable) for sizes, entry in self._entries.items()]
+
     def release(self) -> None:
         """Give back the memory that is held between calls."""
         for executable in self:
@@ -130,6 +136,7 @@ class BySize(ForkSafeLock):
         entry = self._entries.get(sizes)
         if entry is not None:
             self._entries.move_to_end(sizes)
+            entry.calls += 1
             return entry.executable
         waits = 0 if self._first is None or self._first.is_settled or not self._least_open_calls else PATIENCE
         if self._counts[sizes] >= self._open_calls + waits:
@@ -156,7 +163,8 @@ class BySize(ForkSafeLock):
         is_warm = like is not None and sizes in self._thread.__dict__.get("ran", ())
         executable = self._build(self._lowered.at(sizes), key, OneOfMany(self.arena, like, is_warm))
         self._first = like or executable
-        self._entries[sizes] = _Entry(executable, 0 if executable.shares_memory else executable.peak_bytes)
+        num_bytes = 0 if executable.shares_memory else executable.peak_bytes
+        self._entries[sizes] = _Entry(executable, num_bytes, self._counts[sizes] + 1)
         self._release_oldest()
         return executable
 

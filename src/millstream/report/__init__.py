@@ -5,6 +5,7 @@ from millstream.report.explanation import Explanation, ProgramReport
 from millstream.report.html import to_html
 from millstream.report.perfetto import to_perfetto
 from millstream.report.picture import Arrow, Bar, Picture, draw_timeline
+from millstream.report.sizes import OneSize
 from millstream.report.svg import to_svg
 from millstream.report.terminal import sketch_streams
 
@@ -13,6 +14,7 @@ __all__ = [
     "Arrow",
     "Bar",
     "Explanation",
+    "OneSize",
     "Picture",
     "ProgramReport",
     "draw_timeline",

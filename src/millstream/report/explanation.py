@@ -19,6 +19,7 @@ from millstream.report.details import details_of
 from millstream.report.html import to_html
 from millstream.report.perfetto import to_perfetto
 from millstream.report.picture import Picture, draw_timeline
+from millstream.report.sizes import OneSize, by_program, summary
 from millstream.report.svg import to_svg
 from millstream.report.terminal import sketch_streams
 from millstream.report.words import count, duration, operations, percent, shorten, size, table
@@ -50,6 +51,7 @@ class ProgramReport:
         num_in_place: Graphs that read inputs where callers have them, beside the one that copies them.
         inputs: Type and shape of each input that is no parameter or other state, as far as they are known: they tell
             programs of one function apart.
+        one_size: Where it is one of the sizes of a program that serves many.
     """
 
     plan: Plan
@@ -64,6 +66,7 @@ class ProgramReport:
     candidates: tuple[Candidate, ...] = ()
     num_in_place: int = 0
     inputs: tuple[str, ...] = ()
+    one_size: OneSize | None = None
 
     @property
     def graph(self) -> KernelGraph:
@@ -223,6 +226,7 @@ class ProgramReport:
                 for kernel in self.graph.kernels
             ],
             "notes": list(self.notes),
+            "one_size": None if self.one_size is None else asdict(self.one_size),
         }
 
     def text(self, limit: int) -> list[str]:
@@ -359,12 +363,20 @@ class Explanation:
         }
 
     def text(self, limit: int | None = 12) -> str:
-        """The explanation for a terminal; ``limit`` bounds the kernels listed for each program, ``None`` lists all."""
+        """The explanation for a terminal.
+
+        Of a program that serves many sizes, it has a line for each size, and the whole of the one called most often;
+        ``ms.explain(x, size=n)`` has another.
+
+        Args:
+            limit: Bounds the kernels listed for each program; ``None`` lists all.
+        """
         if not self.programs and not self.fallbacks:
             how = "call it once (a training step twice) and ask again, unless there is nothing in it to compute"
             return f"{self.name}: nothing is compiled; {how}."
         lines: list[str] = []
-        for program in self.programs:
+        for program, *others in by_program(self.programs):
+            lines += [*summary([program, *others]), ""] if others else []
             lines += [*program.text(limit if limit is not None else len(program.graph.kernels)), ""]
         lines += [f"fell back: {reason}" for reason in self.fallbacks] or [
             "nothing fell back: every operator is captured"

@@ -72,7 +72,7 @@ class ThreadsEngine:
     @property
     def shares_memory(self) -> bool:
         """Whether it holds no memory for itself."""
-        return self._run is None and self._serial.shares_memory
+        return self._settled and self.plan.num_streams == 1 and self._serial.shares_memory
 
     @property
     def costs(self) -> Costs | None:
