@@ -1,5 +1,7 @@
 """The state machine of a pass against a model, over all interleavings of what can happen."""
 
+import math
+
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -31,11 +33,12 @@ class PassModel(RuleBasedStateMachine):
         sizes=st.lists(st.integers(1, 9), max_size=14),
         max_bytes=st.sampled_from([None, 9, 20]),
         num_buffers=st.integers(2, 5),
+        surplus=st.sampled_from([0, 0, 1, math.inf]),  # by which the pipeline takes the room for larger than it is
     )
-    def begin(self, depth, look_ahead, in_step, sizes, max_bytes, num_buffers):
+    def begin(self, depth, look_ahead, in_step, sizes, max_bytes, num_buffers, surplus):
         self.depth, self.look_ahead, self.in_step, self.max_bytes = depth, look_ahead, in_step, max_bytes
-        self.pipeline = Pipeline(depth, max_bytes, look_ahead, in_step)
         self.sizes, self.free = sizes, max(num_buffers, depth)
+        self.pipeline = Pipeline(depth, max_bytes, look_ahead, in_step, self.free + surplus)
         self.todo, self.messages = [], []
         self.asked, self.delivered, self.held = 0, 0, 0
         self.pulled, self.staged, self.ready = [], [], []
@@ -62,8 +65,10 @@ class PassModel(RuleBasedStateMachine):
         if do is Do.END:
             self.has_ended = True
             return
+        left = [do, *self.todo]
         if fate == "fails":
             self.has_failed = True
+            self.pipeline.take_back(left)
             self.pipeline.end(do)
             if do is Do.STAGE:
                 self.pulled.clear()
@@ -72,15 +77,25 @@ class PassModel(RuleBasedStateMachine):
                 self.pulled.clear()
             self.todo.clear()
             return
-        getattr(self, f"do_{do.name.lower()}")(keeps_source=keeps_source)
+        getattr(self, f"do_{do.name.lower()}")(left, keeps_source=keeps_source or self.always_keeps)
 
-    def do_pull(self, **_):
+    def give_up(self, left, **why):
+        self.pipeline.take_back(left, **why)
+        self.todo.clear()
+
+    def do_pull(self, left, *, keeps_source):
         assert not self.pulled
+        if self.staged and keeps_source:
+            assert not self.keeps_source  # it is known, then
+            self.keeps_source = True
+            self.give_up(left, keeps_source=True)
+            return
         assert not self.keeps_source
         may_ahead = 0 if self.stays or self.count < self.in_step else self.look_ahead
         assert may_ahead is None or self.count < self.asked + may_ahead
         if self.count == len(self.sizes):
-            self.pipeline.end(Do.PULL)
+            self.give_up(left)
+            self.pipeline.end()
             return
         self.pulled.append(self.count)
         try:
@@ -88,12 +103,14 @@ class PassModel(RuleBasedStateMachine):
         except ArgumentError:
             assert self.sizes[self.count] > self.max_bytes
             self.pulled.clear()
-            self.pipeline.end(Do.PULL)
+            self.give_up(left)
+            self.pipeline.end()
             self.has_failed = True
             return
         self.count += 1
 
-    def do_stage(self, **_):
+    def do_stage(self, left, **_):
+        assert len(left) > 1
         assert not self.staged
         self.staged.append(self.pulled.pop())
         handed = min(self.asked, self.staged[0])  # the batch that is waited for does not count
@@ -102,24 +119,26 @@ class PassModel(RuleBasedStateMachine):
         if self.max_bytes is not None and len(under_way) > 1:
             assert sum(self.sizes[i] for i in under_way) <= self.max_bytes
 
-    def do_send(self, *, keeps_source):
+    def do_send(self, left, **_):
         assert self.look_ahead is None or self.staged[0] < self.asked
         if not self.free:
-            self.keeps_source = keeps_source = keeps_source or self.always_keeps
-            self.pipeline.no_room(keeps_source=keeps_source)
-            self.todo.clear()
+            self.give_up(left, no_room=True)
             return
         self.free -= 1
         self.keeps_source = False
         self.ready.append(self.staged.pop())
         self.num_sent += 1
 
-    @precondition(lambda self: self.todo == [Do.PULL] and self.staged and self.free)
+    @precondition(lambda self: self.todo[:1] == [Do.PULL] and self.staged)
     @rule()
     def send_while_the_source_is_asked(self):
-        assert not self.keeps_source
-        assert self.pipeline.retry()
-        self.do_send(keeps_source=False)
+        if self.keeps_source or not self.pipeline.send_meanwhile():
+            return
+        assert self.look_ahead is None or self.staged[0] < self.asked
+        if self.free:
+            self.do_send([])
+        else:
+            self.pipeline.take_back([Do.SEND], no_room=True)
 
     @precondition(lambda self: self.todo and self.todo[0] is Do.WAIT)
     @rule()
@@ -160,7 +179,7 @@ class PassModel(RuleBasedStateMachine):
     @rule(stays=st.booleans())
     def stay_in_step(self, stays):
         self.stays = stays
-        self.pipeline.stay_in_step(stays)
+        self.pipeline.stays_in_step = stays
 
     # --- what must hold
 
@@ -213,12 +232,15 @@ TestPass.settings = settings(max_examples=100, stateful_step_count=60, deadline=
 
 FAULTS = {
     "room for one more": lambda pipeline: setattr(pipeline, "_depth", pipeline._depth + 1),
-    "any number of bytes": lambda pipeline: setattr(pipeline, "_max_bytes", 10**9),
+    "any number of bytes": lambda pipeline: setattr(pipeline, "max_bytes", 10**9),
     "ahead from the first": lambda pipeline: setattr(pipeline, "_in_step", 0),
     "pulled although the source's memory is needed": lambda pipeline: setattr(
-        pipeline, "no_room", lambda *, keeps_source: Pipeline.no_room(pipeline)
+        pipeline, "take_back", lambda left, *, no_room=False, **_: Pipeline.take_back(pipeline, left, no_room=no_room)
     ),
-    "sent although nothing was freed": lambda pipeline: setattr(pipeline, "no_room", lambda *, keeps_source: None),
+    "sent although nothing was freed": lambda pipeline: setattr(
+        pipeline, "take_back", lambda left, **why: Pipeline.take_back(pipeline, [], **why)
+    ),
+    "what was left out counts as done": lambda pipeline: setattr(pipeline, "take_back", lambda left, **_: None),
 }
 
 

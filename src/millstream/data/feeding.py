@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,21 +16,19 @@ import torch
 from millstream.data.lengths import Lengths, Value
 from millstream.data.pipeline import IN_STEP, Pipeline
 from millstream.data.profiler import Profiler
-from millstream.data.shaping import LEFT_OUT, Shaper, get_num_valid, make_sharing, make_transform
-from millstream.data.source import BatchInfo, DrawWatch, Position, RefillWatch, Source, begins_in_caller, is_stored
+from millstream.data.shaping import Shaper, get_num_valid, make_sharing, make_transform
+from millstream.data.source import DrawWatch, Position, RefillWatch, Source, begins_in_caller, is_stored
 from millstream.data.stats import Stats
 from millstream.data.transfer.base import HostTransfer, Transfer, Transform
 from millstream.data.transfer.device import DeviceTransfer
 from millstream.data.transfer.multi import MultiDeviceTransfer
 from millstream.data.transfer.verify import Verifier
-from millstream.data.worker import Prepare, Run, Worker
+from millstream.data.worker import Run, Worker
 from millstream.device import Place, context
-from millstream.errors import ArgumentError, FeedError, warn_user
+from millstream.errors import ArgumentError, FeedError
 
 if TYPE_CHECKING:
     from millstream.graph import Timeline
-
-_logger = logging.getLogger(__name__)
 
 Device = str | torch.device | Place
 
@@ -245,26 +243,32 @@ class Feed:
             context(place).attach(engine)
         options, profiler = self._options, self._find_profiler()
         worker = engine.find_worker() if options.prefetch or options.check else None
-        source = Source(self.loader, self._position, self._deals)
+        is_on_cpu = self.place.kind == "cpu"
         # On the CPU nothing is staged, so that nothing is gained by pulling early in the loop's own thread.
-        looks_ahead = self.place.kind != "cpu" and is_stored(self.loader) and self.depth > 1
+        looks_ahead = not is_on_cpu and is_stored(self.loader) and self.depth > 1
         look_ahead = None if worker is not None else int(looks_ahead)
         # Of a list all batches are there, and none is made where another was, nor by any random numbers.
         is_list = type(self.loader) in (list, tuple)
+        source = Source(
+            self.loader,
+            self._position,
+            self._draws.begin_pass(may_draw=not is_list),
+            self._refills.begin_pass() if is_on_cpu and not is_list else None,
+            partial(self._shaper.shape, self._position) if self._shaper.is_needed else None,
+            self._deals,
+            in_step=look_ahead == 0,
+        )
+        in_step, num_buffers = 0 if is_list else IN_STEP, engine.transfer.num_buffers
         profiler.begin_pass(has_worker=worker is not None)
         engine.run = run = Run(
             source,
             engine.transfer,
-            Pipeline(self.depth, options.max_bytes, look_ahead, 0 if is_list else IN_STEP),
+            Pipeline(self.depth, options.max_bytes, look_ahead, in_step, num_buffers),
             worker=worker,
             profiler=profiler,
-            prepare=self._make_prepare(source),
-            draws=self._draws,
-            refills=self._refills if self.place.kind == "cpu" and not is_list else None,
-            tell=_tell,
             parts=len(self.places or (None,)),
         )
-        run.begin(in_caller=is_list or begins_in_caller(self.loader), may_draw=not is_list)
+        run.begin(in_caller=is_list or begins_in_caller(self.loader))
         return run
 
     @property
@@ -295,31 +299,6 @@ class Feed:
         if self._profiler is None or self._profiler.context is not device:  # which may have been closed and made anew
             self._profiler = Profiler(device)
         return self._profiler
-
-    def _make_prepare(self, source: Source) -> Prepare:
-        """What is done with a batch as the source has made it, beside sending it."""
-        shaper, position, deals = self._shaper, self._position, self._deals
-        is_plain = not (deals or shaper.is_needed)
-        count = source.position
-
-        def prepare(batch: Any) -> tuple[Any, BatchInfo] | None:
-            nonlocal count
-            if is_plain:
-                count += 1
-                return batch, BatchInfo(count, source.take())
-            batches, state = batch if deals else ([batch], None)
-            count += len(batches)
-            found = [shaper.shape(each, position) for each in batches]
-            shaped, valid = [each for each, _ in found if each is not LEFT_OUT], [rows for _, rows in found]
-            if not shaped:
-                return None
-            num_valid = None if None in valid else sum(rows or 0 for rows in valid)
-            return (
-                shaped if deals else shaped[0],
-                BatchInfo(count, state if deals else source.take(), num_valid),
-            )
-
-        return prepare
 
     # --- what became of it -------------------------------------------------------------------------------------------
 
@@ -416,22 +395,6 @@ def num_valid(batch: Any) -> int | None:
         batch: As a feed has delivered it, also one that was kept; of one that was dealt, a part.
     """
     return get_num_valid(batch)
-
-
-def _tell(generators: str, number: int) -> None:
-    """Tell the user once that a source draws random numbers in this process."""
-    if number == 1:
-        _logger.warning(
-            "The loader draws from the generator of %s, as the loop may: so it is asked only when the loop waits for a "
-            "batch, and nothing is read ahead. A DataLoader with num_workers, or generators of its own, is.",
-            generators,
-        )
-        return
-    warn_user(
-        f"The loader has begun to draw from the generator of {generators} at batch {number}, while it was read ahead: "
-        "until then its draws and those of the loop came in an order that depends on timing. From now on it is asked "
-        "only when the loop waits for a batch. Give the DataLoader workers, or generators of its own."
-    )
 
 
 class _Handle:

@@ -10,6 +10,7 @@ out is one thread; the consumer's events reach it as messages. For each batch in
 - Batches are staged and sent in the order in which they were pulled.
 - At most ``depth`` batches, of at most ``max_bytes`` in all, are staged and not handed out; one more may be pulled. One
   batch alone may always be staged.
+- A batch is sent when there may be memory for it. Who finds none says so, and a message tells when some came back.
 - The first batches, ``IN_STEP`` if not told otherwise, and all of a source that stays *in step*, are pulled only when
   the consumer waits for them: then a source sees the world as it would in a plain loop.
 - ``WAIT`` comes only when a message can still change something: there is no state that nobody leaves.
@@ -18,6 +19,7 @@ out is one thread; the consumer's events reach it as messages. For each batch in
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -34,7 +36,7 @@ class Do(Enum):
 
     PULL = auto()  #: take the next batch from the source
     STAGE = auto()  #: begin to copy its bytes to where they are sent from
-    SEND = auto()  #: start its copy; or say ``no_room``
+    SEND = auto()  #: start its copy; or take it back, as there is no room
     WAIT = auto()  #: for a message
     END = auto()  #: everything was sent, or nothing is wanted any more
 
@@ -50,7 +52,7 @@ class Message(Enum):
 class Pipeline:
     """The state of one pass.
 
-    Instructions count as done when they are given: who cannot carry one out says so.
+    Instructions count as done when they are given: who does not carry one out takes it back.
 
     Args:
         depth: How many batches may be staged and not handed out.
@@ -58,23 +60,29 @@ class Pipeline:
         look_ahead: How many batches may be pulled before they are asked for, apart from those bounds; ``None`` for any
             number.
         in_step: How many batches are pulled in step at first.
+        num_buffers: For how many batches there is memory to send them to, at most.
 
     Attributes:
         asked, pulled, staged, sent: How many batches.
         is_over: Whether nothing more will be pulled.
         is_closed: Whether nothing more is wanted.
+        stays_in_step: Whether only what is waited for is pulled from now on.
     """
 
     def __init__(
-        self, depth: int, max_bytes: int | None = None, look_ahead: int | None = None, in_step: int = IN_STEP
+        self,
+        depth: int,
+        max_bytes: int | None = None,
+        look_ahead: int | None = None,
+        in_step: int = IN_STEP,
+        num_buffers: float = math.inf,
     ) -> None:
         self.asked = self.pulled = self.staged = self.sent = 0
-        self.is_over = self.is_closed = False
-        self._depth, self._max_bytes, self._look_ahead, self._in_step = depth, max_bytes, look_ahead, in_step
-        self._stays_in_step = False
-        self._lacks_room = False  # the next batch to be sent waits for memory
-        self._keeps_source = False  # and the source's memory is needed until then
-        self._has_pulled = False  # whether the last instructions have a PULL
+        self.is_over = self.is_closed = self.stays_in_step = False
+        self._depth, self._look_ahead, self._in_step = depth, look_ahead, in_step
+        self._room = num_buffers  # no more batches can be sent; perhaps fewer, if the user holds some of a pass before
+        self._keeps_source = False  # whether the batch that is staged needs the source's memory until it is sent
+        self.max_bytes = max_bytes
         self._sizes: deque[int] = deque()  # bytes of the batches from ``_first`` on; only if they are bounded
         self._first = 0
 
@@ -86,30 +94,33 @@ class Pipeline:
             if message is Message.ASKED:
                 self.asked += 1
             elif message is Message.FREED:
-                self._lacks_room = False
+                self._room += 1
             else:
                 self.is_closed = True
-        if self.is_closed:
-            return _END
-        key, self._has_pulled = 0, False
-        # Without a thread a batch that is not asked for is not sent: helpers stage it while the loop computes.
-        may_send = self._look_ahead is None or self.sent < self.asked
-        if self.staged > self.sent:
-            if may_send and not self._lacks_room:
+        todo: list[Do] = []
+        while True:
+            if self.is_closed:
+                todo.append(Do.END)
+            elif self.can_send():
                 self.sent += 1
+                self._room -= 1
                 self._keeps_source = False
-                key = _SENDS
-        elif self.pulled > self.staged and self._has_room():
-            self.staged += 1
-            self.sent += may_send
-            key = _STAGES if may_send else _STAGES_ONLY
-        if key != _STAGES_ONLY and self.pulled == self.staged and self._may_pull():
-            self.pulled += 1
-            self._has_pulled = True
-            return _PULLING[key]
-        if key:
-            return _SENDING[key]
-        return _END if self.is_over and self.sent == self.pulled else _WAIT
+                todo.append(Do.SEND)
+                continue
+            elif self.staged == self.sent and self.pulled > self.staged and self._has_room():
+                self.staged += 1
+                todo.append(Do.STAGE)
+                continue
+            elif self.pulled == self.staged and self._may_pull():
+                self.pulled += 1
+                todo.append(Do.PULL)
+                if self.staged > self.sent or self._is_full():
+                    todo.append(Do.WAIT)  # whatever comes of that; else what is next depends on it
+            elif self.is_over and self.sent == self.pulled:
+                todo.append(Do.END)
+            else:
+                todo.append(Do.WAIT)
+            return todo
 
     def pulled_bytes(self, num_bytes: int) -> None:
         """The batch pulled last has so many bytes.
@@ -117,82 +128,90 @@ class Pipeline:
         Raises:
             ArgumentError: It has more than all may have.
         """
-        if self._max_bytes is None:
+        if self.max_bytes is None:
             return
-        if num_bytes > self._max_bytes:
+        if num_bytes > self.max_bytes:
             raise ArgumentError(
-                f"A batch of {num_bytes:,} bytes does not fit into max_bytes={self._max_bytes:,}; allow more, or make "
+                f"A batch of {num_bytes:,} bytes does not fit into max_bytes={self.max_bytes:,}; allow more, or make "
                 "batches smaller."
             )
         self._sizes.append(num_bytes)
 
-    def no_room(self, *, keeps_source: bool = False) -> None:
-        """The batch that was to be sent last waits for memory; what was to be done after that was left.
+    def take_back(self, left: Sequence[Do], *, no_room: bool = False, keeps_source: bool = False) -> None:
+        """Some of the instructions given last, from one of them on, were not carried out.
 
         Args:
-            keeps_source: Whether the source must not be asked meanwhile.
+            left: They.
+            no_room: Whether that is because there is no memory for the batch; a message tells when there is.
+            keeps_source: Whether it is because the batch that is staged needs the source's memory until it is sent.
         """
-        self.sent -= 1
-        self.pulled -= self._has_pulled
-        self._lacks_room, self._keeps_source, self._has_pulled = True, keeps_source, False
+        for do in left:
+            if do is Do.PULL:
+                self.pulled -= 1
+            elif do is Do.STAGE:
+                self.staged -= 1
+            elif do is Do.SEND:
+                self.sent -= 1
+                self._room += 1
+        if no_room:
+            self._room = 0
+        self._keeps_source |= keeps_source
 
-    def retry(self) -> bool:
-        """Whether the batch that waits for memory is to be sent now, while whoever carries out is inside the source."""
-        if self.is_closed or not self._lacks_room:
+    def send_meanwhile(self) -> bool:
+        """Whether a batch is to be sent now, while whoever carries out is inside the source, if there is memory."""
+        if self.is_closed or self.staged == self.sent or not self._may_send():
             return False
         self.sent += 1
-        self._lacks_room = self._keeps_source = self._has_pulled = False
+        self._room -= 1
         return True
 
-    def end(self, lost: Do | None = None) -> None:
+    def end(self, lost: Do = Do.PULL) -> None:
         """Nothing more is pulled.
 
         Args:
-            lost: The instruction that could not be carried out: the source has ended, or something has failed. The
-                batch that it was about, and what was pulled after it, do not come.
+            lost: The instruction that has failed, and was taken back: what had come so far does not come any more.
         """
         self.is_over = True
-        if lost is Do.PULL:
-            self.pulled -= 1
-        elif lost is not None:
-            self.pulled = self.staged = self.sent = min(self.sent, self.staged - 1)
-
-    def stay_in_step(self, stays: bool = True) -> None:
-        """From now on pull only what is waited for; or look ahead again."""
-        self._stays_in_step = stays
+        if lost is Do.SEND:
+            self.staged = self.sent
+        if lost is not Do.PULL:
+            self.pulled = self.staged
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
     @property
     def is_in_step(self) -> bool:
         """Whether the consumer waits while the next batch is pulled."""
-        return self._stays_in_step or self.pulled < self._in_step or self._look_ahead == 0
+        return self.stays_in_step or self.pulled < self._in_step or self._look_ahead == 0
 
     def _may_pull(self) -> bool:
         if self.is_over or self._keeps_source:
             return False
         if self.pulled < self.asked:
             return True
-        if self._stays_in_step or self.pulled < self._in_step:
+        if self.stays_in_step or self.pulled < self._in_step:
             return False
         return self._look_ahead is None or self.pulled < self.asked + self._look_ahead
 
+    def can_send(self) -> bool:
+        """Whether a batch is staged that may be sent, if there is memory for it."""
+        return self.staged > self.sent and self._room > 0 and self._may_send()
+
+    def _may_send(self) -> bool:
+        # Without a thread a batch that is not asked for is not sent: helpers stage it while the loop computes.
+        return self._look_ahead is None or self.sent < self.asked
+
+    def _is_full(self) -> bool:
+        under_way = self.staged - min(self.asked, self.sent)
+        return under_way >= self._depth and under_way > 0
+
     def _has_room(self) -> bool:
-        handed = min(self.asked, self.sent)
-        under_way = self.staged - handed
-        if not under_way:
-            return True
-        if under_way >= self._depth:
+        if self._is_full():
             return False
-        if self._max_bytes is None:
+        handed = min(self.asked, self.sent)
+        if self.max_bytes is None or self.staged == handed:
             return True
         while self._first < handed:
             self._sizes.popleft()
             self._first += 1
-        return sum(self._sizes) <= self._max_bytes  # the one that waits is the last of them
-
-
-_STAGES, _SENDS, _STAGES_ONLY = 1, 2, 3
-_WAIT, _END = (Do.WAIT,), (Do.END,)
-_SENDING = {_STAGES: (Do.STAGE, Do.SEND), _SENDS: (Do.SEND,), _STAGES_ONLY: (Do.STAGE,)}
-_PULLING = {0: (Do.PULL,), _STAGES: (Do.STAGE, Do.SEND, Do.PULL), _SENDS: (Do.SEND, Do.PULL)}
+        return sum(self._sizes) <= self.max_bytes  # the one that waits is the last of them

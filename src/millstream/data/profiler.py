@@ -134,34 +134,38 @@ class Profiler:
 
     Attributes:
         next_due: Number of the next batch that is to be measured.
+        is_open: Whether the step that the consumer is in is measured.
+        num_batches: Handed out in this pass.
     """
 
     def __init__(self, context: DeviceContext | None) -> None:
         self.context = context
         self.next_due = 0
+        self.is_open = False
+        self.num_batches = 0
+        self._asked_at: tuple[int, int] | None = None  # when a batch was asked for last, and how many there were then
+        self._step_ns: float = INTERVAL_NS  # from one request for a batch to the next, on average
+        self._num_mean = 0  # of so many
         self._epochs: deque[Stats] = deque(maxlen=NUM_EPOCHS)
         self._steps: deque[StepTimes] = deque(maxlen=NUM_STEPS)  # of the present pass
         self._facts: dict[str, Any] = {"is_staged": context is not None}
-        self._num_batches = 0
         self._asked: StreamMarker | int | None = None
         self._open: _Step | None = None  # the consumer has its batch and has not come back yet
         self._on_host: tuple[BatchTimes, int, int] | None = None  # the same on the CPU: asked and got at
         self._unread: deque[_Step] = deque()  # complete on the host; the device may not be there yet
         self._reading = threading.Lock()
-        self._asked_ns = 0  # when a batch was asked for last in this pass
-        self._step_ns: float = INTERVAL_NS  # from then to the next time, at most, on average
-        self._num_asked = 0  # times that this is a mean of
         self._dice = random.Random(0)
         self._num_first = NUM_FIRST  # that are still to come
         self._lag: tuple[StreamMarker, int] | None = None  # a marker, and how far the device was behind the host there
 
     def begin_pass(self, *, has_worker: bool) -> None:
         """A new pass: what was open has no end."""
-        if self._num_batches:
+        if self.num_batches:
             self._epochs.append(self._summarize())
         self._steps.clear()
         self._facts["has_worker"] = has_worker
-        self._num_batches = self._asked_ns = 0
+        self.num_batches = 0
+        self.is_open, self._asked_at = False, None
         # The first one of a pass waits for what a pass begins with, and is not counted.
         self.next_due = 0 if self._num_first > 0 else self._draw_distance(0)
         self._open = self._on_host = self._asked = None
@@ -169,17 +173,15 @@ class Profiler:
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
     def ask(self, mark: Callable[[], StreamMarker | None], asked_ns: int, *, due: bool) -> None:
-        """The consumer asks for a batch; this ends the step before.
+        """The consumer asks for a batch; this ends the step before. It is called if a step is open, or one is due.
 
         Args:
             mark: Notes where its stream stands.
             asked_ns: When it did so.
             due: Whether the coming step may be measured.
         """
-        if self._asked_ns:
-            self._num_asked += self._num_asked < NUM_MEAN
-            self._step_ns += (min(asked_ns - self._asked_ns, INTERVAL_NS) - self._step_ns) / self._num_asked
-        self._asked_ns = asked_ns
+        self.is_open = False
+        self._take_mean(asked_ns)
         if self.context is None:
             if self._on_host is not None:
                 times, asked, got = self._on_host
@@ -197,17 +199,25 @@ class Profiler:
         self._open = None
         self._asked = here if due else None
 
-    def get(self, item: Any, mark: Callable[[], StreamMarker | None]) -> None:
-        """The consumer has got a batch."""
-        self._num_batches += 1
+    def get(self, times: BatchTimes | None, mark: Callable[[], StreamMarker | None]) -> None:
+        """The consumer has got a batch; of one that is not measured, only if a step was due."""
         asked, self._asked = self._asked, None
-        times = item.times
         if asked is None or times is None:
             return
+        self.is_open = True
         if isinstance(asked, int):
             self._on_host = times, asked, time.perf_counter_ns()
         elif (here := mark()) is not None:
             self._open = _Step(times, asked, here)
+
+    def _take_mean(self, asked_ns: int) -> None:
+        """Note how long the steps were since it was called last in this pass."""
+        before_ns, before = self._asked_at or (asked_ns, self.num_batches)
+        self._asked_at = asked_ns, self.num_batches
+        if num_steps := self.num_batches - before:
+            self._num_mean = min(self._num_mean + num_steps, NUM_MEAN)
+            mean_ns = min((asked_ns - before_ns) / num_steps, INTERVAL_NS)
+            self._step_ns += (mean_ns - self._step_ns) * min(num_steps / self._num_mean, 1.0)
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
@@ -309,7 +319,7 @@ class Profiler:
         self._steps.append(step)
 
     def _summarize(self) -> Stats:
-        return summarize([*self._steps], num_batches=self._num_batches, **self._facts)
+        return summarize([*self._steps], num_batches=self.num_batches, **self._facts)
 
     def stats(self, **facts: Any) -> Stats:
         """What is known of the present pass, and of those before.

@@ -12,13 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from millstream.data.lengths import Lengths
-from millstream.data.source import Position
+from millstream.data.source import LEFT_OUT, Position
 from millstream.data.transfer.base import Transform
 from millstream.errors import ArgumentError, FeedError
 from millstream.tree import Unflatten, as_tensor, tree_flatten
-
-LEFT_OUT = object()
-"""What ``Shaper.shape`` makes of a batch that is not to be delivered."""
 
 
 class Shaper:
@@ -35,12 +32,12 @@ class Shaper:
         self._counts = drop_last or pad_last
         self.is_needed = self._counts or lengths.is_needed
 
-    def shape(self, batch: Any, position: Position) -> tuple[Any, int | None]:
+    def shape(self, position: Position, batch: Any) -> tuple[Any, int | None]:
         """What is to become of a batch, and how many of its rows are data, if it has any.
 
         Args:
-            batch: It.
             position: Remembers what a full batch has.
+            batch: It.
         """
         batch = self._lengths.pad(batch)
         if not self._counts or (rows := count_rows(batch)) is None:

@@ -17,6 +17,7 @@ generators from which its sampler drew are put back to where they were.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -29,8 +30,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from millstream.data.generators import Moved, Snapshot, find_own, is_snapshot
 from millstream.data.transfer.layout import extent_bytes
-from millstream.errors import ArgumentError
+from millstream.errors import ArgumentError, warn_user
 from millstream.tree import as_tensor, tree_flatten
+
+_logger = logging.getLogger(__name__)
 
 VERSION = 1
 
@@ -180,38 +183,61 @@ def begins_in_caller(loader: Any) -> bool:
     return bool(getattr(loader, "num_workers", 0))
 
 
+Shape = Callable[[Any], tuple[Any, int | None]]
+"""Makes of a batch of the source the one to deliver, or ``LEFT_OUT``; and says how many of its rows are data."""
+
+LEFT_OUT = object()
+
+
 class Source:
     """The loader in one pass.
 
     Args:
         loader: It.
         position: Where the pass begins, and what its state is.
-        parts: How many batches it gives at a time, with the state after them; 0 for one by one, without.
+        draws: Notices that it draws random numbers.
+        refills: Notices that it refills its buffers, where batches are not copied anyway.
+        shape: What is done to each batch, if anything is.
+        parts: How many batches it gives at a time, as a list; 0 for one by one.
+        in_step: Whether it is asked only when the loop waits, in any case.
 
     Attributes:
-        iterator: What ``iter`` gave; ``None`` before ``begin`` and after ``close``.
         take: Takes the source's present state.
-        draws: Notices that it draws from global generators.
         is_own_iterator: Whether the loader is an iterator itself: what is pulled from it comes only once.
-        moved: Which generators its start has moved.
+        num_pulled: How many times it was asked for a batch to deliver, and had one.
+        wants_step: Whether the next pull has to wait for the loop.
     """
 
-    def __init__(self, loader: Any, position: Position, parts: int = 0) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        position: Position,
+        draws: DrawWatch,
+        refills: RefillWatch | None = None,
+        shape: Shape | None = None,
+        parts: int = 0,
+        *,
+        in_step: bool = False,
+    ) -> None:
         self._loader, self._position, self._parts = loader, position, parts
-        self._skip, self._state, self._draws = position.begin()
-        self.iterator: Iterator[Any] | None = None
+        self._draws, self._refills, self._shape, self._in_step = draws, refills, shape, in_step
+        self._skip, self._state, self._stood = position.begin()
+        self._count = position.position
+        self._iterator: Iterator[Any] | None = None  # what ``iter`` gave; ``None`` before ``begin`` and after ``close``
         self._single: Any = None  # the same, one by one
         self.take: Callable[[], Any] = _no_state
         self.is_own_iterator = False
+        self.num_pulled = 0
+        self.wants_step = draws.in_step
         self._begun: Snapshot | None = None  # where generators stood before the start
         self._now: Snapshot | None = None  # where they are to be put back when a resumed pass has begun
 
     def begin(self) -> None:
         """Make the iterator, resuming if the position says so."""
         loader, position, state = self._loader, self._position, self._state
-        if self._draws is not None and state is None:
+        if self._stood is not None and state is None:
             self._now = Snapshot.take()
-            Snapshot.load(self._draws).restore(find_own(loader))
+            Snapshot.load(self._stood).restore(find_own(loader))
         self._begun = Snapshot.take(find_own(loader))
         stateful = loader if is_stateful(loader) else None
         if stateful is not None and state is not None:
@@ -231,57 +257,114 @@ class Source:
                     position.begin_at(take_state(stateful))
         if self.is_own_iterator:
             position.forget_loaded()
-        self._single = self.iterator = iterator
+        self._single = self._iterator = iterator
         if self._parts:
-            self.iterator = deal(iterator, self._parts, self.take, keep=_as_it_is if is_stored(loader) else copy_batch)
+            self._iterator = deal(iterator, self._parts, self.take, keep=_as_it_is if is_stored(loader) else copy_batch)
 
-    def pull(self) -> Any:
-        """The next batch; of a pass that is resumed, the first one drops what had been delivered.
+    def pull(self, *, waited: bool) -> tuple[Any, BatchInfo]:
+        """The next batch to deliver, and what travels with it.
+
+        Args:
+            waited: Whether the loop waits for it, so that nobody else draws random numbers meanwhile.
 
         Raises:
             StopIteration: There is none.
         """
-        iterator = self.iterator
-        if iterator is None:
+        if self._iterator is None:
             raise StopIteration
-        if self._begun is None:
-            return next(iterator)  # nearly always
+        while True:
+            if self._begun is not None or self.num_pulled >= self._draws.next_due:
+                batch = self._pull_watched(self._iterator, waited=waited)
+            else:
+                batch = next(self._iterator)  # nearly always
+            if self._shape is None and not self._parts:
+                self._count += 1
+                info = BatchInfo(self._count, self.take())
+            elif (shaped := self._shape_all(batch)) is not None:
+                batch, info = shaped
+            else:
+                continue
+            if self._refills is not None and self._refills.is_watching:
+                batch = self._keep_apart(batch, self._refills)
+            self.num_pulled += 1
+            return batch, info
+
+    def _shape_all(self, batch: Any) -> tuple[Any, BatchInfo] | None:
+        """What is to be delivered of a batch, or of several; ``None`` if nothing is."""
+        batches, state = batch if self._parts else ([batch], None)
+        self._count += len(batches)
+        found = [(each, None) if self._shape is None else self._shape(each) for each in batches]
+        shaped, valid = [each for each, _ in found if each is not LEFT_OUT], [rows for _, rows in found]
+        if not shaped:
+            return None
+        num_valid = None if None in valid else sum(rows or 0 for rows in valid)
+        if self._parts:
+            return shaped, BatchInfo(self._count, state, num_valid)
+        return shaped[0], BatchInfo(self._count, self.take(), num_valid)
+
+    def _pull_watched(self, iterator: Iterator[Any], *, waited: bool) -> Any:
+        """Pull, and see which generators that moves; the first time, after what had been delivered was dropped."""
+        number, before = self.num_pulled, None
         begun, self._begun = self._begun, None
         try:
-            for _ in range(self._skip):
+            for _ in range(self._skip if begun is not None else 0):
                 next(self._single)
-            if self._now is not None:
-                return self._pull_as_now(iterator)
+            # What was drawn to skip batches is undone: the loop has its own generators, or has restored them.
+            is_resumed = self._now is not None
+            self._restore_now()
+            if number >= self._draws.next_due:
+                before = Snapshot.take()
             batch = next(iterator)
-            # What the start has moved: the sampler, and the loader that draws a seed for its workers.
-            self._position.draws = begun.dump_moved(Snapshot.take(find_own(self._loader)))
-            return batch
+            if begun is not None and not is_resumed:
+                # What the start has moved: the sampler, and the loader that draws a seed for its workers.
+                self._position.draws = begun.dump_moved(Snapshot.take(find_own(self._loader)))
         finally:
-            if self._now is not None:
-                self._now.restore()
-                self._now = None
-            self._skip = 0
+            self._restore_now()
+        if before is not None:
+            found = self._draws.look(number, before.moved(Snapshot.take()), waited=waited)
+            if found is not None:
+                _tell(self._draws.name, found)
+            self.wants_step = self._draws.wants_step
+        return batch
 
-    def _pull_as_now(self, iterator: Iterator[Any]) -> Any:
-        """What was drawn to skip batches is undone: the loop has its own generators, or has restored them."""
-        assert self._now is not None
-        self._now.restore()
-        self._now = None
-        return next(iterator)
+    def _restore_now(self) -> None:
+        if self._now is not None:
+            self._now.restore()
+            self._now = None
 
-    @property
-    def position(self) -> int:
-        """Batches before the first that this pass delivers."""
-        return self._position.position
+    def _keep_apart(self, batch: Any, refills: RefillWatch) -> Any:
+        """A batch on the CPU that the source's next pull does not overwrite."""
+        if refills.refills:
+            self.wants_step = self._draws.wants_step
+            return batch if self.wants_step or self._in_step else copy_batch(batch)
+        if refills.look(batch):
+            self.wants_step = True  # until the loop is done with all that was not copied
+        return batch
 
     def close(self) -> None:
         """Forget the iterator: a DataLoader ends its worker processes when it dies."""
-        self.iterator = self._single = None
+        self._iterator = self._single = None
         self.take = _no_state
 
 
 def _no_state() -> None:
     return None
+
+
+def _tell(generators: str, number: int) -> None:
+    """Tell the user once that a source draws random numbers in this process."""
+    if number == 1:
+        _logger.warning(
+            "The loader draws from the generator of %s, as the loop may: so it is asked only when the loop waits for a "
+            "batch, and nothing is read ahead. A DataLoader with num_workers, or generators of its own, is.",
+            generators,
+        )
+        return
+    warn_user(
+        f"The loader has begun to draw from the generator of {generators} at batch {number}, while it was read ahead: "
+        "until then its draws and those of the loop came in an order that depends on timing. From now on it is asked "
+        "only when the loop waits for a batch. Give the DataLoader workers, or generators of its own."
+    )
 
 
 class DrawWatch:
@@ -301,9 +384,10 @@ class DrawWatch:
         self._suspect: int | None = None  # the first pull during which one has moved
         self.next_due: float = 1  # pull to be looked at
 
-    def begin_pass(self, *, may_draw: bool) -> None:
+    def begin_pass(self, *, may_draw: bool) -> DrawWatch:
         """A new pass: the second pull is looked at again, unless the source cannot draw or is known to."""
         self._suspect, self.next_due = None, 1 if may_draw and not self.in_step else math.inf
+        return self
 
     @property
     def wants_step(self) -> bool:
@@ -340,25 +424,31 @@ class RefillWatch:
 
     Args:
         look_back: How many batches may be pulled and not done with.
+
+    Attributes:
+        refills: Whether it was seen to do so.
+        is_watching: Whether batches are still to be looked at, or copied.
     """
 
     def __init__(self, look_back: int) -> None:
         self._look_back = look_back
         self.refills = False
+        self.is_watching = True
         self._seen: list[list[_Seen]] = []
 
-    def begin_pass(self) -> None:
+    def begin_pass(self) -> RefillWatch:
         """A new pass: sources may yield the same memory in each."""
-        self._seen = []
+        self._seen, self.is_watching = [], True
+        return self
 
     def look(self, batch: Any) -> bool:
         """Whether this batch is the first that shares memory with one before."""
-        if self.refills or len(self._seen) > self._look_back:
-            self._seen = []
-            return False
         leaves = [_Seen(*found) for found in enumerate(_tensors(batch))]
         self.refills = any(leaf.refills(before) for leaf in leaves for seen in self._seen for before in seen)
-        self._seen = [] if self.refills else [*self._seen, leaves]
+        self._seen.append(leaves)
+        self.is_watching = self.refills or len(self._seen) <= self._look_back
+        if self.refills or not self.is_watching:
+            self._seen = []
         return self.refills
 
 

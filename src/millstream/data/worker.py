@@ -23,31 +23,27 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from millstream._torch.thread_modes import NEW_THREAD, ThreadModes, read_modes
-from millstream.data.generators import Snapshot
 from millstream.data.leaving import absorb_exit, raise_exit
 from millstream.data.pipeline import Do, Message, Pipeline
 from millstream.data.profiler import BatchTimes, Profiler
 from millstream.data.shaping import set_num_valid
-from millstream.data.source import BatchInfo, DrawWatch, RefillWatch, Source, copy_batch
-from millstream.data.transfer.base import PendingBatch, Transfer
+from millstream.data.source import BatchInfo, Source
+from millstream.data.transfer.base import NotNowError, PendingBatch, Transfer
 from millstream.errors import FeedError, never_the_end, skip_frames
 
 JOIN_S, LEAVE_S, REACH_S = 5.0, 0.05, 0.5
 """Seconds that who leaves waits for the feed's thread; each time where that is inside the source; and until it is seen
 to wait there, for it may never return. Then the thread ends the pass by itself when the source does."""
-
-Prepare = Callable[[Any], tuple[Any, BatchInfo] | None]
-"""Given a batch as the source made it: the batch to deliver and what travels with it; ``None`` to leave it out."""
 
 _num_forks = 0  # behind this process: asking for its number takes a system call
 
@@ -130,14 +126,10 @@ class Run:
         pipeline: Says what to do next.
         worker: The thread that does it; ``None`` for the consumer's.
         profiler: Measures from outside how long it takes.
-        prepare: Called with each batch, right after it was pulled.
-        draws: Notices a source that draws random numbers.
-        refills: Notices one that refills its buffers, where batches are not copied anyway.
-        tell: Called with what the user should be told about draws, and the batch's number.
         parts: How many parts a batch has, one per device.
     """
 
-    def __init__(  # noqa: PLR0913 - all that a pass is made of
+    def __init__(
         self,
         source: Source,
         transfer: Transfer,
@@ -145,15 +137,10 @@ class Run:
         *,
         worker: Worker | None,
         profiler: Profiler,
-        prepare: Prepare,
-        draws: DrawWatch,
-        refills: RefillWatch | None,
-        tell: Callable[[str, int], None],
         parts: int = 1,
     ) -> None:
         self._source, self._transfer, self._pipeline = source, transfer, pipeline
-        self._worker, self._profiler, self._prepare = worker, profiler, prepare
-        self._draws, self._refills, self._tell, self._parts = draws, refills, tell, parts
+        self._worker, self._profiler, self._parts = worker, profiler, parts
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # ``None``: no more will come
         self._begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -163,7 +150,6 @@ class Run:
         self._pulled: Item | None = None
         self._staged: Item | None = None
         self._next: Item | None = None  # there, and not handed out when it was asked for last; the consumer's
-        self._num_pulled = 0
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None  # of that error, as it was when it arose
         self._stopped = threading.Event()
@@ -193,21 +179,17 @@ class Run:
         """Whether a pass that is left goes on in the next: what an iterator has given comes only once."""
         return self._source.is_own_iterator and not (self.is_left or self._stopped.is_set() or self.is_inherited)
 
-    def begin(self, *, in_caller: bool, may_draw: bool) -> None:
+    def begin(self, *, in_caller: bool) -> None:
         """Make the source's iterator, and start.
 
         Args:
             in_caller: Whether in this thread, although another one will ask it.
-            may_draw: Whether the source may draw random numbers.
 
         Raises:
             BaseException: What ``iter`` raised.
         """
         self._modes = read_modes()
-        self._draws.begin_pass(may_draw=may_draw)
-        self._pipeline.stay_in_step(self._draws.in_step)
-        if self._refills is not None:
-            self._refills.begin_pass()
+        self._pipeline.stays_in_step = self._source.wants_step
         self.join_stream()
         is_submitted, error = False, None
         try:
@@ -277,120 +259,104 @@ class Run:
         while True:
             while not inbox.empty():
                 messages.append(inbox.get())
-            for do in pipeline.next(messages):
+            todo = pipeline.next(messages)
+            messages = []
+            for i, do in enumerate(todo):
                 if do is Do.WAIT:
                     if is_inline and pipeline.sent >= pipeline.asked:
                         return
-                    messages = [inbox.get()]
+                    messages.append(inbox.get())
                     break
                 if do is Do.END:
                     if is_inline:
                         self._ready.put(None)
                     return
-                try:
-                    if not self._carry_out_one(do):
-                        break
-                except BaseException as error:
-                    self._fail(error)
-                    pipeline.end(do)
-                    if not isinstance(error, Exception) and is_inline:
-                        raise
+                if not self._carry_out_one(todo[i:]):
                     break
-            else:
-                messages = []
-                continue
-            if do is not Do.WAIT:
-                messages = []
 
-    def _carry_out_one(self, do: Do) -> bool:
-        """Whether it was done, so that the next one may be."""
-        if do is Do.PULL:
-            return self._pull()
-        if do is Do.STAGE:
-            item, self._pulled = self._pulled, None
-            assert item is not None
-            self._staged = item
-            if (times := item.times) is not None:
-                times.stage_begins()
-            return self._transfer.stage(item.pending)
-        item = self._staged
-        assert item is not None
-        assert item.pending is not None
-        is_sent = self._transfer.send(item.pending, measured=item.times is not None)
-        if is_sent is None:
-            self._pipeline.no_room(keeps_source=item.pending.keeps_source)
+    # Each of these says whether its first was done, so that what follows may be; else all of it was taken back.
+
+    def _carry_out_one(self, left: Sequence[Do]) -> bool:
+        try:
+            if left[0] is Do.PULL:
+                return self._pull(left)
+            return self._stage(left) if left[0] is Do.STAGE else self._send(left)
+        except BaseException as error:
+            self._fail(error)
+            self._pipeline.take_back(left)
+            self._pipeline.end(left[0])
+            if not isinstance(error, Exception) and self._worker is None:
+                raise
             return False
-        if is_sent:
-            if item.times is not None:
-                item.times.was_sent(item.pending)
-                self._profiler.read()  # what the device has finished since
-            self._staged = None
-            self._ready.put(item)
-        return is_sent
 
-    def _pull(self) -> bool:
+    def _pull(self, left: Sequence[Do]) -> bool:
+        source, pipeline, profiler = self._source, self._pipeline, self._profiler
+        if self._staged is not None and self._staged.pending is not None and self._staged.pending.chunks:
+            pipeline.take_back(left, keeps_source=True)
+            return False
         if self._worker is not None and self._modes is not self._thread_modes.present:
             self._thread_modes.put(self._modes)
-        number = self._num_pulled
-        times = self._profiler.watch(number) if number >= self._profiler.next_due else None
-        batch, info = None, None
-        while info is None:
-            batch = self._ask_source(number)
-            if batch is _END:
-                self._pipeline.end(Do.PULL)
-                self._transfer.end_sending()
-                return False
-            prepared = self._prepare(batch)
-            if prepared is not None:
-                batch, info = prepared
-        if self._refills is not None:
-            batch = self._keep_apart(batch)
-        pending = self._transfer.prepare(batch)
-        self._pipeline.pulled_bytes(pending.num_bytes)
-        if times is not None:
-            times.was_pulled(pending.num_bytes)
-        self._num_pulled += 1
-        self._pulled = Item(pending, info, times)
-        return True
-
-    def _ask_source(self, number: int) -> Any:
-        before = Snapshot.take() if number >= self._draws.next_due else None
-        pipeline = self._pipeline
+        number = source.num_pulled
+        times = profiler.watch(number) if number >= profiler.next_due else None
         waited = self._worker is None or pipeline.asked > pipeline.sent
         self._inside = threading.get_ident()
         if not self._inbox.empty():
             self._send_what_waits()
         try:
-            batch = self._source.pull()
+            found = source.pull(waited=waited)
         except StopIteration:
-            return _END
+            found = None
         finally:
             with self._inside_lock:
                 self._inside = 0
-        if before is not None:
-            found = self._draws.look(number, before.moved(Snapshot.take()), waited=waited)
-            pipeline.stay_in_step(self._draws.wants_step)
-            if found is not None:
-                self._tell(self._draws.name, found)
-        return batch
+        if found is None:
+            self._transfer.end_sending()
+            pipeline.take_back(left)
+            pipeline.end()
+            return False
+        batch, info = found
+        pipeline.stays_in_step = source.wants_step
+        pending = self._transfer.prepare(batch)
+        if pipeline.max_bytes is not None:
+            pipeline.pulled_bytes(pending.num_bytes)
+        if times is not None:
+            times.was_pulled(pending.num_bytes)
+        self._pulled = Item(pending, info, times)
+        return True
 
-    def _keep_apart(self, batch: Any) -> Any:
-        """A batch on the CPU that the source's next pull does not overwrite."""
-        refills = self._refills
-        assert refills is not None
-        if refills.refills:
-            pipeline = self._pipeline
-            pipeline.stay_in_step(self._draws.wants_step)
-            return batch if pipeline.is_in_step else copy_batch(batch)
-        if refills.look(batch):
-            self._pipeline.stay_in_step()  # until the loop is done with all that was not copied
-        return batch
+    def _stage(self, left: Sequence[Do]) -> bool:
+        item, self._pulled = self._pulled, None
+        assert item is not None
+        assert item.pending is not None
+        self._staged = item
+        if item.times is not None:
+            item.times.stage_begins()
+        # Before the next pull, for the source may fill the same memory again.
+        if self._transfer.stage(item.pending, finish=left[1] is Do.PULL):
+            return True
+        self._pipeline.take_back(left)
+        return False
+
+    def _send(self, left: Sequence[Do]) -> bool:
+        item = self._staged
+        assert item is not None
+        assert item.pending is not None
+        is_sent = self._transfer.send(item.pending, measured=item.times is not None)
+        if not is_sent:
+            self._pipeline.take_back(left, no_room=is_sent is None)
+            return False
+        if item.times is not None:
+            item.times.was_sent(item.pending)
+            self._profiler.read()  # what the device has finished since
+        self._staged = None
+        self._ready.put(item)
+        return True
 
     def _send_what_waits(self) -> None:
         """Send what waited for memory, in whichever thread sees that it came back: the source may never return."""
         with self._inside_lock:
-            if self._inside and self._pipeline.retry():
-                self._carry_out_one(Do.SEND)
+            if self._inside and self._pipeline.send_meanwhile():
+                self._send((Do.SEND,))
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
@@ -409,66 +375,66 @@ class Run:
         """
         if self.num_forks != _num_forks:
             raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
-        transfer, profiler = self._transfer, self._profiler
-        transfer.ask()
+        transfer, profiler, item = self._transfer, self._profiler, self._next
         asked_ns = time.perf_counter_ns()
-        item = self._next
         try:
+            self._modes = read_modes()
             if item is None or item.pending is None:
-                self._next = item = self._receive(asked_ns)
+                item = self._next = self._wait_for_item(asked_ns) if self._ready.empty() else self._ready.get()
+                if item is None:
+                    self._raise_end()
+                if not self._has_asked and (item.times is not None or profiler.is_open):
+                    profiler.ask(transfer.mark, asked_ns, due=item.times is not None)
             try:
                 item.batch = transfer.deliver(item.pending)
             except StopIteration as error:
                 raise never_the_end(error) from error
             if item.info.num_valid is not None:
                 set_num_valid(item.batch, item.info.num_valid, self._parts)
-            profiler.get(item, transfer.mark)
+            profiler.num_batches += 1
+            if item.times is not None:
+                profiler.get(item.times, transfer.mark)
+            if self._has_asked:
+                self._has_asked = False
+            else:  # not before: the feed's thread would take the interpreter's lock away meanwhile
+                self._inbox.put(Message.ASKED)
             return item
         except BaseException as error:
             # Memory that is short may be there when this batch, which is still the next, is asked for again.
-            if item is None or not isinstance(error, torch.OutOfMemoryError):
+            is_kept = item is not None and isinstance(error, torch.OutOfMemoryError)
+            if not (is_kept or isinstance(error, NotNowError)):
                 self.leave(forever=isinstance(error, Exception))
             raise
         finally:
             del self, item  # an error's traceback must not lead back to the error
 
-    def _receive(self, asked_ns: int) -> Item:
-        ready, item, error, traceback = self._ready, None, None, None
+    def _wait_for_item(self, asked_ns: int) -> Item | None:
+        transfer, item, is_inline = self._transfer, None, self._worker is None
         try:
-            self._modes = read_modes()
+            transfer.ask()
             if not self._has_asked:
                 self._has_asked = True
                 self._inbox.put(Message.ASKED)
-            is_there = not ready.empty()
-            if is_there:
-                item = ready.get()
-            self._profiler.ask(self._transfer.mark, asked_ns, due=self._is_due(item))
-            if self._worker is None:
-                with self._transfer.spare_captures():
-                    self._carry_out()
-            elif not is_there and self._inside:
-                with self._transfer.spare_captures():
-                    self._send_what_waits()
-            if not is_there:
-                item = ready.get()
-            if item is not None:
-                self._has_asked = False
-                return item
-            error, traceback, self._error, self._traceback = self._error, self._traceback, None, None
+            item = (self._staged or self._pulled) if is_inline else None
+            # Whether the coming step may be measured: of a batch that is not there yet, nobody knows.
+            due = item.times is not None if item is not None else True
+            self._profiler.ask(transfer.mark, asked_ns, due=due)
+            if is_inline or self._inside:
+                with transfer.spare_captures():
+                    self._carry_out() if is_inline else self._send_what_waits()
+            return self._ready.get()
+        finally:
+            del self, item
+
+    def _raise_end(self) -> NoReturn:
+        error, traceback, self._error, self._traceback = self._error, self._traceback, None, None
+        try:
             self.has_ended = error is None and not self._stopped.is_set()
             if error is None:
                 raise StopIteration
             raise error.with_traceback(traceback)
         finally:
-            del self, item, error, traceback
-
-    def _is_due(self, item: Item | None) -> bool:
-        """Whether the step of the batch that comes next may be measured."""
-        if item is None and self._worker is None:
-            item = self._staged or self._pulled
-            if item is None:
-                return self._num_pulled >= self._profiler.next_due
-        return item is None or item.times is not None
+            del self, error, traceback  # an error's traceback must not lead back to the error
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -540,11 +506,10 @@ class Run:
         self._transfer.end_pass()
 
 
-_END = object()
 _OWN = {
     each.__code__
     for each in (
-        Run._work, Run._begin_source, Run._carry_out, Run._carry_out_one, Run._pull, Run._ask_source, Source.pull,
-        Source.begin,
+        Run._work, Run._begin_source, Run._carry_out, Run._carry_out_one, Run._pull, Run._stage, Run._send,
+        Source.begin, Source.pull, Source._pull_watched,
     )
 }  # fmt: skip

@@ -238,6 +238,10 @@ class DeviceContext:
         """What ``current_stream_id`` calls, for who asks often."""
         return self._driver.current_stream_id
 
+    def stream_getters(self) -> tuple[Callable[[], bool], Callable[[], Stream]]:
+        """What ``is_capturing`` and ``current_stream`` call, for who asks for every batch; also of a closed context."""
+        return self._driver.is_capturing, self._driver.current_stream
+
     def is_current(self) -> bool:
         """Whether this device is the calling thread's current one."""
         return self._driver.is_current()

@@ -302,30 +302,23 @@ class Filler:
             owner: Keeps the memory on both sides, until all is copied.
             past_caches: Whether the processors' caches shall keep nothing of it, where that is possible.
         """
-        return self.prepare(to, num_bytes, num_threads, past_caches=past_caches)(sources, owner) or _FILLED
+        start = self.prepare(to, num_bytes, num_threads, past_caches=past_caches)
+        return self.follow(start(sources.buffer_info()[0], owner))
 
     def prepare(
         self, to: array[int], num_bytes: array[int], num_threads: int | None, *, past_caches: bool = False
-    ) -> Callable[[array[int], object], Filling | None]:
-        """``begin`` for pieces of memory that are filled again and again: what it takes else is left to each time.
+    ) -> Callable[[int, object], object | None]:
+        """``begin`` for pieces of memory that are filled again and again, as long as these arrays are there.
 
-        It gives ``None`` where all was copied at once.
+        It takes the address of the sources' addresses, and their owner; it gives what ``follow`` takes, which is
+        ``None`` where all was copied at once.
         """
-        begin = functools.partial(
-            self._begin,
-            len(to),
-            to.buffer_info()[0],
-            num_bytes.buffer_info()[0],
-            num_threads or self.num_threads,
-            past_caches,
-        )
+        addresses = to.buffer_info()[0], num_bytes.buffer_info()[0]
+        return functools.partial(self._begin, len(to), *addresses, num_threads or self.num_threads, past_caches)
 
-        def fill(sources: array[int], owner: object) -> Filling | None:
-            capsule = begin(sources.buffer_info()[0], owner, to, num_bytes)
-            return None if capsule is None else Filling(capsule, finish)
-
-        finish = self._finish
-        return fill
+    def follow(self, started: object | None) -> Filling:
+        """What was started, to be finished."""
+        return Filling(started, self._finish)
 
 
 class Filling:
@@ -342,9 +335,6 @@ class Filling:
         if self._capsule is not None:
             self._finish(self._capsule)
             self._capsule = None
-
-
-_FILLED = Filling(None, lambda _: None)
 
 
 def num_processors() -> int:

@@ -7,8 +7,9 @@ does both.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_not
 from typing import Any
@@ -26,6 +27,10 @@ Transform = Callable[[Any], Any]
 """What a user does to each batch on the device before they get it."""
 
 
+class NotNowError(FeedError):
+    """No batch can be handed out now; nothing is lost."""
+
+
 class PendingBatch:
     """A batch on its way; transfers add what they note about it.
 
@@ -33,16 +38,13 @@ class PendingBatch:
         num_bytes: What it takes in staging memory.
         copy: Markers around its copy and transform, if it is measured.
         staged_ns: When all of it was staged.
+        chunks: What of it is still to be staged while it is sent: until then the source's memory is needed.
     """
 
     num_bytes: int
     copy: tuple[StreamMarker, StreamMarker] | None = None
     staged_ns = 0
-
-    @property
-    def keeps_source(self) -> bool:
-        """Whether the source's memory is still needed."""
-        return False
+    chunks: Sequence[Any] = ()
 
 
 class Transfer:
@@ -51,10 +53,12 @@ class Transfer:
     Attributes:
         buffer: Number of the buffer of the batch handed out last, if it lies in one.
         num_kept: Pieces of memory that the user has kept in this pass.
+        num_buffers: How many batches can be sent before the user drops one.
     """
 
     buffer: int | None = None
     num_kept = 0
+    num_buffers: float = math.inf
 
     def in_thread(self) -> AbstractContextManager[Any]:
         """Entered by a worker before anything else in a pass."""
@@ -90,8 +94,8 @@ class Transfer:
         """
         raise NotImplementedError
 
-    def stage(self, pending: Any) -> bool:
-        """Begin to copy the source's memory; false when stopped before."""
+    def stage(self, pending: Any, *, finish: bool = False) -> bool:
+        """Begin to copy the source's memory, or finish that, but for its later chunks; false when stopped before."""
         raise NotImplementedError
 
     def send(self, pending: Any, *, measured: bool) -> bool | None:  # noqa: ARG002
@@ -110,14 +114,18 @@ class Transfer:
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """About to ask for the next batch.
+        """About to wait for the next batch.
 
         Raises:
-            FeedError: None can be handed out now.
+            NotNowError: None can be handed out now.
         """
 
     def deliver(self, pending: Any) -> Any:
-        """Hand the batch out."""
+        """Hand the batch out.
+
+        Raises:
+            NotNowError: It cannot be handed out now.
+        """
         raise NotImplementedError
 
     def mark(self) -> StreamMarker | None:
@@ -157,7 +165,7 @@ class HostTransfer(Transfer):
                 num_bytes += narrow_repeats(leaf).nbytes if leaf.layout is torch.strided and not leaf.is_nested else 0
         return _HostBatch(batch, num_bytes)
 
-    def stage(self, pending: _HostBatch) -> bool:
+    def stage(self, pending: _HostBatch, *, finish: bool = False) -> bool:  # noqa: ARG002
         """Nothing to move."""
         if self._transform is not None:
             _, pending.batch = _make_tensors(self._transform(pending.batch))

@@ -166,7 +166,7 @@ class BufferPool:
 
     def __init__(self, context: DeviceContext, num_buffers: int, stream: Stream) -> None:
         self._context = context
-        self._is_capturing = context.is_capturing
+        self._is_capturing, _ = context.stream_getters()
         self.stream = stream  # for which memory is allocated
         self.buffers = [Buffer(i, context.acquire_event(), context.acquire_event()) for i in range(num_buffers)]
         self._free = deque(self.buffers)
@@ -182,14 +182,28 @@ class BufferPool:
 
     # --- making a batch ----------------------------------------------------------------------------------------------
 
-    def take(self) -> Buffer | None:
-        """A buffer that is free; ``None`` when there is none."""
+    def take(self, layout: Layout | None = None) -> tuple[Buffer, list[Tensor] | None] | None:
+        """A buffer that is free; ``None`` when there is none.
+
+        Args:
+            layout: Of the batch that it is for.
+
+        Returns:
+            The buffer; and the leaves of the batch in it, as ``lend_leaves`` gives them, if it is known to fit.
+        """
         try:
             buffer = self._free.popleft()
         except IndexError:
             return None
+        if layout is not None and buffer.layout is layout and buffer.lending and not self._is_to_end:  # nearly always
+            return buffer, self.lend_leaves(buffer, layout)
         buffer.lease = None
-        return buffer
+        return buffer, None
+
+    @property
+    def _is_to_end(self) -> bool:
+        """Whether ``fit`` has more to do than to look at a layout."""
+        return bool(self._deferred) or self._is_idle
 
     def give_back(self, buffer: Buffer) -> None:
         """Make a buffer free that the user has never seen: what was done with it was done on the copy stream."""
@@ -203,7 +217,7 @@ class BufferPool:
         Raises:
             torch.OutOfMemoryError: There is none; what was there before still is.
         """
-        if self._deferred or self._is_idle:
+        if self._is_to_end:
             self._is_idle = False
             self._end_deferred(self._num_rested)
             self._num_rested = len(self._deferred)
@@ -246,17 +260,15 @@ class BufferPool:
         held = lease.lease(number)
         return self._context.lend(held.memory.tensor, held)
 
-    def lend_leaves(self, buffer: Buffer, layout: Layout) -> tuple[BatchLease, list[Tensor]]:
+    def lend_leaves(self, buffer: Buffer, layout: Layout) -> list[Tensor]:
         """The leaves of a batch in a buffer that fits its layout; they bring it back when all of them are gone."""
         lease = self.lend(buffer, range(len(buffer.memories)))
         if not buffer.lending:
-            return lease, view_leaves(
-                layout, [self.lend_bytes(lease, number) for number in range(len(buffer.memories))]
-            )
+            return view_leaves(layout, [self.lend_bytes(lease, number) for number in range(len(buffer.memories))])
         leaves: list[Any] = [None] * len(layout.specs)
         for number, lend in enumerate(buffer.lending):
             lend(lease.lease(number), leaves)  # which keeps the memory as well
-        return lease, leaves
+        return leaves
 
     def lend_other(self, lease: BatchLease, memory: Tensor, home: Stream) -> Tensor:
         """A tensor that lies in no buffer, but shall go back to its stream in order all the same."""
@@ -280,7 +292,8 @@ class BufferPool:
             self._sweep(MOST_LOOKED_AT)
 
     def hand_out(self, lease: BatchLease, stream: Stream) -> None:
-        """Note that a batch now belongs to the consumer, who works with it on ``stream``."""
+        """Note that a batch now belongs to the consumer, who works with it on ``stream``; ``reclaim`` older ones."""
+        self.reclaim()
         lease.stream = self.stream = stream
         self._lent.append(lease)
 

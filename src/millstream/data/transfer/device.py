@@ -27,7 +27,7 @@ from torch import Tensor
 
 from millstream.data.profiler import StreamMarker
 from millstream.data.transfer import lending, outputs
-from millstream.data.transfer.base import PendingBatch, Transfer, Transform, misplaced
+from millstream.data.transfer.base import NotNowError, PendingBatch, Transfer, Transform, misplaced
 from millstream.data.transfer.buffers import BatchLease, Buffer, BufferPool
 from millstream.data.transfer.layout import Chunk, Layout, cut, describe_leaves, plan_layout
 from millstream.data.transfer.staging import CHUNK_BYTES, StagingBuffer, StagingPool, find_addresses, find_likeness
@@ -35,8 +35,7 @@ from millstream.data.transfer.verify import Verifier
 from millstream.device import DeviceContext, Event, Stream, likeness
 from millstream.device.likeness import Likeness
 from millstream.device.native import filler
-from millstream.errors import FeedError
-from millstream.tree import Unflatten, as_tensors, list_items, tree_flatten
+from millstream.tree import Unflatten, as_tensors, tree_flatten
 
 MOST_KEPT_BYTES = 256 << 20
 """Of buffers on both sides, from pass to pass: making them takes a millisecond, and a copy of larger batches longer."""
@@ -46,6 +45,7 @@ ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come ba
 class DeviceBatch(PendingBatch):
     """A batch on its way. What is nearly never set lies in the class and takes no time."""
 
+    chunks: Sequence[Chunk]
     made: tuple[StreamMarker, Stream] | None = None  # where the source's own device work for this batch ends
     pinned: StagingBuffer | None = None
     buffer: Buffer | None = None
@@ -56,26 +56,14 @@ class DeviceBatch(PendingBatch):
     hidden: Sequence[int] = ()  # others that a transform has made: they may be seen in memory that is not the user's
     held: Sequence[Tensor] = ()  # such memory, until they were copied out of it
 
-    def __init__(
-        self,
-        unflatten: Unflatten,
-        layout: Layout,
-        chunks: Sequence[Chunk],
-        leaves: list[Any],
-        staged: Sequence[int],
-        others: dict[int, Any],
-        addresses: array[int] | None,
-    ) -> None:
-        self.unflatten, self.layout, self.num_bytes = unflatten, layout, layout.num_bytes
-        self.chunks = chunks  # of the layout: those that are still to be staged
-        self.leaves = leaves  # on the host; emptied when they are not needed any more
-        self.staged, self.others = staged, others  # which leaves lie in the buffer, and those that do not
-        self.addresses = addresses  # of the leaves, where their bytes can be copied as they are
+    layout: Layout
+    staged: Sequence[int] = ()  # which leaves lie in the buffer
+    others: dict[int, Any]  # and those that do not
+    addresses: array[int] | None = None  # of the leaves, where their bytes can be copied as they are
 
-    @property
-    def keeps_source(self) -> bool:
-        """Whether some chunks are still to be staged."""
-        return bool(self.chunks)
+    def __init__(self, unflatten: Unflatten, leaves: list[Any]) -> None:
+        self.unflatten = unflatten
+        self.leaves = leaves  # on the host; emptied when they are not needed any more
 
 
 class DeviceTransfer(Transfer):
@@ -105,7 +93,7 @@ class DeviceTransfer(Transfer):
         self.copy_stream = context.copy_stream
         self._depth, self._threads = depth, threads
         self._transform, self._verifier = transform, verifier
-        self._is_capturing, self._current_stream = context.is_capturing, context.current_stream
+        self._is_capturing, self._current_stream = context.stream_getters()
         self._capture_lock = context.capture_lock
         self._spare_captures = context.spare_captures()
         # Of a batch that nothing else is done to on the copy stream, one event tells both that the staging buffer was
@@ -127,6 +115,11 @@ class DeviceTransfer(Transfer):
     def num_kept(self) -> int:  # type: ignore[override]
         """Segments that the user has kept."""
         return self.pool.num_kept
+
+    @property
+    def num_buffers(self) -> float:  # type: ignore[override]
+        """Those of the pool."""
+        return len(self.pool.buffers)
 
     @property
     def is_usable(self) -> bool:
@@ -163,16 +156,23 @@ class DeviceTransfer(Transfer):
         Raises:
             FeedError: A tensor lives on a third device, or something is of a type that is not known.
         """
-        likeness, flat, addresses = self._likeness, None, None
-        if likeness is not None and (flat := list_items(batch)) is not None:
-            addresses = likeness.find(flat[0])  # of tensors only: what else may be in a list, looks like none of them
-        leaves, unflatten = flat if flat is not None and addresses is not None else tree_flatten(batch)
-        if likeness is not None and addresses is None:
-            addresses = likeness.find(leaves)
-        if addresses is not None:  # nearly always
-            return DeviceBatch(unflatten, self._layout, self._chunks, leaves, self._staged, {}, addresses)
+        kind = type(batch)
+        # Of a list, all is looked at by compiled code: what else than tensors may be in it, looks like none of them.
+        leaves, unflatten = ([*batch], kind) if kind is list or kind is tuple else tree_flatten(batch)
+        pending = DeviceBatch(unflatten, leaves)
+        if self._likeness is not None:
+            pending.addresses = self._likeness.find(leaves)
+        if pending.addresses is None:
+            return self._describe(batch)
+        pending.layout, pending.chunks, pending.others = self._layout, self._chunks, {}  # nearly always
+        pending.staged, pending.num_bytes = self._staged, self._layout.num_bytes
+        return pending
+
+    def _describe(self, batch: Any) -> DeviceBatch:
+        """Prepare a batch that looks like none before, or has more than what can be copied as it is."""
         staged: list[int] = []
         others: dict[int, Any] = {}
+        leaves, unflatten = tree_flatten(batch)
         leaves = as_tensors(batch, leaves)
         for i, leaf in enumerate(leaves):
             if outputs.can_be_staged(leaf):
@@ -187,13 +187,19 @@ class DeviceTransfer(Transfer):
             self._layout = plan_layout(specs)
             self._chunks, self._whole = cut(self._layout, CHUNK_BYTES), cut(self._layout, sys.maxsize)
         self._likeness, self._staged = None if others else find_likeness(self._layout, host), staged
-        addresses = find_addresses(self._layout, host)
-        chunks = self._whole if addresses is None else self._chunks
-        pending = DeviceBatch(unflatten, self._layout, chunks, host, staged, others, addresses)
+        pending = DeviceBatch(unflatten, host)
+        pending.layout, pending.num_bytes, pending.staged, pending.others = (
+            self._layout,
+            self._layout.num_bytes,
+            staged,
+            others,
+        )
+        pending.addresses = find_addresses(self._layout, host)
+        pending.chunks = self._whole if pending.addresses is None else self._chunks
         pending.made = outputs.keep_resident(self.context, others)
         return pending
 
-    def stage(self, pending: DeviceBatch, *, wait: bool = True) -> bool:
+    def stage(self, pending: DeviceBatch, *, finish: bool = False, wait: bool = True) -> bool:
         """Begin to copy the first chunk of the batch's host tensors into the next staging buffer.
 
         Always, even when they are pinned already: a source that yields the same memory again would otherwise overwrite
@@ -208,15 +214,17 @@ class DeviceTransfer(Transfer):
         if pinned is None:
             return False
         pending.pinned, pending.chunks = pinned, chunks[1:]
+        if finish and pinned.filling is not None:  # what is short is over when it has begun
+            self.finish(pending)
         return True
 
     def send(self, pending: DeviceBatch, *, measured: bool) -> bool | None:
         """Move the batch into a buffer of the device. When memory is short, that is left to the consumer."""
-        buffer = self._take()
-        if buffer is None:
+        taken = self._take(pending.layout)
+        if taken is None:
             self.finish(pending)
             return None
-        pending.buffer = buffer
+        pending.buffer, pending.whole = taken
         if self._verifier is not None:
             self._verifier.verify(self._stopped, leave=ECHOES_LEFT)
         is_cut = bool(pending.chunks)
@@ -232,11 +240,13 @@ class DeviceTransfer(Transfer):
         pending.leaves = []
         return True
 
-    def _take(self) -> Buffer | None:
-        while (buffer := self.pool.take()) is not None and self._verifier is not None:
-            if (checked := self._verifier.rotate(buffer)) is not None:
-                return checked
-        return buffer
+    def _take(self, layout: Layout) -> tuple[Buffer, list[Tensor] | None] | None:
+        if self._verifier is None:
+            return self.pool.take(layout if self._transform is None else None)
+        while (taken := self.pool.take()) is not None:
+            if (checked := self._verifier.rotate(taken[0])) is not None:
+                return checked, None
+        return None
 
     def _stage_whole(self, pending: DeviceBatch) -> bool:
         """Stage all of a batch at once, also what was sent before: the consumer may take its time to start it."""
@@ -263,7 +273,8 @@ class DeviceTransfer(Transfer):
         if torch.is_inference_mode_enabled():  # the loop may have it on, or the source may have left it on
             with torch.inference_mode(False):
                 return self._start(pending, measured=measured)
-        memories = self.pool.fit(buffer, pending.layout, copy_stream)
+        if pending.whole is None:
+            self.pool.fit(buffer, pending.layout, copy_stream)
         if self._transform is None:
             self._lend(pending, buffer)  # while helpers still stage
         checksums: dict[int, int] = {}
@@ -293,11 +304,11 @@ class DeviceTransfer(Transfer):
                 return False
         if self._verifier is not None:
             with self._capture_lock:
-                self._verifier.follow(pending.layout, memories, buffer, checksums)
+                self._verifier.follow(pending.layout, buffer, checksums)
         if self._transform is not None:
             # In the order in which an engine takes them, of which the transform may call one.
             with context.graph_lock, self._capture_lock:
-                outputs.apply(self, self._transform, pending, memories)
+                outputs.apply(self, self._transform, pending, buffer.memories)
         pending.ready = buffer.ready
         return True
 
@@ -358,13 +369,14 @@ class DeviceTransfer(Transfer):
             context.copy(pairs, self.copy_stream, waits=waits, before=begin, after=(*end, *events))
 
     def _lend(self, pending: DeviceBatch, buffer: Buffer) -> None:
-        pending.lease, leaves = self.pool.lend_leaves(buffer, pending.layout)
-        if not pending.layout.segments:
-            self.pool.give_back(buffer)  # nothing of it will ever be dropped
+        leaves = pending.whole
+        if leaves is None:
+            leaves = self.pool.lend_leaves(buffer, pending.layout)
+        pending.lease, pending.whole = buffer.lease, None if pending.others else leaves
         if pending.others:
             pending.tensors = dict(zip(pending.staged, leaves, strict=True))
-        else:
-            pending.whole = leaves
+        if not pending.layout.segments:
+            self.pool.give_back(buffer)  # nothing of it will ever be dropped
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
@@ -374,14 +386,18 @@ class DeviceTransfer(Transfer):
         Raises:
             FeedError: The current stream is being captured.
         """
+        self._look_at_stream()
+        self.pool.reclaim()
+
+    def _look_at_stream(self) -> Stream:
         if self._is_capturing():
-            raise FeedError(
+            raise NotNowError(
                 f"A batch was asked for while the current stream of {self.context.place} is being captured into a "
                 "CUDA graph, which would hold this one batch for ever. Take the batch before the capture, and copy it "
                 "into the graph's input."
             )
         self.stream = self._current_stream()
-        self.pool.reclaim()
+        return self.stream
 
     def mark(self) -> StreamMarker | None:
         """Note where the consumer's stream stands."""
@@ -389,7 +405,7 @@ class DeviceTransfer(Transfer):
 
     def deliver(self, pending: DeviceBatch) -> Any:
         """Hand the batch out on the current stream. The host does not wait for the device."""
-        stream = self.stream
+        stream = self._look_at_stream()
         if pending.ready is None:
             self._start(pending)  # memory was short; if it still is, the user learns it here, and may try again
             assert pending.ready is not None

@@ -20,9 +20,9 @@ class _Parts(PendingBatch):
         self.num_bytes = sum(part.num_bytes for part in parts)
 
     @property
-    def keeps_source(self) -> bool:
-        """Whether some part does."""
-        return any(part.keeps_source for part in self.parts)
+    def chunks(self) -> Sequence[Any]:  # type: ignore[override]
+        """Those of all parts."""
+        return [chunk for part in self.parts for chunk in part.chunks]
 
 
 class MultiDeviceTransfer(Transfer):
@@ -75,9 +75,15 @@ class MultiDeviceTransfer(Transfer):
         parts = [transfer.prepare(part) for transfer, part in zip(self._transfers, self._share(batch), strict=False)]
         return _Parts(parts)
 
-    def stage(self, pending: _Parts) -> bool:
+    @property
+    def num_buffers(self) -> float:  # type: ignore[override]
+        """Of the device that has fewest."""
+        return min(transfer.num_buffers for transfer in self._transfers)
+
+    def stage(self, pending: _Parts, *, finish: bool = False) -> bool:
         """Stage all parts."""
-        return all(transfer.stage(part) for transfer, part in zip(self._transfers, pending.parts, strict=False))
+        pairs = zip(self._transfers, pending.parts, strict=False)
+        return all(transfer.stage(part, finish=finish) for transfer, part in pairs)
 
     def send(self, pending: _Parts, *, measured: bool) -> bool | None:
         """Send the parts that are not yet sent."""

@@ -81,7 +81,7 @@ class StagingPlan:
     copies: Sequence[tuple[int, int, Tensor]] = ()
     addresses: array[int] = field(default_factory=lambda: array("Q"))
     lengths: array[int] = field(default_factory=lambda: array("Q"))
-    fill: Callable[[array[int], object], Filling | None] | None = None
+    fill: Callable[[int, object], object | None] | None = None
     pieces: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -170,7 +170,9 @@ class StagingPool:
         if addresses is not None and plan.fill is not None:
             if len(chunk.sources) < len(addresses) or chunk.num_bytes < layout.num_bytes:
                 addresses = array("Q", [addresses[number] + start for number, start, _, _ in chunk.sources])
-            buffer.filling = plan.fill(addresses, (buffer.memory, leaves))
+            started = plan.fill(addresses.buffer_info()[0], (buffer.memory, leaves))
+            if started is not None and self._filler is not None:
+                buffer.filling = self._filler.follow(started)
         else:
             try:
                 with out_of_inference_mode():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +76,9 @@ class Verifier:
         for number, _, sent in pinned.copies:
             checksums[number] = _checksum(sent, checksums.get(number, 0))
 
-    def follow(self, layout: Layout, memories: Sequence[Tensor], buffer: Buffer, checksums: dict[int, int]) -> None:
+    def follow(self, layout: Layout, buffer: Buffer, checksums: dict[int, int]) -> None:
         """Worker: all copies of a batch were enqueued; read back what they bring."""
-        for number, (segment, memory) in enumerate(zip(layout.segments, memories, strict=True)):
+        for number, (segment, memory) in enumerate(zip(layout.segments, buffer.memories, strict=True)):
             self._listen(
                 memory[: segment.num_bytes],
                 checksums[number],
