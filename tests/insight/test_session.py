@@ -16,7 +16,7 @@ import millstream as ms
 from millstream.errors import ArgumentError
 from millstream.insight import Cause
 from millstream.insight.host import spans_of
-from millstream.trace import Session
+from millstream.trace import Session, frames
 
 
 def look():
@@ -148,3 +148,20 @@ def test_collection_while_a_step_is_captured_is_compiling():
     assert outer.start_ns <= inner.start_ns < inner.end_ns <= outer.end_ns
     assert {span.cause for _, _, span in spans_of(recording)} == {Cause.COMPILE}
     assert 0 < recording.always_on_share < 1
+
+
+def test_event_of_another_thread_that_comes_late_does_no_harm(monkeypatch):
+    session = Session(uses_device=False)
+    session.start()
+    gc.collect()
+    gc.collect()
+    log = session._log
+    original = frames.sites_of
+
+    def sites_of(stack):
+        log.add_span(0, Cause.GC)
+        return original(stack)
+
+    monkeypatch.setattr(frames, "sites_of", sites_of)
+    recording = session.stop()
+    assert sum(span.cause is Cause.GC for span in recording.spans) >= 2

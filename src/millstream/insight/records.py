@@ -225,7 +225,7 @@ class Recording:
         switch_ns: How long a thread may keep the interpreter while others want it.
         library_roots: Folders whose files are not the user's.
         cost_share: What looking cost, as a share of the time.
-        always_on_share: The same of hooks and samples alone, without the steps under the device's profiler.
+        always_on_share: The same of hooks and samples alone, but for the steps under the device's profiler.
         looking_slowed: By what part of a step it was longer while the device's profiler was on; ``None`` if not known.
         later_step_ns: Mean length of the steps after those that the device's profiler saw; ``None`` if not known.
         caveats: What could not be seen, in sentences.

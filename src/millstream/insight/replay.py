@@ -66,7 +66,7 @@ def recoverable_ns(
 
 BLOCKING = 0.5
 """A call that lasts so much of the copy that it asks for waits for it."""
-_READ = "DtoH"  # in the names of copies to the host: what is read there waits as a synchronisation does
+_SAME_CALL_NS = 50_000  # from a copy to the wait for it, both of one operator
 _OF_LAUNCHING = (Cause.LAUNCH, Cause.PYTHON)
 """What a run of launches spends its time on; what else happens in it, such as a collection, remains in a graph."""
 
@@ -84,7 +84,7 @@ class _Call:
         device_ns: Length of the activity.
         kind: Of the activity.
         is_blocking: The call returns when the activity is over.
-        is_read: It copies to the host.
+        is_of_copy: A wait for the copy that was called just before it: PyTorch waits so for memory that is not pinned.
         is_run: Of a run of launches.
     """
 
@@ -96,7 +96,7 @@ class _Call:
     device_ns: int = 0
     kind: ActivityKind = ActivityKind.KERNEL
     is_blocking: bool = False
-    is_read: bool = False
+    is_of_copy: bool = False
     is_run: bool = False
 
 
@@ -127,7 +127,9 @@ class _Model:
             before_ns = each.start_ns - latest
             latest = max(each.end_ns, each.start_ns)
             if isinstance(each, Span):  # what remains of the wait when the device is done
-                self.calls.append(_Call(before_ns, saved, each.end_ns - min(max(each.start_ns, done), each.end_ns)))
+                rest_ns = each.end_ns - min(max(each.start_ns, done), each.end_ns)
+                is_of_copy = bool(self.calls) and self.calls[-1].is_blocking and before_ns <= _SAME_CALL_NS
+                self.calls.append(_Call(before_ns, saved, rest_ns, is_of_copy=is_of_copy))
                 continue
             first, last, sample = work[each.number]
             done = max(done, last)
@@ -147,8 +149,7 @@ class _Model:
                     last - first,
                     sample.kind,
                     is_blocking,
-                    _READ in sample.name,
-                    each.number in in_run,
+                    is_run=each.number in in_run,
                 )
             )
         self.tail_ns = max(end_ns - latest, 0)
@@ -164,7 +165,7 @@ class _Model:
             else:
                 host += call.before_ns - sum(call.saved_ns.get(cause, 0) for cause in without)
             if call.stream is None:
-                if Cause.SYNC not in without:
+                if Cause.SYNC not in without and not (call.is_of_copy and Cause.COPY in without):
                     host = max(host, device) + call.length_ns
                 continue
             hidden = (Cause.COPY in without and call.kind is ActivityKind.COPY) or (
@@ -174,8 +175,7 @@ class _Model:
             end = start + (0 if hidden else call.device_ns)
             free[call.stream] = end
             device = max(device, end)
-            is_waited_for = Cause.SYNC not in without if call.is_read else not hidden
-            if call.is_blocking and is_waited_for:
+            if call.is_blocking and not hidden and Cause.SYNC not in without:
                 host = max(host, end)
             host += 0 if is_fused else call.length_ns
         return max(host + self.tail_ns, device)

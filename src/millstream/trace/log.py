@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from millstream.insight import Cause, Loader, Site
 from millstream.trace.frames import RawStack, take_stack
@@ -36,6 +36,11 @@ class Log:
     num_batches: Counter[tuple[Site | None, int]] = field(default_factory=Counter)
     breaks: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=1000))
     num_events: int = 0
+
+    def settled(self) -> Log:
+        """A copy to be read: another thread may still be about to write its last event."""
+        deques = {name: getattr(self, name).copy() for name in ("spans", "marks", "batches", "breaks")}
+        return replace(self, **deques, loaders=self.loaders.copy(), num_batches=self.num_batches.copy())
 
     def add_span(self, start_ns: int, cause: Cause, detail: str = "", depth: int = 2) -> None:
         """Something has ended; the stack begins ``depth`` frames above."""

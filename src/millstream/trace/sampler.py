@@ -60,11 +60,12 @@ class Sampler:
         looks: What it saw.
         is_hurried: Set it for steps that matter: looks are as frequent then as they can be.
         busy_ns: Its own time.
+        hurried_ns: What of that it took while it was hurried.
     """
 
     def __init__(self, on_look: Callable[[], None] | None = None) -> None:
         self.looks: deque[Look] = deque(maxlen=MAX_LOOKS)
-        self.busy_ns = 0
+        self.busy_ns = self.hurried_ns = 0
         self.is_hurried = False
         self._on_look = on_look
         self._stopped = threading.Event()
@@ -95,9 +96,11 @@ class Sampler:
             now = time.perf_counter_ns()
             if due > now:
                 time.sleep((due - now) / 1e9)
-            now = time.perf_counter_ns()
+            now, before_ns = time.perf_counter_ns(), time.thread_time_ns()
             self.looks.append(self._look(mine, now, now - due))
             num_looks += 1
+            if self.is_hurried:
+                self.hurried_ns += time.thread_time_ns() - before_ns
             if num_looks % NUM_PRICED == 0:
                 price_ns = (time.thread_time_ns() - began_ns) / num_looks
                 hertz = HERTZ if num_looks < NUM_FIRST else HERTZ_LATER

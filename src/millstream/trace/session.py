@@ -100,6 +100,7 @@ class Session:
         self._sampler.stop()
         thread = self._find_thread()
         hooks.close()  # before what they saw is read, which is no part of the run
+        self._log = self._log.settled()
         device = self._device.close(thread) if self._device is not None else None
         batch_ns = hooks.worker_times.median_ns()
         hooks.worker_times.close()
@@ -114,7 +115,7 @@ class Session:
         caveats += _why_sparse(samples, steps)
         windows = self._device.spans if self._device is not None else []
         windows_ns = sum(span.end_ns - span.start_ns for span in windows)
-        always_ns = self._sampler.busy_ns + self._log.num_events * _event_ns()
+        always_ns = self._sampler.busy_ns - self._sampler.hurried_ns + self._log.num_events * _event_ns()
         in_process = [end - start for _, start, end, cause, _, _ in self._log.spans if cause is Cause.IN_PROCESS]
         own_ns = int(median(in_process)) if in_process else 0
         loaders = [
@@ -139,7 +140,7 @@ class Session:
             num_cores=_num_cores(),
             switch_ns=round(sys.getswitchinterval() * 1e9),
             library_roots=frames.library_roots(),
-            cost_share=(always_ns + windows_ns) / max(ended_ns - self._began_ns, 1),
+            cost_share=(always_ns + self._sampler.hurried_ns + windows_ns) / max(ended_ns - self._began_ns, 1),
             always_on_share=always_ns / max(ended_ns - self._began_ns - windows_ns, 1),
             caveats=tuple(caveats),
             rank=int(os.environ.get("RANK", "0")),
