@@ -36,6 +36,7 @@ NAMES = [
     "explain",
     "feed",
     "fetch",
+    "full_state_dict",
     "parallel",
     "precompile",
     "profile",

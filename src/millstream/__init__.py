@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         compile,
         eager_region,
         explain,
+        full_state_dict,
         precompile,
         profile,
         step,
@@ -70,6 +71,7 @@ __all__ = [
     "explain",
     "feed",
     "fetch",
+    "full_state_dict",
     "parallel",
     "precompile",
     "profile",
@@ -80,7 +82,18 @@ __all__ = [
 ]
 
 _LATE = frozenset(
-    ("callback", "compile", "eager_region", "explain", "precompile", "profile", "step", "trace_syncs", "version_report")
+    (
+        "callback",
+        "compile",
+        "eager_region",
+        "explain",
+        "full_state_dict",
+        "precompile",
+        "profile",
+        "step",
+        "trace_syncs",
+        "version_report",
+    )
 )
 
 

@@ -9,17 +9,19 @@ from millstream.lower.segments import cut
 
 
 class Doubling:
-    """A collective of two processes that have the same."""
+    """A collective of two processes that have the same; it may take the memory of an earlier one."""
 
-    def __init__(self, *like, log):
-        self.views = [torch.empty_like(each) for each in like]
+    def __init__(self, *like, log, memory=None):
+        self.memory = torch.empty(sum(each.numel() for each in like), dtype=like[0].dtype) if memory is None else memory
+        parts = self.memory.split([each.numel() for each in like])
+        self.sent = self.views = [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
         self.key, self.log = register_exchange(self), log
         self._is_under_way = False
 
     def start(self):
         assert not self._is_under_way
         self._is_under_way = True
-        self.sent = [view.clone() for view in self.views]
+        self.given = [view.clone() for view in self.views]
         for view in self.views:
             view.fill_(float("nan"))  # nobody may read it yet
         self.log.append(self.key)
@@ -27,13 +29,13 @@ class Doubling:
     def wait(self):
         if self._is_under_way:
             self._is_under_way = False
-            for view, sent in zip(self.views, self.sent, strict=True):
+            for view, sent in zip(self.views, self.given, strict=True):
                 view.copy_(2 * sent)
 
 
 def run(segments, exchanges, inputs):
     """As the engine does it, by the segments' own graphs."""
-    views = [view for exchange in exchanges for view in exchange.views]
+    views = [view for exchange in exchanges for view in (*exchange.views, *exchange.sent)]
     values = [*inputs, *views, *[None] * (segments.num_values - len(inputs) - len(views))]
     for segment in segments.segments:
         for number in segment.waits:
@@ -42,7 +44,7 @@ def run(segments, exchanges, inputs):
             for place, result in zip(segment.outputs, segment.graph(*[values[p] for p in segment.inputs]), strict=True):
                 values[place] = result
         for number, places in segment.brings:
-            for view, place in zip(exchanges[number].views, places, strict=True):
+            for view, place in zip(exchanges[number].sent, places, strict=True):
                 view.copy_(values[place])
         for number in segment.starts:
             exchanges[number].start()
@@ -142,3 +144,35 @@ def test_results_are_no_memory_of_a_collective():
     (first,) = run(segments, [exchange], [torch.ones(3)])
     run(segments, [exchange], [torch.zeros(3)])
     assert first.tolist() == [4.0] * 3
+
+
+def gathering(log):
+    """A step that sends its parameters in the memory in which gradients came, and reads those gradients later on."""
+    w, v = torch.randn(4, 3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    gradients = Doubling(w, v, log=log)
+    whole = Doubling(w, v, log=log, memory=gradients.memory)
+
+    def step(w, v, x):
+        dw, dv = EXCHANGE([x.t() @ (x @ w), (x @ w).t() @ x], gradients.key)
+        w.sub_(0.1 * dw)
+        sum_w, sum_v = EXCHANGE([w, v - 0.1 * dv], whole.key)
+        v.copy_(sum_v)
+        return [dw / sum_w, dv.t(), dw]
+
+    return step, [gradients, whole], [w, v, x]
+
+
+@pytest.mark.parametrize("max_cuts", [1, 2])
+def test_collectives_share_memory(max_cuts):
+    log = []
+    step, exchanges, inputs = gathering(log)
+    ours, theirs = [each.clone() for each in inputs], [each.clone() for each in inputs]
+    expected = step(*theirs)
+    segments = cut(functional(step, *inputs), max_cuts)
+    results = run(segments, exchanges, ours)
+    for left, right in zip([*results, *ours], [*expected, *theirs], strict=True):
+        torch.testing.assert_close(left, right)
+    (sent,) = [places for segment in segments.segments for _, places in segment.brings]
+    assert sent[0] == 0  # the input itself, which has its new value by then
+    assert sent[1] >= segments.num_inputs

@@ -25,7 +25,7 @@ if torch.distributed.is_available() and torch.distributed.is_gloo_available():
         """Two processes that run a step as one program where they agree."""
         yield from _group(2, MILLSTREAM_COLLECTIVES="captured")
 
-    @pytest.fixture
+    @pytest.fixture(scope="session")
     def trio():
         """Three processes."""
         yield from _group(3)

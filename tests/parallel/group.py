@@ -3,6 +3,7 @@
 As a program, ``python -m tests.parallel.group rank size store backend``, it is one of them.
 """
 
+import importlib
 import json
 import os
 import queue
@@ -31,7 +32,7 @@ class Group:
         self.size, self._processes, self._answers = size, [], queue.Queue()
 
     def run(self, check, *args):
-        """Run a function of ``tests.parallel.checks`` in all processes, and return what each of them returns."""
+        """Run a function of a module of checks in all processes, and return what each of them returns."""
         self.start_check(check, *args)
         return self.finish_check()
 
@@ -39,7 +40,7 @@ class Group:
         if not self._processes:
             self._start()
         for process in self._processes:
-            process.stdin.write(json.dumps([check.__name__, *args]) + "\n")
+            process.stdin.write(json.dumps([check.__module__, check.__name__, *args]) + "\n")
             process.stdin.flush()
 
     def finish_check(self, without=()):
@@ -116,9 +117,9 @@ def main(rank, size, store, backend):
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, rank=rank, world_size=size, init_method=f"file://{store}", timeout=TIMEOUT)
     for line in sys.stdin:
-        name, *args = json.loads(line)
+        module, name, *args = json.loads(line)
         try:
-            answer = {"result": getattr(checks, name)(rank, *args)}
+            answer = {"result": getattr(importlib.import_module(module), name)(rank, *args)}
         except BaseException:  # noqa: BLE001  the test shows it
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")

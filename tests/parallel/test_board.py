@@ -47,6 +47,15 @@ def test_rank_that_fails_is_heard_by_all(boards):
     assert in_both(boards, lambda board: board.gather(board.rank)) == [[0, 1], [0, 1]]
 
 
+def test_rank_that_failed_leaves_slower_ones_their_words(boards):
+    boards[0]._tell(5)  # it has yet to read what the other tells
+    boards[1].gather(6)
+    boards[1].fail()
+    with pytest.raises(DataParallelError, match="Rank 1 waited for rank 0"):
+        boards[1].gather(7)
+    assert boards[0]._await("") == [5, 6]
+
+
 def test_old_word_is_not_taken_for_a_new_one(boards):
     in_both(boards, lambda board: board.gather(7))
     in_both(boards, lambda board: board.gather(7))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakSet, WeakValueDictionary
@@ -23,12 +23,14 @@ class Exchange(Protocol):
 
     Attributes:
         label: What it is, for people.
-        memory: What it reads and writes.
-        views: Parts of the memory.
+        memory: What it reads and writes; others may use it before and after.
+        sent: Parts of the memory where it has its values.
+        views: Parts of the memory where it has its results.
     """
 
     label: str
     memory: Tensor
+    sent: list[Tensor]
     views: list[Tensor]
 
     def start(self) -> None: ...
@@ -45,7 +47,7 @@ _library = torch.library.Library("millstream", "FRAGMENT")
 _library.define("exchange(Tensor[] values, int key) -> Tensor[]")
 
 EXCHANGE = torch.ops.millstream.exchange.default
-"""``exchange(values, key)``: what the collective ``key`` makes of ``values``, laid out as its views."""
+"""``exchange(values, key)``: what the collective ``key`` makes of ``values``, one or more, laid out as its views."""
 
 has_side_effect(EXCHANGE)  # other processes take part, whether or not anyone here uses the results
 
@@ -65,7 +67,7 @@ def exchange_of(key: Any) -> Exchange:
 @torch.library.impl(_library, "exchange", "CompositeExplicitAutograd")
 def _exchange(values: Sequence[Tensor], key: int) -> list[Tensor]:
     exchange = _exchanges[key]
-    torch._foreach_copy_(exchange.views, list(values))
+    torch._foreach_copy_(exchange.sent, list(values))
     exchange.start()
     exchange.wait()
     return [view.clone(memory_format=torch.preserve_format) for view in exchange.views]
@@ -116,6 +118,12 @@ def release_before_shutdown(capture: Releasable) -> None:
     destroy_process_group.restore = restore  # type: ignore[attr-defined]
     for module in (dist, dist.distributed_c10d):
         module.destroy_process_group = destroy_process_group
+
+
+#: ``reduce_scatter(output, input, op=..., group=..., async_op=...)``; its first name is of torch before 2.13.
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+#: ``all_gather(output, input, group=..., async_op=...)``, likewise.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

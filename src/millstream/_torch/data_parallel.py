@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -150,12 +151,14 @@ def inputs_on_device(wrapper: DistributedDataParallel, inputs: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
 
 
-REPLACED = {
-    "forward": (DistributedDataParallel, "forward"),
-    "backward": (torch.autograd, "backward"),
-    "all_reduce": (dist, "all_reduce"),
-    "broadcast": (dist, "broadcast"),
-}
+REPLACED: tuple[tuple[str, Any, str], ...] = (
+    ("forward", DistributedDataParallel, "forward"),
+    ("backward", torch.autograd, "backward"),
+    ("all_reduce", dist, "all_reduce"),
+    ("broadcast", dist, "broadcast"),
+    ("total_norm", clip_grad, "_get_total_norm"),  # which clip_grad_norm_ calls
+    ("total_norm", nn.utils, "get_total_norm"),
+)
 """What a run of a step does in its own way: a name, and where PyTorch has the function."""
 
 
@@ -167,16 +170,15 @@ def calls_replaced(choose: Callable[[str], Callable[..., Any] | None]) -> Iterat
         choose: Asked in each call, with a name of ``REPLACED``: gives what is called instead, with the original and its
             arguments, or ``None`` for the original alone.
     """
-    originals = {
-        name: vars(owner)[attribute] for name, (owner, attribute) in REPLACED.items() if hasattr(owner, attribute)
-    }
-    for name, original in originals.items():
-        setattr(*REPLACED[name], _choosing(original, functools.partial(choose, name)))
+    replaced = [each for each in REPLACED if hasattr(*each[1:])]
+    originals = [vars(owner)[attribute] for _, owner, attribute in replaced]
+    for (name, owner, attribute), original in zip(replaced, originals, strict=True):
+        setattr(owner, attribute, _choosing(original, functools.partial(choose, name)))
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(*REPLACED[name], original)
+        for (_, owner, attribute), original in zip(replaced, originals, strict=True):
+            setattr(owner, attribute, original)
 
 
 def _choosing(original: Any, choose: Callable[[], Callable[..., Any] | None]) -> Any:

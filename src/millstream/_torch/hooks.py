@@ -48,13 +48,13 @@ def hooks_for_all() -> list[Any]:
 
 
 class OwnHook:
-    """A hook that we register for the length of a trace: captured steps of other threads do not depend on it."""
+    """A hook of ours: captured steps do not depend on it, nor on what it reaches."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._function(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 def hooks_of_module(module: torch.nn.Module) -> tuple[Any, ...]:
@@ -63,8 +63,9 @@ def hooks_of_module(module: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """Hooks that run when ``optimizer`` steps. Tried on 2.11 and 2.13."""
-    return *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
+    """Hooks that run when ``optimizer`` steps, but for our own. Tried on 2.11 and 2.13."""
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    return tuple(hook for hook in hooks if not isinstance(hook, OwnHook))
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
         check: int | None
         data_parallel: bool | ProcessGroup
+        shard_optimizer: bool
         dynamic: bool | None
 
     class Settings(CommonSettings, total=False, closed=True):

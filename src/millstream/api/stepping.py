@@ -46,6 +46,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     max_graphs: int = 8,
     check: int | None = None,
     data_parallel: bool | ProcessGroup = False,
+    shard_optimizer: bool = False,
     dynamic: bool | None = None,
     options: dict[str, Any] | None = None,
 ) -> Any:
@@ -71,6 +72,9 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             the first one has is copied to all at the first call, and gradients become their mean after each backward
             pass. The same parameters get gradients in every call; buffers stay each process's own. A step with
             a ``DistributedDataParallel`` model needs none of this.
+        shard_optimizer: Whether those processes divide their optimizers: each holds the state of its share of the
+            parameters and updates that alone, and then all get the others'. SGD, Adam, AdamW, RMSprop and Adagrad only.
+            Each process has the gradients of its share; ``clip_grad_norm_`` knows that. See ``ms.full_state_dict``.
         dynamic: Whether sizes of arguments are symbolic, so that one graph serves all: ``None`` makes those symbolic
             that were seen to change, ``True`` all from the first capture on, ``False`` none.
         options: Options of TorchInductor.
@@ -80,8 +84,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     """
     check_arguments(engine, max_graphs, options, copy_outputs=copy_outputs, strict=strict)
     scheduling = scheduling_of(streams, policy, memory)
-    if not isinstance(data_parallel, bool) and not hasattr(data_parallel, "allreduce"):
-        raise ArgumentError(f"data_parallel={data_parallel!r} is neither True nor False nor a process group.")
+    _check_processes(data_parallel, shard_optimizer)
     if not isinstance(dynamic, bool) and dynamic is not None:
         raise ArgumentError(f"dynamic={dynamic!r} is none of True, False and None.")
     if fn is None:
@@ -96,6 +99,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             max_graphs=max_graphs,
             check=check,
             data_parallel=data_parallel,
+            shard_optimizer=shard_optimizer,
             dynamic=dynamic,
             options=options,
         )
@@ -135,8 +139,18 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         max_graphs=max_graphs,
         check=_calls_between_checks(check),
         data_parallel=data_parallel,
+        shard_optimizer=shard_optimizer,
         dynamic=dynamic,
     )
+
+
+def _check_processes(data_parallel: Any, shard_optimizer: Any) -> None:
+    if not isinstance(data_parallel, bool) and not hasattr(data_parallel, "allreduce"):
+        raise ArgumentError(f"data_parallel={data_parallel!r} is neither True nor False nor a process group.")
+    if not isinstance(shard_optimizer, bool):
+        raise ArgumentError(f"shard_optimizer={shard_optimizer!r} is neither True nor False.")
+    if shard_optimizer and data_parallel is False:
+        raise ArgumentError("shard_optimizer=True divides work between processes: give data_parallel=True as well.")
 
 
 def _calls_between_checks(check: int | None) -> int:

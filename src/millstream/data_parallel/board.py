@@ -62,6 +62,7 @@ class Board:
         self._payload = memory[-PAYLOAD_BYTES:]
         self._words[2 * size + rank] = os.getpid()
         self._round = 0
+        self._has_failed = False
 
     def gather(self, value: int, what: str = "") -> list[int]:
         """Tell all processes a number from 0 to ``MOST`` and hear theirs, in the order of ranks.
@@ -74,15 +75,23 @@ class Board:
             DataParallelError: Some process has ended, or does not come within the timeout.
             NotTogetherError: Some process has failed.
         """
-        words, turn = self._tell(value)
+        if self._has_failed:  # others may still have to read the round before that, whose words the next one takes
+            self._await(what)
+            self._has_failed = False
+        self._tell(value)
+        values = self._await(what)
+        if _FAILED in values:
+            raise NotTogetherError(f"rank {values.index(_FAILED)} could not {what or 'go on'}")
+        return values
+
+    def _await(self, what: str) -> list[int]:
+        """Wait until all are in this round; what they tell."""
+        words, turn = self._words_of_round()
         start = look_at = 0.0
         while True:
             seen = words.tolist()
             if all(word >> _VALUE_BITS == turn for word in seen):
-                values = [word & _FAILED for word in seen]
-                if _FAILED in values:
-                    raise NotTogetherError(f"rank {values.index(_FAILED)} could not {what or 'go on'}")
-                return values
+                return [word & _FAILED for word in seen]
             now = time.monotonic()
             start = start or now
             if now - start > SPIN_S:
@@ -94,14 +103,18 @@ class Board:
     def fail(self) -> None:
         """Have all others get an error from what they gather next, which all do; nobody waits."""
         self._tell(_FAILED)
+        self._has_failed = True
 
-    def _tell(self, value: int) -> tuple[memoryview, int]:
-        """Begin a round; return its words, and its number as they have it."""
+    def _tell(self, value: int) -> None:
+        """Begin a round."""
         self._round += 1
-        turn, first = self._round % _NUM_ROUNDS, (self._round & 1) * self.size
-        words = self._words[first : first + self.size]
+        words, turn = self._words_of_round()
         words[self.rank] = turn << _VALUE_BITS | value
-        return words, turn
+
+    def _words_of_round(self) -> tuple[memoryview, int]:
+        """The words of this round, and its number as they have it."""
+        first = (self._round & 1) * self.size
+        return self._words[first : first + self.size], self._round % _NUM_ROUNDS
 
     def share(self, payload: bytes, what: str = "") -> bytes:
         """What the first process gives, in all of them."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millstream._torch.collectives import register_exchange
+from millstream._torch.collectives import all_gather, reduce_scatter, register_exchange
 from millstream.data_parallel.agreement import Agreement
 from millstream.data_parallel.buckets import Bucket
 from millstream.errors import DataParallelError
@@ -44,10 +44,13 @@ class Exchange:
         device: Where it is; ``None`` for where ``like`` are.
         agreement: Of the group, where processes ask each other whether to replay one capture.
         is_first: Whether it is the first of those that belong together, which is when they ask.
+        memory: Of an earlier one that it takes; ``None`` for its own.
+        sent: Where its values go: to the view of that number, or that part of the memory; ``None``: to all views.
 
     Attributes:
         key: By which graphs refer to it.
         views: Parts of the memory, in the order of ``like``.
+        sent: Parts of the memory where its values go.
         is_beside: Whether something is computed meanwhile.
     """
 
@@ -63,20 +66,32 @@ class Exchange:
         *,
         agreement: Agreement | None = None,
         is_first: bool = False,
+        memory: Tensor | None = None,
+        sent: Sequence[int | slice] | None = None,
     ) -> None:
         device = device or like[0].device
         self.agreement, self._is_first = agreement, is_first
         self.group, self.label, self._issue = group, label, issue
-        self.memory = torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device)
+        if memory is None:
+            memory = torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device)
+        self.memory = memory
         self.views = [
             self.memory.as_strided(tensor.shape, dense_strides(tensor), offset)
             for tensor, offset in zip(like, bucket.offsets, strict=True)
         ]
+        self.sent = self.views
+        if sent is not None:
+            self.sent = [self.views[each] if isinstance(each, int) else memory[each] for each in sent]
         self.num_uses = 0
         self._work: Any = None
         self.is_beside = False
         self._done: Any = None
         self.key = register_exchange(self)
+
+    @property
+    def operation(self) -> str:
+        """What is done, by the name of the function that does it."""
+        return str(getattr(getattr(self._issue, "func", self._issue), "__name__", ""))
 
     @property
     def num_bytes(self) -> int:
@@ -170,6 +185,26 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...]:
 def mean_over(group: dist.ProcessGroup) -> Callable[..., Any]:
     """Sums that become the mean, since each process divides its own values by their number before."""
     return functools.partial(dist.all_reduce, op=dist.ReduceOp.SUM, group=group)
+
+
+def scatter_over(group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Sums of which each process gets its own part of the memory, as long as those of the others."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+
+    def scatter(memory: Tensor, **how: Any) -> Any:
+        return reduce_scatter(memory.chunk(size)[rank], memory, op=dist.ReduceOp.SUM, group=group, **how)
+
+    return scatter
+
+
+def gather_over(group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Each process's own part of the memory, in all of them."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(memory: Tensor, **how: Any) -> Any:
+        return all_gather(memory, memory.chunk(size)[rank], group=group, **how)
+
+    return gather
 
 
 def greatest_over(group: dist.ProcessGroup) -> Callable[..., Any]:

@@ -5,8 +5,9 @@ The same code runs eagerly and while a step is traced, where each exchange becom
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,13 +60,18 @@ class Reducer:
         self.names = [each for each, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.num_processes = dist.get_world_size(group)
-        self.buckets = plan_buckets([_member(each, settings.compress) for each in self.parameters], settings.cap_bytes)
+        self.buckets = self._plan()
         self._unused: dict[int, frozenset[int]] = {}
         self._rounds: list[list[Exchange]] = []
         self._notes: list[Exchange] = []
         self._broadcasts: dict[object, list[Exchange]] = {}
         self._agree()
         self._agreement = agreement_of(group, on_gpu=self._is_on_gpu()) if self.num_processes > 1 else None
+
+    def _plan(self) -> list[Bucket]:
+        return plan_buckets(
+            [member_of(each, self.settings.compress) for each in self.parameters], self.settings.cap_bytes
+        )
 
     def _is_on_gpu(self) -> bool:
         return bool(self.parameters) and all(each.is_cuda for each in self.parameters)
@@ -143,21 +149,24 @@ class Reducer:
         """
         if time == len(self._rounds):
             self._rounds.append([*map(self._make_exchange, range(len(self.buckets)))])
-        scale, compress = 1 / self.num_processes, self.settings.compress
-        for bucket, exchange in zip(self.buckets, self._rounds[time], strict=True):
-            values: list[Tensor] = []
-            for position in bucket.members:
-                parameter = self.parameters[position]
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                values.append(gradient * scale if compress is None else gradient.to(compress).div(self.num_processes))
-            results = EXCHANGE(values, exchange.key)
-            for position, result in zip(bucket.members, results, strict=True):
-                parameter = self.parameters[position]
-                if position in unused:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(result)
+        for number, (bucket, exchange) in enumerate(zip(self.buckets, self._rounds[time], strict=True)):
+            results = EXCHANGE([*map(self._scaled, bucket.members)], exchange.key)
+            for member, (position, result) in enumerate(zip(bucket.members, results, strict=True)):
+                if position not in unused:
+                    self._put(number, member, self.parameters[position], result)
+
+    def _scaled(self, position: int) -> Tensor:
+        """What a process adds to the mean."""
+        parameter, compress = self.parameters[position], self.settings.compress
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        scale = 1 / self.num_processes
+        return gradient * scale if compress is None else gradient.to(compress).div(self.num_processes)
+
+    def _put(self, bucket: int, member: int, parameter: Tensor, result: Tensor) -> None:  # noqa: ARG002  for others
+        """Put what was reduced into a parameter's gradient."""
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(result)
 
     def _make_exchange(self, number: int) -> Exchange:
         bucket = self.buckets[number]
@@ -167,12 +176,15 @@ class Reducer:
             bucket,
             like,
             self.group,
-            mean_over(self.group),
+            self._operation(number),
             label,
             self.settings.compress,
             agreement=self._agreement,
             is_first=number == 0,
         )
+
+    def _operation(self, bucket: int) -> Callable[..., Any]:  # noqa: ARG002  for others
+        return mean_over(self.group)
 
     def broadcast(self, buffers: Sequence[Tensor], time: int = 0) -> None:
         """Give all processes the buffers of the first.
@@ -182,7 +194,7 @@ class Reducer:
             time: How many broadcasts of the same step came before.
         """
         form = (time, *((tuple(each.shape), each.stride(), each.dtype, each.device) for each in buffers))
-        members = [_member(each) for each in buffers]
+        members = [member_of(each) for each in buffers]
         if form not in self._broadcasts:
             self._broadcasts[form] = [
                 Exchange(
@@ -203,6 +215,7 @@ class Reducer:
                     buffer.copy_(result)
 
 
-def _member(tensor: Tensor, dtype: torch.dtype | None = None) -> Member:
+def member_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Member:
+    """A tensor as something that travels, in its own dtype or another."""
     dtype = dtype or tensor.dtype
     return Member((str(dtype), str(tensor.device)), tensor.numel(), dtype.itemsize)

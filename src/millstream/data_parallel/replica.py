@@ -12,7 +12,10 @@ from torch.optim import Optimizer
 
 from millstream._torch.data_parallel import copy_from_first, is_distributed_run
 from millstream.data_parallel.reducer import Reducer, Settings
-from millstream.errors import ArgumentError
+from millstream.data_parallel.session import watch_steps
+from millstream.data_parallel.sharded import ShardedReducer
+from millstream.data_parallel.sharding import Sharding, sharding_of, why_not_sharded
+from millstream.errors import ArgumentError, DataParallelError, MillstreamError
 
 
 def replicate(
@@ -21,6 +24,9 @@ def replicate(
     optimizers: Sequence[tuple[str, Optimizer]],
     tensors: Sequence[tuple[str, Tensor]],
     group: Any = None,
+    scalers: Sequence[tuple[str, Any]] = (),
+    *,
+    shards: bool = False,
 ) -> Reducer:
     """Give all processes the parameters and buffers of the first, and agree on how gradients are reduced.
 
@@ -32,10 +38,13 @@ def replicate(
         optimizers: Likewise.
         tensors: Likewise, of no module.
         group: The processes; all if ``None``.
+        scalers: Gradient scalers that it reaches.
+        shards: Whether optimizers are divided between processes.
 
     Raises:
-        ArgumentError: There is no process group, or a model has a wrapper that reduces.
-        DataParallelError: The processes have other models.
+        ArgumentError: There is no process group, or a model has a wrapper that reduces, or an optimizer cannot be
+            divided; that in all processes.
+        DataParallelError: The processes have other models, or have loaded shards of others.
     """
     if not is_distributed_run():
         raise ArgumentError(
@@ -48,10 +57,67 @@ def replicate(
     processes: Any = group or dist.group.WORLD
     held = {id(tensor): (path, tensor) for path, tensor in _tensors_of(modules, optimizers, tensors)}
     trained = [(path, tensor) for path, tensor in held.values() if tensor.requires_grad]
-    reducer = Reducer(name, trained, processes, Settings(is_static=True))
+    settings = Settings(is_static=True)
+    if not shards or dist.get_world_size(processes) == 1:
+        reducer = Reducer(name, trained, processes, settings)
+    else:
+        reducer = _shard(name, trained, processes, settings, optimizers, scalers)
     if reducer.num_processes > 1:
         copy_from_first(processes, [tensor for _, tensor in held.values()])
     return reducer
+
+
+def _shard(
+    name: str,
+    trained: list[tuple[str, Tensor]],
+    group: dist.ProcessGroup,
+    settings: Settings,
+    optimizers: Sequence[tuple[str, Optimizer]],
+    scalers: Sequence[tuple[str, Any]],
+) -> Reducer:
+    problems = [why_not_sharded(path, optimizer) for path, optimizer in optimizers]
+    problems += [f"{path} is a GradScaler, which shard_optimizer does not know; use bfloat16." for path, _ in scalers]
+    positions = {id(tensor): position for position, (_, tensor) in enumerate(trained)}
+    owners: dict[int, int] = {}
+    for number, (path, optimizer) in enumerate(optimizers):
+        for parameter in (each for every in optimizer.param_groups for each in every["params"]):
+            position = positions.get(id(parameter))
+            if position is not None and owners.setdefault(position, number) != number:
+                other = optimizers[owners[position]][0]
+                problems.append(f"{trained[position][0]} is in {other} and in {path}; shard_optimizer takes one.")
+    if not owners:
+        problems.append(f"{name} reaches no optimizer of a parameter, so that shard_optimizer has nothing to divide.")
+    _raise_together(group, problems, ArgumentError)
+    reducer = ShardedReducer(name, trained, group, settings, owners)
+    shardings = {
+        optimizer: Sharding(path, optimizer, number, reducer)
+        for number, (path, optimizer) in enumerate(optimizers)
+        if number in owners.values()
+    }
+    others = [
+        f"{sharding.name} is divided by another step, for other parameters."
+        for optimizer, sharding in shardings.items()
+        if (before := sharding_of(optimizer)) is not None and before.mark != sharding.mark
+    ]
+    _raise_together(group, [each.problem for each in shardings.values()] + others, DataParallelError)
+    for optimizer, sharding in shardings.items():
+        if sharding_of(optimizer) is None:
+            watch_steps(optimizer)
+        sharding.begin()
+        reducer.shardings[optimizer] = sharding
+    return reducer
+
+
+def _raise_together(group: dist.ProcessGroup, problems: Sequence[str], kind: type[MillstreamError]) -> None:
+    """Raise in all processes what one of them finds."""
+    told: list[str] = [""] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(told, next(filter(None, problems), ""), group=group)
+    except RuntimeError as error:
+        raise DataParallelError(f"Rank {dist.get_rank(group)} could not reach the other processes: {error}") from error
+    for rank, problem in enumerate(told):
+        if problem:
+            raise kind(problem if len({*told}) == 1 else f"Rank {rank}: {problem}")
 
 
 def _tensors_of(

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from millstream._torch.data_parallel import (
     broadcast_buffers,
@@ -33,7 +34,9 @@ from millstream._torch.data_parallel import (
     reduced_parameters,
     why_not_ours,
 )
+from millstream._torch.hooks import OwnHook
 from millstream.data_parallel.reducer import Reducer, Settings
+from millstream.data_parallel.sharded import ShardedReducer
 from millstream.errors import DataParallelError
 from millstream.locks import ForkSafeLock
 
@@ -96,6 +99,9 @@ class Session:
                 yield
         finally:
             _running.session = outer
+            if isinstance(self._replica, ShardedReducer):
+                for sharding in self._replica.shardings.values():
+                    sharding.leave()  # where a step has ended early
         for reducer, touched in self._armed.items():
             self._check_complete(reducer, touched)
 
@@ -122,17 +128,59 @@ class Session:
         """Run a backward pass, and reduce what is complete after it."""
         if self._depth or not self._armed:  # a checkpointed region runs passes of its own within one
             return original(*args, **kwargs)
+        sharded = self._replica if isinstance(self._replica, ShardedReducer) else None
+        shares = [] if sharded is None else sharded.take_shares()
         before = {reducer: [*map(_state_of, reducer.parameters)] for reducer in self._armed}
         self._depth += 1
         try:
             original(*args, **kwargs)
+        except BaseException:
+            if sharded is not None:
+                sharded.add_shares(shares)
+            raise
         finally:
             self._depth -= 1
         for reducer, states in before.items():
             now = map(_state_of, reducer.parameters)
             self._armed[reducer] |= {i for i, pair in enumerate(zip(states, now, strict=True)) if _differ(*pair)}
             self._reduce_if_complete(reducer)
+        if sharded is not None:
+            with torch.no_grad():
+                sharded.add_shares(shares)
         return None
+
+    def total_norm(
+        self,
+        original: Callable[..., Tensor],
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """``torch.nn.utils.get_total_norm``, which ``clip_grad_norm_`` calls, also of shares of gradients."""
+        reducer = self._replica
+        if not isinstance(reducer, ShardedReducer):
+            return original(tensors, norm_type, error_if_nonfinite, foreach)
+        gradients = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        time = self._count(reducer, "norms")
+        with torch.no_grad():
+            return reducer.total_norm(original, gradients, float(norm_type), error_if_nonfinite, foreach, time)
+
+    def divides(self, optimizer: Optimizer) -> bool:
+        """Whether its steps are those of a share."""
+        return isinstance(self._replica, ShardedReducer) and optimizer in self._replica.shardings
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Have an optimizer that is divided see this process's share."""
+        with torch.no_grad():
+            self._replica.shardings[optimizer].enter()  # type: ignore[union-attr]
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Make its parameters whole again in all processes."""
+        reducer: Any = self._replica
+        sharding = reducer.shardings[optimizer]
+        with torch.no_grad():
+            reducer.gather(sharding.owner, sharding.leave(), self._count(reducer, ("gathers", sharding.owner)))
 
     def _reduce_if_complete(self, reducer: Reducer) -> None:
         touched, settings = self._armed[reducer], reducer.settings
@@ -163,7 +211,7 @@ class Session:
                 "are unused in every step; the latter is captured."
             )
 
-    def _count(self, reducer: Reducer, what: str) -> int:
+    def _count(self, reducer: Reducer, what: Any) -> int:
         self._times[reducer, what] += 1
         return self._times[reducer, what] - 1
 
@@ -199,6 +247,31 @@ def _differ(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -
 
 
 _running = threading.local()
+
+
+def watch_steps(optimizer: Optimizer) -> None:
+    """Have each step of an optimizer that is divided go by the session that runs; an error where none does."""
+
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = getattr(_running, "session", None)
+        if session is None or not session.divides(optimizer):
+            raise DataParallelError(
+                f"{type(optimizer).__name__} is divided between processes by ms.step(shard_optimizer=True), and steps "
+                "within such a step alone. Outside of it each process would train its own share by its own gradients."
+            )
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer comes first
+        loss = None
+        if closure is not None:  # with all parameters in their places
+            with torch.enable_grad():
+                loss = closure()
+        session.before_step(optimizer)
+        return None if closure is None else ((optimizer, lambda: loss), {})
+
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        _running.session.after_step(optimizer)
+
+    optimizer.register_step_pre_hook(OwnHook(before))
+    optimizer.register_step_post_hook(OwnHook(after))
 
 
 def _choose(name: str) -> Callable[..., Any] | None:

@@ -50,6 +50,11 @@ def merge(name: str, segments: Segments, programs: Sequence[Program | None], exc
     return _Merger(name, segments, exchanges).run(programs)
 
 
+def memories_of(exchanges: Sequence[Exchange]) -> list[torch.Tensor]:
+    """The memory of collectives, each once, as a merged program has it after its other inputs."""
+    return list({id(exchange.memory): exchange.memory for exchange in exchanges}.values())
+
+
 @dataclass
 class _Whole:
     """What there is of the program so far."""
@@ -76,6 +81,7 @@ class _Merger:
         self._name, self._segments, self._exchanges = name, segments, exchanges
         self._whole = _Whole()
         self._values: dict[int, str] = {}  # place in the segments' list of values -> name
+        self._first_sent: list[int] = []  # of each collective, the place where the first of its values goes
         self._inputs: list[str | None] = [None] * segments.num_inputs
 
     def run(self, programs: Sequence[Program | None]) -> Program:
@@ -93,7 +99,8 @@ class _Merger:
         return self._finish()
 
     def _memory(self, collective: int) -> str:
-        return f"bucket{collective}"
+        memory = self._exchanges[collective].memory
+        return f"bucket{next(number for number, each in enumerate(self._exchanges) if each.memory is memory)}"
 
     def _add_memories(self) -> None:
         place = self._segments.num_inputs
@@ -104,10 +111,11 @@ class _Merger:
             size = memory.numel() * memory.element_size()
             self._whole.buffers[name] = Buffer(name, size, str(memory.device), Role.STATE)
             self._whole.tensors[name] = Layout(tuple(memory.shape), memory.stride(), memory.dtype, memory.device)
-            for index, view in enumerate(exchange.views):
-                self._values[place] = f"{name}_{index}"
-                offset = int(view.storage_offset() - memory.storage_offset())
-                self._whole.views[f"{name}_{index}"] = View(name, tuple(view.shape), view.stride(), offset)
+            self._first_sent.append(place + len(exchange.views))
+            for part in (*exchange.views, *exchange.sent):
+                self._values[place] = f"{name}_{place}"
+                offset = int(part.storage_offset() - memory.storage_offset())
+                self._whole.views[f"{name}_{place}"] = View(name, tuple(part.shape), part.stride(), offset)
                 place += 1
 
     def _bind(self, segment: Segment, program: Program) -> dict[str, str]:
@@ -132,10 +140,12 @@ class _Merger:
             if name in program.aligned:
                 self._whole.aligned.add(whole)
         for collective, places in segment.brings:
-            for place, view in zip(places, self._exchanges[collective].views, strict=True):
-                size = view.numel() * view.element_size()
-                layout = Layout(tuple(view.shape), view.stride(), view.dtype, view.device)
-                self._add_input(place, Buffer("", size, str(view.device), Role.STATE), layout)
+            for place, part in zip(places, self._exchanges[collective].sent, strict=True):
+                if place >= self._segments.num_inputs:
+                    continue
+                size = part.numel() * part.element_size()
+                layout = Layout(tuple(part.shape), part.stride(), part.dtype, part.device)
+                self._add_input(place, Buffer("", size, str(part.device), Role.STATE), layout)
 
     def _add_input(self, place: int, buffer: Buffer, layout: Layout | None) -> str:
         self._values[place] = self._inputs[place] = name = f"arg{place}"
@@ -159,7 +169,7 @@ class _Merger:
 
     def _add_copy(self, collective: int, sources: Sequence[str]) -> None:
         whole, memory = self._whole, self._memory(collective)
-        first = self._segments.num_inputs + sum(len(each.views) for each in self._exchanges[:collective])
+        first = self._first_sent[collective]
         views = [Value(self._values[first + index]) for index in range(len(sources))]
         kernel = Kernel(
             id=0,
@@ -187,7 +197,7 @@ class _Merger:
         self._whole.add(kernel, Call(exchange.perform, (Value(memory),), {}))
 
     def _finish(self) -> Program:
-        whole, memories = self._whole, [*map(self._memory, range(len(self._exchanges)))]
+        whole, memories = self._whole, list(dict.fromkeys(map(self._memory, range(len(self._exchanges)))))
         outputs = [Value(self._output(item)) if is_place else item for is_place, item in self._segments.outputs]
         returned = tuple(whole.base(item.name) for item in outputs if isinstance(item, Value))
         inputs = (*self._inputs, *memories)

@@ -5,6 +5,8 @@
   uses. Cut, it does the same.
 - Collectives begin in the order in which they stand in the graph, which is that of all processes.
 - Nothing of what a collective needs waits for one that comes later: while it travels, the rest is computed.
+- Collectives may use the same memory, one after another. Values of a later one come to it when the segment before is
+  over, as kernels of that segment may still read results of the earlier one there.
 
 **Steps**
 1. Find after which segment each collective begins: as many as come in one go share a segment (``groups``).
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from millstream._torch.collectives import EXCHANGE
+from millstream._torch.collectives import EXCHANGE, exchange_of
 from millstream.errors import LoweringError
 
 AT_START = -1
@@ -40,7 +42,7 @@ class Segment:
         outputs: Where each output goes, likewise.
         results: Positions among ``outputs`` of those that are results of the whole graph.
         waits: Collectives, counted from 0, whose results it reads.
-        brings: Collectives that begin after it and exchange inputs of the whole graph, and which.
+        brings: Collectives that begin after it and whose values are copied to them after it, and from where.
         starts: Collectives that begin after it.
     """
 
@@ -57,13 +59,13 @@ class Segment:
 class Segments:
     """A graph that is cut.
 
-    While it runs there is a list of values: the inputs of the whole graph, then the views of each collective in turn,
-    then what crosses from segment to segment.
+    While it runs there is a list of values: the inputs of the whole graph, then of each collective in turn the parts of
+    its memory where its results are and those where its values go, then what crosses from segment to segment.
 
     Attributes:
         keys: Of the collectives, in the order in which they begin.
         num_inputs: Of the whole graph.
-        num_views: Of all collectives together.
+        num_views: Parts of memory of all collectives together.
         num_values: Length of the list of values.
         segments: In the order in which they run.
         outputs: Results of the whole graph: whether it is a position in the list of values, and that or a plain value.
@@ -103,6 +105,7 @@ class _Cutter:
         self._collectives = [node for node in self._nodes if node.target is EXCHANGE]
         self._number = {node: number for number, node in enumerate(self._collectives)}
         self._first_view: dict[fx.Node, int] = {}
+        self._first_sent: dict[fx.Node, int] = {}
         self._view_of: dict[fx.Node, int] = {}  # what a collective makes of its values -> place in the list of values
         self._place = {node: place for place, node in enumerate(self._placeholders)}
         place = len(self._placeholders)
@@ -110,13 +113,17 @@ class _Cutter:
             for user in node.users:
                 self._view_of[user] = place + int(user.args[1])
             self._first_view[node] = place
-            place += len(_values(node))
+            self._first_sent[node] = place + len(node.meta["val"])
+            place = self._first_sent[node] + len(_values(node))
         self._num_views = place - len(self._placeholders)
         self._num_values = place
         # Constants, and views, are made again where they are used instead of crossing.
         self._remade = {node for node in self._nodes if node.op == "get_attr" or _is_view(node)}
         self._crossing: dict[fx.Node, int] = {}
+        self._results: set[int] = set()
         self._max_cuts = max_cuts
+        self._before = _users_of_memory_before(self._collectives)
+        self._after = {before: node for node, before in self._before.items()}
 
     def run(self) -> Segments:
         self._starts = self._group()
@@ -128,9 +135,12 @@ class _Cutter:
             self._need(self._writers[self._segment_of[node]], node)
         for node in self._collectives:
             if not self._is_brought(node):
-                self._writers[self._starts[node]].copy_into(
-                    node, self._number[node], self._first_view[node], self._need
-                )
+                self._writers[self._starts[node]].copy_into(node, self._first_sent[node], self._need)
+        self._brought = {
+            node: tuple(self._place_after(value, self._starts[node]) for value in _values(node))
+            for node in self._collectives
+            if self._is_brought(node)
+        }
         outputs = tuple(map(self._output, self._nodes[-1].args[0]))
         for node in filter(_is_write, computed):  # after all that reads the input
             self._need(self._writers[self._segment_of[node]], node)
@@ -150,26 +160,58 @@ class _Cutter:
         known = writer.made.get(node)
         if known is not None:
             return known
+        end = self._end_of_result(node)
+        if end is not None and end < writer.number:
+            return writer.add_input(node, self._cross(node, self._writers[end]))
         place = self._place.get(node, self._view_of.get(node))
         if place is not None:
             return writer.add_input(node, place)
         if node in self._remade or self._segment_of[node] == writer.number:
             return writer.copy(node, lambda argument: self._need(writer, argument))
+        return writer.add_input(node, self._cross(node, self._writers[self._segment_of[node]]))
+
+    def _cross(self, node: fx.Node, maker: _Writer) -> int:
+        """The place of a value that comes out of a segment, for others to read."""
         if not isinstance(node.meta.get("val"), Tensor):
             raise LoweringError(f"{node} would have to cross a collective.", construct=str(node.target))
         if node not in self._crossing:
             self._crossing[node] = self._new_place()
-            maker = self._writers[self._segment_of[node]]
-            maker.outputs.append((self._crossing[node], self._need(maker, node)))
-        return writer.add_input(node, self._crossing[node])
+            made = self._need(maker, node)
+            base = node
+            while base in self._remade and base.all_input_nodes:
+                base = base.all_input_nodes[0]
+            if base in self._view_of or base in self._place:  # memory that may be written before others read it
+                made = maker.clone(node, made)
+            maker.outputs.append((self._crossing[node], made))
+        return self._crossing[node]
+
+    def _end_of_result(self, node: fx.Node) -> int | None:
+        """The last segment that finds a result in the memory of its collective; ``None``: all do."""
+        if node not in self._view_of:
+            return None
+        later = self._after.get(node.all_input_nodes[0])
+        return None if later is None else self._starts[later]
+
+    def _place_after(self, value: fx.Node, segment: int) -> int:
+        """Where a value is when that segment is over: in an input that has been given it, or what comes out."""
+        if value in self._place:
+            return self._place[value]
+        for user in filter(_is_write, value.users):
+            target = user.args[0]
+            if user.args[1] is value and target in self._place and self._segment_of[user] <= segment:
+                return self._place[target]  # type: ignore[index]
+        return self._cross(value, self._writers[self._segment_of.get(value, segment)])
 
     def _new_place(self) -> int:
         self._num_values += 1
         return self._num_values - 1
 
     def _is_brought(self, node: fx.Node) -> bool:
-        """Whether a collective exchanges inputs of the graph as they are, which need no kernel of a graph."""
-        return all(value in self._place for value in _values(node))
+        """Whether its values are copied to a collective after a segment, instead of written there by its kernels.
+
+        Such are inputs of the graph as they are, and what would overwrite results of an earlier collective.
+        """
+        return node in self._before or all(value in self._place for value in _values(node))
 
     def _depends_on(self) -> dict[fx.Node, set[fx.Node]]:
         """Collectives whose results each node needs, directly or by way of others."""
@@ -193,7 +235,7 @@ class _Cutter:
         share = sum(sizes.values()) / self._max_cuts if free else 0
         filled = 0.0
         for node in self._collectives:
-            is_dependent = any(starts[each] == at for each in needs[node])
+            is_dependent = any(starts[each] == at for each in needs[node] | {*filter(None, [self._before.get(node)])})
             if node in sizes:
                 if at == AT_START or is_dependent or (filled >= share * taken and taken < self._max_cuts):
                     at, taken = at + 1, taken + 1
@@ -288,7 +330,7 @@ class _Cutter:
             if base in self._view_of:  # the collective's memory, which the next call uses again
                 made = writer.clone(value, made)
             writer.outputs.append((place, made))
-        writer.results.add(place)
+        self._results.add(place)
         return True, place
 
     def _started_after(self, segment: int) -> tuple[int, ...]:
@@ -296,24 +338,22 @@ class _Cutter:
 
     def _brought_after(self, segment: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
         return tuple(
-            (self._number[node], tuple(self._place[value] for value in _values(node)))
-            for node in self._collectives
-            if self._starts[node] == segment and self._is_brought(node)
+            (self._number[node], places) for node, places in self._brought.items() if self._starts[node] == segment
         )
 
     def _segment(self, writer: _Writer) -> Segment:
         owner = {
             self._first_view[node] + index: self._number[node]
             for node in self._collectives
-            for index in range(len(_values(node)))
+            for index in range(len(node.meta["val"]))
         }
         places = tuple(place for place, _ in writer.outputs)
         return Segment(
             graph=writer.finish(),
             inputs=tuple(writer.inputs),
             outputs=places,
-            results=frozenset(index for index, place in enumerate(places) if place in writer.results),
-            waits=tuple(sorted({owner[place] for place in writer.inputs if place in owner} - writer.filled)),
+            results=frozenset(index for index, place in enumerate(places) if place in self._results),
+            waits=tuple(sorted({owner[place] for place in writer.inputs if place in owner})),
             brings=self._brought_after(writer.number),
             starts=self._started_after(writer.number),
         )
@@ -328,8 +368,6 @@ class _Writer:
         self.made: dict[fx.Node, fx.Node] = {}
         self.inputs: list[int] = []
         self.outputs: list[tuple[int, fx.Node]] = []
-        self.results: set[int] = set()
-        self.filled: set[int] = set()
         self._end_of_inputs: fx.Node = self.graph._root
 
     def add_input(self, node: fx.Node, place: int) -> fx.Node:
@@ -351,20 +389,20 @@ class _Writer:
         made.meta = {**node.meta, "val": torch.empty_like(node.meta["val"])}
         return made
 
-    def copy_into(self, collective: fx.Node, number: int, first_view: int, need: Any) -> None:
+    def copy_into(self, collective: fx.Node, first_sent: int, need: Any) -> None:
         """Copy what is exchanged into the memory of the collective."""
-        self.filled.add(number)
         results = {user.args[1]: user for user in collective.users}
-        values = collective.meta["val"]
-        for index, value in enumerate(_values(collective)):
+        sent = exchange_of(collective.args[1]).sent
+        for index, (value, part) in enumerate(zip(_values(collective), sent, strict=True)):
             source = need(self, value)
             with self.graph.inserting_after(self._end_of_inputs):
-                target = self.graph.placeholder(f"exchanged_{first_view + index}")
-            target.meta = {"val": values[index]}
+                target = self.graph.placeholder(f"exchanged_{first_sent + index}")
+            like = value.meta["val"].new_empty_strided(part.shape, part.stride(), dtype=part.dtype)
+            target.meta = {"val": like}
             self._end_of_inputs = target
-            self.inputs.append(first_view + index)
+            self.inputs.append(first_sent + index)
             copy = self.graph.call_function(torch.ops.aten.copy_.default, (target, source))
-            copy.meta = {"val": values[index], **_lines(results.get(index, collective))}
+            copy.meta = {"val": like, **_lines(results.get(index, collective))}
 
     def finish(self) -> fx.GraphModule | None:
         if all(node.op in ("placeholder", "get_attr") for node in self.graph.nodes) and not self.outputs:
@@ -374,6 +412,18 @@ class _Writer:
         output.meta["original_output_strides"] = [node.meta["val"].stride() for _, node in self.outputs]
         self.graph.lint()
         return fx.GraphModule(self._gm, self.graph)
+
+
+def _users_of_memory_before(collectives: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each collective whose memory another one has used before it, the last such."""
+    last: dict[int, fx.Node] = {}
+    before: dict[fx.Node, fx.Node] = {}
+    for node in collectives:
+        memory = id(exchange_of(node.args[1]).memory)
+        if memory in last:
+            before[node] = last[memory]
+        last[memory] = node
+    return before
 
 
 def _values(collective: fx.Node) -> list[Any]:

@@ -48,7 +48,7 @@ class StepProgram:
         name: str,
         build: Callable[..., Runnable],
         options: dict[str, Any] | None,
-        join: Callable[[Segments, Sequence[Any]], Runnable],
+        join: Callable[[Segments, Sequence[Any], int], Runnable],
     ) -> None:
         self._seen: tuple[list[Any], list[Any]] | None = None
         self._runner: Runnable | None = None
@@ -62,7 +62,7 @@ class StepProgram:
 
         def finish_segments(segments: Segments, programs: Sequence[Lowered | LoweredForSizes | None]) -> Runner:
             executables = [None if lowered is None else build(lowered) for lowered in programs]
-            self._runner = join(segments, executables)
+            self._runner = join(segments, executables, len(inputs) - len(static))
             return self._watch
 
         if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):

@@ -122,6 +122,7 @@ class Step(Generic[P, R]):
         max_graphs: So many graphs are kept; the one unused for longest goes first.
         check: Every so many calls of a graph, capture again and compare; 0 for never.
         data_parallel: Whether to replicate what it trains and to reduce its gradients, or the processes that do.
+        shard_optimizer: Whether those divide the work and the state of its optimizers.
         dynamic: Whether sizes of arguments are symbols of a graph: those that were seen to change, all, or none.
 
     Attributes:
@@ -138,6 +139,7 @@ class Step(Generic[P, R]):
         max_graphs: int = 8,
         check: int = 0,
         data_parallel: Any = False,
+        shard_optimizer: bool = False,
         dynamic: bool | None = None,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
@@ -146,6 +148,7 @@ class Step(Generic[P, R]):
         self.max_graphs = max_graphs
         self.check = check
         self.data_parallel = data_parallel
+        self.shard_optimizer = shard_optimizer
         self._replica: Reducer | None = None
         self.refusals: list[Fallback] = []
         self._name = getattr(function, "__name__", type(function).__name__)
@@ -194,6 +197,7 @@ class Step(Generic[P, R]):
             max_graphs=self.max_graphs,
             check=self.check,
             data_parallel=self.data_parallel,
+            shard_optimizer=self.shard_optimizer,
             dynamic=self._sizes.dynamic,
         )
 
@@ -362,7 +366,15 @@ class Step(Generic[P, R]):
         if self.data_parallel is not False and self._replica is None:
             found = discover(self._roots(call))
             group = None if self.data_parallel is True else self.data_parallel
-            self._replica = replicate(self._name, found.modules, found.optimizers, found.tensors, group)
+            self._replica = replicate(
+                self._name,
+                found.modules,
+                found.optimizers,
+                found.tensors,
+                group,
+                found.scalers,
+                shards=self.shard_optimizer,
+            )
         with Session(self._replica).active():
             return self.function(*call.args, **call.kwargs)
 

@@ -33,6 +33,7 @@ from millstream.engine.planning.choice import Scheduling
 from millstream.engine.unchanged import unchanged
 from millstream.errors import LoweringError
 from millstream.lower import Lowered
+from millstream.lower.merging import memories_of
 from millstream.lower.segments import Segments
 
 OFFER, REPLAY = 1 << 40, 2 << 40
@@ -48,6 +49,7 @@ class AgreedEngine:
     Args:
         segments: Of its graph, cut at the collectives.
         executables: One a segment; ``None`` where it has nothing to compute.
+        num_given: Of the inputs, the last ones: those that each call brings.
         scheduling: What the user asks of the schedule.
         copy_outputs: Whether callers own what they get.
 
@@ -59,6 +61,7 @@ class AgreedEngine:
         self,
         segments: Segments,
         executables: Sequence[Any],
+        num_given: int,
         *,
         scheduling: Scheduling,
         copy_outputs: bool = True,
@@ -66,7 +69,7 @@ class AgreedEngine:
         self.segmented = SegmentedEngine(segments, executables)
         self.notes: list[str] = []
         self.whole: WholeGraph | WholeOnHost | None = None
-        self._executables = list(executables)
+        self._executables, self._num_given = list(executables), num_given
         self._scheduling, self._copies = with_environment(scheduling), copy_outputs
         self._agreement = self._find_agreement()
         self._lowered: Lowered | None = None
@@ -138,12 +141,13 @@ class AgreedEngine:
             except LoweringError as error:
                 self._note(f"not one graph: {error}")
                 return False
-            self._offer = OFFER | digest_of(self.segmented.exchanges, inputs)
+            given = inputs[len(inputs) - self._num_given :]
+            self._offer = OFFER | digest_of(self.segmented.exchanges, given)
         return True
 
     def _try_together(self, agreement: Agreement, inputs: Sequence[Any]) -> None:
         assert self._lowered is not None
-        memories = [exchange.memory for exchange in self.segmented.exchanges]
+        memories = memories_of(self.segmented.exchanges)
         agreement.num_captures += 1
         self._number = agreement.num_captures
         if not memories[0].is_cuda:

@@ -31,7 +31,7 @@ class SegmentedEngine:
     def __init__(self, segments: Segments, executables: Sequence[Executable | None]) -> None:
         self.segments, self._executables = segments, executables
         self.exchanges: list[Any] = [exchange_of(key) for key in segments.keys]
-        self._views = [view for exchange in self.exchanges for view in exchange.views]
+        self._views = [part for exchange in self.exchanges for part in (*exchange.views, *exchange.sent)]
         num_sent = sum(bool(segment.starts) for segment in segments.segments if segment.graph is not None)
         for exchange in self.exchanges:
             exchange.is_beside = num_sent > 1
@@ -60,7 +60,7 @@ class SegmentedEngine:
                     values[place] = result
                 del results
             for number, places in segment.brings:
-                torch._foreach_copy_(exchanges[number].views, [values[place] for place in places])
+                torch._foreach_copy_(exchanges[number].sent, [values[place] for place in places])
             for number in segment.starts:
                 exchanges[number].start()
             for place in done_with:  # activations are given back as soon as nothing needs them

@@ -51,14 +51,14 @@ def merge_lowered(segments: Segments, executables: Sequence[Executable | None], 
     return Lowered(program, Phase.STEP, visible, seconds)
 
 
-def digest_of(exchanges: Sequence[Any], inputs: Sequence[Any]) -> int:
-    """A number, of 32 bits, that processes have in common which exchange the same and have inputs of the same shapes.
+def digest_of(exchanges: Sequence[Any], given: Sequence[Any]) -> int:
+    """A number, of 32 bits, that processes have in common which exchange the same and are given the same shapes.
 
-    Kernels may be others in each, as where inputs lie otherwise in memory.
+    Kernels may be others in each, as where inputs lie otherwise in memory, or each has another share of the state.
     """
     exchanged = [(each.label, each.memory.numel(), str(each.memory.dtype)) for each in exchanges]
-    given = [(tuple(each.shape), str(each.dtype)) for each in inputs if isinstance(each, torch.Tensor)]
-    return int.from_bytes(hashlib.sha256(repr((exchanged, given)).encode()).digest()[:4], "big")
+    shapes = [(tuple(each.shape), str(each.dtype)) for each in given if isinstance(each, torch.Tensor)]
+    return int.from_bytes(hashlib.sha256(repr((exchanged, shapes)).encode()).digest()[:4], "big")
 
 
 def costs_of(lowered: Lowered, segments: Segments, executables: Sequence[Executable | None]) -> Costs:
