@@ -16,7 +16,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "data_parallel.md"
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_program_of_the_page_runs_in_two_processes_without_fallback(tmp_path):
-    program, *_ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)  # what follows are pieces
+    page = PAGE.read_text(encoding="utf-8")
+    program, *_pieces = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     script = tmp_path / "train.py"
     strict = f"import warnings; from {FallbackWarning.__module__} import FallbackWarning\n"
     strict += "warnings.simplefilter('error', FallbackWarning)\n"
