@@ -27,8 +27,8 @@ run: $(SETUP) ## train a character LSTM, eager and then as one graph; prints bot
 test: $(SETUP) ## every test that needs no GPU
 	$(PYTHON) -m pytest -m "not gpu" -n auto --maxprocesses 8 --dist worksteal
 
-fuzz: $(SETUP) ## 2,000 random steps, captured and eager, others each time: no result is ever stale (half an hour)
-	MILLSTREAM_FUZZ=2000 $(PYTHON) -m pytest -q tests/capture/test_random_programs.py
+fuzz: $(SETUP) ## 2,000 random steps, captured and eager, others each time: no result is ever stale (ten minutes on two cores)
+	MILLSTREAM_FUZZ=2000 $(PYTHON) -m pytest -q tests/capture/test_random_programs.py -n auto --maxprocesses 16 --dist worksteal
 	MILLSTREAM_FUZZ=10000 $(PYTHON) -m pytest -q tests/insight/test_gaps.py
 
 check: $(SETUP) ## lint, format, types and layers

@@ -1,29 +1,31 @@
 """Random steps, eager and captured, over twenty calls between which what they read changes: no result is ever stale.
 
-``make test`` runs the same hundred programs each time; ``make fuzz`` (``MILLSTREAM_FUZZ=2000``) others each time.
+``make test`` runs the same hundred programs each time; ``make fuzz`` (``MILLSTREAM_FUZZ=2000``) others each time, in
+shards of a hundred that processes share. ``MILLSTREAM_FUZZ_SEED`` repeats a search: each failure names it.
 """
 
 import os
+from time import time
 
-from hypothesis import HealthCheck, given, settings
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
 
 from tests.capture.programs import frozen, programs, run
 
 FUZZ = int(os.environ.get("MILLSTREAM_FUZZ", "0"))
+# Processes must collect the same tests: the first of them, which others start from, chooses the seed.
+SEED = int(os.environ.setdefault("MILLSTREAM_FUZZ_SEED", str(int(time())))) if FUZZ else 0
+SHARD = 100
 CAPTURED = 0.7
 """Of the programs at least so many are captured and never fall back, or falling back would always win."""
 
 
-def test_no_program_reads_what_is_stale(record_property):
+@pytest.mark.parametrize("seed_of_shard", range(SEED, SEED + max(1, FUZZ // SHARD)))
+def test_no_program_reads_what_is_stale(seed_of_shard, record_property):
     outcomes = []
 
-    @settings(
-        max_examples=FUZZ or 100,
-        derandomize=not FUZZ,
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    @seed(seed_of_shard)
+    @settings(max_examples=SHARD, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(programs())
     def search(program):
         outcomes.append(run(program))
