@@ -77,9 +77,9 @@ class Sweep:
     devices: tuple[str, ...] = ("cpu",)
     limit_s: float = 1800
 
-    @property
-    def path(self) -> Path:
-        return FOLDER / f"{self.module.rpartition('.')[2]}.jsonl"
+    def path(self, folder: Path) -> Path:
+        """Where the results are; the table stands beside them."""
+        return folder / f"{self.module.rpartition('.')[2]}.jsonl"
 
 
 def read_results(path: Path) -> dict[str, Result]:
@@ -89,7 +89,7 @@ def read_results(path: Path) -> dict[str, Result]:
     return {each.case: replace(each, outcome=Outcome(each.outcome)) for each in found}
 
 
-def write_table(sweep: Sweep, results: Iterable[Result]) -> Path:
+def write_table(sweep: Sweep, results: Iterable[Result], folder: Path) -> Path:
     """Write the results as Markdown: what ran where, then what is not equal, then the rest."""
     results = sorted(results, key=lambda each: each.case)
     missing = {*sweep.list_cases()} - {each.case for each in results}
@@ -122,7 +122,7 @@ def write_table(sweep: Sweep, results: Iterable[Result]) -> Path:
         equal = [r.case for r in results if r.outcome is Outcome.EQUAL and r.environment == name]
         if equal:
             lines += [f"## Equal, run {number}", "", ", ".join(equal), ""]
-    path = sweep.path.with_suffix(".md")
+    path = sweep.path(folder).with_suffix(".md")
     path.write_text("\n".join(lines))
     return path
 
@@ -136,24 +136,26 @@ def main(sweep: Sweep) -> None:
     parser.add_argument("--limit-seconds", type=float, default=sweep.limit_s, help="what a case may take")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="then the sweep stops")
     parser.add_argument("--commit", default=None, help="of the code, where there is no repository to ask")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results")
     parser.add_argument(
         "--again", action="append", default=[], choices=[*Outcome], help="run those of this outcome anew"
     )
     parser.add_argument("--table", action="store_true", help="write the table of what is there, and run nothing")
     options = parser.parse_args()
     deadline = time.monotonic() + options.budget_seconds
-    known = read_results(sweep.path)
+    path = sweep.path(options.out)
+    known = read_results(path)
     waiting = [case for case in sweep.list_cases() if case not in known or known[case].outcome in options.again]
     cases = [] if options.table else options.cases or waiting
-    print(f"{len(cases)} cases to run; {len(known)} have a result in {sweep.path}", flush=True)
+    print(f"{len(cases)} cases to run; {len(known)} have a result in {path}", flush=True)
     if cases:
         sweep.load()
         versions = ", ".join(f"{name} {number}" for name, number in libraries().items())
         environment = f"{options.device}, {versions}, commit {options.commit or current_commit() or 'not known'}"
-        Runner(sweep, options.device, options.limit_seconds, environment).run(cases, options.jobs, deadline)
-    results = read_results(sweep.path)
-    sweep.path.write_text("".join(json.dumps(asdict(each)) + "\n" for _, each in sorted(results.items())))
-    print(f"{write_table(sweep, results.values())}: {count_outcomes(results.values())}")
+        Runner(sweep, options.device, options.limit_seconds, environment, path).run(cases, options.jobs, deadline)
+    results = read_results(path)
+    path.write_text("".join(json.dumps(asdict(each)) + "\n" for _, each in sorted(results.items())))
+    print(f"{write_table(sweep, results.values(), options.out)}: {count_outcomes(results.values())}")
 
 
 @dataclass
@@ -184,6 +186,7 @@ class Runner:
     device: str
     limit_s: float
     environment: str
+    path: Path
 
     def run(self, cases: Sequence[str], jobs: int, deadline: float) -> None:
         """Run as many cases as there is time for; those that still run at the deadline have no result."""
@@ -196,7 +199,8 @@ class Runner:
                 wait([each.results for each in running], max(0.0, until - time.monotonic()))
                 for each in list(running):
                     if each.results.poll() or time.monotonic() > each.limit:
-                        note_result(self.sweep.path, replace(self._result(each), environment=self.environment))
+                        seconds = time.monotonic() - each.limit + self.limit_s
+                        note_result(self.path, replace(self._result(each), environment=self.environment), seconds)
                         each.end()
                         running.remove(each)
         finally:
@@ -233,15 +237,14 @@ class Runner:
             return Result(each.case, Outcome.WRONG, text)
 
 
-def note_result(path: Path, result: Result) -> None:
+def note_result(path: Path, result: Result, seconds: float) -> None:
     """Append a result to the file, without where things lie on this machine."""
     for folder in (Path(__file__).parents[2], sys.prefix):
         result = replace(result, detail=result.detail.replace(f"{folder}/", ""))
     with path.open("a") as file:
         file.write(json.dumps(asdict(result)) + "\n")
-    print(
-        f"{result.outcome:>14}  {result.case}  {'' if result.outcome is Outcome.EQUAL else result.detail}", flush=True
-    )
+    detail = "" if result.outcome is Outcome.EQUAL else result.detail
+    print(f"{seconds:6.1f} s  {result.outcome:>14}  {result.case}  {detail}", flush=True)
 
 
 def count_outcomes(results: Iterable[Result]) -> str:

@@ -3,13 +3,8 @@
 import os
 import sys
 import threading
-from pathlib import Path
 
-from benchmarks.sweeps import sweep
 from benchmarks.sweeps.sweep import Outcome, Result, Sweep, main
-
-FOLDER = "MILLSTREAM_TEST_SWEEP"
-sweep.FOLDER = Path(os.environ.get(FOLDER, "."))
 
 
 def run(case, device):

@@ -10,12 +10,11 @@ import torch
 
 from benchmarks.sweeps import opinfo, zoo
 from benchmarks.sweeps.sweep import Outcome
-from tests.benchmarks.pretended_sweep import FOLDER
 
 
 def run_sweep(folder, *arguments):
-    environment = {**os.environ, FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-m", "tests.benchmarks.pretended_sweep", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-m", "tests.benchmarks.pretended_sweep", "--out", str(folder), *arguments]
     told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     lines = (folder / "pretended_sweep.jsonl").read_text().splitlines()
     return int(told.split()[0]), {each["case"]: each for each in map(json.loads, lines)}

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from millstream._torch.generators import aside
 from millstream._torch.streams import RunOn, stop_recording
 from millstream.device.context import DeviceContext
 from millstream.device.driver import GraphPool, capture_nothing
@@ -36,24 +37,30 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     """
     context.enter_graphs()
     caller, stream = context.current_stream(), context.stream(0)
+    randomness = aside(graph)
     context.order(caller, stream)
     try:
         with context.capture_lock, context.on(stream), _no_collection():
             pool = pool or context.name_graph_pool()
             try:
-                with RunOn(caller):
+                with RunOn(caller), randomness.begin():
                     graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
-                yield
+                with randomness.body():
+                    yield
             except BaseException as error:
                 with suppress(RuntimeError):  # which only says that there was an error, or that it had not begun
                     _end(context, graph, pool)
+                randomness.end()
                 # Who captures expects that something cannot be captured, and repairs. Nobody expects Ctrl-C, or what a
                 # user's operator may raise.
                 if not isinstance(error, RuntimeError):
                     with suppress(Exception):
                         repair(context)
                 raise
-            _end(context, graph, pool)
+            try:
+                _end(context, graph, pool)
+            finally:
+                randomness.end()
     finally:
         context.order(stream, caller)
 
