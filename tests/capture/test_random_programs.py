@@ -5,7 +5,7 @@ shards of a hundred that processes share. ``MILLSTREAM_FUZZ_SEED`` repeats a sea
 """
 
 import os
-from time import time
+from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from tests.capture.programs import frozen, programs, run
 
 FUZZ = int(os.environ.get("MILLSTREAM_FUZZ", "0"))
-# Processes must collect the same tests: the first of them, which others start from, chooses the seed.
-SEED = int(os.environ.setdefault("MILLSTREAM_FUZZ_SEED", str(int(time())))) if FUZZ else 0
+# Processes that share a run must collect the same tests.
+RUN = int(os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid4().hex), 16) % 10**9
+SEED = int(os.environ.get("MILLSTREAM_FUZZ_SEED", RUN)) if FUZZ else 0
 SHARD = 100
 CAPTURED = 0.7
 """Of the programs at least so many are captured and never fall back, or falling back would always win."""
