@@ -130,8 +130,14 @@ def run_case(name: str, device: str) -> Result:
         model, *batches = make_timm(kind) if library == "timm" else make_transformer(kind)
     except Exception as error:  # noqa: BLE001  whatever another library raises
         return Result(name, Outcome.NOT_COMPARABLE, f"eager fails: {describe(error)}")
+    torch.backends.cudnn.allow_tf32 = False  # eager's own error is the measure of ours
     model = model.to(device)
     batch, other = ({name: value.to(device) for name, value in each.items()} for each in batches)
+    try:
+        with torch.no_grad():
+            model(**batch)
+    except RuntimeError as error:
+        return Result(name, Outcome.NOT_COMPARABLE, f"eager fails on {device}: {describe(error)}")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
@@ -273,7 +279,7 @@ def compare_steps(model: nn.Module, batch: Batch, other: Batch) -> tuple[Outcome
         call = wrap(step)
         batches = [batch, other] * NUM_STEPS
         losses = [call(**(widen(each) if dtype == torch.float64 else each)) for each in batches[:NUM_STEPS]]
-        parameters = {name: value.detach().clone() for name, value in net.named_parameters()}
+        parameters = {name: value.detach().clone() for name, value in net.named_parameters() if value.numel()}
         return {"losses": {"losses": torch.stack(losses)}, "parameters": parameters}
 
     ours = partial(ms.step, engine="serial")

@@ -100,6 +100,59 @@ def test_others_are_named_with_the_line(function, reason):
     assert caught.value.where.startswith(__file__)
 
 
+@pytest.mark.parametrize("probability", [0.0, 1])
+def test_a_branch_on_a_random_number_that_always_goes_one_way_is_captured(probability):
+    def make():
+        model = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x):
+            for layer in model:
+                if torch.rand([]) >= probability or (layer is model[0] and not torch.rand(()) < 0):
+                    x = torch.tanh(layer(x))
+            loss = x.square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss
+
+        return World(step, [model], [opt])
+
+    check(make, [(torch.randn(6, 4),) for _ in range(4)])
+
+
+def test_a_branch_on_a_random_number_is_refused_where_it_may_go_either_way():
+    for limit in (0.5, -0.0, 1e-30):
+        with pytest.raises(CaptureError, match="branches on a tensor's value"):
+            Step(lambda x, at=limit: x * 2 if torch.rand(()) > at else x, build=interpret, strict=True)(torch.ones(3))
+
+
+def scale_by_root(x: torch.Tensor, count: int):
+    if x.size(0) > 2:
+        return x * torch.sqrt(torch.tensor(count, dtype=torch.float))
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
+def test_a_function_of_torch_jit_is_captured_as_the_python_it_was_made_from():
+    scripted = torch.jit.script(scale_by_root)
+
+    def make():
+        model = nn.Linear(4, 4)
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x):
+            loss = scripted(model(x), 3).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss
+
+        return World(step, [model], [opt])
+
+    check(make, [(torch.randn(6, 4),) for _ in range(4)])
+
+
 @pytest.mark.filterwarnings("ignore")  # as with users, whose warnings are no errors
 def test_a_triton_kernel_is_named_as_such():
     """Its launcher asks for addresses; a stand-in for it does so as well, where there is no Triton."""

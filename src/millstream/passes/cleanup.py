@@ -15,6 +15,9 @@ from torch import Tensor, fx
 
 from millstream._torch.tensors import storage_id
 
+IS_DECIDED = "millstream_is_decided"
+"""Marks a node that draws a number for a branch that goes one way whatever is drawn."""
+
 
 def drop_idle_nodes(gm: fx.GraphModule) -> None:
     """Remove profiler marks, ``detach`` and unused values, in place.
@@ -31,6 +34,9 @@ def drop_idle_nodes(gm: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.rand.default):
+        if node.meta.get(IS_DECIDED) and not node.users:
+            gm.graph.erase_node(node)
 
 
 def subtract_powers_exactly(gm: fx.GraphModule) -> None:

@@ -39,6 +39,7 @@ from millstream._torch.tracing import (
     no_compiled_modules,
     plain_recurrence,
     pretend_compiling,
+    scripts_as_python,
     trace_aten,
     unchecked_distributions,
 )
@@ -274,6 +275,7 @@ class _Tracer:
                 functions,
                 functions.from_numpy_refused(),
                 checkpoints_reuse_randoms(randoms),
+                scripts_as_python(),
                 steps_are_masked(),
             ):
                 self.moved, self.memory = functions.moved, set(map(storage_id, self._inputs()))
