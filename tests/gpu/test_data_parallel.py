@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.parallel import checks
+from tests.parallel import checks, sharded_checks
 from tests.parallel.group import Group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -65,6 +65,29 @@ def test_other_sizes_on_one_rank_are_run_in_segments(pair):
 def test_ranks_differ_without_one_all_reduce(pair):
     digests = pair.run(checks.ranks_after, 6, 1)
     assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_sharded_training_is_as_with_whole_optimizers(pair, kind):
+    (one, first), (other, second) = pair.run(sharded_checks.as_unsharded, kind, 20)
+    assert one == other
+    assert max(first, second) < 0.56
+
+
+def test_norm_of_shares_is_that_of_the_whole(pair):
+    (one, _), (other, _) = pair.run(sharded_checks.as_unsharded, "adamw", 20, 2.0)
+    assert one == other
+
+
+def test_compiled_sharded_step_becomes_one_graph(pair):
+    for one, segments, _ in pair.run(sharded_checks.one_program, 18):
+        assert one == [segments[0], True]
+        assert not segments[1]
+
+
+def test_sharded_state_is_saved_and_loaded(pair, tmp_path):
+    for told in pair.run(sharded_checks.saved_and_loaded, str(tmp_path)):
+        assert len(told) == 4
 
 
 def test_rank_that_ends_in_a_replay_ends_the_others(pair):
