@@ -739,3 +739,13 @@ def until_another_dies(rank):
     except ms.DataParallelError as error:
         assert exchange.PROGRESS.last
         return str(error)
+
+
+def explained(rank, num_steps):
+    """What is told of a step's communication."""
+    _, step = make(*KINDS["small buckets"])
+    captured = ms.step(step, strict=True)
+    train(captured, batches(rank, num_steps))
+    (report,) = ms.explain(captured).communication
+    collectives = [(each.operation, each.num_bytes) for each in report.transfers["calculated"]]
+    return report.num_processes, report.is_one_graph, report.arrivals.num_steps, collectives

@@ -1,6 +1,7 @@
 """What processes tell each other through shared memory, and who is named when one does not come."""
 
 import threading
+import time
 
 import pytest
 
@@ -16,6 +17,22 @@ def test_all_hear_what_all_say_in_every_round(boards):
 
     expected = [[10 * number, 10 * number + 1] for number in range(300)]
     assert in_both(boards, act) == [expected, expected]
+
+
+def test_all_know_when_each_came(boards):
+    def act(board):
+        before = time.monotonic_ns()
+        board.gather(board.rank)
+        after = time.monotonic_ns()
+        own = board.arrivals_ns()
+        board.gather(0)
+        return before, after, own
+
+    for _ in range(3):
+        (first, first_end, one), (second, second_end, other) = in_both(boards, act)
+        assert one == other
+        assert first <= one[0] <= first_end
+        assert second <= one[1] <= second_end
 
 
 @pytest.mark.parametrize("size", [0, 5, PAYLOAD_BYTES, 2 * PAYLOAD_BYTES + 3])

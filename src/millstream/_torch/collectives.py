@@ -23,6 +23,7 @@ class Exchange(Protocol):
 
     Attributes:
         label: What it is, for people.
+        operation: What is done, by the name of the function that does it.
         memory: What it reads and writes; others may use it before and after.
         sent: Parts of the memory where it has its values.
         views: Parts of the memory where it has its results.
@@ -32,6 +33,9 @@ class Exchange(Protocol):
     memory: Tensor
     sent: list[Tensor]
     views: list[Tensor]
+
+    @property
+    def operation(self) -> str: ...
 
     def start(self) -> None: ...
 

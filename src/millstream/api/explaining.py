@@ -13,10 +13,10 @@ from millstream.capture.step.step import Step
 from millstream.cost import Roofline
 from millstream.engine import AgreedEngine, BySize, Executable
 from millstream.engine.traced import trace_run, why_not_trace
-from millstream.errors import ArgumentError
+from millstream.errors import ArgumentError, LoweringError
 from millstream.graph import Role
 from millstream.lower.program import Program
-from millstream.report import Explanation, OneSize, ProgramReport
+from millstream.report import Arrivals, CommunicationReport, Explanation, OneSize, ProgramReport
 
 
 def explain(compiled: Any, *, measure: bool = False, size: int | None = None) -> Explanation:
@@ -60,7 +60,8 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
     )
     if size is not None and not programs:
         raise ArgumentError(f"No program of {name} has a plan for size={size}: call it with that size some more times.")
-    return Explanation(name, programs, fallbacks)
+    communication = () if size is not None else tuple(filter(None, map(_communication, _agreed(compiled))))
+    return Explanation(name, programs, fallbacks, communication)
 
 
 def _at_sizes(one: Any, number: int, size: int | None) -> Iterator[tuple[Executable, OneSize | None]]:
@@ -105,6 +106,23 @@ def _report(executable: Executable, effects: Sequence[str] = (), *, measure: boo
         candidates=executable.candidates,
         num_in_place=executable.num_in_place,
         inputs=tuple(_describe_inputs(executable.lowered.program)),
+    )
+
+
+def _communication(engine: AgreedEngine) -> CommunicationReport | None:
+    """What a step exchanges; ``None`` where it makes no single program to tell of."""
+    try:
+        found = engine.describe()
+    except LoweringError:
+        return None
+    return CommunicationReport(
+        found.plan,
+        found.costs,
+        found.num_processes,
+        is_one_graph=found.is_one_graph,
+        source=found.source,
+        is_calculated=found.is_calculated,
+        arrivals=Arrivals.of(found.arrivals_ns),
     )
 
 

@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from millstream.cli.job import Job
 
 EXIT_BAD_INPUT = 2  # as argparse's own
-SCRIPT_COMMANDS = ("profile", "syncs", "warm")  # options, a script, and all that follows is the script's own
-WITH_VALUE = ("--save", "--fail-if", "--json")
+SCRIPT_COMMANDS = (
+    "profile",
+    "syncs",
+    "warm",
+    "simulate",
+)  # options, a script, and all that follows is the script's own
+WITH_VALUE = ("--save", "--fail-if", "--devices", "--network", "--per-host", "--fit")
 MAX_SEED = 2**32 - 1  # leaves room to mix an epoch into the 64 bits that PyTorch takes
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -72,7 +77,8 @@ def _end_of_options(argv: list[str]) -> int:
             break
         if argv[position] == "--merge":
             return len(argv)
-        position += 2 if argv[position] in WITH_VALUE else 3 if argv[position] == "--compare" else 1
+        has_value = argv[position] in WITH_VALUE or (argv[position] == "--json" and argv[0] == "syncs")
+        position += 2 if has_value else 3 if argv[position] == "--compare" else 1
     return min(position, len(argv))
 
 
@@ -116,6 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
         if command is explain:
             _add_script(jobs)
     _add_profile(commands)
+    _add_simulate(commands)
     _add_cache(commands)
     doctor = commands.add_parser(
         "doctor",
@@ -171,6 +178,53 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     syncs.set_defaults(run=_syncs)
     syncs.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     syncs.add_argument("--json", type=Path, metavar="FILE", help="write the list as data, too")
+
+
+def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "predict a data-parallel step on other numbers of devices, from its kernel graph and a model of the network"
+    simulate = commands.add_parser(
+        "simulate",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}. SCRIPT runs on this machine as the first of many processes that are "
+        "made up, to its end or until Ctrl-C; all that follows it is its own. FILE.json is what "
+        "ms.explain(step).save('FILE.json') wrote.",
+    )
+    own = "[-h] [--devices N,N] [--network LINK[,LINK]] [--per-host N] [--fit FILE] [--json]"
+    simulate.usage = f"%(prog)s {own} SCRIPT.py [ARG ...] | FILE.json"
+    simulate.set_defaults(run=_simulate)
+    simulate.add_argument(
+        "--devices", type=_counts, default=(1, 2, 4, 8), metavar="N,N", help="numbers of devices (1,2,4,8)"
+    )
+    simulate.add_argument(
+        "--network",
+        default="nvlink",
+        metavar="LINK[,LINK]",
+        help="what connects the devices of a host, and hosts: nvlink, gloo, free, ib-GBITS, eth-GBITS (%(default)s)",
+    )
+    per_host = _number(int, 1, 1 << 20)
+    simulate.add_argument("--per-host", type=per_host, default=8, metavar="N", help="devices of a host (%(default)s)")
+    simulate.add_argument(
+        "--fit",
+        type=Path,
+        metavar="FILE",
+        help="fit the first link to what python -m benchmarks.sweeps.collectives wrote",
+    )
+    simulate.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Parse numbers of devices.
+
+    Raises:
+        argparse.ArgumentTypeError: They are none.
+    """
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or not all(0 < count <= 1 << 20 for count in counts):
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of devices, as in 8,64,512")
+    return counts
 
 
 def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -304,6 +358,15 @@ def _explain_script(arguments: argparse.Namespace) -> int:
 
     show = Showing(arguments.json, arguments.save, arguments.measure)
     return explain_script(arguments.target, arguments.arguments, show)
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from millstream.cli.simulate import Asked, simulate
+
+    if not arguments.target:
+        raise ArgumentError("say what to simulate: millstream simulate script.py [ARG ...], or a .json file")
+    fields = arguments.devices, arguments.network, arguments.per_host, arguments.fit, arguments.json
+    return simulate(arguments.target, arguments.arguments, Asked(*fields))
 
 
 def _profile(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -59,6 +59,15 @@ def explain_script(target: str, arguments: list[str], show: Showing) -> int:
         ArgumentError: There is no such script or object, or it is nothing that can be explained.
     """
     script, _, name = target.partition(":")
+    return _show(_find(run_script(script, arguments), script, name), show)
+
+
+def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run a script as ``python script.py`` would, to its end or until Ctrl-C, and return its globals.
+
+    Raises:
+        ArgumentError: There is no such script.
+    """
     try:
         source = Path(script).read_bytes()
     except OSError as error:
@@ -76,7 +85,7 @@ def explain_script(target: str, arguments: list[str], show: Showing) -> int:
         print(f"millstream: {script} was interrupted; this is what there was by then", file=sys.stderr)
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:] = before
-    return _show(_find(vars(module), script, name), show)
+    return vars(module)
 
 
 def _find(names: dict[str, Any], script: str, name: str) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from millstream.errors import ArgumentError, DataParallelError
 NO = 0
 """The answer of who does not want to replay."""
 
+REMEMBERED = 200
+"""Questions: long enough to tell a straggler from chance, and short enough to forget what compiling took."""
+
 CHOICES = ("auto", "captured", "between")
 """Of ``MILLSTREAM_COLLECTIVES``: whether collectives are captured with the step they are in, or issued in between."""
 
@@ -39,11 +43,13 @@ class Agreement:
     Attributes:
         board: Through which.
         num_captures: How many captures all processes have made together: the next one's number.
+        arrivals: When each process came to be asked, of the last ``REMEMBERED`` questions.
     """
 
     def __init__(self, board: Board) -> None:
         self.board = board
         self.num_captures = 0
+        self.arrivals: deque[list[int]] = deque(maxlen=REMEMBERED)
         self._answered = self._is_silent = False
 
     def ask(self, answer: int, what: str) -> list[int]:
@@ -56,7 +62,7 @@ class Agreement:
         Raises:
             DataParallelError: A process is gone, or does not come.
         """
-        answers = self.board.gather(answer, what)
+        answers = self._gather(answer, what)
         self._answered = len(set(answers)) > 1
         return answers
 
@@ -65,8 +71,13 @@ class Agreement:
         if self._is_silent:
             return
         if not self._answered:
-            self.board.gather(NO, what)
+            self._gather(NO, what)
         self._answered = False
+
+    def _gather(self, answer: int, what: str) -> list[int]:
+        answers = self.board.gather(answer, what)
+        self.arrivals.append(self.board.arrivals_ns())
+        return answers
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:

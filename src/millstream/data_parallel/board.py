@@ -6,6 +6,8 @@
 - Who cannot go on says so, and all others hear it where they wait.
 - Nothing is left behind, however the processes end: the file has no name any more once all have opened it.
 
+When a process came to a round lies beside it, on the clock that all processes of a host share.
+
 Each number lies in one word with that of its round, so that a torn or an old one is never taken for it. There are two
 sets of words in turn: a process is in the next round only when all have written in this one, and in the one after that
 only when all have read it.
@@ -29,6 +31,9 @@ _NUM_ROUNDS = 1 << (63 - _VALUE_BITS)
 MOST = (1 << _VALUE_BITS) - 2
 """The greatest number that can be told: in ns almost five hours."""
 _FAILED = MOST + 1
+
+_SETS = 6
+"""Of words, one for each process: two of numbers in turn, ids of processes, what is noted, two of times in turn."""
 
 PAYLOAD_BYTES = 1 << 20
 SPIN_S, NAP_S, LOOK_S = 1e-3, 2e-5, 0.2
@@ -58,7 +63,7 @@ class Board:
         with Path(path).open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), num_bytes(size))
         memory = memoryview(self._map)
-        self._words = memory[: 8 * 4 * size].cast("q")
+        self._words = memory[: 8 * _SETS * size].cast("q")
         self._payload = memory[-PAYLOAD_BYTES:]
         self._words[2 * size + rank] = os.getpid()
         self._round = 0
@@ -108,6 +113,8 @@ class Board:
     def _tell(self, value: int) -> None:
         """Begin a round."""
         self._round += 1
+        first = (4 + (self._round & 1)) * self.size
+        self._words[first + self.rank] = time.monotonic_ns()  # before others may think that it is there
         words, turn = self._words_of_round()
         words[self.rank] = turn << _VALUE_BITS | value
 
@@ -139,7 +146,15 @@ class Board:
 
     def counts(self) -> list[int]:
         """What each process has noted last."""
-        return self._words[3 * self.size :].tolist()
+        return self._words[3 * self.size : 4 * self.size].tolist()
+
+    def arrivals_ns(self) -> list[int]:
+        """When each process came to the round that was gathered last, by ``time.monotonic_ns``.
+
+        Who is in the next round already has another word for that.
+        """
+        first = (4 + (self._round & 1)) * self.size
+        return self._words[first : first + self.size].tolist()
 
     def ended(self) -> list[int]:
         """Ranks of the processes that have ended."""
@@ -167,7 +182,7 @@ class Board:
 
 def num_bytes(size: int) -> int:
     """Length of the memory for so many processes."""
-    return -(-8 * 4 * size // mmap.PAGESIZE) * mmap.PAGESIZE + PAYLOAD_BYTES
+    return -(-8 * _SETS * size // mmap.PAGESIZE) * mmap.PAGESIZE + PAYLOAD_BYTES
 
 
 def make_file(size: int) -> str:

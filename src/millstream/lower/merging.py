@@ -193,6 +193,7 @@ class _Merger:
             reads=(memory, COMMUNICATOR),
             writes=(memory, COMMUNICATOR),
             num_bytes=2 * buffer.num_bytes,
+            ops=(exchange.operation,),
         )
         self._whole.add(kernel, Call(exchange.perform, (Value(memory),), {}))
 

@@ -21,6 +21,12 @@ def details_of(explanation: Explanation) -> str:
     for program in explanation.programs:
         parts += ["<section>", f"<h2>{_clean(program.graph.name)}: {_clean(program.phase)}</h2>", *_of(program)]
         parts.append("</section>")
+    for each in explanation.communication:
+        told = [f"{kind}: {sentence}." for kind, sentence in each.sentences().items()]
+        told += [f"{each.waits()}."] if each.waits() else []
+        parts += [f"<section><h2>{_clean(each.plan.graph.name)}: communication</h2>"]
+        parts += [f"<p>{_clean(sentence)}</p>" for sentence in told]
+        parts += [_table(each.columns(), each.rows(), {1, 2, 3, 4, 5}), "</section>"]
     fallbacks = "".join(f"<li>{_clean(reason)}</li>" for reason in explanation.fallbacks)
     told = f"<ul>{fallbacks}</ul>" if fallbacks else "<p>Nothing: every operator is captured.</p>"
     return "\n".join([*parts, "<section>", "<h2>What fell back</h2>", told, "</section>"])

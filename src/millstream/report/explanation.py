@@ -15,10 +15,12 @@ from millstream.errors import ArgumentError
 from millstream.graph import Candidate, Kernel, KernelGraph, KernelKind, Plan, Role, Spread, Timeline, Wait
 from millstream.insight.replays import idle_in_graph, time_of_kernels
 from millstream.report.account import Account
+from millstream.report.communication import CommunicationReport
 from millstream.report.details import details_of
 from millstream.report.html import to_html
 from millstream.report.perfetto import to_perfetto
 from millstream.report.picture import Picture, draw_timeline
+from millstream.report.saved import saved_steps
 from millstream.report.sizes import OneSize, by_program, summary
 from millstream.report.svg import to_svg
 from millstream.report.terminal import sketch_streams
@@ -348,11 +350,13 @@ class Explanation:
         name: What was explained.
         programs: Its programs, in the order they were compiled.
         fallbacks: Why parts run on plain torch.compile or eagerly; empty when everything was captured.
+        communication: What its steps exchange with other processes.
     """
 
     name: str
     programs: tuple[ProgramReport, ...]
     fallbacks: tuple[str, ...] = ()
+    communication: tuple[CommunicationReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data, fit for JSON."""
@@ -360,6 +364,7 @@ class Explanation:
             "name": self.name,
             "programs": [program.to_dict() for program in self.programs],
             "fallbacks": list(self.fallbacks),
+            "communication": [each.to_dict() for each in self.communication],
         }
 
     def text(self, limit: int | None = 12) -> str:
@@ -378,6 +383,8 @@ class Explanation:
         for program, *others in by_program(self.programs):
             lines += [*summary([program, *others]), ""] if others else []
             lines += [*program.text(limit if limit is not None else len(program.graph.kernels)), ""]
+        for each in self.communication:
+            lines += [*each.text(), ""]
         lines += [f"fell back: {reason}" for reason in self.fallbacks] or [
             "nothing fell back: every operator is captured"
         ]
@@ -391,7 +398,8 @@ class Explanation:
 
         Args:
             path: Its suffix chooses the form: ``.html`` (one file to look into, opens anywhere without network),
-                ``.svg`` (for pages and papers), or ``.json`` (a trace for ui.perfetto.dev).
+                ``.svg`` (for pages and papers), or ``.json`` (a trace for ui.perfetto.dev, from which ``millstream
+                simulate`` reads what a data-parallel step would take on other numbers of devices).
 
         Raises:
             ArgumentError: The suffix is another one, or there is no run to draw: nothing is compiled, or neither costs
@@ -402,7 +410,7 @@ class Explanation:
         if write is None:
             choice = ", ".join(_WRITERS)
             raise ArgumentError(f"cannot draw into {str(path)!r}: choose a name that ends with one of {choice}")
-        pictures = [picture for program in self.programs for picture in program.pictures()]
+        pictures = [picture for each in (*self.communication, *self.programs) for picture in each.pictures()]
         if not pictures:
             why = "its kernels' times are not known" if self.programs else "nothing of it is compiled: call it first"
             if self.fallbacks and not self.programs:
@@ -410,6 +418,8 @@ class Explanation:
             raise ArgumentError(f"there is no timeline of {self.name} to draw: {why}")
         if write is to_html:
             path.write_text(to_html(pictures, self.name, details_of(self)), encoding="utf-8")
+        elif write is to_perfetto:
+            path.write_text(to_perfetto(pictures, saved_steps(self.communication)), encoding="utf-8")
         else:
             path.write_text(write(pictures), encoding="utf-8")
 

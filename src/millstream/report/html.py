@@ -36,6 +36,7 @@ def _data(picture: Picture) -> dict[str, Any]:
         "title": picture.title,
         "caption": picture.caption,
         "streams": picture.num_streams,
+        "lanes": picture.lanes,
         "end": picture.end_ns,
         "bars": [
             [bar.stream, bar.start_ns, bar.end_ns, bar.kind, bar.is_critical, bar.label, describe(bar)]

@@ -6,16 +6,21 @@ Source: "Trace Event Format", the JSON that Chrome writes; times in it are micro
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from millstream.report.picture import Bar, Picture
 
 
-def to_perfetto(pictures: Sequence[Picture]) -> str:
-    """Write each picture as a process, each stream as a thread of it, each wait as an arrow."""
+def to_perfetto(pictures: Sequence[Picture], more: Mapping[str, Any] | None = None) -> str:
+    """Write each picture as a process, each stream as a thread of it, each wait as an arrow.
+
+    Args:
+        pictures: What to draw.
+        more: Entries that viewers skip.
+    """
     events = [event for number, picture in enumerate(pictures, 1) for event in _events(picture, number)]
-    return json.dumps({"displayTimeUnit": "ns", "traceEvents": events}) + "\n"
+    return json.dumps({"displayTimeUnit": "ns", "traceEvents": events, **(more or {})}) + "\n"
 
 
 def _events(picture: Picture, pid: int) -> Iterator[dict[str, Any]]:
@@ -25,7 +30,7 @@ def _events(picture: Picture, pid: int) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": pid, "name": "process_labels", "args": {"labels": " ".join(picture.caption)}}
     for stream in range(picture.num_streams):
         thread = {"ph": "M", "pid": pid, "tid": thread_of[stream]}
-        yield {**thread, "name": "thread_name", "args": {"name": f"stream {stream}"}}
+        yield {**thread, "name": "thread_name", "args": {"name": picture.lane(stream)}}
         yield {**thread, "name": "thread_sort_index", "args": {"sort_index": stream}}
     for bar in picture.bars:
         place = {"pid": pid, "tid": thread_of[bar.stream]}

@@ -74,6 +74,7 @@ class Picture:
         arrows: One for each wait that orders two bars on different streams.
         num_streams: Streams are numbered from 0.
         end_ns: End of the run.
+        lanes: Names of the streams, where they have others than their numbers.
     """
 
     title: str
@@ -82,6 +83,11 @@ class Picture:
     arrows: tuple[Arrow, ...]
     num_streams: int
     end_ns: int
+    lanes: tuple[str, ...] = ()
+
+    def lane(self, stream: int) -> str:
+        """Name of a stream."""
+        return self.lanes[stream] if self.lanes else f"stream {stream}"
 
     @property
     def kinds(self) -> list[str]:

@@ -80,7 +80,7 @@ def _draw(picture: Picture) -> tuple[list[str], float]:
         lines.append(
             f'<rect class="lane" x="{_LEFT}" y="{y + 4:g}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_BAR}"/>'
         )
-        lines.append(_text(12, y + 18, f"stream {stream}: {busy}"))
+        lines.append(_text(12, y + 18, f"{picture.lane(stream)}: {busy}"))
     lines += _bars(picture, top, scale)
     lines.append(f'<g opacity="{min(0.7, 200 / max(len(picture.arrows), 1)):.2f}">')  # many must not hide the bars
     lines += (_arrow(picture, arrow, top, scale) for arrow in picture.arrows)

@@ -58,9 +58,13 @@ class Transfer:
         return self.took_ns - self.exposed_ns
 
 
+_OPERATIONS = {"broadcast": "broadcast", "scatter": "reduce_scatter", "gather": "all_gather"}
+
+
 def operation_of(kernel: Kernel) -> str:
-    """What a collective does: its first operator; an all-reduce where nothing is said."""
-    return kernel.ops[0] if kernel.ops else "all_reduce"
+    """What a collective does, by the name of its first operator; an all-reduce where that says nothing else."""
+    name = kernel.ops[0] if kernel.ops else ""
+    return next((operation for part, operation in _OPERATIONS.items() if part in name), "all_reduce")
 
 
 def bucket_bytes(graph: KernelGraph, kernel: Kernel) -> int:
@@ -123,8 +127,8 @@ def plan_beside(graph: KernelGraph, *, eager: bool = False) -> Plan:
 
     Args:
         graph: With collectives.
-        eager: Issue each collective where it stands in the program, as a host does that issues it after a segment;
-            otherwise as soon as what it sends is there.
+        eager: As a host does that issues collectives between segments: each where it stands in the program, and what
+            needs one waits for all before it. Otherwise each is sent as soon as what it sends is there.
     """
     needs = derive_dependencies(graph)
     collectives = [kernel.id for kernel in graph.kernels if kernel.kind is KernelKind.COLLECTIVE]
@@ -149,10 +153,11 @@ def plan_beside(graph: KernelGraph, *, eager: bool = False) -> Plan:
     issue(-1)
     for kernel in graph.kernels:
         if kernel.kind is not KernelKind.COLLECTIVE:
-            for need in needs[kernel.id]:
-                if need.kernel in issued and need.kernel not in awaited:
-                    steps.append(Wait(2 * need.kernel + 1, 0))
-                    awaited.add(need.kernel)
+            needed = {need.kernel for need in needs[kernel.id] if need.kernel in issued} - awaited
+            if eager and needed:
+                needed = issued - awaited
+            steps.extend(Wait(2 * need + 1, 0) for need in sorted(needed))
+            awaited |= needed
             steps.append(Launch(kernel.id, 0))
         issue(kernel.id)
     steps.extend(Wait(2 * each + 1, 0) for each in collectives if each not in awaited)

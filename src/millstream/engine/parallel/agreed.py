@@ -19,6 +19,7 @@ from millstream.data_parallel.board import NotTogetherError
 from millstream.device import context
 from millstream.engine.build import Executable, with_environment
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
+from millstream.engine.parallel.described import Described, describe
 from millstream.engine.parallel.lockstep import time_steps, together
 from millstream.engine.parallel.segmented import SegmentedEngine
 from millstream.engine.parallel.whole import (
@@ -83,6 +84,16 @@ class AgreedEngine:
             return [Executable(self.whole, [self._told])]
         return [executable for executable in self._executables if executable is not None]
 
+    def describe(self) -> Described:
+        """What it exchanges, and how it runs at present.
+
+        Raises:
+            LoweringError: Its segments make no single program.
+        """
+        if self._lowered is None:
+            self._lowered = merge_lowered(self.segmented.segments, self._executables, self.segmented.exchanges)
+        return describe(self.segmented, self._lowered, self.whole)
+
     def __call__(self, inputs: list[Any]) -> list[Any]:
         agreement = self._agreement
         if agreement is None or (self.whole is None and not self._may_offer(inputs)):
@@ -135,7 +146,7 @@ class AgreedEngine:
                 return False
         elif collectives_wanted() != "captured":
             return False
-        if self._lowered is None:
+        if not self._offer:
             try:
                 self._lowered = merge_lowered(self.segmented.segments, self._executables, self.segmented.exchanges)
             except LoweringError as error:

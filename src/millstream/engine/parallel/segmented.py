@@ -25,11 +25,12 @@ class SegmentedEngine:
 
     Attributes:
         segments: As given.
+        executables: As given.
         exchanges: The collectives, in the order in which they begin.
     """
 
     def __init__(self, segments: Segments, executables: Sequence[Executable | None]) -> None:
-        self.segments, self._executables = segments, executables
+        self.segments, self.executables = segments, executables
         self.exchanges: list[Any] = [exchange_of(key) for key in segments.keys]
         self._views = [part for exchange in self.exchanges for part in (*exchange.views, *exchange.sent)]
         num_sent = sum(bool(segment.starts) for segment in segments.segments if segment.graph is not None)
@@ -50,7 +51,7 @@ class SegmentedEngine:
         segments, exchanges = self.segments, self.exchanges
         values: list[Any] = [*inputs, *self._views, *[None] * (segments.num_values - len(inputs) - len(self._views))]
         inputs.clear()
-        steps = zip(segments.segments, self._executables, self._done_with, strict=True)
+        steps = zip(segments.segments, self.executables, self._done_with, strict=True)
         for segment, executable, done_with in steps:
             for number in segment.waits:
                 exchanges[number].wait()

@@ -1,0 +1,112 @@
+"""The command ``simulate``: what a data-parallel step would take on other numbers of devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from millstream.cost import Network, Timed, fit_link, parse_network
+from millstream.errors import ArgumentError
+from millstream.report.saved import SavedStep, read_steps
+from millstream.report.scaling import ScalingReport
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be simulated.
+
+    Attributes:
+        counts: Numbers of devices.
+        network: Links, from within a host outwards.
+        per_host: Devices of a host.
+        fit: A sweep of collectives, to which the first link is fitted.
+        as_json: As data instead of words.
+    """
+
+    counts: tuple[int, ...]
+    network: str
+    per_host: int
+    fit: Path | None = None
+    as_json: bool = False
+
+
+def simulate(target: str, arguments: Sequence[str], asked: Asked) -> int:
+    """Print what the steps of a script, or of a file, would take; return the exit code.
+
+    Args:
+        target: ``script.py``, run as the first of many processes that are made up; or what ``save("step.json")`` wrote.
+        arguments: The script's own.
+        asked: On which devices.
+
+    Raises:
+        ArgumentError: There is no such file, or no data-parallel step in it.
+    """
+    name, network = _network(asked)
+    network.time_ns("all_reduce", 1, max(asked.counts))  # refuses what the network has not, before a script runs
+    path = Path(target)
+    if path.suffix == ".json":
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ArgumentError(f"cannot read {target}: {error}") from error
+        try:
+            steps = read_steps(text)
+        except ArgumentError as error:
+            raise ArgumentError(f"cannot simulate {target}: {error}") from error
+    else:
+        steps = _capture(target, arguments, asked)
+    reports = [ScalingReport(step, network, name, asked.counts) for step in steps]
+    if asked.as_json:
+        print(json.dumps([report.to_dict() for report in reports], indent=2))
+    else:
+        print("\n\n".join(report.text() for report in reports))
+    return 0
+
+
+def read_sweep(text: str) -> list[Timed]:
+    """Times of ``python -m benchmarks.sweeps.collectives``, those of captured all-reduces.
+
+    Raises:
+        ArgumentError: The text is no such sweep.
+    """
+    try:
+        return [
+            Timed(int(each["devices"]), int(each["bytes"]), float(each["ns"])) for each in json.loads(text)["times"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArgumentError(f"it is no sweep of collectives: {error!r}") from error
+
+
+def _network(asked: Asked) -> tuple[str, Network]:
+    if asked.fit is None:
+        return asked.network, parse_network(asked.network, asked.per_host)
+    try:
+        times = read_sweep(asked.fit.read_text(encoding="utf-8"))
+        fitted = fit_link(asked.network.split(",")[0].strip(), times, f"fitted to {asked.fit.name}")
+    except (OSError, UnicodeDecodeError, ArgumentError) as error:
+        raise ArgumentError(f"cannot fit a link to {asked.fit}: {error}") from error
+    return asked.network, parse_network(asked.network, asked.per_host, fitted)
+
+
+def _capture(script: str, arguments: Sequence[str], asked: Asked) -> list[SavedStep]:
+    """Run a script among processes that are made up, and return its steps that exchange something."""
+    import millstream as ms
+    from millstream._torch.fake_group import among_fake_processes
+    from millstream.api import is_compiled
+    from millstream.cli.explain import run_script
+
+    size = max(2, min(asked.per_host, max(asked.counts)))
+    with among_fake_processes(size):
+        names = run_script(script, arguments)
+        compiled = [value for value in names.values() if is_compiled(value)]
+        reports = [each for value in compiled for each in ms.explain(value).communication]
+    if not reports:
+        raise ArgumentError(
+            f"none of the globals of {script} is a step that exchanges something: call, at least three times, a step "
+            "with a DistributedDataParallel model, or one made by @ms.step(data_parallel=True)"
+        )
+    return [
+        SavedStep(each.plan, each.costs, each.is_one_graph, each.is_calculated, each.num_processes) for each in reports
+    ]

@@ -1,0 +1,60 @@
+"""What a step exchanges, as a plan of kernels and collectives together: for those who explain it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from millstream.cost import GLOO, NVLINK, Costs, Network
+from millstream.engine.parallel.segmented import SegmentedEngine
+from millstream.engine.parallel.whole import WholeGraph, WholeOnHost, costs_of
+from millstream.graph import Plan
+from millstream.lower import Lowered
+from millstream.schedule import plan_serial
+from millstream.simulate import costs_on, plan_beside
+
+
+@dataclass(frozen=True)
+class Described:
+    """A step that exchanges something.
+
+    Attributes:
+        plan: Of kernels and collectives.
+        costs: Of both.
+        is_one_graph: Whether collectives are among its kernels; otherwise the host issues them between segments.
+        num_processes: That exchange.
+        source: Where the times of collectives are from; empty where they were measured.
+        is_calculated: No kernel was measured.
+        arrivals_ns: When each process came to begin the last steps, as far as that is known.
+    """
+
+    plan: Plan
+    costs: Costs
+    is_one_graph: bool
+    num_processes: int
+    source: str
+    is_calculated: bool
+    arrivals_ns: tuple[tuple[int, ...], ...]
+
+
+def describe(segmented: SegmentedEngine, lowered: Lowered, whole: WholeGraph | WholeOnHost | None) -> Described:
+    """Describe how a step runs at present.
+
+    Args:
+        segmented: Its segments.
+        lowered: All of it as one program.
+        whole: What runs it as one graph; ``None`` where nothing does.
+    """
+    graph, first = lowered.program.graph, segmented.exchanges[0]
+    num_processes = dist.get_world_size(first.group) if dist.is_initialized() else 1
+    agreement = first.agreement
+    arrivals = tuple(map(tuple, agreement.arrivals)) if agreement is not None else ()
+    if isinstance(whole, WholeGraph):
+        return Described(whole.plan, whole.costs, True, num_processes, "", False, arrivals)
+    plan = plan_beside(graph, eager=True) if whole is None and first.is_beside else plan_serial(graph)
+    is_calculated = all(getattr(each, "costs", None) is None for each in segmented.executables)
+    link = NVLINK if first.memory.is_cuda else GLOO
+    costs = costs_of(lowered, segmented.segments, segmented.executables)
+    costs = costs_on(plan, costs, Network(link, per_host=max(num_processes, 1)), num_processes)
+    return Described(plan, costs, whole is not None, num_processes, link.describe(), is_calculated, arrivals)
