@@ -1,8 +1,16 @@
 """What the suite ``idle`` makes of a report."""
 
+import random
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 
-from benchmarks.idle import CASES, SCRIPTS, Run, judge, to_markdown
+from benchmarks.idle.peers import to_kineto
+from benchmarks.idle.suite import CASES, SCRIPTS, Run, judge, to_markdown, with_jitter
+from millstream.insight import Cause, Severity, analyse
+from millstream.insight.kineto import read_trace
+from tests.insight.virtual import serial_recording
 
 SLOW = next(case for case in CASES if case.name == "python_loop")
 CLEAN = next(case for case in CASES if case.name == "clean_matmuls")
@@ -59,3 +67,25 @@ def test_process_that_failed_is_told():
     found = judge(SLOW, Run(None, None, "profiled: killed"), Run(None, None), Run(None, None))
     assert not found["is_right"]
     assert "python_loop: profiled: killed" in to_markdown([found], "virtual")
+
+
+def test_records_are_the_trace_that_the_profiler_would_have_written():
+    host = [(Cause.SYNC, 5_000, 51), *[(None, 10_000, 5)] * 3]
+    recording = serial_recording(host, [900_000] * 3, steps=4)
+    recording = replace(recording, spans=tuple(replace(s, detail="cudaStreamSynchronize") for s in recording.spans))
+    trace = read_trace(to_kineto(recording)).shifted(recording.launches[0].start_ns)
+    assert [(a.start_ns, a.end_ns, a.launch) for a in trace.activities] == [
+        (a.start_ns, a.end_ns, a.launch) for a in recording.activities
+    ]
+    assert [launch.start_ns for launch in trace.launches] == [launch.start_ns for launch in recording.launches]
+    assert [s.start_ns for s in trace.spans] == [s.start_ns for s in recording.spans[1:]]  # the first is before them
+
+
+def test_jitter_keeps_order_and_verdict():
+    recording = serial_recording([(None, 10_000, 5)] * 8, [900_000] * 8, steps=30)
+    moved = with_jitter(recording, random.Random(3))
+    assert moved.activities != recording.activities
+    for before, after in zip(recording.activities, moved.activities, strict=True):
+        assert 0.6 < (after.end_ns - after.start_ns) / (before.end_ns - before.start_ns) < 1.4
+    assert [a.end_ns <= b.start_ns for a, b in pairwise(moved.activities)] == [True] * 239
+    assert analyse(moved).severity is Severity.HEALTHY

@@ -35,7 +35,7 @@ from millstream.insight import Recording, Sample, Severity, analyse
 from millstream.trace import frames
 from millstream.trace.frames import library_roots
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "insight" / "scripts"
 TIMEOUT_S = 90.0
 KINDS = ("profiled", "plain", "twin")
@@ -115,7 +115,7 @@ def run_here(kind: str, case: Case, report: Path, arguments: Sequence[str]) -> i
                     pickle.dump(self.findings.recording, file)
 
     command.Profile = Kept  # type: ignore[misc]
-    own = f"{Path(__file__).parent}/"  # what started the script is no line of it
+    own = f"{Path(__file__).parents[1]}/"  # what started the script is no line of it
     frames.library_roots = lambda: (*library_roots(), own)
     return command.profile(script, [*arguments], as_module=False, save=[report], fail_if=[])
 
@@ -331,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", default=",".join(case.name for case in CASES))
     parser.add_argument("--device", default=None, help="cuda or cpu; cuda where there is one")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each clean script")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which processes of each case to run")
     parser.add_argument("--keep", type=Path, help="a folder for reports and output of each process")

@@ -107,7 +107,7 @@ def to_markdown(rows: Sequence[dict[str, Any]], device: str) -> str:
     lines = [
         "# What profiling costs a step",
         "",
-        f"`python -m benchmarks.idle_cost` on {device}, torch {torch.__version__}; lower quartiles of "
+        f"`python -m benchmarks.idle.cost` on {device}, torch {torch.__version__}; lower quartiles of "
         f"{NUM_ROUNDS * (NUM_STEPS - NUM_DROPPED)} steps, kinds in turn. *Off again* is the noise.",
         "",
         "| step | off, ms | off again | always on | window |",
@@ -124,8 +124,8 @@ _SHOWN = ("off again", "always on", "window")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all, and write a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.idle_cost", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.idle.cost", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     options = parser.parse_args(argv)
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     kinds: dict[str, Callable[[], Any]] = {"off": nullcontext, "always on": always_on, "off again": nullcontext}
