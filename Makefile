@@ -15,7 +15,7 @@ export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 # What a library asks of the driver, and is refused, is no error of ours.
 SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 1
 
-.PHONY: help run test check fuzz gpu gpu2 sanitize bench opinfo zoo examples recipes docs dist matrix format clean
+.PHONY: help run test soak check fuzz gpu gpu2 sanitize bench opinfo zoo examples recipes docs dist matrix format clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -30,6 +30,9 @@ test: $(SETUP) ## every test that needs no GPU
 fuzz: $(SETUP) ## 2,000 random steps, captured and eager, others each time: no result is ever stale (ten minutes on two cores)
 	MILLSTREAM_FUZZ=2000 $(PYTHON) -m pytest -q tests/capture/test_random_programs.py -n auto --maxprocesses 16 --dist worksteal
 	MILLSTREAM_FUZZ=10000 $(PYTHON) -m pytest -q tests/insight/test_gaps.py
+
+soak: $(SETUP) ## 50 epochs of every kind of source: feeds leave no memory, threads, files or events behind (some minutes)
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.sweeps.feed_life
 
 check: $(SETUP) ## lint, format, types and layers
 	$(PYTHON) -m ruff check .

@@ -1,0 +1,208 @@
+"""Whether feeds leave anything behind: many epochs of each kind of source, and what a process holds after each.
+
+Run by ``make soak``; ``python -m benchmarks.sweeps.feed_life --device cuda`` on a GPU. Each source has a process of its
+own. Epochs end in turn by themselves and by ``break``. What is looked at: memory, threads, open files, child processes,
+events of the device context, and how long the process takes to end after its last line, beyond one without a feed.
+Without a GPU the device is the virtual one of the tests, which has events, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import millstream as ms
+from millstream.data import Feed
+
+NUM_EPOCHS, NUM_BATCHES, ROWS, WIDTH = 50, 8, 16, 1024
+WARM_EPOCHS = 10  # in which memory settles
+MOST_GROWTH_MIB = 8.0  # of memory from then on: the allocator's, which has no steps as small as a batch (64 KiB)
+MOST_EXIT_S = 1.0
+
+
+class Rows(Dataset[Any]):
+    """Rows; the worker that makes a certain one is killed meanwhile."""
+
+    def __init__(self, deadly: int = -1) -> None:
+        self.deadly = deadly
+
+    def __len__(self) -> int:
+        return NUM_BATCHES * ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.full((WIDTH,), float(index)), index
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.full((WIDTH,), float(i)) for i in range(NUM_BATCHES * ROWS))
+
+
+class Generated:
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(NUM_BATCHES):
+            yield torch.full((ROWS, WIDTH), float(i))
+
+
+def read_queue() -> Iterator[Any]:
+    """A queue that blocks after each few batches, until another thread has put more of them into it."""
+    batches: queue.Queue[Any] = queue.Queue()
+
+    def fill() -> None:
+        for i in range(10**9):
+            while batches.qsize() >= NUM_BATCHES:
+                time.sleep(0.002)
+            batches.put(torch.full((ROWS, WIDTH), float(i)))
+
+    threading.Thread(target=fill, daemon=True).start()
+    while True:
+        yield batches.get()
+
+
+def read_queue_that_ends() -> Iterator[Any]:
+    """A queue that nobody fills any more: its reader waits for ever, and is left there."""
+    batches: queue.Queue[Any] = queue.Queue()
+    for i in range(NUM_BATCHES):
+        batches.put(torch.full((ROWS, WIDTH), float(i)))
+    while True:
+        yield batches.get()
+
+
+class Blocking:
+    def __iter__(self) -> Iterator[Any]:
+        return read_queue_that_ends()
+
+
+def make_stateful() -> Iterable[Any]:
+    return importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader(Rows(), batch_size=ROWS)
+
+
+NO_FEED = "no feed at all"
+SOURCES: dict[str, Callable[[], Iterable[Any]]] = {
+    NO_FEED: lambda: (),
+    "workers": lambda: DataLoader(Rows(), batch_size=ROWS, num_workers=2),
+    "persistent workers": lambda: DataLoader(Rows(), batch_size=ROWS, num_workers=2, persistent_workers=True),
+    "iterable": lambda: DataLoader(Stream(), batch_size=ROWS),
+    "StatefulDataLoader": make_stateful,
+    "generator": Generated,
+    "shared queue": read_queue,
+    "blocking queue": Blocking,
+    "killed worker": lambda: DataLoader(Rows(deadly=5 * ROWS + 3), batch_size=ROWS, num_workers=2),
+}
+
+
+def make_feed(source: Iterable[Any], device: str) -> tuple[Feed, Callable[[], int]]:
+    """A feed of it, and what counts the events that are lent."""
+    from millstream.device import Place, context
+
+    if device == "virtual":
+        from tests.device.virtual_device import make_virtual_context
+
+        feeding: Any = importlib.import_module("millstream.data.feeding")
+        made, _ = make_virtual_context("eager")
+        feeding.context = lambda _: made
+        return Feed(source, Place("cuda", 0), feeding.Options()), lambda: len(made._lent_events)
+    fed = ms.feed(source, device)
+    return fed, lambda: len(context(Place.of(device))._lent_events)
+
+
+def look(num_events: Callable[[], int]) -> dict[str, float]:
+    """What this process holds."""
+    gc.collect()
+    memory_kib = next(
+        int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line
+    )
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {
+        "MiB": memory_kib / 1024,
+        "threads": threading.active_count(),
+        "files": len([*Path("/proc/self/fd").iterdir()]),
+        "children": len(children),
+        "events": num_events(),
+    }
+
+
+def run_one(name: str, device: str, num_epochs: int) -> None:
+    """Run the epochs of a source, and print what was held after each."""
+    fed: Any = ()
+    num_events: Callable[[], int] = int
+    if name != NO_FEED:
+        fed, num_events = make_feed(SOURCES[name](), device)
+    found = []
+    for epoch in range(num_epochs):
+        with suppress(RuntimeError, OSError):  # of a worker that was killed
+            for number, batch in enumerate(fed):
+                del batch
+                if (epoch % 2 or name in ("shared queue", "blocking queue")) and number == NUM_BATCHES // 2:
+                    break
+        found.append(look(num_events))
+    print(json.dumps(found), flush=True)
+
+
+def watch_one(name: str, device: str, num_epochs: int, usual_exit_s: float | None = None) -> tuple[bool, float]:
+    """Run a source in a process of its own; whether all stays as it is, and how long it took to end."""
+    program = [sys.executable, "-m", "benchmarks.sweeps.feed_life"]
+    command = [*program, "--device", device, "--epochs", str(num_epochs), "--only", name]
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        said = time.monotonic()
+        status = process.wait(60)
+        exit_s = time.monotonic() - said
+    if status or not line:
+        print(f"{name:20} ended with status {status}")
+        return False, exit_s
+    found = json.loads(line)
+    last = found[-1]
+    # After as many epochs, but for an even number: persistent workers wait after some, and not after others.
+    settled = found[len(found) - 1 - 2 * max((len(found) - WARM_EPOCHS) // 2, 0)]
+    is_flat = all(last[key] <= settled[key] for key in last if key != "MiB")
+    is_flat &= last["MiB"] - settled["MiB"] <= MOST_GROWTH_MIB and exit_s - (exit_s if usual_exit_s is None else usual_exit_s) < MOST_EXIT_S
+    shown = ", ".join(f"{key} {settled[key]:.4g} → {last[key]:.4g}" for key in last)
+    ended = f"exit {exit_s:.2f} s, {said - began:.0f} s in all"
+    print(f"{name:20} {'flat' if is_flat else 'NOT FLAT'}: {shown}; {ended}", flush=True)
+    return is_flat, exit_s
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "virtual", help="cuda, cpu, virtual"
+    )
+    parser.add_argument("--epochs", type=int, default=NUM_EPOCHS)
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # in the process of one source
+    options = parser.parse_args()
+    if options.only:
+        run_one(options.only, options.device, options.epochs)
+        return 0
+    _, usual_exit_s = watch_one(NO_FEED, options.device, 2)
+    wanted = [name for name in SOURCES if name != NO_FEED]
+    if importlib.util.find_spec("torchdata") is None:
+        print("StatefulDataLoader    left out: torchdata is not installed")
+        wanted.remove("StatefulDataLoader")
+    found = [watch_one(name, options.device, options.epochs, usual_exit_s)[0] for name in wanted]
+    return int(not all(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
