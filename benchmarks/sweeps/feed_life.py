@@ -177,7 +177,8 @@ def watch_one(name: str, device: str, num_epochs: int, usual_exit_s: float | Non
     # After as many epochs, but for an even number: persistent workers wait after some, and not after others.
     settled = found[len(found) - 1 - 2 * max((len(found) - WARM_EPOCHS) // 2, 0)]
     is_flat = all(last[key] <= settled[key] for key in last if key != "MiB")
-    is_flat &= last["MiB"] - settled["MiB"] <= MOST_GROWTH_MIB and exit_s - (exit_s if usual_exit_s is None else usual_exit_s) < MOST_EXIT_S
+    is_flat &= last["MiB"] - settled["MiB"] <= MOST_GROWTH_MIB
+    is_flat &= usual_exit_s is None or exit_s - usual_exit_s < MOST_EXIT_S
     shown = ", ".join(f"{key} {settled[key]:.4g} → {last[key]:.4g}" for key in last)
     ended = f"exit {exit_s:.2f} s, {said - began:.0f} s in all"
     print(f"{name:20} {'flat' if is_flat else 'NOT FLAT'}: {shown}; {ended}", flush=True)
