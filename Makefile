@@ -30,6 +30,7 @@ test: $(SETUP) ## every test that needs no GPU
 fuzz: $(SETUP) ## 2,000 random steps, captured and eager, others each time: no result is ever stale (ten minutes on two cores)
 	MILLSTREAM_FUZZ=2000 $(PYTHON) -m pytest -q tests/capture/test_random_programs.py -n auto --maxprocesses 16 --dist worksteal
 	MILLSTREAM_FUZZ=10000 $(PYTHON) -m pytest -q tests/insight/test_gaps.py
+	MILLSTREAM_RANKS=8 $(PYTHON) -m pytest -q tests/parallel/test_many_ranks.py
 
 soak: $(SETUP) ## 50 epochs of every kind of source: feeds leave no memory, threads, files or events behind (some minutes)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.sweeps.feed_life
@@ -43,8 +44,8 @@ check: $(SETUP) ## lint, format, types and layers
 gpu: $(SETUP) ## the tests that need a GPU (PYTHON=python3 where torch is already installed)
 	$(PYTHON) -m pytest tests/gpu -m gpu
 
-gpu2: $(SETUP) ## the tests that need two GPUs
-	$(PYTHON) -m pytest tests/gpu/test_data_parallel.py -m gpu
+gpu2: $(SETUP) ## the tests that need two GPUs, or take all there are
+	$(PYTHON) -m pytest tests/gpu/test_data_parallel.py tests/gpu/test_many_ranks.py -m gpu
 
 sanitize: $(SETUP) ## small networks on every engine, and our kernels, under CUDA's compute-sanitizer (three minutes on 16 cores)
 	$(SANITIZE) --tool memcheck $(PYTHON) -m pytest tests/gpu/test_streams.py tests/gpu/test_spread.py -m gpu -n 8 -k "inference_is or training_is or spread"

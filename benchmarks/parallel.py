@@ -287,13 +287,18 @@ def fault(problem: Training, losses: list[float], model: nn.Module, batches: lis
     return "" if len(set(digests)) == 1 else "processes have other parameters"
 
 
-def described(step: Any) -> tuple[dict[str, int], str]:
-    """Counts of ours, and whether it is one graph."""
+def described(step: Any) -> tuple[dict[str, Any], str]:
+    """Counts of ours, what the simulator says of it, and whether it is one graph."""
     from millstream import api
 
     executables = api.executables(step)
-    facts = {name: sum(getattr(each, f"num_{name}") for each in executables) for name in ("kernels", "waits")}
+    facts: dict[str, Any] = {
+        name: sum(getattr(each, f"num_{name}") for each in executables) for name in ("kernels", "waits")
+    }
     facts["streams"] = max(each.num_streams for each in executables)
+    told = [each for each in api.explain(step).communication if not each.is_calculated]
+    if len(told) == 1:  # from costs of kernels, and of collectives where they were captured, that were measured alone
+        facts["predicted_ms"] = told[0].runs["predicted"].end_ns / 1e6
     notes = "; ".join(note for each in executables for note in each.notes)
     return facts, f"{len(executables)} graphs: {notes}"[:300]
 

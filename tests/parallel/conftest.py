@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ if torch.distributed.is_available() and torch.distributed.is_gloo_available():
     def agreeing_pair():
         """Two processes that run a step as one program where they agree."""
         yield from _group(2, MILLSTREAM_COLLECTIVES="captured")
+
+    @pytest.fixture(scope="module")
+    def many():
+        """Four processes, or as many as asked for, that run a step as one program where they agree."""
+        yield from _group(int(os.environ.get("MILLSTREAM_RANKS", "4")), MILLSTREAM_COLLECTIVES="captured")
 
     @pytest.fixture(scope="session")
     def trio():
