@@ -32,8 +32,6 @@ import torch
 import millstream.cli.profile as command
 from millstream.cli.running import run_script
 from millstream.insight import Recording, Sample, Severity, analyse
-from millstream.trace import frames
-from millstream.trace.frames import library_roots
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "insight" / "scripts"
@@ -115,8 +113,6 @@ def run_here(kind: str, case: Case, report: Path, arguments: Sequence[str]) -> i
                     pickle.dump(self.findings.recording, file)
 
     command.Profile = Kept  # type: ignore[misc]
-    own = f"{Path(__file__).parents[1]}/"  # what started the script is no line of it
-    frames.library_roots = lambda: (*library_roots(), own)
     return command.profile(script, [*arguments], as_module=False, save=[report], fail_if=[])
 
 

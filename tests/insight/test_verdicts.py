@@ -463,3 +463,17 @@ def test_kernels_are_drawn_with_name_module_and_line():
     page = to_page(found)
     assert page.count("gemm&lt;a&gt;, in layer1.conv2, train.py:5</title>") == 2 * 4  # in each of the two steps drawn
     assert to_trace(found).count("in layer1.conv2") == 4 * len(found.steps)
+    assert page.count("sync: train.py:9") >= 2  # the training thread's row
+    assert page.count(">queue, up to 4<") == 2
+    assert "below 1 %</summary>" in page
+
+
+def test_what_runs_a_script_is_no_line_of_it():
+    runner = Site("/opt/lib/millstream/cli/running.py", 50, "run_script")
+    starter = Site("/home/user/bench.py", 3, "main")
+    recording = Recording(library_roots=(LIBRARY, "/opt/lib/"))
+    assert recording.user_site((*line(4), runner, starter)).line == 4
+    assert recording.user_site((runner, starter)) is None
+    assert not recording.knows_line((runner, starter))
+    module = Site(f"{LIBRARY}pkg/train.py", 8, "main")
+    assert recording.user_site((module, Site("<frozen runpy>", 88, "_run_code"), runner)) == module

@@ -314,7 +314,7 @@ def _rows(recording: Recording, steps: Sequence[Step], slices: Sequence[Slice], 
         while number + 1 < len(steps) and each.start_ns >= steps[number].end_ns:
             number += 1
         seen[key].add(number)
-        if each.stack and each.stack[0] != key[1] and each.cause is not Cause.COMPILE:  # that is Dynamo's own code
+        if key[1] is not None and each.stack[0] != key[1] and each.cause is not Cause.COMPILE:  # Dynamo's own code
             inside[key][each.stack[0]] += each.end_ns - each.start_ns
         if each.detail:
             details[key][each.detail] += each.end_ns - each.start_ns

@@ -25,6 +25,8 @@ class Site:
 
 Stack = tuple[Site, ...]
 """The innermost frame first."""
+RUNNERS = ("/millstream/cli/running.py", "/runpy.py")
+"""Files whose functions run the user's script or module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,15 +267,23 @@ class Recording:
     is_complete: bool = True
 
     def user_site(self, stack: Stack) -> Site | None:
-        """The innermost line that is the user's own; the outermost there is where none is."""
+        """The innermost line that is the user's own; the outermost there is where none is.
+
+        What runs a script, and what called that, is none of its lines.
+        """
+        outermost = None
         for site in stack:
+            if site.file.endswith(RUNNERS):
+                break
             if not self.is_library(site.file):
                 return site
-        return stack[-1] if stack else None
+            outermost = site if not site.file.startswith("<") else outermost
+        return outermost
 
     def knows_line(self, stack: Stack) -> bool:
         """Whether any of the lines is the user's."""
-        return any(not self.is_library(site.file) for site in stack)
+        site = self.user_site(stack)
+        return site is not None and not self.is_library(site.file)
 
     def is_library(self, file: str) -> bool:
         """Whether a file belongs to Python, an installed package, or no file at all."""

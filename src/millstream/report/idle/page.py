@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from millstream.insight import ActivityKind, Cause, Findings, Step
+from millstream.insight import ActivityKind, Cause, Findings, Recording, Step
+from millstream.insight.host import host_pieces
 from millstream.report.idle.places import activity_text, code, place
 from millstream.report.idle.remedies import TITLES, remedy
 from millstream.report.idle.screen import to_text
@@ -39,6 +40,7 @@ COLOURS = {
     Cause.COMMUNICATION: "#59a14f",
 }
 BUSY = "#76b7b2"
+_MOST_ROWS, _LEAST = 40, 0.01  # of the window: smaller rows are folded
 _EXPOSED = {ActivityKind.COMMUNICATION: Cause.COMMUNICATION}
 
 _STYLE = """
@@ -47,7 +49,8 @@ pre { background: #f1f3f5; padding: 12px; overflow-x: auto; font-size: 12.5px }
 table { border-collapse: collapse; width: 100%; font-size: 13px }
 td, th { text-align: left; padding: 4px 8px; border-bottom: 1px solid #ddd; vertical-align: top }
 td.n { text-align: right; white-space: nowrap }
-code { font-size: 12px } i { display: inline-block; width: 11px; height: 11px; margin: 0 4px 0 12px }
+code { font-size: 12px } i { display: inline-block; width: 11px; height: 11px; margin: 0 4px 0 0 }
+p i { margin-left: 12px } summary { cursor: pointer; margin: 8px 0 }
 svg text { font: 11px sans-serif; fill: currentColor }
 @media (prefers-color-scheme: dark) { body { color: #dde3e8; background: #14181c } pre { background: #20262c }
 td, th { border-color: #3c454e } }
@@ -117,17 +120,23 @@ def _bars(found: Findings) -> str:
 
 def _table(found: Findings) -> str:
     head = "<tr><th>cause<th>line<th>steps<th>idle<th>to win back<th>what to do</tr>"
-    rows = []
-    for row in found.rows[:40]:
+    rows: list[str] = []
+    small: list[str] = []
+    for row in found.rows[:_MOST_ROWS]:
         inside = f"<br>in {escape(place(row.inside))}" if row.inside is not None else ""
         win = "" if row.is_rare else percent(row.recoverable_share, 1)
-        rows.append(
+        is_small = max(row.share, row.recoverable_share) < _LEAST and row is not found.leading
+        (small if is_small else rows).append(
             f"<tr><td><i style='background:{COLOURS[row.cause]}'></i>{escape(TITLES[row.cause])}"
             f"<td>{escape(place(row.site))}{inside}<br><code>{escape(code(row.site))}</code>"
             f"<td class='n'>{row.num_steps}"
             f"<td class='n'>{percent(row.share, 1)}<td class='n'>{win}<td>{escape(remedy(row, found))}</tr>"
         )
-    return f"<table>{head}{''.join(rows)}</table>"
+    table = f"<table>{head}{''.join(rows)}</table>"
+    if not small:
+        return table
+    what = f"{len(small)} more below {percent(_LEAST, 1)}" + f", of {len(found.rows)}" * (len(found.rows) > _MOST_ROWS)
+    return f"{table}<details><summary>{what}</summary><table>{head}{''.join(small)}</table></details>"
 
 
 def _chosen(found: Findings) -> Iterator[tuple[str, Step]]:
@@ -164,12 +173,55 @@ def _draw(found: Findings, step: Step) -> str:
         start, end = max(each.start_ns, step.start_ns), min(each.end_ns, step.end_ns)
         text = f"{duration(end - start)} {each.cause}: {place(site)}  {code(site)}"
         lines.append(_piece(lane, start, end, COLOURS[each.cause], text, step, scale))
+    lane += 1
+    lines.append(_label(lane, "training thread"))
+    for start, end, span in host_pieces(found.recording, ()):
+        if start < step.end_ns and end > step.start_ns:
+            start, end = max(start, step.start_ns), min(end, step.end_ns)
+            site = found.recording.user_site(span.stack)
+            text = f"{duration(end - start)} {span.cause}: {place(site)}  {code(site)}"
+            lines.append(_piece(lane, start, end, COLOURS[span.cause], text, step, scale))
+    if launches:
+        lane += 1
+        lines.append(_queue(found.recording, step, lane, scale))
     bottom = (lane + 1) * _LANE + 14
     lines += [
         f"<text x='{_LEFT + tick * scale:.1f}' y='{bottom}'>{duration(tick) if tick else '0'}</text>"
         for tick in ticks(step.end_ns - step.start_ns)
     ]
     return f"<svg width='{_WIDTH}' height='{bottom + 6}'>{''.join(lines)}</svg>"
+
+
+def _queue(recording: Recording, step: Step, lane: int, scale: float) -> str:
+    """How many launches wait for the device or run."""
+    done: dict[int | None, int] = {}
+    for each in recording.activities:
+        done[each.launch] = max(done.get(each.launch, 0), each.end_ns)
+    ends = [(launch.end_ns, done[launch.number]) for launch in recording.launches if launch.number in done]
+    known = [(start, end) for start, end in ends if start < end]
+    changes = sorted([(start, 1) for start, _ in known] + [(end, -1) for _, end in known])
+    depth, points = 0, [(step.start_ns, 0)]
+    for at, change in changes:
+        if at >= step.end_ns:
+            break
+        before, depth = depth, depth + change
+        if at > step.start_ns:
+            points += [(at, before), (at, depth)]
+        else:
+            points = [(step.start_ns, depth)]
+    points.append((step.end_ns, points[-1][1]))
+    most, bottom, tall = max(depth for _, depth in points), (lane + 1) * _LANE - 4, _LANE - 6
+    path = " ".join(
+        f"{_LEFT + (at - step.start_ns) * scale:.1f},{bottom - depth / max(most, 1) * tall:.1f}"
+        for at, depth in _thin(points)
+    )
+    area = f"{_LEFT},{bottom} {path} {_LEFT + (step.end_ns - step.start_ns) * scale:.1f},{bottom}"
+    return f"{_label(lane, f'queue, up to {most}')}<polygon points='{area}' fill='#9aa5b1'/>"
+
+
+def _thin(points: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """So few points that the page stays small."""
+    return points[:: -(-len(points) // (2 * MAX_PIECES))]
 
 
 def _label(lane: int, text: str) -> str:
