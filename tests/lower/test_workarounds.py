@@ -61,6 +61,15 @@ def unpool_channels_last():
     assert result.stride() == expected.stride()
 
 
+def sum_what_was_pooled():
+    def total(x):
+        return torch.nn.functional.adaptive_avg_pool2d(x, 7).flatten(1).sum(-1)
+
+    x = torch.randn(3, 33, 8, 8, dtype=torch.float64)
+    result = ms.compile(total, strict=True, options={"disable_padding_cpu": False})(x)
+    torch.testing.assert_close(result, total(x))
+
+
 def view_a_part():
     x = torch.arange(20.0)[5:15]
     result = ms.compile(lambda x: x.as_strided((3, 2), (3, 1), 6) + 1, strict=True)(x)
@@ -79,6 +88,7 @@ def multiply_by_zero():
 
 SHOWN_BY = {
     "pytorch#167313": lambda: test_patterns.test_what_is_added_is_scaled("product first"),
+    "pytorch#180848": sum_what_was_pooled,
     "pytorch#183988": shuffle,
     "pytorch#184232": view_a_part,
     "pytorch#185873": lambda: test_ordering.test_gradients_of_upsampling_are_right("compile"),
@@ -91,7 +101,7 @@ SHOWN_BY = {
     "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),
 }
 ON_A_GPU = {"pytorch#193061"}
-CORRUPTS_MEMORY = ("pytorch#191837", "pytorch#196681")
+CORRUPTS_MEMORY = ("pytorch#191837", "pytorch#196681", "pytorch#180848")
 WRONG = (AssertionError, ms.CaptureError, subprocess.CalledProcessError)
 
 
@@ -128,7 +138,7 @@ def test_pytorch_does_without(issue, monkeypatch):
             SHOWN_BY[issue]()
 
 
-PROGRAMS = [shuffle, view_a_part, multiply_by_zero, train_complex_parameters, unpool_channels_last]
+PROGRAMS = [shuffle, sum_what_was_pooled, view_a_part, multiply_by_zero, train_complex_parameters, unpool_channels_last]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
