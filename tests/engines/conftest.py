@@ -87,7 +87,7 @@ def device(monkeypatch, host_driver):
         graph.entries, graph.exits = nodes[: graph.num_entries], nodes[graph.num_entries :]
 
     def compile_recorded(program, plan, bound, *, context):
-        run, graph = compile_plan(program, plan, bound), PretendedGraph.latest
+        run, graph = compile_plan(program, plan, bound, context=context), PretendedGraph.latest
 
         def record(inputs):
             held = [at_address(item) for item in inputs]

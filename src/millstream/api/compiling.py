@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         streams: int | Literal["auto", "manual"]
         policy: str | None
         memory: float | int
+        tune: Literal["first", "background"]
         copy_outputs: bool
         strict: bool
         max_graphs: int
@@ -68,6 +69,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     streams: int | Literal["auto", "manual"] = "auto",
     policy: str | None = None,
     memory: float | int = 1.25,
+    tune: Literal["first", "background"] = "first",
     freeze: bool = False,
     copy_outputs: bool = True,
     strict: bool = False,
@@ -97,6 +99,8 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         memory: Budget: for temporaries and outputs in bytes as an ``int``, or as a ``float`` a factor of all that the
             program holds when it runs on one stream, parameters and inputs included, where 2 MiB more than one stream
             takes (64 MiB on the CPU) are always allowed. Over it, plans take fewer streams.
+        tune: When a plan is chosen on a GPU: by the first calls, or with ``"background"`` between later ones, within
+            2 % of the time; one stream runs meanwhile. Results have the same bits, whichever plan runs.
         freeze: Fold the parameters into the graph as constants (inference under ``torch.no_grad`` only): their later
             changes are not seen.
         copy_outputs: Whether results are the caller's own. With ``False``, on a GPU, the next call overwrites them.
@@ -116,7 +120,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     """
     check_arguments(engine, max_graphs, options, freeze=freeze, copy_outputs=copy_outputs, strict=strict)
     asked = translate(mode=mode, fullgraph=fullgraph, backend=backend, dynamic=dynamic, options=options, strict=strict)
-    scheduling = scheduling_of(streams, policy, memory)
+    scheduling = scheduling_of(streams, policy, memory, tune)
     options, strict = asked.options, asked.strict
     if model is None:
         return functools.partial(
@@ -125,6 +129,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
             streams=streams,
             policy=policy,
             memory=memory,
+            tune=tune,
             freeze=freeze,
             copy_outputs=copy_outputs,
             strict=strict,
@@ -163,7 +168,9 @@ def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: An
     options = with_mode(kwargs.get("mode"), inductors)
     engine, strict, copy_outputs = ours.get("engine"), ours.get("strict", False), ours.get("copy_outputs", True)
     check_arguments(engine, 1, options, copy_outputs=copy_outputs, strict=strict)
-    scheduling = scheduling_of(ours.get("streams", "auto"), ours.get("policy"), ours.get("memory", 1.25))
+    scheduling = scheduling_of(
+        ours.get("streams", "auto"), ours.get("policy"), ours.get("memory", 1.25), ours.get("tune", "first")
+    )
     compiler = Compiler(
         lambda warn: new_builder(engine, scheduling, copy_outputs, warn),
         name="millstream",
@@ -201,7 +208,12 @@ def new_builder(engine: str | None, scheduling: Scheduling, copy_outputs: bool, 
     return finish
 
 
-def scheduling_of(streams: int | str, policy: str | None, memory: float | int) -> Scheduling:
+def scheduling_of(
+    streams: int | str,
+    policy: str | None,
+    memory: float | int,
+    tune: Literal["first", "background"] = "first",
+) -> Scheduling:
     """Turn the arguments into what the engines take; ``"auto"`` leaves the number of streams open.
 
     ``"manual"`` takes those that are written down in the program.
@@ -212,10 +224,10 @@ def scheduling_of(streams: int | str, policy: str | None, memory: float | int) -
     if streams == "manual":
         if policy not in (None, "manual"):
             raise ArgumentError(f"streams='manual' says which streams; policy={policy!r} has nothing to decide.")
-        return Scheduling(HAND_STREAMS, "manual", memory)
+        return Scheduling(HAND_STREAMS, "manual", memory, tune)
     if streams != "auto" and not isinstance(streams, int):
         raise ArgumentError(f"streams={streams!r} is no number of streams; give 1 or more, 'auto' or 'manual'.")
-    return Scheduling(None if streams == "auto" else streams, policy, memory)  # type: ignore[arg-type]
+    return Scheduling(None if streams == "auto" else streams, policy, memory, tune)  # type: ignore[arg-type]
 
 
 def check_arguments(engine: str | None, max_graphs: int, options: dict[str, Any] | None, **switches: bool) -> None:

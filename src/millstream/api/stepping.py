@@ -41,6 +41,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     streams: int | Literal["auto", "manual"] = "auto",
     policy: str | None = None,
     memory: float | int = 1.25,
+    tune: Literal["first", "background"] = "first",
     copy_outputs: bool = True,
     strict: bool = False,
     max_graphs: int = 8,
@@ -62,6 +63,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         streams: Likewise.
         policy: Likewise.
         memory: Likewise.
+        tune: Likewise.
         copy_outputs: Likewise.
         strict: Raise ``CaptureError`` where otherwise a warning is given and the function runs eagerly.
         max_graphs: At most so many graphs (input shapes, modes, numbers) are kept; the one unused longest is dropped.
@@ -83,7 +85,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         ArgumentError: An argument has no meaning; the message lists the choices.
     """
     check_arguments(engine, max_graphs, options, copy_outputs=copy_outputs, strict=strict)
-    scheduling = scheduling_of(streams, policy, memory)
+    scheduling = scheduling_of(streams, policy, memory, tune)
     _check_processes(data_parallel, shard_optimizer)
     if not isinstance(dynamic, bool) and dynamic is not None:
         raise ArgumentError(f"dynamic={dynamic!r} is none of True, False and None.")
@@ -94,6 +96,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             streams=streams,
             policy=policy,
             memory=memory,
+            tune=tune,
             copy_outputs=copy_outputs,
             strict=strict,
             max_graphs=max_graphs,

@@ -11,7 +11,7 @@ from millstream.errors import ArgumentError
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 BACKENDS = ("inductor", "millstream")
-OPTIONS = ("engine", "streams", "policy", "memory", "copy_outputs", "strict")
+OPTIONS = ("engine", "streams", "policy", "memory", "tune", "copy_outputs", "strict")
 """Arguments of ``ms.compile`` that ``torch.compile(backend="millstream", options=…)`` takes."""
 _OF_COMPILE_ONLY = ("freeze", "max_graphs")
 

@@ -26,7 +26,8 @@ kernels become a part of the caller's graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +42,8 @@ from millstream.engine.arena import Arena
 from millstream.engine.cuda import passage
 from millstream.engine.cuda.captured import Captured, Family
 from millstream.engine.cuda.replayer import Replayer, bytes_in_place
-from millstream.engine.planning.choice import Scheduling
+from millstream.engine.planning.background import Background
+from millstream.engine.planning.choice import Proposal, Scheduling
 from millstream.engine.planning.planner import Planner
 from millstream.engine.planning.trial import Trials
 from millstream.engine.serial import SerialEngine
@@ -103,6 +105,9 @@ class CudaGraphEngine:
         self._settled = scheduling.serial or chosen is not None
         self._planner = None if self._settled else Planner(lowered, plan, self._context, scheduling)
         self._arena = arena if len(self._copied) == len(lowered.program.outputs) else None
+        # Other phases have memory that is not theirs alone: they choose at once.
+        self._tunes_later = scheduling.tune == "background" and lowered.phase in (Phase.STEP, Phase.INFERENCE)
+        self._tuning: Background[Proposal | None] | None = None
         self._lock = self._context.graph_lock  # slots and the memory that graphs share serve one call at a time
         self._thread = threading.local()  # has ``warm`` once it has run the program
         self._thread.warm = is_warm
@@ -115,8 +120,8 @@ class CudaGraphEngine:
 
     @property
     def is_settled(self) -> bool:
-        """Whether its plan is chosen."""
-        return self._settled
+        """Whether its plan is chosen, for the time being."""
+        return self._settled or self._tunes_later
 
     @property
     def shares_memory(self) -> bool:
@@ -154,7 +159,10 @@ class CudaGraphEngine:
                 return self._run_serially(inputs, may_measure=False)
             captured = self._captured
             if captured is not None and captured.fits(inputs) and not self._must_not_overwrite():
-                return self._replay(captured, inputs)
+                outputs = self._replay(captured, inputs)
+                if self._tunes_later and not self._settled:
+                    self._tune()
+                return outputs
             if self._may_capture(inputs):
                 captured = None
                 self._drop()  # gives its memory back before taking more
@@ -216,7 +224,7 @@ class CudaGraphEngine:
         if self.lowered.phase is Phase.FORWARD:
             self._family.replayed = False
         outputs = None
-        if self._planner is not None and not self._settled and may_measure:
+        if self._planner is not None and not self._settled and not self._tunes_later and may_measure:
             self._make_room(self._serial.plan)
             outputs = self._planner.measuring_run(inputs)
             if self._planner.error is not None:
@@ -243,7 +251,7 @@ class CudaGraphEngine:
 
     def _capture(self, inputs: Sequence[Any]) -> Captured | None:
         with guard(self._context.place):
-            if self._planner is not None and not self._settled:
+            if self._planner is not None and not self._settled and not self._tunes_later:
                 self._settle(self._planner, inputs)
             self._captures += 1
             with_passage = passage.can_be_made()
@@ -333,6 +341,57 @@ class CudaGraphEngine:
         if trials.ran:
             del trials
             torch.cuda.empty_cache()
+
+    def _tune(self) -> None:
+        """Take the next step towards a better plan, if it is time for one."""
+        assert self._planner is not None, "what is not settled has one"
+        if self._tuning is None:
+            self._tuning = Background(self._find_plan(self._planner), time.monotonic)
+        captured = self._captured
+        if captured is None or not captured.is_latest or not self._tuning.is_due:
+            self._settled = self._tuning.is_over
+            return
+        with guard(self._context.place):
+            try:
+                self._tuning.advance()
+            except PlanError as error:  # a bug, found before anything ran
+                self._settled = True
+                self._on_drawback(f"runs on one stream: {first_line(error)}")
+        if self._tuning.is_over:
+            self._settled = True
+            found, self._tuning = self._tuning.result, None
+            if found is not None and found.plan.num_streams > 1:
+                self.plan = found.plan
+                self._drop()  # the next call captures it
+
+    def _find_plan(self, planner: Planner) -> Generator[None, None, Proposal | None]:
+        """Measure kernels, then choose as ``_settle`` does, each time on what the graph holds of the latest call."""
+        program = self.lowered.program
+        yield
+        captured = self._latest()
+        with unchanged(program, captured.written, torch.cuda.default_generators[self._index]):
+            planner.measuring_run(captured.inputs)
+        if planner.error is not None:
+            self._repair(planner.error)
+            self._on_drawback(f"its kernels could not be measured: {first_line(planner.error)}")
+            return None
+        trials = Trials(
+            lambda plan: self._try(plan, self._latest().inputs, None), self._serial.plan, self._context, program
+        )
+        steps = planner.settle_stepwise(trials)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                if trials.error is not None:
+                    self._repair(trials.error)
+                    self._on_drawback(f"not every plan could be tried: {first_line(trials.error)}")
+                return done.value  # type: ignore[no-any-return]
+            finally:
+                if trials.ran:
+                    trials.forget()  # between calls memory is the user's
+                    torch.cuda.empty_cache()
+            yield
 
     def _repair(self, cause: Exception) -> None:
         """Let the device work again behind a capture, or a trial, that failed.

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from millstream.check import check_plan
 from millstream.cost import Costs
@@ -48,13 +48,18 @@ class Scheduling:
         policy: Name of a policy; ``None`` chooses.
         memory: Budget: for temporaries and outputs in bytes as an ``int``, or as a ``float`` a factor of all that the
             program holds when it runs on one stream, parameters and inputs included.
+        tune: When a plan is chosen: by the first calls, or between later ones (``background``). What is chosen from is
+            the same.
     """
 
     streams: int | None = None
     policy: str | None = None
     memory: float | int = 1.25
+    tune: Literal["first", "background"] = field(default="first", repr=False)  # a choice on disk serves both
 
     def __post_init__(self) -> None:
+        if self.tune not in ("first", "background"):
+            raise ArgumentError(f"tune={self.tune!r} says not when; choose 'first' or 'background'.")
         if self.streams is not None and (
             not isinstance(self.streams, int) or isinstance(self.streams, bool) or self.streams < 1
         ):
@@ -227,7 +232,25 @@ class Trial(Protocol):
         ...
 
 
-def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple[Proposal, tuple[Candidate, ...]]:
+Result = TypeVar("Result")
+Found = tuple[Proposal, tuple[Candidate, ...]]
+
+
+def at_once(steps: Generator[None, None, Result]) -> Result:
+    """Do without a pause what may pause before each step."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+
+
+def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> Found:
+    """Do what ``choose_stepwise`` does without a pause."""
+    return at_once(choose_stepwise(proposals, trial, seconds))
+
+
+def choose_stepwise(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> Generator[None, None, Found]:
     """Time the promising proposals and return the fastest, with what became of all of them.
 
     Each is timed in turn with the best so far, the first with one stream. (Not all with one stream: its graph may
@@ -238,6 +261,9 @@ def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple
         proposals: As ``propose`` makes them.
         trial: Times one of them.
         seconds: After so long no further trial begins.
+
+    Yields:
+        Before each trial.
     """
     serial, others = proposals[0], proposals[1:]
     best, best_share = serial, 1.0  # of the time on one stream
@@ -266,14 +292,17 @@ def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> tuple
             told[index] = proposal.describe("predicted to be slower")
         elif index >= MOST_TRIALS or time.monotonic() > deadline:
             told[index] = proposal.describe("no time left to try it")
-        elif (measured_ns := measure(proposal)) is None:
-            told[index] = proposal.describe("could not be captured")
         else:
-            told[index] = proposal.describe("slower", measured_ns)
+            yield
+            measured_ns = measure(proposal)
+            told[index] = proposal.describe("could not be captured" if measured_ns is None else "slower", measured_ns)
     tried = [*proposals]
     candidates = [serial.describe("slower", serial_ns), *(told[index] for index in range(len(others)))]
     for other in _spread_otherwise(best):
-        if time.monotonic() <= deadline and (measured_ns := measure(other)) is not None:
+        if time.monotonic() > deadline:
+            break
+        yield
+        if (measured_ns := measure(other)) is not None:
             tried.append(other)
             candidates.append(other.describe("slower", measured_ns))
     chosen = next(index for index, proposal in enumerate(tried) if proposal is best)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import nullcontext
+from math import inf
 from typing import Any
 
 from millstream.check import check_plan
 from millstream.cost import Costs, CostTable, KernelCost, MeasuredCosts, Roofline
 from millstream.device import DeviceContext, guard
 from millstream.engine.planning.choice import (
+    Found,
     Proposal,
     Scheduling,
     Trial,
+    at_once,
     calibrate,
     choice_key,
-    choose,
+    choose_stepwise,
     note,
     propose,
     recall,
@@ -69,11 +73,19 @@ class Planner:
         return outputs
 
     def settle(self, trial: Trial) -> Proposal:
-        """Choose the plan: by trials, or by prediction where the user says how many streams."""
+        """Do what ``settle_stepwise`` does without a pause."""
+        return at_once(self.settle_stepwise(trial))
+
+    def settle_stepwise(self, trial: Trial) -> Generator[None, None, Proposal]:
+        """Choose the plan: by trials, or by prediction where the user says how many streams.
+
+        Yields:
+            Before each step that takes the device's time.
+        """
         graph = self._lowered.program.graph
         self.costs = self._known().estimate(graph)
         if self._scheduling.streams is None:
-            best, self.candidates = self._choose(self.costs, trial)
+            best, self.candidates = yield from self._choose(self.costs, trial)
             return best
         proposals = propose(graph, self.costs, self._scheduling)
         best = proposals[min(1, len(proposals) - 1)]
@@ -81,13 +93,14 @@ class Planner:
         self.candidates = tuple(p.describe(CHOSEN if p is best else "not asked for") for p in proposals)
         return best
 
-    def _choose(self, costs: Costs, trial: Trial) -> tuple[Proposal, tuple[Candidate, ...]]:
+    def _choose(self, costs: Costs, trial: Trial) -> Generator[None, None, Found]:
         """Choose as before, if this program was planned before; otherwise by trials."""
         graph = self._lowered.program.graph
         key = choice_key(self._lowered.program, self._scheduling)
         noted = dict(self._store.load_choice(key) or {})
         serial_ns = noted.get("serial_ns")
         if type(serial_ns) is not int or serial_ns <= 0:
+            yield
             serial_ns = trial.serial_ns()
         if serial_ns is None:
             return propose(graph, costs, Scheduling(1))[0], ()
@@ -97,8 +110,10 @@ class Planner:
         if found is not None:
             check_plan(found[0].plan)
         else:
-            with showing(self._lowered.program.graph.name, "plan chosen"):
-                found = choose(proposals, trial, max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S))
+            is_paced = self._scheduling.tune == "background"
+            seconds = inf if is_paced else max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S)
+            with nullcontext() if is_paced else showing(self._lowered.program.graph.name, "plan chosen"):
+                found = yield from choose_stepwise(proposals, trial, seconds)
             if trial.error is None:
                 self._store.save_choice(key, {"serial_ns": serial_ns, **note(found[1])})
         return found

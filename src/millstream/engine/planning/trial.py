@@ -46,6 +46,10 @@ class Trials:
         self._capture, self._serial, self._context, self._program = capture, serial, context, program
         self._kept: list[tuple[Plan, Captured]] = []  # what was timed last
 
+    def forget(self) -> None:
+        """Give back the memory of what was timed last."""
+        self._kept = []
+
     def serial_ns(self) -> int | None:
         """Time the plan on one stream."""
         times = self._time(self._serial, self._serial)

@@ -1,0 +1,43 @@
+"""On a GPU: a plan is chosen between the calls of a step, and losses and weights have the same bits meanwhile."""
+
+import pytest
+import torch
+from torch import nn
+
+import millstream as ms
+from millstream.api import executables
+from millstream.engine.planning import background
+
+pytestmark = pytest.mark.gpu
+
+
+def make_step(**settings):
+    torch.manual_seed(0)
+    towers = nn.ModuleList(nn.Sequential(*[nn.Linear(256, 256), nn.GELU()] * 4) for _ in range(4)).cuda()
+    optimizer = torch.optim.SGD(towers.parameters(), 0.05, momentum=0.9)
+
+    @ms.step(strict=True, **settings)
+    def step(x):
+        loss = sum(nn.functional.dropout(tower(x), 0.1).square().mean() for tower in towers)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, towers
+
+
+def test_training_goes_on_with_the_same_bits_while_plans_are_tried(monkeypatch):
+    monkeypatch.setattr(background, "SHARE", 0.9)  # so that it does not take minutes
+    (plain, first), (tuned, second) = make_step(streams=1), make_step(tune="background")
+    losses = []
+    for step in (plain, tuned):
+        torch.manual_seed(1)
+        x = torch.randn(64, 256, device="cuda")
+        losses.append([step(x) for _ in range(300)])
+    (executable,) = executables(tuned)
+    assert executable.engine._settled
+    assert executable.engine.captured
+    assert executable.candidates
+    assert all(map(torch.equal, *losses))
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
