@@ -51,6 +51,12 @@ def test_step_becomes_one_graph(pair):
         assert not segments[2]
 
 
+def test_communication_is_told_and_measured(pair):
+    one, other = pair.run(checks.explained, 12)
+    assert one[:2] == other[:2] == [2, True]
+    assert one[3:] == other[3:]
+
+
 def test_any_schedule_keeps_collectives_in_order(pair):
     for races, unnoticed, in_order, *_ in pair.run(checks.in_any_schedule):
         assert not races

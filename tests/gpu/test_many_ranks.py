@@ -33,10 +33,10 @@ def test_step_becomes_one_graph(many):
         assert not segments[2]
 
 
-def test_communication_is_told(many):
+def test_communication_is_told_and_measured(many):
     first, *others = many.run(checks.explained, 12)
     assert first[:2] == [SIZE, True]
-    assert [each[3] for each in others] == [first[3]] * (SIZE - 1)
+    assert [each[3:] for each in others] == [first[3:]] * (SIZE - 1)
 
 
 def test_ranks_have_batches_of_different_sizes(many):

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map
 import millstream as ms
 from millstream.capture import Step
 from millstream.data_parallel import exchange
-from millstream.engine.parallel import lockstep
+from millstream.engine.parallel import agreed, lockstep
 from tests.capture.worlds import interpret
 
 DEVICE = torch.device("cpu")
@@ -742,10 +743,23 @@ def until_another_dies(rank):
 
 
 def explained(rank, num_steps):
-    """What is told of a step's communication."""
-    _, step = make(*KINDS["small buckets"])
+    """What is told of a step's communication, predicted and measured; parameters after it goes on."""
+    net, step = make(*KINDS["small buckets"])
     captured = ms.step(step, strict=True)
     train(captured, batches(rank, num_steps))
-    (report,) = ms.explain(captured).communication
-    collectives = [(each.operation, each.num_bytes) for each in next(iter(report.transfers.values()))]
-    return report.num_processes, report.is_one_graph, report.arrivals.num_steps, collectives
+    before = digest(net)
+    with mock.patch.object(agreed, "PATIENCE_S", 0.2):
+        alone = ms.explain(captured, measure=True).communication[0].obstacle if rank == 0 else ""
+    dist.barrier()
+    (report,) = ms.explain(captured, measure=True).communication
+    assert digest(net) == before
+    assert report.obstacle == ""
+    assert "did not all ask for it" in alone or rank
+    collectives = {
+        kind: [(each.operation, each.num_bytes) for each in transfers] for kind, transfers in report.transfers.items()
+    }
+    measured, expected = collectives.values()
+    assert measured == expected
+    assert all(each.took_ns > 0 for each in report.transfers["measured"])
+    train(captured, batches(rank, 2))
+    return report.num_processes, report.is_one_graph, report.arrivals.num_steps, measured, digest(net)

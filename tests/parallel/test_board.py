@@ -1,5 +1,6 @@
 """What processes tell each other through shared memory, and who is named when one does not come."""
 
+import random
 import threading
 import time
 
@@ -17,6 +18,39 @@ def test_all_hear_what_all_say_in_every_round(boards):
 
     expected = [[10 * number, 10 * number + 1] for number in range(300)]
     assert in_both(boards, act) == [expected, expected]
+
+
+def test_processes_that_come_meet(boards):
+    boards[0].timeout_s = boards[1].timeout_s = 30
+    for _ in range(3):
+        assert in_both(boards, lambda board: board.meet(30.0)) == [True, True]
+    assert in_both(boards, lambda board: board.gather(board.rank)) == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_process_alone_meets_nobody(boards, rank):
+    boards[0].timeout_s = boards[1].timeout_s = 30
+    assert not boards[rank].meet(0.01)
+    assert not boards[1 - rank].meet(0.01)
+    assert in_both(boards, lambda board: board.meet(30.0)) == [True, True]
+
+
+def test_processes_that_lose_patience_meet_as_often_as_each_other(boards):
+    boards[0].timeout_s = boards[1].timeout_s = 30
+
+    def act(board):
+        rng = random.Random(board.rank)
+        return sum(board.meet(rng.choice((0.0, 1e-4, 1e-3, 4e-3)), "meet") for _ in range(300))
+
+    one, other = in_both(boards, act)
+    assert one == other > 0
+
+
+def test_first_process_ends_after_it_came(boards):
+    boards[1]._words[12] = 1  # as it says when it comes
+    boards[0].ended_processes.add(1000)
+    with pytest.raises(DataParallelError, match=r"Rank 1 waited for rank 0 \(process 1000\), which has ended, to meet"):
+        boards[1].meet(0.0, "meet")
 
 
 def test_all_know_when_each_came(boards):

@@ -14,10 +14,10 @@ def test_training_is_as_with_ddp(many):
     assert len(set(many.run(checks.same_as_ddp, "tied", 20))) == 1
 
 
-def test_step_becomes_one_program_and_all_are_told_alike(many):
+def test_step_becomes_one_program_that_all_explain_and_measure_alike(many):
     first, *others = many.run(checks.explained, 6)
     assert others == [first] * (SIZE - 1)
-    num_processes, is_one_graph, num_steps, collectives = first
+    num_processes, is_one_graph, num_steps, collectives, _ = first
     assert (num_processes, is_one_graph) == (SIZE, True)
     assert num_steps >= 6
     assert len(collectives) > 3

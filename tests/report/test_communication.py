@@ -10,7 +10,7 @@ from millstream.cost import NVLINK, Costs, KernelCost, Network
 from millstream.errors import ArgumentError
 from millstream.graph import KernelKind, Span, Timeline
 from millstream.report import Arrivals, CommunicationReport, Explanation, read_steps, saved_steps
-from millstream.simulate import costs_on, plan_beside
+from millstream.simulate import costs_on, plan_beside, with_collectives
 from millstream.testing import chain_graph, data_parallel_graph
 
 GRAPH = data_parallel_graph([1 << 25] * 4, 2)
@@ -45,6 +45,23 @@ def test_what_was_measured_stands_first():
     assert (measured.exposed_ns, measured.took_ns) == (10, 15)
     assert list(report.sentences()) == ["measured", "predicted"]
     assert next(picture.end_ns for picture in report.pictures()) == 20
+
+
+def test_collectives_of_a_trace_are_told_by_their_names():
+    collectives = [kernel.id for kernel in GRAPH.kernels if kernel.kind is KernelKind.COLLECTIVE]
+    spans = [
+        Span("gemm", 0, 0, 5, 0),
+        Span("ncclDevKernel_AllReduce", 1, 2, 9),
+        Span("ncclDevKernel_AllReduce", 1, 9, 12),
+    ]
+    told = with_collectives(GRAPH, Timeline(tuple(spans), 2, 12))
+    assert [span.kernel for span in told.spans] == [0, *collectives]
+    fewer = Timeline(tuple(spans[:2]), 2, 12)
+    assert with_collectives(GRAPH, fewer) is fewer
+
+
+def test_why_nothing_was_measured_is_told():
+    assert "not measured: a reason" in "\n".join(report_of(obstacle="a reason").text())
 
 
 def test_backward_buckets_and_optimizer_are_drawn_side_by_side(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +29,8 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
     With ``measure=True`` each program is run a few more times, and what each kernel took stands beside what it was
     predicted to take, with the time in which nothing ran: on a GPU by replays of its graph under the device's profiler,
     on a CPU kernel after kernel by the clock, on inputs of its own. Nothing of yours changes. Where a program cannot be
-    run by itself, because it needs other processes, say, a note tells why.
+    run by itself, because it needs other processes, say, a note tells why. A data-parallel step that is one graph is
+    measured with its collectives where all processes ask for it within ten seconds.
 
     A program that serves many sizes has a line for each, and is told of as a whole at the one called most often.
 
@@ -60,7 +62,7 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
     )
     if size is not None and not programs:
         raise ArgumentError(f"No program of {name} has a plan for size={size}: call it with that size some more times.")
-    communication = () if size is not None else tuple(filter(None, map(_communication, _agreed(compiled))))
+    communication = () if size is not None else _communications(compiled, measure=measure)
     return Explanation(name, programs, fallbacks, communication)
 
 
@@ -109,12 +111,18 @@ def _report(executable: Executable, effects: Sequence[str] = (), *, measure: boo
     )
 
 
-def _communication(engine: AgreedEngine) -> CommunicationReport | None:
-    """What a step exchanges; ``None`` where it makes no single program to tell of."""
-    try:
-        found = engine.describe()
-    except LoweringError:
-        return None
+def _communications(compiled: Any, *, measure: bool) -> tuple[CommunicationReport, ...]:
+    """What each graph of a step exchanges; nothing of one that makes no single program to tell of."""
+    reports = []
+    for engine in _agreed(compiled):
+        with contextlib.suppress(LoweringError):
+            reports.append(_communication(engine, measure=measure))
+    return tuple(reports)
+
+
+def _communication(engine: AgreedEngine, *, measure: bool) -> CommunicationReport:
+    found = engine.describe()
+    timeline, obstacle = engine.measure() if measure else (None, "")
     return CommunicationReport(
         found.plan,
         found.costs,
@@ -123,6 +131,8 @@ def _communication(engine: AgreedEngine) -> CommunicationReport | None:
         source=found.source,
         is_calculated=found.is_calculated,
         arrivals=Arrivals.of(found.arrivals_ns),
+        timeline=timeline,
+        obstacle=obstacle,
     )
 
 

@@ -32,8 +32,9 @@ MOST = (1 << _VALUE_BITS) - 2
 """The greatest number that can be told: in ns almost five hours."""
 _FAILED = MOST + 1
 
-_SETS = 6
-"""Of words, one for each process: two of numbers in turn, ids of processes, what is noted, two of times in turn."""
+_SETS = 8
+"""Of words, one for each process: two of numbers in turn, ids of processes, what is noted, two of times in turn, who
+has come to meet, and (the first process's) what has been decided of that."""
 
 PAYLOAD_BYTES = 1 << 20
 SPIN_S, NAP_S, LOOK_S = 1e-3, 2e-5, 0.2
@@ -139,6 +140,47 @@ class Board:
             parts.append(read)
             self.gather(0, what)  # all have read it
         return b"".join(parts)
+
+    def meet(self, patience_s: float, what: str = "") -> bool:
+        """Come together with all others, if they come soon; all get the same answer, and nobody waits for long.
+
+        The first process decides. Another one that loses patience says so, and then looks whether the first has come
+        meanwhile: in that case it was seen, or will be missed, and either way the answer is on its way.
+
+        Args:
+            patience_s: How long one waits for the others.
+            what: What they meet for, for an error.
+
+        Raises:
+            DataParallelError: The first process has ended after it came.
+        """
+        come, decided = 6 * self.size, 7 * self.size
+        words, own, before = self._words, come + self.rank, self._words[decided]
+        number = before // 2 + 1  # of this decision: who came for an older one is not here
+        end = time.monotonic() + patience_s
+        words[own] = number
+        if self.rank == 0:
+            all_here = False
+            while not all_here and time.monotonic() < end:
+                all_here = all(word == number for word in words[come : come + self.size])
+                time.sleep(0 if all_here else NAP_S)
+            words[decided] = 2 * number + all_here  # before this process goes, see above
+            words[own] = 0
+        else:
+            while words[decided] == before:
+                if time.monotonic() >= end:
+                    words[own] = 0
+                    if words[come] != number and words[decided] == before:
+                        return False
+                    if not self._lives(0):
+                        who = self.name(0)
+                        raise DataParallelError(f"Rank {self.rank} waited for {who}, which has ended, to {what}.")
+                time.sleep(NAP_S)
+            words[own] = 0
+        is_met = bool(words[decided] % 2)
+        if is_met:
+            self.gather(0, what)
+        return is_met
 
     def note(self, count: int) -> None:
         """Let others see how far this process is, in whatever it counts; nobody waits."""

@@ -21,7 +21,7 @@ from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.source import compile_plan
 from millstream.engine.unchanged import unchanged
 from millstream.errors import ArgumentError
-from millstream.graph import KernelKind, Span, Timeline
+from millstream.graph import KernelKind, Plan, Span, Timeline
 from millstream.insight.kineto import read_trace
 from millstream.insight.replays import timeline_of_replay
 from millstream.lower.program import Program
@@ -63,11 +63,12 @@ def trace_run(executable: Executable) -> Timeline:
     if obstacle:
         raise ArgumentError(f"{executable.plan.graph.name} cannot be measured: {obstacle}")
     if executable.lowered.program.devices == {"cpu"}:
-        return _trace_host(executable.lowered.program)
+        return trace_host(executable.lowered.program)
     return _trace_graph(executable)
 
 
-def _trace_host(program: Program) -> Timeline:
+def trace_host(program: Program) -> Timeline:
+    """Run a program on the host a few times, kernel after kernel, on inputs of its own; the run of median length."""
     kernels, plan = program.graph.kernels, plan_serial(program.graph)
     spans: list[Span] = []
 
@@ -89,7 +90,7 @@ def _trace_host(program: Program) -> Timeline:
             if number >= WARM_UPS:
                 moved = (Span(s.name, 0, s.start_ns - start, s.end_ns - start, s.kernel) for s in spans)
                 timelines.append(Timeline(tuple(moved), 1, end - start))
-    return _median(timelines)
+    return median_run(timelines)
 
 
 def make_inputs(program: Program) -> list[Any]:
@@ -114,24 +115,34 @@ def _trace_graph(executable: Executable) -> Timeline:
     engine = executable.engine
     assert isinstance(engine, CudaGraphEngine), "why_not_trace has seen to it"
     with engine.replays_unchanged() as replay:
-        for _ in range(WARM_UPS):
+        return trace_replays(executable.plan, replay)
+
+
+def trace_replays(plan: Plan, replay: Callable[[], None]) -> Timeline:
+    """Replay a captured plan a few times under the device's profiler, and return the run of median length.
+
+    Raises:
+        ArgumentError: The profiler saw nothing.
+    """
+    for _ in range(WARM_UPS):
+        replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(RUNS + 1):  # CUPTI may lose the first kernels of a window (pytorch#192021)
             replay()
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            for _ in range(RUNS + 1):  # CUPTI may lose the first kernels of a window (pytorch#192021)
-                replay()
-                torch.cuda.synchronize()
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         trace = read_trace(json.loads(path.read_text(encoding="utf-8")))
     launches = [each.number for each in trace.launches if "GraphLaunch" in each.name][1:]
     of_launch = [[each for each in trace.activities if each.launch == number] for number in launches]
-    timelines = [timeline_of_replay(executable.plan, each) for each in of_launch if each]
+    timelines = [timeline_of_replay(plan, each) for each in of_launch if each]
     if not timelines:
-        raise ArgumentError(f"{executable.plan.graph.name} was replayed, and the device's profiler recorded nothing")
-    return _median(timelines)
+        raise ArgumentError(f"{plan.graph.name} was replayed, and the device's profiler recorded nothing")
+    return median_run(timelines)
 
 
-def _median(timelines: Sequence[Timeline]) -> Timeline:
+def median_run(timelines: Sequence[Timeline]) -> Timeline:
+    """The run of median length."""
     return sorted(timelines, key=lambda timeline: timeline.end_ns)[len(timelines) // 2]

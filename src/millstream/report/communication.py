@@ -77,7 +77,8 @@ class CommunicationReport:
         source: Where the times of collectives are from; empty where they were measured.
         is_calculated: No kernel was measured.
         arrivals: Who waits for whom.
-        timeline: A run, traced on the device.
+        timeline: A run, measured.
+        obstacle: Why there is none, where it was asked for.
     """
 
     plan: Plan
@@ -88,6 +89,7 @@ class CommunicationReport:
     is_calculated: bool = False
     arrivals: Arrivals = Arrivals(0, (), ())
     timeline: Timeline | None = None
+    obstacle: str = ""
 
     @cached_property
     def runs(self) -> dict[str, Timeline]:
@@ -120,6 +122,7 @@ class CommunicationReport:
         lines += [f"  {kind}: {sentence}" for kind, sentence in self.sentences().items()]
         lines += table(self.columns(), [*self.rows()], right={1, 2, 3, 4, 5})
         told = [f"times of collectives are calculated, {self.source}"] if self.source else []
+        told += [f"not measured: {self.obstacle}"] if self.obstacle else []
         told += [self.waits()] if self.waits() else []
         for sentence in told:
             lines += wrap(sentence, _WIDTH, initial_indent="  ", subsequent_indent="    ")

@@ -9,6 +9,7 @@ from millstream.simulate.communication import (
     leave_out,
     operation_of,
     plan_beside,
+    with_collectives,
 )
 from millstream.simulate.execute import execute_graph, execute_plan
 from millstream.simulate.scaling import ASSUMPTIONS, Prediction, costs_on, predict
@@ -28,4 +29,5 @@ __all__ = [
     "plan_beside",
     "predict",
     "simulate",
+    "with_collectives",
 ]

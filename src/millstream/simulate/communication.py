@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millstream.graph import (
     DependencyKind,
@@ -104,6 +104,30 @@ def find_transfers(graph: KernelGraph, timeline: Timeline) -> tuple[Transfer, ..
             )
         )
     return tuple(found)
+
+
+def with_collectives(graph: KernelGraph, timeline: Timeline, prefix: str = "nccl") -> Timeline:
+    """A traced run whose collectives are told by the names of what ran, in the order of the program.
+
+    Args:
+        graph: What ran.
+        timeline: Its run; collectives may have no kernel, or a wrong one.
+        prefix: With which names of collectives begin on the device.
+
+    Returns:
+        The run as it was where it has another number of collectives.
+    """
+    collectives = [kernel.id for kernel in graph.kernels if kernel.kind is KernelKind.COLLECTIVE]
+    ran = [number for number, span in enumerate(timeline.spans) if span.name.lower().startswith(prefix)]
+    if len(ran) != len(collectives):
+        return timeline
+    spans = [
+        span if span.kernel is None or span.kernel not in collectives else replace(span, kernel=None)
+        for span in timeline.spans
+    ]
+    for number, kernel in zip(ran, collectives, strict=True):
+        spans[number] = replace(spans[number], kernel=kernel)
+    return replace(timeline, spans=tuple(spans))
 
 
 def find_updates(graph: KernelGraph) -> frozenset[int]:

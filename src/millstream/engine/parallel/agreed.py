@@ -31,14 +31,20 @@ from millstream.engine.parallel.whole import (
     merge_lowered,
 )
 from millstream.engine.planning.choice import Scheduling
+from millstream.engine.traced import trace_host, trace_replays
 from millstream.engine.unchanged import unchanged
 from millstream.errors import LoweringError
+from millstream.graph import Timeline
 from millstream.lower import Lowered
 from millstream.lower.merging import memories_of
 from millstream.lower.segments import Segments
+from millstream.simulate import with_collectives
 
 OFFER, REPLAY = 1 << 40, 2 << 40
 """Answers: with the digest of what is exchanged and given, or with the number of a capture."""
+
+PATIENCE_S = 10.0
+"""So long a process that is to measure waits for the others."""
 
 CALLS_BEFORE = 2
 """So many calls at least run in segments; they warm up what a capture needs."""
@@ -90,9 +96,42 @@ class AgreedEngine:
         Raises:
             LoweringError: Its segments make no single program.
         """
+        if not all(isinstance(each, Executable) for each in self._executables if each is not None):
+            raise LoweringError("Its sizes are left open.")
         if self._lowered is None:
             self._lowered = merge_lowered(self.segmented.segments, self._executables, self.segmented.exchanges)
         return describe(self.segmented, self._lowered, self.whole)
+
+    def measure(self) -> tuple[Timeline | None, str]:
+        """A run of it as one graph, measured; all processes are to ask for it at about the same time.
+
+        Returns:
+            The run, on a GPU that of median length of some replays; ``None`` and the reason where it is not measured.
+
+        Raises:
+            DataParallelError: A process is gone.
+        """
+        agreement, whole, what = self._agreement, self.whole, "measure a step"
+        if agreement is None or whole is None:
+            return None, "its collectives are issued between segments"
+        board = agreement.board
+        if not board.meet(PATIENCE_S, what):
+            return (
+                None,
+                f"its processes did not all ask for it within {PATIENCE_S:.0f} s: call ms.explain in all of them",
+            )
+        if len(set(board.gather(self._number, what))) > 1:
+            return None, "its processes ask for different graphs first"
+        if isinstance(whole, WholeOnHost):
+            return trace_host(whole.lowered.program), ""
+        with whole.replays_unchanged() as replay:
+
+            def replay_together() -> None:
+                board.gather(0, what)
+                replay()
+
+            timeline = trace_replays(whole.plan, replay_together)
+        return with_collectives(whole.plan.graph, timeline), ""
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         agreement = self._agreement

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -29,6 +30,7 @@ from millstream.engine.parallel.lockstep import (
 from millstream.engine.parallel.watchdog import Watchdog, watchdog_of
 from millstream.engine.planning.choice import Scheduling, choose
 from millstream.engine.serial import SerialEngine
+from millstream.engine.unchanged import unchanged
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase
 from millstream.lower.merging import merge
@@ -161,6 +163,18 @@ class WholeGraph:
                 return self._run(captured, inputs)
             with guard(self._context.place):
                 return self._run(captured, inputs)
+
+    @contextmanager
+    def replays_unchanged(self) -> Iterator[Callable[[], None]]:
+        """Give a function that replays the graph on what it holds; put back what it wrote. In all processes at once."""
+        captured = self.captured
+        assert captured is not None, "nobody agrees to replay what is released"
+        with self._context.graph_lock, guard(self._context.place):
+            self._context.enter_graphs()
+            captured.serve(torch.cuda.current_stream(self._index))
+            generator = torch.cuda.default_generators[self._index]
+            with unchanged(self.lowered.program, captured.written, generator):
+                yield captured.replay
 
     def _run(self, captured: Captured, inputs: list[Any]) -> list[Any]:
         outputs = captured.run(inputs)
