@@ -25,12 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millstream._torch.tensors import place_of_implementation
 from millstream.data.profiler import StreamMarker
 from millstream.data.transfer import lending, outputs
 from millstream.data.transfer.base import NotNowError, PendingBatch, Transfer, Transform, misplaced
 from millstream.data.transfer.buffers import BatchLease, Buffer, BufferPool
 from millstream.data.transfer.layout import Chunk, Layout, cut, describe_leaves, plan_layout
-from millstream.data.transfer.staging import CHUNK_BYTES, StagingBuffer, StagingPool, find_addresses, find_likeness
+from millstream.data.transfer.staging import (
+    CHUNK_BYTES,
+    StagingBuffer,
+    StagingPool,
+    are_bytes,
+    out_of_inference_mode,
+)
 from millstream.data.transfer.verify import Verifier
 from millstream.device import DeviceContext, Event, Stream, likeness
 from millstream.device.likeness import Likeness
@@ -186,16 +193,16 @@ class DeviceTransfer(Transfer):
         if specs != self._layout.specs:
             self._layout = plan_layout(specs)
             self._chunks, self._whole = cut(self._layout, CHUNK_BYTES), cut(self._layout, sys.maxsize)
-        self._likeness, self._staged = None if others else find_likeness(self._layout, host), staged
+        layout, as_bytes = self._layout, are_bytes(self._layout, host)
+        self._likeness, self._staged = None, staged
+        if host and as_bytes and not (others or layout.shared):
+            with suppress(ValueError):  # the compiled code does not know such tensors
+                self._likeness = Likeness(host, place_of_implementation())
         pending = DeviceBatch(unflatten, host)
-        pending.layout, pending.num_bytes, pending.staged, pending.others = (
-            self._layout,
-            self._layout.num_bytes,
-            staged,
-            others,
-        )
-        pending.addresses = find_addresses(self._layout, host)
-        pending.chunks = self._whole if pending.addresses is None else self._chunks
+        pending.layout, pending.num_bytes, pending.staged, pending.others = layout, layout.num_bytes, staged, others
+        if as_bytes:
+            pending.addresses = array("Q", [host[i].data_ptr() for i, _ in layout.sources])
+        pending.chunks = self._chunks if as_bytes else self._whole
         pending.made = outputs.keep_resident(self.context, others)
         return pending
 
@@ -220,6 +227,9 @@ class DeviceTransfer(Transfer):
 
     def send(self, pending: DeviceBatch, *, measured: bool) -> bool | None:
         """Move the batch into a buffer of the device. When memory is short, that is left to the consumer."""
+        if torch.is_inference_mode_enabled():  # the loop may have it on, or the source may have left it on
+            with torch.inference_mode(False):
+                return self.send(pending, measured=measured)
         taken = self._take(pending.layout)
         if taken is None:
             self.finish(pending)
@@ -270,9 +280,6 @@ class DeviceTransfer(Transfer):
         """Move the batch, chunk by chunk, each staged while the one before it is copied; false when stopped."""
         context, copy_stream, buffer = self.context, self.copy_stream, pending.buffer
         assert buffer is not None
-        if torch.is_inference_mode_enabled():  # the loop may have it on, or the source may have left it on
-            with torch.inference_mode(False):
-                return self._start(pending, measured=measured)
         if pending.whole is None:
             self.pool.fit(buffer, pending.layout, copy_stream)
         if self._transform is None:
@@ -407,7 +414,8 @@ class DeviceTransfer(Transfer):
         """Hand the batch out on the current stream. The host does not wait for the device."""
         stream = self._look_at_stream()
         if pending.ready is None:
-            self._start(pending)  # memory was short; if it still is, the user learns it here, and may try again
+            with out_of_inference_mode():
+                self._start(pending)  # memory was short; if it still is, the user learns it here, and may try again
             assert pending.ready is not None
         pending.ready.wait(stream)  # RAW: the consumer's kernels must see the copied bytes
         # Not before: what users have registered may compute with the leaves, or keep none of them.

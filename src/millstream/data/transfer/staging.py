@@ -10,7 +10,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream._torch.tensors import place_of_implementation
 from millstream.data.transfer.layout import Chunk, Layout, narrow_repeats, see_source, view_leaf
 from millstream.device import DeviceContext, Event
-from millstream.device.likeness import Likeness
 from millstream.device.native import Filling, filler
 
 CHUNK_BYTES = 16 << 20
@@ -74,7 +72,7 @@ class StagingPlan:
         addresses: Where the chunk's sources go.
         lengths: Of the same, in bytes.
         fill: Begins to bring them there, if compiled code can.
-        pieces: Where they go as tensors, by source, of those that asked for it.
+        pieces: Where they go as tensors, if that was ever asked for.
     """
 
     chunk: Chunk
@@ -82,7 +80,7 @@ class StagingPlan:
     addresses: array[int] = field(default_factory=lambda: array("Q"))
     lengths: array[int] = field(default_factory=lambda: array("Q"))
     fill: Callable[[int, object], object | None] | None = None
-    pieces: dict[int, Tensor] = field(default_factory=dict)
+    pieces: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +154,7 @@ class StagingPool:
             chunk: Of the layout.
             leaves: The batch.
             stopped: Set to give up waiting for the buffer.
-            addresses: Of the sources, if they can be copied as the bytes they are; needed unless the chunk is whole.
+            addresses: Of the sources, if ``are_bytes``; needed unless the chunk is whole.
             wait: Whether to wait for a buffer; else ``None`` as well where none is free.
         """
         buffer = self._find(chunk.num_bytes)
@@ -170,46 +168,18 @@ class StagingPool:
         if addresses is not None and plan.fill is not None:
             if len(chunk.sources) < len(addresses) or chunk.num_bytes < layout.num_bytes:
                 addresses = array("Q", [addresses[number] + start for number, start, _, _ in chunk.sources])
+            # One call, whatever the number of leaves, during which nobody needs the interpreter's lock: to get it back
+            # can take milliseconds while the training loop computes in Python.
             started = plan.fill(addresses.buffer_info()[0], (buffer.memory, leaves))
             if started is not None and self._filler is not None:
                 buffer.filling = self._filler.follow(started)
-        else:
-            try:
-                with out_of_inference_mode():
-                    self._begin_copy(buffer, plan, layout, leaves)
-            except BaseException:
-                buffer.finish()
-                raise
+        elif buffer.memory is not None:
+            with out_of_inference_mode():
+                numbers = range(len(layout.sources))
+                plan.pieces = plan.pieces or [_see_piece(buffer.memory, layout, number) for number in numbers]
+                torch._foreach_copy_(plan.pieces, [_see_whole(layout, leaves, number) for number in numbers])
         self._buffers.rotate(-1)
         return buffer
-
-    def _begin_copy(self, buffer: StagingBuffer, plan: StagingPlan, layout: Layout, leaves: Sequence[Tensor]) -> None:
-        # One call, whatever the number of leaves, during which nobody needs the interpreter's lock: to get it back can
-        # take milliseconds while the training loop computes in Python.
-        as_bytes: list[int] = []
-        others: Sequence[int] = range(len(layout.sources))
-        if self._filler is not None:
-            as_bytes, others = _sort_sources(layout, leaves)
-        if self._filler is not None and as_bytes:
-            whole = not others  # nearly always
-            buffer.filling = self._filler.begin(
-                plan.addresses if whole else array("Q", [plan.addresses[k] for k in as_bytes]),
-                array("Q", [leaves[layout.sources[k][0]].data_ptr() for k in as_bytes]),
-                plan.lengths if whole else array("Q", [plan.lengths[k] for k in as_bytes]),
-                self._threads,
-                (buffer.memory, leaves),
-                past_caches=layout.num_bytes <= PAST_CACHES_BYTES,
-            )
-        if others:
-            sources = [
-                see_source(leaves[i], num_bytes) if i in layout.shared else narrow_repeats(leaves[i])
-                for i, num_bytes in (layout.sources[k] for k in others)
-            ]
-            assert buffer.memory is not None
-            for k in others:
-                if k not in plan.pieces:
-                    plan.pieces[k] = _see_piece(buffer.memory, layout, k)
-            torch._foreach_copy_([plan.pieces[k] for k in others], sources)
 
     def _find(self, num_bytes: int) -> StagingBuffer:
         """The buffer that was filled longest ago; or a new one, if that is still read and there may be more."""
@@ -308,32 +278,22 @@ def _see_piece(memory: Tensor, layout: Layout, number: int) -> Tensor:
     return narrow_repeats(view_leaf(memory, first, layout.specs[i]))
 
 
-def _sort_sources(layout: Layout, leaves: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Which of a layout's sources can be copied as the bytes that they are, and which must be packed."""
-    as_bytes: list[int] = []
-    others: list[int] = []
-    for k, (i, _) in enumerate(layout.sources):
+def _see_whole(layout: Layout, leaves: Sequence[Tensor], number: int) -> Tensor:
+    """A source as ``_see_piece`` sees its place."""
+    i, num_bytes = layout.sources[number]
+    return see_source(leaves[i], num_bytes) if i in layout.shared else narrow_repeats(leaves[i])
+
+
+def are_bytes(layout: Layout, leaves: Sequence[Tensor]) -> bool:
+    """Whether all of a layout's sources can be copied as the bytes that they are, and there is code that does."""
+    if filler() is None:
+        return False
+    for i, _ in layout.sources:
         leaf = leaves[i]
-        alike = leaf.is_contiguous() or leaf.stride() == layout.specs[i].stride
-        exact = alike and not (leaf.is_conj() or leaf.is_neg())
-        (as_bytes if exact or i in layout.shared else others).append(k)
-    return as_bytes, others
-
-
-def find_addresses(layout: Layout, leaves: Sequence[Tensor]) -> array[int] | None:
-    """Where a layout's sources are, if all of them can be copied as the bytes that they are."""
-    if filler() is None or _sort_sources(layout, leaves)[1]:
-        return None
-    return array("Q", [leaves[i].data_ptr() for i, _ in layout.sources])
-
-
-def find_likeness(layout: Layout, leaves: Sequence[Tensor]) -> Likeness | None:
-    """What to compare later leaves with, to know that they have this layout and can be copied as the bytes they are."""
-    if not leaves or layout.shared or filler() is None or _sort_sources(layout, leaves)[1]:
-        return None
-    with suppress(ValueError):
-        return Likeness(leaves, place_of_implementation())
-    return None
+        is_alike = leaf.is_contiguous() or leaf.stride() == layout.specs[i].stride
+        if not (i in layout.shared or (is_alike and not (leaf.is_conj() or leaf.is_neg()))):
+            return False
+    return True
 
 
 def out_of_inference_mode() -> AbstractContextManager[Any]:
