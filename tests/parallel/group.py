@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 DEADLINE = 60.0
-"""Seconds that a check may take."""
+"""Seconds that a check may take; with more than four processes, longer by as much."""
 
 TIMEOUT = timedelta(seconds=40)
 """After which a process that waits for another gives up."""
@@ -30,6 +30,7 @@ class Group:
     def __init__(self, size, backend="gloo", **environment):
         self.backend, self._environment = backend, environment
         self.size, self._processes, self._answers = size, [], queue.Queue()
+        self._deadline = DEADLINE * max(1, size / 4)
 
     def run(self, check, *args):
         """Run a function of a module of checks in all processes, and return what each of them returns."""
@@ -44,13 +45,13 @@ class Group:
             process.stdin.flush()
 
     def finish_check(self, without=()):
-        answers, end = {}, time.monotonic() + DEADLINE
+        answers, end = {}, time.monotonic() + self._deadline
         while len(answers) < self.size - len(without):
             try:
                 rank, answer = self._answers.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 self.kill()
-                raise AssertionError(f"No answer within {DEADLINE:.0f} s; there are {answers}") from None
+                raise AssertionError(f"No answer within {self._deadline:.0f} s; there are {answers}") from None
             if rank not in without:
                 answers[rank] = answer
         failures = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
