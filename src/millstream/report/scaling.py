@@ -80,7 +80,7 @@ class ScalingReport:
             "each device has the same batch as the captured one (weak scaling), and the same buckets",
             *ASSUMPTIONS,
             "the step is one graph, collectives beside its kernels; between hosts steps run in segments today, with "
-            "the collectives after the backward pass",
+            "the collectives after the backward pass, and here with one kernel after another",
             "unverified: the links were not measured on so many devices",
         ]
         lines.append("  assumed:")
