@@ -4,6 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import millstream as ms
 from millstream._torch.fake_group import among_fake_processes
 from millstream.api.explaining import _agreed
+from millstream.engine.parallel.described import assumed_network
 from millstream.graph import KernelKind, format_plan
 from millstream.schedule import plan_graph
 from millstream.simulate import bucket_bytes, operation_of, plan_beside
@@ -57,6 +59,14 @@ def outline(plan):
         elif not lines or lines[-1] != "kernels":
             lines.append("kernels")
     return lines
+
+
+@pytest.mark.parametrize(("told", "per_host"), [("8", 8), ("", 16), ("16", 16), ("none", 16), ("0", 16)])
+def test_network_is_that_of_as_many_processes_to_a_host_as_torchrun_says(told, per_host, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    network = assumed_network(16, on_gpu=True)
+    assert network.per_host == per_host
+    assert (network.between is None) is (per_host == 16)
 
 
 def test_all_ranks_of_any_number_have_the_same_plans():

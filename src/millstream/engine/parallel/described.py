@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from millstream.cost import GLOO, NVLINK, Costs, Network
+from millstream.cost import GLOO, NVLINK, Costs, Network, parse_link
 from millstream.engine.parallel.segmented import SegmentedEngine
 from millstream.engine.parallel.whole import WholeGraph, WholeOnHost, costs_of
 from millstream.graph import Plan
@@ -54,7 +55,16 @@ def describe(segmented: SegmentedEngine, lowered: Lowered, whole: WholeGraph | W
         return Described(whole.plan, whole.costs, True, num_processes, "", False, arrivals)
     plan = plan_beside(graph, eager=True) if whole is None and first.is_beside else plan_serial(graph)
     is_calculated = all(getattr(each, "costs", None) is None for each in segmented.executables)
-    link = NVLINK if first.memory.is_cuda else GLOO
+    network = assumed_network(num_processes, on_gpu=first.memory.is_cuda)
+    source = "; ".join(network.describe()) if network.between else network.within.describe()
     costs = costs_of(lowered, segmented.segments, segmented.executables)
-    costs = costs_on(plan, costs, Network(link, per_host=max(num_processes, 1)), num_processes)
-    return Described(plan, costs, whole is not None, num_processes, link.describe(), is_calculated, arrivals)
+    costs = costs_on(plan, costs, network, num_processes)
+    return Described(plan, costs, whole is not None, num_processes, source, is_calculated, arrivals)
+
+
+def assumed_network(num_processes: int, *, on_gpu: bool) -> Network:
+    """What is between processes as far as anybody has said: as many to a host as torchrun says, or all on one."""
+    link = NVLINK if on_gpu else GLOO
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    per_host = int(told) if told.isdecimal() and 0 < int(told) < num_processes else num_processes
+    return Network(link, parse_link("ib-400") if per_host < num_processes else None, per_host)
