@@ -101,7 +101,7 @@ def tree_flatten(batch: Any, *, is_whole: Callable[[Any], bool] = lambda node: F
     Raises:
         FeedError: Something in the batch is of a type that is not known; the message names it.
     """
-    if (flat := list_items(batch)) is not None and {*map(type, flat[0])} == {Tensor}:  # as most are; of hundreds, even
+    if (flat := _list_items(batch)) is not None and {*map(type, flat[0])} == {Tensor}:  # as most are; of hundreds, even
         return flat
     leaves: list[Any] = []
     try:
@@ -125,11 +125,8 @@ def tree_flatten(batch: Any, *, is_whole: Callable[[Any], bool] = lambda node: F
     return leaves, unflatten
 
 
-def list_items(batch: Any) -> tuple[list[Any], Unflatten] | None:
-    """What ``tree_flatten`` gives for a plain container if it holds nothing but tensors; ``None`` for other batches.
-
-    Whoever asks looks at the items himself.
-    """
+def _list_items(batch: Any) -> tuple[list[Any], Unflatten] | None:
+    """The items of a plain container, and what makes another one of them; ``None`` for other batches."""
     kind = type(batch)
     if kind is list or kind is tuple:
         return [*batch], kind

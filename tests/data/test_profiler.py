@@ -34,7 +34,7 @@ class Clock:
 
     def step(self, index, *, wait_ms, run_ms, host_ms, pull_ms=0, stage_ms=0, copy_ms=0, late_ms=0):
         """A batch is asked for, comes when the device has waited, ``late_ms`` behind its copy, and is computed with."""
-        times = BatchTimes(index, (0, pull_ms * MS), (0, stage_ms * MS), 1000)
+        times = BatchTimes(index, 0, pull_ms * MS, 0, stage_ms * MS, 1000)
         self.ledger.ask(self.mark, self.host_ns, due=True)
         asked = self.device_ns
         end = asked + wait_ms * MS
@@ -222,7 +222,7 @@ def test_a_pass_may_end_while_another_thread_reads():
         profiler.ask(mark, i + 1, due=True)
         profiler.num_batches += 1
         profiler.get(profiler.watch(i), mark)
-    assert profiler._unread
+    assert profiler.unread
 
     def close_meanwhile():
         device.on_query = lambda: None
@@ -232,7 +232,7 @@ def test_a_pass_may_end_while_another_thread_reads():
 
     device.on_query = close_meanwhile
     profiler.stats()
-    assert not profiler._unread
+    assert not profiler.unread
 
 
 def test_on_a_device(virtual_feed):
@@ -293,7 +293,7 @@ def starve(clock, *, steps, wait_ms, run_ms, compile_ms=0):
         times = profiler.watch(i)
         profiler.ask(lambda: None, clock.host_ns + 1, due=True)
         clock.host_ns += wait_ms * MS
-        times.pull_ns = clock.host_ns - wait_ms * MS, clock.host_ns
+        times.asked_ns, times.pulled_ns = clock.host_ns - wait_ms * MS, clock.host_ns
         profiler.num_batches += 1
         profiler.get(times, lambda: None)
         clock.host_ns += (compile_ms if i == 1 and compile_ms else run_ms) * MS
@@ -317,7 +317,7 @@ def test_stalls_of_the_source_count_although_they_are_rare(monkeypatch):
         times, wait_ns = profiler.watch(i), 400 * MS if i % 40 == 39 else 0
         profiler.ask(lambda: None, clock.host_ns + 1, due=True)
         clock.host_ns += wait_ns
-        times.pull_ns = clock.host_ns - wait_ns, clock.host_ns
+        times.asked_ns, times.pulled_ns = clock.host_ns - wait_ns, clock.host_ns
         profiler.num_batches += 1
         profiler.get(times, lambda: None)
         clock.host_ns += MS

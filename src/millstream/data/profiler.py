@@ -84,36 +84,25 @@ class StreamMarker:
 
 @dataclass(slots=True)
 class BatchTimes:
-    """What is known of one measured batch on its way; in nanoseconds of the host's clock.
+    """What is known of one measured batch on its way, written by who takes it there; by the host's clock.
 
     Attributes:
         index: Number of the batch in its pass.
-        pull_ns: When the source was asked, and when it had answered.
-        stage_ns: When staging began and ended.
+        asked_ns: When the source was asked.
+        pulled_ns: When it had answered.
+        stage_ns: When staging began.
+        staged_ns: When that was over.
         num_bytes: Staged bytes.
         copy: Markers around the copy and what a transform does after it.
     """
 
     index: int
-    pull_ns: tuple[int, int]
-    stage_ns: tuple[int, int] = (0, 0)
+    asked_ns: int
+    pulled_ns: int = 0
+    stage_ns: int = 0
+    staged_ns: int = 0
     num_bytes: int = 0
     copy: tuple[StreamMarker, StreamMarker] | None = None
-
-    def was_pulled(self, num_bytes: int) -> None:
-        """The source has answered."""
-        self.pull_ns, self.num_bytes = (self.pull_ns[0], time.perf_counter_ns()), num_bytes
-
-    def stage_begins(self) -> None:
-        """Its bytes are about to be copied."""
-        now_ns = time.perf_counter_ns()
-        self.stage_ns = now_ns, now_ns
-
-    def was_sent(self, pending: Any) -> None:
-        """Its copy was started."""
-        began_ns, _ = self.stage_ns
-        self.stage_ns = began_ns, pending.staged_ns or time.perf_counter_ns()
-        self.copy = pending.copy
 
 
 @dataclass(slots=True)
@@ -136,6 +125,7 @@ class Profiler:
         next_due: Number of the next batch that is to be measured.
         is_open: Whether the step that the consumer is in is measured.
         num_batches: Handed out in this pass.
+        unread: Steps that are complete on the host; the device may not be there yet.
     """
 
     def __init__(self, context: DeviceContext | None) -> None:
@@ -152,7 +142,7 @@ class Profiler:
         self._asked: StreamMarker | int | None = None
         self._open: _Step | None = None  # the consumer has its batch and has not come back yet
         self._on_host: tuple[BatchTimes, int, int] | None = None  # the same on the CPU: asked and got at
-        self._unread: deque[_Step] = deque()  # complete on the host; the device may not be there yet
+        self.unread: deque[_Step] = deque()
         self._reading = threading.Lock()
         self._dice = random.Random(0)
         self._num_first = NUM_FIRST  # that are still to come
@@ -193,7 +183,7 @@ class Profiler:
         if self._open is not None and here is not None:
             if here.stream == self._open.get.stream:  # of two streams nobody knows which is ahead
                 self._open.end = here
-                self._unread.append(self._open)
+                self.unread.append(self._open)
             else:
                 self._lag = None
         self._open = None
@@ -224,7 +214,7 @@ class Profiler:
     def watch(self, number: int) -> BatchTimes:
         """Begin to measure a batch that is due and about to be pulled."""
         self.next_due = number + self._draw_distance(number)
-        return BatchTimes(number, (time.perf_counter_ns(), 0))
+        return BatchTimes(number, time.perf_counter_ns())
 
     def _draw_distance(self, number: int) -> int:
         """How many batches from one that is measured to the next."""
@@ -244,12 +234,12 @@ class Profiler:
     def read(self) -> None:
         """Read the steps that the device has finished. Any thread; who comes second leaves it to the first."""
         context = self.context
-        if not self._unread or context is None or context.closed or not self._reading.acquire(blocking=False):
+        if not self.unread or context is None or context.closed or not self._reading.acquire(blocking=False):
             return
         try:
-            while self._unread:
+            while self.unread:
                 try:
-                    step = self._unread[0]
+                    step = self.unread[0]
                 except IndexError:
                     return
                 assert step.end is not None
@@ -260,7 +250,7 @@ class Profiler:
                     # The copy of a batch that was handed out was waited for, so it is over, too.
                     self._measure(step, step.end)
                 with suppress(IndexError):  # the pass has ended meanwhile
-                    self._unread.popleft()
+                    self.unread.popleft()
         finally:
             self._reading.release()
 
@@ -301,7 +291,8 @@ class Profiler:
     ) -> None:
         """Add a step, charged to its causes. ``late_ns`` of the wait are those after the end of the copy."""
         copied_ns = 0 if copy_ns is None else copy_ns[1] - copy_ns[0]
-        pulled_ns, staged_ns = (end - begin for begin, end in (times.pull_ns, times.stage_ns))
+        pull_ns, stage_ns = (times.asked_ns, times.pulled_ns), (times.stage_ns, times.staged_ns)
+        pulled_ns, staged_ns = (end - begin for begin, end in (pull_ns, stage_ns))
         copy = min(wait_ns - late_ns, copied_ns)
         stage = min(wait_ns - late_ns - copy, staged_ns)
         source = wait_ns - late_ns - copy - stage
@@ -313,9 +304,7 @@ class Profiler:
             late_ns -= making_next_ns
         compute, host = (run_ns, late_ns) if runner == "compute" else (0, late_ns + run_ns)
         causes = source, stage, copy, compute, host
-        step = StepTimes(
-            times.index, begin_ns, wait_ns, run_ns, copy_ns, times.pull_ns, times.stage_ns, causes, times.num_bytes
-        )
+        step = StepTimes(times.index, begin_ns, wait_ns, run_ns, copy_ns, pull_ns, stage_ns, causes, times.num_bytes)
         self._steps.append(step)
 
     def _summarize(self) -> Stats:
@@ -341,4 +330,4 @@ class Profiler:
         """End of a pass: read what the device has finished, forget the rest."""
         self.read()
         self._open = self._on_host = self._asked = self._lag = None
-        self._unread.clear()
+        self.unread.clear()

@@ -320,7 +320,7 @@ class Run:
         if pipeline.max_bytes is not None:
             pipeline.pulled_bytes(pending.num_bytes)
         if times is not None:
-            times.was_pulled(pending.num_bytes)
+            times.pulled_ns, times.num_bytes = time.perf_counter_ns(), pending.num_bytes
         self._pulled = Item(pending, info, times)
         return True
 
@@ -330,7 +330,7 @@ class Run:
         assert item.pending is not None
         self._staged = item
         if item.times is not None:
-            item.times.stage_begins()
+            item.times.stage_ns = time.perf_counter_ns()
         # Before the next pull, for the source may fill the same memory again.
         if self._transfer.stage(item.pending, finish=left[1] is Do.PULL):
             return True
@@ -345,9 +345,10 @@ class Run:
         if not is_sent:
             self._pipeline.take_back(left, no_room=is_sent is None)
             return False
-        if item.times is not None:
-            item.times.was_sent(item.pending)
-            self._profiler.read()  # what the device has finished since
+        if (times := item.times) is not None:
+            times.staged_ns, times.copy = item.pending.staged_ns or time.perf_counter_ns(), item.pending.copy
+            if self._profiler.unread:
+                self._profiler.read()  # what the device has finished since
         self._staged = None
         self._ready.put(item)
         return True

@@ -162,7 +162,8 @@ class HostTransfer(Transfer):
             if isinstance(leaf, Tensor):
                 if leaf.device.type != "cpu":
                     raise misplaced(batch, i, leaf, self._place)
-                num_bytes += narrow_repeats(leaf).nbytes if leaf.layout is torch.strided and not leaf.is_nested else 0
+                if leaf.layout is torch.strided and not leaf.is_nested:
+                    num_bytes += narrow_repeats(leaf).nbytes if 0 in leaf.stride() else leaf.nbytes
         return _HostBatch(batch, num_bytes)
 
     def stage(self, pending: _HostBatch, *, finish: bool = False) -> bool:  # noqa: ARG002
