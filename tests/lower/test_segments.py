@@ -51,9 +51,9 @@ def run(segments, exchanges, inputs):
     return [values[value] if is_place else value for is_place, value in segments.outputs]
 
 
-def functional(function, *inputs):
+def functional(function, *inputs, sizes="fake"):
     """The graph as AOT autograd would give it."""
-    gm = make_fx(torch.func.functionalize(function), tracing_mode="fake")(*inputs)
+    gm = make_fx(torch.func.functionalize(function), tracing_mode=sizes)(*inputs)
     output = next(iter(reversed(gm.graph.nodes)))
     output.args = (tuple(output.args[0]),)
     gm.graph.eliminate_dead_code()
@@ -176,3 +176,21 @@ def test_collectives_share_memory(max_cuts):
     (sent,) = [places for segment in segments.segments for _, places in segment.brings]
     assert sent[0] == 0  # the input itself, which has its new value by then
     assert sent[1] >= segments.num_inputs
+
+
+def test_segments_of_symbolic_sizes_serve_others():
+    w = torch.randn(4, 3, dtype=torch.float64)
+    exchange = Doubling(w, log=[])
+
+    def step(w, x):
+        hidden = torch.tanh(x @ w)
+        (dw,) = EXCHANGE([x.t() @ hidden / x.shape[0]], exchange.key)
+        w.sub_(dw / hidden.shape[0])  # a size that is needed again after the collective
+        return [(hidden @ dw.t()) * (x.shape[0] * 2)]
+
+    segments = cut(functional(step, w, torch.randn(5, 4, dtype=torch.float64), sizes="symbolic"), 1)
+    for rows in (5, 7, 2):
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        ours, theirs = w.clone(), w.clone()
+        torch.testing.assert_close(run(segments, [exchange], [ours, x]), step(theirs, x))
+        torch.testing.assert_close(ours, theirs)

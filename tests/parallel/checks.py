@@ -362,11 +362,57 @@ def other_lengths(rank, num_steps):
 
     theirs, their_step = make(*KINDS["sgd"])
     ours, our_step = make(*KINDS["sgd"])
-    captured = interpreted(our_step)
+    captured = ms.step(our_step, strict=True, dynamic=True)
     expected = train(their_step, batches(rank, num_steps, rows))
     torch.testing.assert_close(train(captured, batches(rank, num_steps, rows)), expected, rtol=1e-4, atol=1e-5)
     assert_alike(ours, theirs)
     return len(captured.graphs)
+
+
+class Reader(nn.Module):
+    """A transformer over tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.last = nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        return self.last(self.layers(self.embed(tokens)))
+
+
+def ragged_lengths(rank, num_steps, num_compared):
+    """Sequences of other lengths in each process and step: graphs early on and in the end, and how often they ran."""
+    generator = torch.Generator().manual_seed(rank)
+    lengths = torch.randint(5, 60, (num_steps,), generator=generator).tolist()
+    data = [torch.randint(11, (2, length + 1), generator=generator).to(DEVICE) for length in lengths]
+
+    def run(wrap, tokens):
+        torch.manual_seed(0)
+        model = Reader().to(DEVICE)
+        ddp = DistributedDataParallel(model)
+        optimizer = sgd(ddp.parameters())  # the true gradient of some biases is zero
+
+        def step(x):
+            loss = F.cross_entropy(ddp(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = wrap(step)
+        return model, train(step, [(x,) for x in tokens]), step
+
+    theirs, expected, _ = run(lambda step: step, data[:num_compared])
+    ours, results, step = run(lambda step: ms.step(step, strict=True, dynamic=True), data[:num_compared])
+    torch.testing.assert_close(results, expected, rtol=1e-3, atol=1e-4)
+    assert_alike(ours, theirs, rtol=1e-3, atol=1e-4)
+    before = len(step.graphs)
+    train(step, [(x,) for x in data[num_compared:]])
+    return digest(ours), before, len(step.graphs), sum(graph.num_runs for graph in step.graphs)
 
 
 def fallback_on_one(rank, num_steps):

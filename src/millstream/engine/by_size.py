@@ -88,13 +88,17 @@ class BySize(ForkSafeLock):
         lowered: What to run.
         build: Makes executables.
         at_once: Whether each size gets one in its first call: the user wants a certain engine.
+
+    Attributes:
+        arena: Memory of all executables.
+        notes: What each executable is to say of itself.
     """
 
     def __init__(self, lowered: LoweredForSizes, build: Build, *, at_once: bool) -> None:
         super().__init__()  # one thread at a time makes executables; calls run side by side
         self._lowered, self._build = lowered, build
         self._sizes = lowered.program.sizes
-        self.arena = Arena()
+        self.arena, self.notes = Arena(), list[str]()
         self._thread = threading.local()  # has ``ran``: sizes with which it has run the open text
         self._entries: OrderedDict[tuple[int, ...], _Entry] = OrderedDict()
         self._first: Executable | None = None
@@ -150,7 +154,7 @@ class BySize(ForkSafeLock):
     def _open_engine(self, sizes: tuple[int, ...]) -> Executable:
         with self.lock:
             if self._open is None:
-                self._open = Executable(OpenEngine(self._lowered, sizes), [])
+                self._open = Executable(OpenEngine(self._lowered, sizes), [*self.notes])
         ran = self._thread.__dict__.setdefault("ran", set())
         if len(ran) > MOST_COUNTED:
             ran.clear()
@@ -162,6 +166,7 @@ class BySize(ForkSafeLock):
         key = frozenset(zip(self._lowered.program.symbols, sizes, strict=True))
         is_warm = like is not None and sizes in self._thread.__dict__.get("ran", ())
         executable = self._build(self._lowered.at(sizes), key, OneOfMany(self.arena, like, is_warm))
+        executable.notes.extend(self.notes)
         self._first = like or executable
         num_bytes = 0 if executable.shares_memory else executable.peak_bytes
         self._entries[sizes] = _Entry(executable, num_bytes, self._counts[sizes] + 1)

@@ -117,8 +117,8 @@ class _Cutter:
             place = self._first_sent[node] + len(_values(node))
         self._num_views = place - len(self._placeholders)
         self._num_values = place
-        # Constants, and views, are made again where they are used instead of crossing.
-        self._remade = {node for node in self._nodes if node.op == "get_attr" or _is_view(node)}
+        # Constants, views and sizes are made again where they are used instead of crossing.
+        self._remade = {node for node in self._nodes if node.op == "get_attr" or _is_view(node) or _is_size(node)}
         self._crossing: dict[fx.Node, int] = {}
         self._results: set[int] = set()
         self._max_cuts = max_cuts
@@ -447,6 +447,11 @@ def _is_view(node: fx.Node) -> bool:
         and target.is_view
         and isinstance(node.meta.get("val"), Tensor)
     )
+
+
+def _is_size(node: fx.Node) -> bool:
+    kinds = torch.SymInt, torch.SymFloat, torch.SymBool
+    return node.op == "call_function" and isinstance(node.meta.get("val"), kinds)
 
 
 def _num_bytes(node: fx.Node) -> int:

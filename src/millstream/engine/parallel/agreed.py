@@ -18,6 +18,7 @@ from millstream.data_parallel.agreement import Agreement, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
 from millstream.device import context
 from millstream.engine.build import Executable, with_environment
+from millstream.engine.by_size import BySize
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.parallel.described import Described, describe
 from millstream.engine.parallel.lockstep import time_steps, together
@@ -84,7 +85,7 @@ class AgreedEngine:
         self._told = "collectives are among its kernels"
 
     @property
-    def executables(self) -> list[Executable]:
+    def executables(self) -> list[Executable | BySize]:
         """What runs it at present."""
         if self.whole is not None:
             return [Executable(self.whole, [self._told])]

@@ -1,7 +1,8 @@
 """A graph that is cut at its collectives: each segment on an engine of its own, collectives issued in between.
 
 No collective is captured. So every process may replay, capture or run plain Python in its own time, for other shapes
-than the rest: what must be the same everywhere is the order of the collectives, and that is of the parameters.
+than the rest, of which one program may serve many: what must be the same everywhere is the order of the collectives,
+and that is of the parameters.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from millstream._torch.collectives import exchange_of
 from millstream.engine.build import Executable
+from millstream.engine.by_size import BySize
 from millstream.lower.segments import Segment, Segments
 
 
@@ -29,7 +31,7 @@ class SegmentedEngine:
         exchanges: The collectives, in the order in which they begin.
     """
 
-    def __init__(self, segments: Segments, executables: Sequence[Executable | None]) -> None:
+    def __init__(self, segments: Segments, executables: Sequence[Executable | BySize | None]) -> None:
         self.segments, self.executables = segments, executables
         self.exchanges: list[Any] = [exchange_of(key) for key in segments.keys]
         self._views = [part for exchange in self.exchanges for part in (*exchange.views, *exchange.sent)]
