@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from millstream._torch.collectives import exchange_of
-from millstream.engine.build import Executable
-from millstream.engine.by_size import BySize
 from millstream.lower.segments import Segment, Segments
 
 
@@ -23,7 +21,7 @@ class SegmentedEngine:
 
     Args:
         segments: What is computed and exchanged, and what goes where.
-        executables: One a segment; ``None`` where it has nothing to compute.
+        executables: One a segment, ``Executable`` or ``BySize``; ``None`` where it has nothing to compute.
 
     Attributes:
         segments: As given.
@@ -31,7 +29,7 @@ class SegmentedEngine:
         exchanges: The collectives, in the order in which they begin.
     """
 
-    def __init__(self, segments: Segments, executables: Sequence[Executable | BySize | None]) -> None:
+    def __init__(self, segments: Segments, executables: Sequence[Any]) -> None:
         self.segments, self.executables = segments, executables
         self.exchanges: list[Any] = [exchange_of(key) for key in segments.keys]
         self._views = [part for exchange in self.exchanges for part in (*exchange.views, *exchange.sent)]
