@@ -2,8 +2,10 @@
 
 import math
 
+import pytest
 import torch
 
+from millstream.data.transfer.device import DeviceTransfer
 from tests.file_changes import FileChanges
 
 NUM_BATCHES = 20
@@ -27,3 +29,26 @@ def test_a_batch_changes_file_a_few_times(virtual_feed):
         assert changes.count(run) <= 31 * NUM_BATCHES
     finally:
         changes.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [torch.ones(8, 4), torch.ones(8)],
+        lambda: [torch.ones(8), (torch.ones(3), {"a": torch.ones(2)})],
+        lambda: {"x": torch.ones(8), "y": [torch.ones(2)], "name": "b"},
+        lambda: torch.ones(3),
+    ],
+    ids=["list", "nested", "dict", "tensor"],
+)
+def test_batches_that_look_alike_are_described_once(virtual_feed, monkeypatch, make):
+    described, describe = [], DeviceTransfer._describe
+
+    def count(transfer, batch):
+        described.append(batch)
+        return describe(transfer, batch)
+
+    monkeypatch.setattr(DeviceTransfer, "_describe", count)
+    fed, _ = virtual_feed([make() for _ in range(6)], 2, "eager")
+    assert len(list(fed)) == 6
+    assert len(described) == 1

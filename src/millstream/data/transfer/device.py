@@ -169,6 +169,9 @@ class DeviceTransfer(Transfer):
         pending = DeviceBatch(unflatten, leaves)
         if self._likeness is not None:
             pending.addresses = self._likeness.find(leaves)
+            if pending.addresses is None and unflatten is kind:  # there may be other containers in it
+                pending.leaves, pending.unflatten = tree_flatten(batch)
+                pending.addresses = self._likeness.find(pending.leaves)
         if pending.addresses is None:
             return self._describe(batch)
         pending.layout, pending.chunks, pending.others = self._layout, self._chunks, {}  # nearly always
