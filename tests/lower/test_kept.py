@@ -12,13 +12,18 @@ import zlib
 from pathlib import Path
 
 import pytest
+import sympy
 import torch
 from torch import nn
+from torch.utils._sympy import functions
 
 import millstream as ms
 import millstream.lower.compile as compiling
 from millstream import cache
+from millstream._torch.expressions import decode_expression, encode_expression
 from millstream.lower.kept import key
+
+compile_fx = compiling.compile_fx
 
 
 class LoweredAnewError(ms.MillstreamError):
@@ -173,6 +178,130 @@ def test_source_digest_sees_one_byte(tmp_path):
     assert key.sources_digest(tmp_path) != before
 
 
+# --- sizes that change -----------------------------------------------------------------------------------------------
+
+
+def take_steps_of(*sizes, **settings):
+    """Train on batches of so many rows by one graph for all of them, and return the losses and the weights."""
+    step, model = make_step(dynamic=True, **settings)
+    return take_sizes(step, *sizes), model.linear.weight.detach().clone(), len(getattr(step, "graphs", ()))
+
+
+def take_sizes(step, *sizes):
+    batches = torch.linspace(-1, 2, 3 * max(sizes)).view(-1, 3)
+    return torch.stack([step(batches[:rows], batches[:rows, 1:] * 2).detach() for rows in sizes])
+
+
+@pytest.fixture(scope="module")
+def kept_for_sizes(tmp_path_factory):
+    """A cache with the program of the step for any number of rows, and what it returned at some."""
+    folder = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MILLSTREAM_CACHE_DIR", str(folder))
+        patch.setenv("MILLSTREAM_WARM_START", "1")
+        return folder, take_steps_of(6, 6, 9, 30)
+
+
+@pytest.fixture
+def folder_for_sizes(kept_for_sizes, tmp_path, monkeypatch):
+    """A copy of that cache; lowering is refused."""
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiling, "compile_fx", refuse)
+    shutil.copytree(kept_for_sizes[0], tmp_path / "cache")
+    return tmp_path / "cache" / "programs"
+
+
+def rewrite(folder, change):
+    """Change what the files of programs say, those that point to others left out; returns how many there were."""
+    found = {file: json.loads(zlib.decompress(file.read_bytes()[32:])) for file in folder.iterdir()}
+    programs = {file: content for file, content in found.items() if "record" not in content}
+    for file, content in programs.items():
+        file.write_bytes(with_digest({**content, **change(content)}))
+    return len(programs)
+
+
+def total(content):
+    """The sum of all sizes: twice the rows, 3 and 2."""
+    return " + ".join(f"L['t{number}']" for number in range(len(content["symbols"])))
+
+
+def test_program_for_sizes_is_found_and_gives_the_same_bits(kept_for_sizes, folder_for_sizes):
+    losses, weights, graphs = kept_for_sizes[1]
+    assert graphs == 1
+    found = take_steps_of(6, 6, 9, 30)
+    assert same(found[:2], (losses, weights))
+    assert found[2] == 1
+    expected = take_sizes(make_step(compiled=False)[0], 6, 6, 9, 30)
+    assert torch.allclose(losses, expected)
+
+
+def test_program_for_sizes_is_found_at_other_sizes(folder_for_sizes):
+    expected = take_sizes(make_step(compiled=False)[0], 40, 40, 7)
+    assert torch.allclose(take_steps_of(40, 40, 7)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"last": 2.0000002}, {"options": {"max_fusion_size": 7}}], ids=["constant", "option"]
+)
+def test_another_program_for_sizes_is_missed(folder_for_sizes, changed):
+    with lowered_anew():
+        take_steps_of(6, 6, **changed)
+
+
+def test_what_was_decided_about_sizes_is_checked_on_load(folder_for_sizes):
+    rewrite(folder_for_sizes, lambda content: {"guards": f"{content['guards']} and {total(content)} <= 25"})
+    with lowered_anew():
+        take_steps_of(20, 20)
+
+
+def test_what_was_decided_about_sizes_is_checked_in_each_call(folder_for_sizes):
+    rewrite(folder_for_sizes, lambda content: {"guards": f"{content['guards']} and {total(content)} <= 25"})
+    step, _ = make_step(dynamic=True)
+    take_sizes(step, 6, 6, 10, 9)
+    with lowered_anew():
+        take_sizes(step, 11)
+
+
+@pytest.mark.parametrize("change", [{"symbols": ["s999"]}, {"guards": "L['t7'] > 1"}], ids=["symbols", "guards"])
+def test_a_program_of_other_symbols_is_missed(folder_for_sizes, change):
+    rewrite(folder_for_sizes, lambda content: change)
+    with lowered_anew():
+        take_steps_of(6, 6)
+
+
+def test_where_other_things_were_decided_both_programs_are_kept(folder_for_sizes, monkeypatch):
+    rewrite(folder_for_sizes, lambda content: {"guards": f"{total(content)} > 200"})
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "compile_fx", compile_fx)
+        take_steps_of(6, 6)
+    assert rewrite(folder_for_sizes, lambda content: {}) == 2
+    take_steps_of(6, 6)
+    take_steps_of(200, 200)
+
+
+S, T = sympy.symbols("s1 s2", integer=True, positive=True)
+EXPRESSIONS = [
+    8 * S + T * (S - 1) ** 2,
+    functions.FloorDiv(S + 7, 8),
+    functions.ModularIndexing(S, 4, T),
+    functions.PythonMod(S - 9, 4),
+    functions.Max(1, S - T),
+    functions.Min(S, T),
+    functions.CeilToInt(functions.IntTrueDiv(S, 3)),
+    functions.ToFloat(S) * 0.125,
+    sympy.Rational(1, 2) * S,
+    sympy.And(S > 3, sympy.Eq(T, 2 * S)),
+]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS, ids=str)
+def test_expressions_are_read_as_they_were_written(expression):
+    data = json.loads(json.dumps(encode_expression(expression)))
+    read = decode_expression(data, {"s1": S, "s2": T})
+    assert read == expression
+    assert read.free_symbols <= {S, T}
+
+
 def with_digest(content):
     data = zlib.compress(json.dumps(content).encode())
     return hashlib.sha256(data).digest() + data
@@ -226,14 +355,15 @@ def test_full_disk_costs_only_time(kept, tmp_path, monkeypatch):
     assert not cache.list_files()
 
 
-def test_model_is_found_forward_and_backward(tmp_path, monkeypatch):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_model_is_found_forward_and_backward(tmp_path, monkeypatch, dynamic):
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
 
     def run():
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Net(2.0)
-        result = ms.compile(model, strict=True)(torch.ones(4, 3), torch.ones(4, 2))
+        result = ms.compile(model, strict=True, dynamic=dynamic)(torch.ones(4, 3), torch.ones(4, 2))
         result.sum().backward()
         return result.detach(), model.linear.weight.grad
 

@@ -95,13 +95,17 @@ class LoweredForSizes:
         program: What to run.
         phase: Which part of a model it is.
         visible: As of ``Lowered``.
-        seconds: What lowering it took.
+        seconds: What lowering it took, or finding it on disk.
+        record: As of ``Lowered``.
+        keep_step: Likewise.
     """
 
     program: SymbolicProgram
     phase: Phase
     visible: frozenset[int]
     seconds: float
+    record: Record | None = None
+    keep_step: Callable[[list[Any]], None] | None = None
 
     def at(self, sizes: tuple[int, ...]) -> Lowered:
         """The program for inputs that have these sizes, as ``program.sizes`` tells of a call's."""
@@ -191,7 +195,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
                 programs = list(_lower_segments(segments, kwargs, f"{name}.{phase}", phase, static, settings))
                 return _boxed(cutting.finish(segments, programs))
             lowered = _lower(fresh, example_inputs, kwargs, f"{name}.{phase}", phase, static, settings)
-            if step is not None and not without and isinstance(lowered, Lowered) and lowered.record is not None:
+            if step is not None and not without and lowered.record is not None:
                 lowered = replace(lowered, keep_step=partial(step.point_to, lowered.record))
             return _boxed(finish(lowered))
 
@@ -226,7 +230,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         if step is not None and (found := step.load()) is not None:
             program = _named(found.program, f"{name}.{Phase.STEP}")
             visible = frozenset(range(len(program.outputs)))
-            run = finish(Lowered(program, Phase.STEP, visible, time.perf_counter() - start, step))
+            run = finish(_as_lowered(program, Phase.STEP, visible, start, step))
             return lambda *inputs: run([*found.added, *inputs])
         progress.phase("preparing the graph")
         table = workarounds.decompose({**select_decomp_table(), **random_decompositions()})
@@ -305,8 +309,7 @@ def _lower(
     if record is not None and (found := record.load()) is not None:
         _tell_strides(found.strides)
         visible = frozenset(_visible_outputs(graph) if phase is Phase.FORWARD else range(len(_outputs(graph))))
-        program = _join_own_kernels(_named(found.program, name))
-        return Lowered(program, phase, visible, time.perf_counter() - start, record)
+        return _as_lowered(_named(found.program, name), phase, visible, start, record)
     num_outputs = len(_outputs(graph))
     visible = frozenset(range(num_outputs))
     if phase is Phase.FORWARD:
@@ -336,10 +339,23 @@ def _lower(
         raise LoweringError(
             f"The wrapper returns {len(program.outputs)} values instead of {num_outputs}.", construct=name
         )
-    if symbolic:
-        return LoweredForSizes(SymbolicProgram(program), phase, visible, time.perf_counter() - start)
     if record is not None:
         record.save(program, wrappers[-1], _told_strides())
+    return _as_lowered(program, phase, visible, start, record, symbolic=symbolic)
+
+
+def _as_lowered(
+    program: Program,
+    phase: Phase,
+    visible: frozenset[int],
+    start: float,
+    record: Record | None,
+    *,
+    symbolic: bool = False,
+) -> Lowered | LoweredForSizes:
+    """A program, just lowered or as it was kept; kept ones are as before kernels of our own are joined."""
+    if symbolic or (record is not None and record.symbols):
+        return LoweredForSizes(SymbolicProgram(program), phase, visible, time.perf_counter() - start, record)
     program = _join_own_kernels(program)
     return Lowered(program, phase, visible, time.perf_counter() - start, record)
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import base64
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from enum import StrEnum
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from millstream._torch.symbols import NUMBERS
+from millstream._torch.expressions import decode_expression, encode_expression, kind_of_number, number_of
+from millstream._torch.symbols import NUMBERS, definition_of, expression_of
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
 from millstream.lower.kept.key import NotKept, bytes_of
 from millstream.lower.program import Call, Layout, Program, Value, View
@@ -40,14 +41,19 @@ class Encoder:
     Args:
         kernels: What launches of generated kernels call, and the kernel's name.
         attributes: Tensors of the graph that was lowered, by name.
+        symbols: Names of the symbols that sizes may be made of.
 
     Attributes:
         used: Those of the attributes that were written.
     """
 
     def __init__(
-        self, kernels: Iterable[tuple[Callable[..., Any], str]], attributes: Mapping[str, torch.Tensor]
+        self,
+        kernels: Iterable[tuple[Callable[..., Any], str]],
+        attributes: Mapping[str, torch.Tensor],
+        symbols: Container[str] = (),
     ) -> None:
+        self._symbols = symbols
         self._kernels = {id(function): name for function, name in kernels}
         self._attributes = {id(tensor): name for name, tensor in attributes.items()}
         self.used: set[str] = set()
@@ -63,7 +69,7 @@ class Encoder:
         if type(value) is float:
             return ["float", value.hex()]
         if isinstance(value, NUMBERS):
-            raise NotKept("sizes are symbolic")
+            return self._number(value)
         kind = type(value).__name__
         if isinstance(value, (tuple, list)):  # FX has lists of its own
             return ["tuple" if isinstance(value, tuple) else "list", *map(self.encode, value)]
@@ -83,6 +89,15 @@ class Encoder:
         if isinstance(value, torch.Tensor):
             return self._constant(value)
         return self._function(value)
+
+    def _number(self, value: Any) -> Any:
+        expression = expression_of(value)
+        if not all(str(symbol) in self._symbols for symbol in expression.free_symbols):
+            raise NotKept(f"size {expression} follows from no input")
+        try:
+            return ["number", kind_of_number(value), encode_expression(expression)]
+        except (LookupError, ValueError) as error:
+            raise NotKept(str(error)) from error
 
     def _constant(self, value: torch.Tensor) -> Any:
         size = value.numel() * value.element_size()
@@ -115,10 +130,14 @@ class Decoder:
     Args:
         kernels: The generated kernels by name.
         attributes: Tensors of the graph by name.
+        symbols: Symbolic numbers that are symbols, by name.
     """
 
-    def __init__(self, kernels: Kernels, attributes: Mapping[str, torch.Tensor]) -> None:
-        self._kernels, self._attributes = kernels, attributes
+    def __init__(
+        self, kernels: Kernels, attributes: Mapping[str, torch.Tensor], symbols: Mapping[str, Any] | None = None
+    ) -> None:
+        self._kernels, self._attributes, self._numbers = kernels, attributes, symbols or {}
+        self._symbols = {name: definition_of(number) for name, number in self._numbers.items()}
 
     def decode(self, data: Any) -> Any:
         """Read a value.
@@ -155,6 +174,9 @@ class Decoder:
 
     def _read_float(self, text: str) -> Any:
         return float.fromhex(text)
+
+    def _read_number(self, kind: str, expression: Any) -> Any:
+        return number_of(kind, decode_expression(expression, self._symbols), self._numbers)
 
     def _read_device(self, text: str) -> Any:
         return torch.device(text)

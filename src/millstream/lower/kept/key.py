@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from millstream import errors as millstream_errors
 from millstream._torch.hints import stream_hint_of
+from millstream._torch.symbols import NUMBERS, expression_of
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.lower import workarounds
 from millstream.lower.operators import float32_precision
@@ -85,6 +86,8 @@ def _describe_inputs(inputs: Sequence[Any]) -> Iterable[str]:
     for value in inputs:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             storage = value.untyped_storage()
+            if isinstance(value.storage_offset(), torch.SymInt):
+                raise NotKept("where an input begins is symbolic")
             is_aligned = value.storage_offset() * value.element_size() % ALIGNMENT_BYTES == 0
             where = memory.setdefault(storage._cdata, len(memory)), same.setdefault(id(value), len(same))
             yield f"{_text(value)} in {where} of {storage.nbytes()} aligned {is_aligned}"
@@ -166,6 +169,8 @@ def _target(target: Any) -> str:
         return f"{target.__module__}.{target.__name__}"
     if isinstance(target, (type(torch.sin), type(len))) and getattr(torch, target.__name__, None) is target:
         return f"torch.{target.__name__}"
+    if getattr(target, "__name__", "").startswith("sym_") and getattr(torch, target.__name__, None) is target:
+        return f"torch.{target.__name__}"
     raise NotKept(f"the graph has {getattr(target, '__name__', target)} in it")
 
 
@@ -173,6 +178,8 @@ def _text(value: Any) -> str:
     """What a value is, the same in every process."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return f"{type(value).__name__}:{value!r}" if isinstance(value, float) else repr(value)
+    if isinstance(value, NUMBERS):
+        return f"{type(value).__name__}({expression_of(value)})"
     if isinstance(value, torch.fx.Node):
         return f"%{value.name}"
     if isinstance(value, torch.Tensor):
@@ -195,8 +202,6 @@ def _text(value: Any) -> str:
 
 
 def _tensor(value: torch.Tensor) -> str:
-    if any(isinstance(number, torch.SymInt) for number in value.shape):
-        raise NotKept("sizes are symbolic")
     parts: list[Any] = [value.dtype, value.device, tuple(value.shape), value.requires_grad, value.layout]
     if value.layout is torch.strided:
         parts += [value.stride(), value.storage_offset(), value.is_conj(), value.is_neg()]

@@ -4,6 +4,9 @@ A file holds JSON, compressed, after a digest of it: what another process left h
 as good as no file. It holds the source of kernels too, which is run; so it is read only from a folder that belongs to
 this user and that nobody else can write.
 
+Of a graph with symbolic sizes there may be several: what was decided about sizes while it was lowered is written down,
+and a file is of use where that holds. Then it is decided anew, so that the caller's guards have it.
+
 A second kind of file only names the first one: a whole step is found by the graph that tracing gives, before AOT
 autograd has made another of it.
 """
@@ -23,7 +26,7 @@ from typing import Any
 
 import torch
 
-from millstream._torch.symbols import is_symbolic
+from millstream._torch.expressions import guards_of, hold_guards, symbols_of
 from millstream.cache import cache_folder, limit_bytes, read_private, trim, write_private
 from millstream.graph import Kernel
 from millstream.lower.fx_wrapper import SOURCES, GeneratedKernel, Sources
@@ -36,6 +39,8 @@ LOGGER = logging.getLogger("millstream")
 
 Line = tuple[str, str]  # the user's line, and the module
 NO_LINE: Line = ("", "")
+MOST_VARIANTS = 4
+"""Of a graph with symbolic sizes, for which different things were decided."""
 Strides = list[Any]  # of the results, as Inductor tells AOT autograd
 
 
@@ -71,10 +76,9 @@ def open_record(
         options: Inductor options that are not yet among the present ones.
 
     Returns:
-        ``None`` where the program is not kept: it is switched off, sizes are symbolic, or something has no text that
-        says all about it.
+        ``None`` where the program is not kept: it is switched off, or something has no text that says all about it.
     """
-    if not is_on() or is_symbolic(inputs):  # what is decided about sizes is not kept
+    if not is_on():
         return None
     try:
         settings = describe_settings({**options, **{f"{name}=": fact for name, fact in facts.items()}})
@@ -82,7 +86,7 @@ def open_record(
     except NotKept as reason:
         LOGGER.debug("not kept on disk: %s", reason)
         return None
-    return Record(hashlib.sha256(text.encode()).hexdigest(), gm)
+    return Record(hashlib.sha256(text.encode()).hexdigest(), gm, symbols_of(inputs))
 
 
 class Record:
@@ -92,11 +96,12 @@ class Record:
         digest: Of all that the program depends on.
         lines: The user's lines in the graph, each with its module, in order: kernels name theirs by its place.
         attributes: Tensors of the graph by name.
+        symbols: What its sizes are made of, by name.
         used: Those that the program has for constants; ``None`` before it is known to be on disk.
     """
 
-    def __init__(self, digest: str, gm: torch.fx.GraphModule) -> None:
-        self.digest = digest
+    def __init__(self, digest: str, gm: torch.fx.GraphModule, symbols: Mapping[str, Any]) -> None:
+        self.digest, self.symbols = digest, symbols
         self.lines = list(dict.fromkeys((source_line(node), module_path(node)) for node in gm.graph.nodes))
         names = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
         self.attributes = {name: value for name, value in _tensors(gm).items() if name in names}
@@ -104,7 +109,7 @@ class Record:
 
     def load(self) -> Found | None:
         """Read the program; ``None`` where there is none that can be used."""
-        found = _load(self.digest, self.lines, self.attributes)
+        found = _load(self.digest, self.lines, self.attributes, self.symbols)
         if found is not None:
             constants = {id(value) for value in found.program.constants.values()}
             self.used = {name for name, value in self.attributes.items() if id(value) in constants}
@@ -119,7 +124,7 @@ class Record:
             strides: Of the results, as Inductor told AOT autograd.
         """
         kernels = [node.target for node in wrapper.graph.nodes if isinstance(node.target, GeneratedKernel)]
-        encoder = Encoder([(kernel.function, kernel.__name__) for kernel in kernels], self.attributes)
+        encoder = Encoder([(kernel.function, kernel.__name__) for kernel in kernels], self.attributes, self.symbols)
         places = {line: (str(place), "") for place, line in enumerate(self.lines)}
         try:
             if any(name in program.constants for kernel in program.graph.kernels for name in kernel.writes):
@@ -131,12 +136,15 @@ class Record:
                 ),
                 "sources": [sources.prologue, sources.imported, sources.files, sources.cpp],
                 "strides": encoder.encode(strides),
+                "symbols": list(self.symbols),
+                "guards": guards_of(self.symbols) if self.symbols else "",
             }
-        except NotKept as reason:
+        except (NotKept, ValueError) as reason:
             LOGGER.debug("not kept on disk: %s", reason)
             return
         self.used = encoder.used
-        _write(self.digest, content)
+        free = (variant for variant in range(MOST_VARIANTS) if not _path(self.digest, variant).exists())
+        _write(self.digest, content, next(free, 0) if self.symbols else 0)
 
     def point_to(self, other: Record, added: Sequence[torch.Tensor] = ()) -> None:
         """Let this one stand for the program of another record, of a graph that was made from this one's.
@@ -163,45 +171,57 @@ def _with_lines(program: Program, line_of: Callable[[Kernel], Line]) -> Program:
     return replace(program, graph=replace(program.graph, kernels=kernels))
 
 
-def _load(digest: str, lines: Sequence[Line], attributes: Mapping[str, torch.Tensor]) -> Found | None:
-    content = _read(digest)
-    if content is None:
+def _load(
+    digest: str, lines: Sequence[Line], attributes: Mapping[str, torch.Tensor], symbols: Mapping[str, Any]
+) -> Found | None:
+    for variant in range(MOST_VARIANTS if symbols else 1):
+        content = _read(digest, variant)
+        if content is None:
+            continue
+        try:
+            if (found := _found_in(content, lines, attributes, symbols)) is not None:
+                return found
+        except Exception as error:  # noqa: BLE001  whatever is wrong with it: lowering anew is always possible
+            LOGGER.debug("a program on disk cannot be used: %s: %s", type(error).__name__, error)
+            with suppress(OSError):
+                _path(digest, variant).unlink()
+    return None
+
+
+def _found_in(
+    content: Any, lines: Sequence[Line], attributes: Mapping[str, torch.Tensor], symbols: Mapping[str, Any]
+) -> Found | None:
+    """What a file says, for the graph that has these lines, tensors and symbols; ``None`` where its guards fail."""
+    if "record" in content:
+        own = {name: attributes[there] for name, there in content["attributes"].items()}
+        there = [lines[place] if place >= 0 else NO_LINE for place in content["lines"]]
+        found = _load(content["record"], there, own, symbols)
+        return found and replace(found, added=tuple(attributes[name] for name in content["added"]))
+    if not hold_guards(content["guards"], [symbols[name] for name in content["symbols"]]):
         return None
-    try:
-        if "record" in content:
-            own = {name: attributes[there] for name, there in content["attributes"].items()}
-            there = [lines[place] if place >= 0 else NO_LINE for place in content["lines"]]
-            found = _load(content["record"], there, own)
-            return found and replace(found, added=tuple(attributes[name] for name in content["added"]))
-        prologue, imported, files, cpp = content["sources"]
-        kernels = Sources(prologue, tuple(map(tuple, imported)), tuple(map(tuple, files)), tuple(map(tuple, cpp)))
-        functions = {
-            name: GeneratedKernel(name, compiled, body, ()).function
-            for name, (compiled, body) in kernels.load().items()
-        }
-        decoder = Decoder(functions, attributes)
-        program: Program = decoder.decode(content["program"])
-        program = _with_lines(program, lambda kernel: lines[int(kernel.source)] if kernel.source else NO_LINE)
-        return Found(program, decoder.decode(content["strides"]))
-    except Exception as error:  # noqa: BLE001  whatever is wrong with it: lowering anew is always possible
-        LOGGER.debug("a program on disk cannot be used: %s: %s", type(error).__name__, error)
-        with suppress(OSError):
-            _path(digest).unlink()
-        return None
+    prologue, imported, files, cpp = content["sources"]
+    kernels = Sources(prologue, tuple(map(tuple, imported)), tuple(map(tuple, files)), tuple(map(tuple, cpp)))
+    functions = {
+        name: GeneratedKernel(name, compiled, body, ()).function for name, (compiled, body) in kernels.load().items()
+    }
+    decoder = Decoder(functions, attributes, symbols)
+    program: Program = decoder.decode(content["program"])
+    program = _with_lines(program, lambda kernel: lines[int(kernel.source)] if kernel.source else NO_LINE)
+    return Found(program, decoder.decode(content["strides"]))
 
 
-def _path(digest: str) -> Path:
-    return cache_folder() / "programs" / f"{digest[:40]}.program"
+def _path(digest: str, variant: int) -> Path:
+    return cache_folder() / "programs" / f"{digest[:40]}{f'-{variant}' if variant else ''}.program"
 
 
-def _write(digest: str, content: Any) -> None:
+def _write(digest: str, content: Any, variant: int = 0) -> None:
     data = zlib.compress(json.dumps(content).encode(), 1)
-    write_private(_path(digest), hashlib.sha256(data).digest() + data)
+    write_private(_path(digest, variant), hashlib.sha256(data).digest() + data)
     trim(limit_bytes())
 
 
-def _read(digest: str) -> Any:
-    found = read_private(_path(digest))
+def _read(digest: str, variant: int) -> Any:
+    found = read_private(_path(digest, variant))
     if found is None or hashlib.sha256(found[32:]).digest() != found[:32]:
         return None
     with suppress(ValueError, zlib.error):
