@@ -17,6 +17,7 @@ class Executable:
 
     def __init__(self, made, *, shares_memory):
         self.made, self.shares_memory, self.is_settled, self.released = made, shares_memory, False, False
+        self.notes = []
 
     def __call__(self, inputs):
         self.is_settled = True
