@@ -416,10 +416,13 @@ class Run:
             if not self._has_asked:
                 self._has_asked = True
                 self._inbox.put(Message.ASKED)
-            item = (self._staged or self._pulled) if is_inline else None
-            # Whether the coming step may be measured: of a batch that is not there yet, nobody knows.
-            due = item.times is not None if item is not None else True
-            self._profiler.ask(transfer.mark, asked_ns, due=due)
+            due = True  # whether the coming step may be measured: of a batch that is not there yet, nobody knows
+            if is_inline:
+                item = self._staged or self._pulled
+                is_next_due = self._source.num_pulled >= self._profiler.next_due
+                due = item.times is not None if item is not None else is_next_due
+            if due or self._profiler.is_open:
+                self._profiler.ask(transfer.mark, asked_ns, due=due)
             if is_inline or self._inside:
                 with transfer.spare_captures():
                     self._carry_out() if is_inline else self._send_what_waits()
