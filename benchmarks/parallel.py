@@ -11,6 +11,8 @@ slowest process counts.
 Beside times, a row has the memory that a side takes on the device of the fullest process, and how long each collective
 of ours was *exposed*: it ran, and nothing else did. The rank that comes last waits for nobody, so of each collective
 the least over all ranks counts; what the others took longer is waiting for that rank.
+
+With ``SAVE_STEPS=DIR`` in the environment each case's step is written there, for ``millstream simulate DIR/CASE.json``.
 """
 
 from __future__ import annotations
@@ -212,9 +214,13 @@ def measure(
             side = names[(first + position) % len(names)]
             taken_ms = sample_ms(calls[side], device, number_of[side])
             answers[side]["times"].append(max(told_by_all(taken_ms)))
-    facts, note = described(steps["ours"]) if "ours" in calls else ({}, "")
+    facts, note = described(case.name, steps["ours"]) if "ours" in calls else ({}, "")
     if "ours" in calls:
-        facts["exposed_us"], told = communication(calls["ours"], steps["ours"], device)
+        try:
+            facts["exposed_us"], told = communication(calls["ours"], steps["ours"], device)
+        except Exception as error:  # noqa: BLE001 - what was timed counts without it
+            traceback.print_exc()
+            told = f"communication not measured: {brief(error)}"
         note = f"{told}; {note}"
     return {"sides": answers, "wrong": wrong, "facts": facts, "note": note} if rank == 0 else None
 
@@ -287,7 +293,7 @@ def fault(problem: Training, losses: list[float], model: nn.Module, batches: lis
     return "" if len(set(digests)) == 1 else "processes have other parameters"
 
 
-def described(step: Any) -> tuple[dict[str, Any], str]:
+def described(name: str, step: Any) -> tuple[dict[str, Any], str]:
     """Counts of ours, what the simulator says of it, and whether it is one graph."""
     from millstream import api
 
@@ -296,10 +302,18 @@ def described(step: Any) -> tuple[dict[str, Any], str]:
         name: sum(getattr(each, f"num_{name}") for each in executables) for name in ("kernels", "waits")
     }
     facts["streams"] = max(each.num_streams for each in executables)
-    told = [each for each in api.explain(step).communication if not each.is_calculated]
-    if len(told) == 1:  # from costs of kernels, and of collectives where they were captured, that were measured alone
-        facts["predicted_ms"] = told[0].runs["predicted"].end_ns / 1e6
     notes = "; ".join(note for each in executables for note in each.notes)
+    try:
+        explanation = api.explain(step)
+        if (folder := os.environ.get("SAVE_STEPS")) and dist.get_rank() == 0:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            explanation.save(Path(folder, f"{name.replace(' ', '_')}.json"))
+        told = [each for each in explanation.communication if not each.is_calculated]
+        if len(told) == 1:  # from costs of kernels, and of captured collectives, that were measured alone
+            facts["predicted_ms"] = told[0].runs["predicted"].end_ns / 1e6
+    except Exception as error:  # noqa: BLE001 - what was timed counts without it
+        traceback.print_exc()
+        notes = f"not predicted: {brief(error)}; {notes}"
     return facts, f"{len(executables)} graphs: {notes}"[:300]
 
 
