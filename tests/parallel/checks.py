@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 import millstream as ms
 from millstream.capture import Step
 from millstream.data_parallel import exchange
+from millstream.data_parallel.roll_call import OverNetwork
 from millstream.engine.parallel import agreed, lockstep
 from tests.capture.worlds import interpret
 
@@ -809,3 +810,40 @@ def explained(rank, num_steps):
     assert all(each.took_ns > 0 for each in report.transfers["measured"])
     train(captured, batches(rank, 2))
     return report.num_processes, report.is_one_graph, report.arrivals.num_steps, measured, digest(net)
+
+
+def uneven_feed(rank, how, over_network):
+    """Two passes over other numbers of batches in each process; how far each came, and what was said."""
+    source = [torch.full((2,), 10.0 * rank + number) for number in range(3 + 2 * rank)]
+    feed = ms.feed(source, "cpu", uneven=how)
+    if over_network:
+        group = dist.new_group()
+        feed._roll_call = OverNetwork(group)
+    passes, told = [], []
+    for _ in range(2):
+        seen, valid = [], []
+        try:
+            for batch in feed:
+                seen.append(batch[0].item())
+                valid.append(feed.num_valid)
+                if how == "drop" and len(seen) == 2 and not passes:
+                    break  # all leave at the same batch
+        except ms.FeedError as error:
+            told.append(str(error))
+        passes.append(seen)
+    return passes, valid, told, feed.state_dict()["position"]
+
+
+def feed_that_fails_on_one(rank):
+    """A loader raises in one process; what the other is told."""
+
+    def loader():
+        yield torch.ones(2)
+        if rank:
+            raise ValueError("the file is gone")
+        yield torch.ones(2)
+
+    try:
+        return len([*ms.feed(loader(), "cpu", uneven="drop")])
+    except (ValueError, ms.FeedError) as error:
+        return f"{type(error).__name__}: {error}"

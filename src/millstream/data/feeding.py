@@ -12,18 +12,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 
+from millstream._torch.data_parallel import is_distributed_run
 from millstream.data.lengths import Lengths, Value
 from millstream.data.pipeline import IN_STEP, Pipeline
 from millstream.data.profiler import Profiler
 from millstream.data.shaping import Shaper, get_num_valid, make_sharing, make_transform
 from millstream.data.source import DrawWatch, Position, RefillWatch, Source, begins_in_caller, is_stored
 from millstream.data.stats import Stats
+from millstream.data.together import CHOICES, Together
 from millstream.data.transfer.base import HostTransfer, Transfer, Transform
 from millstream.data.transfer.device import DeviceTransfer
 from millstream.data.transfer.multi import MultiDeviceTransfer
 from millstream.data.transfer.verify import Verifier
 from millstream.data.worker import Run, Worker
+from millstream.data_parallel.roll_call import RollCall, roll_call_of
 from millstream.device import Place, context
 from millstream.errors import ArgumentError, FeedError
 
@@ -46,6 +50,7 @@ class Options:
     threads: int | None = None
     check: bool = False
     prefetch: bool = True
+    uneven: str | None = None
     lengths: Lengths = Lengths(None, None, 0)  # noqa: RUF009  it never changes
 
     def __post_init__(self) -> None:
@@ -61,6 +66,8 @@ class Options:
                 raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}, {meaning}.")
         if self.drop_last and self.pad_last:
             raise ArgumentError("drop_last and pad_last exclude each other: a short batch is left out or padded.")
+        if self.uneven is not None and self.uneven not in CHOICES:
+            raise ArgumentError(f"uneven={self.uneven!r} is none of {', '.join(map(repr, CHOICES))}, nor None.")
 
 
 def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
@@ -81,6 +88,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     threads: int | None = None,
     check: bool = False,
     prefetch: bool = True,
+    uneven: str | None = None,
 ) -> Feed:
     """Iterate over the batches of ``loader``, with their tensors on ``device``.
 
@@ -150,6 +158,9 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         prefetch: Whether a thread makes batches ahead. Without, each is made in your thread when you ask for it, which
             is faster where steps take less than some 0.3 ms; one further is pulled if the loader is a sequence, or a
             ``DataLoader`` over one.
+        uneven: What all processes of ``torch.distributed`` do when one of them has no further batch and others have:
+            ``"drop"`` theirs and end the pass, ``"pad"`` by repeating its last batch, or raise an ``"error"``. They
+            tell each other before each batch. ``None``: each goes its own way.
 
     Raises:
         ArgumentError: An argument is not acceptable, or ``loader`` cannot be iterated.
@@ -165,6 +176,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         threads,
         check,
         prefetch,
+        uneven,
         Lengths(pad_to, pad_multiple, pad_value),
     )
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
@@ -203,6 +215,7 @@ class Feed:
         self._closed = False
         self._position = Position()
         self._profiler: Profiler | None = None
+        self._roll_call: RollCall | None = None
         self._draws, self._refills = DrawWatch(), RefillWatch(options.depth + 1)
         self._shaper = Shaper(drop_last=options.drop_last, pad_last=options.pad_last, lengths=options.lengths)
         self._engine = _Engine()
@@ -224,7 +237,28 @@ class Feed:
         engine.handle = begun.handle
         if engine.run is None or engine.run.goes_on or engine.run.is_over:
             begun.begin()
-        return begun
+        roll_call = self._find_roll_call()
+        if roll_call is None or self._options.uneven is None:
+            return begun
+        return Together(begun, roll_call, self._options.uneven, partial(self._finish, begun.handle), self._note_repeat)
+
+    def _find_roll_call(self) -> RollCall | None:
+        """By what processes tell each other of batches, if there are several, and they are to."""
+        if self._options.uneven is None or not is_distributed_run() or dist.get_world_size() == 1:
+            return None
+        if self._roll_call is None:
+            group: Any = dist.group.WORLD
+            self._roll_call = roll_call_of(group)
+        return self._roll_call
+
+    def _finish(self, handle: _Handle) -> None:
+        """The pass is over for all processes, whatever this one still has."""
+        if self._engine.handle is handle:
+            self._engine.leave("")
+            self._position.finish(self.loader)
+
+    def _note_repeat(self) -> None:
+        self._position.info.num_valid = 0
 
     def _begin(self) -> Run:
         """A run for a new pass: the last one if that goes on; else a new one, when its thread has left the source."""

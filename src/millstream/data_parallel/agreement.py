@@ -120,11 +120,24 @@ def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | None:
     """
     if group not in _known:
         wanted = collectives_wanted()
-        _known[group] = _meet(group, is_wanted=wanted == "captured" or (wanted == "auto" and on_gpu))
+        board = meet(group, is_wanted=wanted == "captured" or (wanted == "auto" and on_gpu))
+        _known[group] = None if board is None else Agreement(board)
     return _known[group]
 
 
-def _meet(group: dist.ProcessGroup, *, is_wanted: bool) -> Agreement | None:
+def meet(group: dist.ProcessGroup, *, is_wanted: bool) -> Board | None:
+    """A new board of the processes of a group, made in all of them at once.
+
+    Args:
+        group: The processes.
+        is_wanted: Whether this process wants one.
+
+    Returns:
+        ``None`` where one does not, or they are on several hosts, or there is one alone.
+
+    Raises:
+        DataParallelError: A process is gone.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1:
         return None
@@ -135,7 +148,7 @@ def _meet(group: dist.ProcessGroup, *, is_wanted: bool) -> Agreement | None:
             return None
         board = _opened(lambda: Board(met[0][2], rank, size, timeout_of(group)))
         has_all = all(_tell(group, board is not None))
-        return Agreement(board) if board is not None and has_all else None
+        return board if has_all else None
     finally:
         if path:
             Path(path).unlink()
