@@ -57,7 +57,7 @@ class Together(Iterator[Any]):
         """
         if self._is_over:
             raise StopIteration
-        answer = HAS_ONE
+        answer, batch = HAS_ONE, self._last
         if not self._has_ended:
             try:
                 batch = next(self._batches)
@@ -84,7 +84,6 @@ class Together(Iterator[Any]):
                 raise self._error(answers)
             if self._has_ended:
                 self._repeat()
-                return self._last
             self._last = batch
             return batch
         self._end()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -65,4 +65,5 @@ def roll_call_of(group: dist.ProcessGroup) -> RollCall:
         return board
     ranks = dist.get_process_group_ranks(group)
     timeout = timedelta(seconds=timeout_of(group))
-    return OverNetwork(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True))
+    own: Any = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    return OverNetwork(own)
