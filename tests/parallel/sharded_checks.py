@@ -242,3 +242,66 @@ def gathers_alone(rank):
     except ms.DataParallelError as error:
         return str(error)
     return None
+
+
+def through_distributed_checkpoint(rank, folder):
+    """Model and optimizer saved by ``torch.distributed.checkpoint``, and loaded into new ones that have run once."""
+    from torch.distributed import checkpoint
+
+    how = {"data_parallel": True, "shard_optimizer": True}
+    net, optimizer, step = make("adamw", with_schedule=True)
+    step = interpreted(step, **how)
+    data = [*batches(rank, 8)]
+    train(step, data[:4])
+    checkpoint.save({"model": net.state_dict(), "optimizer": ms.full_state_dict(optimizer)}, checkpoint_id=folder)
+    train(step, data[4:])
+
+    for shards in (True, False):
+        again, optimizer, step = make("adamw", with_schedule=True)
+        step = interpreted(step, data_parallel=True, shard_optimizer=shards)
+        train(step, data[:1])
+        state = {"model": again.state_dict(), "optimizer": ms.full_state_dict(optimizer)}
+        checkpoint.load(state, checkpoint_id=folder)
+        again.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        train(step, data[4:])
+        assert_alike(again, net, rtol=1e-6, atol=1e-7)
+    return digest(again)
+
+
+def without_one(rank, which):
+    """Digest of the parameters where one collective of that kind does nothing; ``None``: all do."""
+    net, _, step = make("adamw", clips=2.0)
+    step = interpreted(step, data_parallel=True, shard_optimizer=True)
+    train(step, batches(rank, 2))
+    reducer = step._replica
+    (gathers,) = reducer._gathers.values()
+    kinds = {"reduce": reducer._rounds[0], "norm": list(reducer._norms.values()), "gather": gathers}
+    if which is not None:
+        kinds[which][0]._issue = lambda memory, **_: None
+    train(step, batches(rank, 4))
+    return digest(net)
+
+
+def with_closure(rank, num_steps):
+    """The optimizer calls the model."""
+
+    def run(shards):
+        net, optimizer, _ = make("adam")
+
+        def step(x, y):
+            def closure():
+                optimizer.zero_grad()
+                loss = F.mse_loss(net(x), y)
+                loss.backward()
+                return loss
+
+            return optimizer.step(closure)
+
+        captured = interpreted(step, data_parallel=True, shard_optimizer=shards)
+        return net, train(captured, batches(rank, num_steps))
+
+    theirs, expected = run(False)
+    ours, results = run(True)
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    assert_alike(ours, theirs, rtol=0, atol=0)

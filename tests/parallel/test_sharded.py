@@ -61,3 +61,19 @@ def test_three_ranks(trio):
     results = trio.run(checks.as_unsharded, "adamw", 10)  # sums in another order
     assert len({digest for digest, _ in results}) == 1
     assert max(fraction for _, fraction in results) < 0.38
+
+
+def test_distributed_checkpoint(pair, tmp_path):
+    first, second = pair.run(checks.through_distributed_checkpoint, str(tmp_path))
+    assert first == second
+
+
+def test_every_collective_counts(pair):
+    first, second = pair.run(checks.without_one, None)
+    assert first == second
+    for which in ("reduce", "norm", "gather"):
+        assert pair.run(checks.without_one, which) != [first, first]
+
+
+def test_optimizer_calls_a_closure(pair):
+    pair.run(checks.with_closure, 5)
