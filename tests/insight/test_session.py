@@ -17,6 +17,7 @@ from millstream.errors import ArgumentError
 from millstream.insight import Cause
 from millstream.insight.host import spans_of
 from millstream.trace import Session, frames
+from millstream.trace.sampler import MAX_THREADS, Sampler
 
 
 def look():
@@ -165,3 +166,23 @@ def test_event_of_another_thread_that_comes_late_does_no_harm(monkeypatch):
     monkeypatch.setattr(frames, "sites_of", sites_of)
     recording = session.stop()
     assert sum(span.cause is Cause.GC for span in recording.spans) >= 2
+
+
+def test_sampler_forgets_threads_that_are_gone_and_sees_the_main_thread_among_many():
+    sampler, hold = Sampler(), threading.Event()
+    mine = threading.get_ident()
+    for _ in range(6):
+        threads = [threading.Thread(target=hold.wait) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        look = sampler._look(-1, 0, 0)
+        assert len(look.threads) == MAX_THREADS
+        assert mine in {each.ident for each in look.threads}
+        hold.set()
+        for thread in threads:
+            thread.join()
+        hold.clear()
+    assert len(sampler._files) <= 3 * MAX_THREADS
+    assert len(sampler._latest) <= 3 * MAX_THREADS
+    sampler.stop()
+    assert not sampler._files

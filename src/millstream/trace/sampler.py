@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -28,7 +28,8 @@ MOST_SHARE, NUM_PRICED = 0.005, 16
 """Of the time: looks become rarer where they take more of it. What they take is measured every so many looks; before
 that they are made every ten milliseconds."""
 MAX_LOOKS = 150_000  # most of an hour; of a longer run the last ones are kept
-MAX_THREADS = 16
+MAX_THREADS = 16  # looked at in one look, the main thread first
+MAX_STACKS = 20_000  # remembered; a program with more of them has them taken anew
 KEPT = 0.9  # of the time: a thread that ran less of it was kept waiting, and one asks the system for what
 
 
@@ -113,15 +114,25 @@ class Sampler:
         self.busy_ns = time.thread_time_ns() - began_ns
 
     def _look(self, mine: int, now: int, late_ns: int) -> Look:
-        threads = []
-        for ident, frame in sys._current_frames().items():
-            if ident == mine:
-                continue
-            threads.append(self._look_at(ident, frame, now))
-            if len(threads) == MAX_THREADS:
-                break
-        frame = None
+        frames = sys._current_frames()
+        frames.pop(mine, None)
+        if len(frames) > MAX_THREADS:
+            main = threading.main_thread().ident
+            frames = dict(sorted(frames.items(), key=lambda item: item[0] != main)[:MAX_THREADS])
+        threads = [self._look_at(ident, frame, now) for ident, frame in frames.items()]
+        if len(self._latest) > 2 * MAX_THREADS or len(self._files) > 2 * MAX_THREADS:
+            self._forget_all_but(frames)
+        if len(self._known) > MAX_STACKS:
+            self._known.clear()
+        frames.clear()
         return Look(now, late_ns, time.process_time_ns(), tuple(threads))
+
+    def _forget_all_but(self, idents: Collection[int]) -> None:
+        """Threads come and go, and each has an open file."""
+        self._latest = {ident: self._latest[ident] for ident in idents if ident in self._latest}
+        natives = {self._native_of.get(ident) for ident in idents}
+        for native in [each for each in self._files if each not in natives]:
+            os.close(self._files.pop(native))
 
     def _look_at(self, ident: int, frame: FrameType, now: int) -> ThreadLook:
         """A thread that has not run since is where it was; one that has run all the time was not kept waiting."""
