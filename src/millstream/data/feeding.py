@@ -15,16 +15,18 @@ import torch
 import torch.distributed as dist
 
 from millstream._torch.data_parallel import is_distributed_run
+from millstream.data.generators import DrawWatch
 from millstream.data.lengths import Lengths, Value
 from millstream.data.pipeline import IN_STEP, Pipeline
 from millstream.data.profiler import Profiler
 from millstream.data.shaping import Shaper, get_num_valid, make_sharing, make_transform
-from millstream.data.source import DrawWatch, Position, RefillWatch, Source, begins_in_caller, is_stored
+from millstream.data.source import Position, Source, begins_in_caller, is_stored
 from millstream.data.stats import Stats
 from millstream.data.together import CHOICES, Together
 from millstream.data.transfer.base import HostTransfer, Transfer, Transform
 from millstream.data.transfer.device import DeviceTransfer
 from millstream.data.transfer.multi import MultiDeviceTransfer
+from millstream.data.transfer.refills import RefillWatch
 from millstream.data.transfer.verify import Verifier
 from millstream.data.worker import Run, Worker
 from millstream.data_parallel.roll_call import RollCall, roll_call_of

@@ -1,8 +1,10 @@
-"""Where random generators stand: the three global ones, and those that a loader has of its own."""
+"""Where random generators stand: the three global ones, and those that a loader has of its own; and who moves them."""
 
 from __future__ import annotations
 
 import base64
+import logging
+import math
 import random
 import sys
 from collections.abc import Sequence
@@ -10,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from millstream.errors import warn_user
+
+_logger = logging.getLogger(__name__)
 
 Moved = Sequence[str]
 """Names of generators that are not where they were."""
@@ -56,6 +62,69 @@ class Snapshot:
     def load(data: dict[str, Any]) -> Snapshot:
         """From plain data."""
         return Snapshot({name: _load(name, state) for name, state in data.items()})
+
+
+class DrawWatch:
+    """Notices a source that draws from global generators, which then must not be read ahead.
+
+    Attributes:
+        in_step: Whether it was found to draw: from now on it is asked only while the loop waits.
+        name: Of the generators.
+        next_due: The next pull that is to be looked at.
+    """
+
+    NUM_CHECKED, INTERVAL = 16, 64  # the first pulls that are looked at, and then every so many
+
+    def __init__(self) -> None:
+        self.in_step = False
+        self.name = ""  # of the generators
+        self._suspect: int | None = None  # the first pull during which one has moved
+        self.next_due: float = 1  # pull to be looked at
+
+    def begin_pass(self, *, may_draw: bool) -> DrawWatch:
+        """A new pass: the second pull is looked at again, unless the source cannot draw or is known to."""
+        self._suspect, self.next_due = None, 1 if may_draw and not self.in_step else math.inf
+        return self
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the next pull has to wait for the loop, to tell whose draws these are."""
+        return self.in_step or self._suspect is not None
+
+    def look(self, number: int, moved: Moved, *, waited: bool) -> None:
+        """Take in what pull ``number`` has moved; tell the user once if the source is thereby found to draw.
+
+        Args:
+            number: Of the pull.
+            moved: Generators that are not where they were before.
+            waited: Whether the loop was waiting all the time, so that nobody else has drawn.
+        """
+        suspect, self._suspect = self._suspect, None
+        self.next_due = number + (1 if number < self.NUM_CHECKED else self.INTERVAL)
+        if moved and waited:
+            self.in_step, self.name, self.next_due = True, " and ".join(moved), math.inf
+            _tell(self.name, number if suspect is None else suspect)
+        elif moved:
+            self._suspect = number
+            self.next_due = number + 1
+        elif suspect is not None:
+            self.next_due = 2 * number  # the loop draws: it would be asked to wait again and again
+
+
+def _tell(generators: str, number: int) -> None:
+    """Tell the user once that a source draws random numbers in this process."""
+    if number == 1:
+        _logger.warning(
+            "The loader draws from the generator of %s, as the loop may: so it is asked only when the loop waits for a "
+            "batch, and nothing is read ahead. A DataLoader with num_workers, or generators of its own, is.",
+            generators,
+        )
+        return
+    warn_user(
+        f"The loader has begun to draw from the generator of {generators} at batch {number}, while it was read ahead: "
+        "until then its draws and those of the loop came in an order that depends on timing. From now on it is asked "
+        "only when the loop waits for a batch. Give the DataLoader workers, or generators of its own."
+    )
 
 
 def find_own(loader: Any) -> list[torch.Generator]:

@@ -17,23 +17,16 @@ generators from which its sampler drew are put back to where they were.
 from __future__ import annotations
 
 import copy
-import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from millstream.data.generators import Moved, Snapshot, find_own, is_snapshot
-from millstream.data.transfer.layout import extent_bytes
-from millstream.errors import ArgumentError, warn_user
-from millstream.tree import as_tensor, tree_flatten
-
-_logger = logging.getLogger(__name__)
+from millstream.data.generators import DrawWatch, Snapshot, find_own, is_snapshot
+from millstream.data.transfer.refills import RefillWatch, copy_batch
+from millstream.errors import ArgumentError
 
 VERSION = 1
 
@@ -321,9 +314,7 @@ class Source:
         finally:
             self._restore_now()
         if before is not None:
-            found = self._draws.look(number, before.moved(Snapshot.take()), waited=waited)
-            if found is not None:
-                _tell(self._draws.name, found)
+            self._draws.look(number, before.moved(Snapshot.take()), waited=waited)
             self.wants_step = self._draws.wants_step
         return batch
 
@@ -349,159 +340,6 @@ class Source:
 
 def _no_state() -> None:
     return None
-
-
-def _tell(generators: str, number: int) -> None:
-    """Tell the user once that a source draws random numbers in this process."""
-    if number == 1:
-        _logger.warning(
-            "The loader draws from the generator of %s, as the loop may: so it is asked only when the loop waits for a "
-            "batch, and nothing is read ahead. A DataLoader with num_workers, or generators of its own, is.",
-            generators,
-        )
-        return
-    warn_user(
-        f"The loader has begun to draw from the generator of {generators} at batch {number}, while it was read ahead: "
-        "until then its draws and those of the loop came in an order that depends on timing. From now on it is asked "
-        "only when the loop waits for a batch. Give the DataLoader workers, or generators of its own."
-    )
-
-
-class DrawWatch:
-    """Notices a source that draws from global generators, which then must not be read ahead.
-
-    Attributes:
-        in_step: Whether it was found to draw: from now on it is asked only while the loop waits.
-        name: Of the generators.
-        next_due: The next pull that is to be looked at.
-    """
-
-    NUM_CHECKED, INTERVAL = 16, 64  # the first pulls that are looked at, and then every so many
-
-    def __init__(self) -> None:
-        self.in_step = False
-        self.name = ""  # of the generators
-        self._suspect: int | None = None  # the first pull during which one has moved
-        self.next_due: float = 1  # pull to be looked at
-
-    def begin_pass(self, *, may_draw: bool) -> DrawWatch:
-        """A new pass: the second pull is looked at again, unless the source cannot draw or is known to."""
-        self._suspect, self.next_due = None, 1 if may_draw and not self.in_step else math.inf
-        return self
-
-    @property
-    def wants_step(self) -> bool:
-        """Whether the next pull has to wait for the loop, to tell whose draws these are."""
-        return self.in_step or self._suspect is not None
-
-    def look(self, number: int, moved: Moved, *, waited: bool) -> int | None:
-        """Take in what pull ``number`` has moved; the number to be named if the source is thereby found to draw.
-
-        Args:
-            number: Of the pull.
-            moved: Generators that are not where they were before.
-            waited: Whether the loop was waiting all the time, so that nobody else has drawn.
-        """
-        suspect, self._suspect = self._suspect, None
-        self.next_due = number + (1 if number < self.NUM_CHECKED else self.INTERVAL)
-        if moved and waited:
-            self.in_step, self.name, self.next_due = True, " and ".join(moved), math.inf
-            return number if suspect is None else suspect
-        if moved:
-            self._suspect = number
-            self.next_due = number + 1
-        elif suspect is not None:
-            self.next_due = 2 * number  # the loop draws: it would be asked to wait again and again
-        return None
-
-
-class RefillWatch:
-    """Notices a source that yields memory again which it has yielded before, and copies its batches then.
-
-    The first pulls of a pass are remembered as long as it takes for every buffer to come round once; no batch can have
-    been overwritten by then that the loop may still use, since the first two are pulled in step. Windows of one tensor
-    that overlap are no refills as long as what they show does not change.
-
-    Args:
-        look_back: How many batches may be pulled and not done with.
-
-    Attributes:
-        refills: Whether it was seen to do so.
-        is_watching: Whether batches are still to be looked at, or copied.
-    """
-
-    def __init__(self, look_back: int) -> None:
-        self._look_back = look_back
-        self.refills = False
-        self.is_watching = True
-        self._seen: list[list[_Seen]] = []
-
-    def begin_pass(self) -> RefillWatch:
-        """A new pass: sources may yield the same memory in each."""
-        self._seen, self.is_watching = [], True
-        return self
-
-    def look(self, batch: Any) -> bool:
-        """Whether this batch is the first that shares memory with one before."""
-        leaves = [_Seen(*found) for found in enumerate(_tensors(batch))]
-        self.refills = any(leaf.refills(before) for leaf in leaves for seen in self._seen for before in seen)
-        self._seen.append(leaves)
-        self.is_watching = self.refills or len(self._seen) <= self._look_back
-        if self.refills or not self.is_watching:
-            self._seen = []
-        return self.refills
-
-
-class _Seen:
-    """A leaf of one of the first batches, kept alive so that no address means two things.
-
-    Args:
-        index: Which leaf of its batch.
-        leaf: The tensor.
-    """
-
-    def __init__(self, index: int, leaf: Tensor) -> None:
-        self.index, self.leaf = index, leaf
-        self.start, self.end = _span(leaf)
-        self.storage, size = None, 0
-        if self.end:
-            storage = leaf.untyped_storage()
-            self.storage, size = storage.data_ptr(), storage.nbytes()
-        self.was = leaf.detach().clone() if size > leaf.nbytes else None  # of a window, what it showed
-
-    def refills(self, before: _Seen) -> bool:
-        """Whether this one's memory is that of an earlier one, filled anew."""
-        if self.start >= before.end or before.start >= self.end:
-            return False
-        if self.storage != before.storage or (self.index, self.start) == (before.index, before.start):
-            return True
-        return before.was is None or not torch.equal(_bytes(before.leaf), _bytes(before.was))
-
-
-def _tensors(batch: Any) -> list[Any]:
-    return [leaf for leaf in map(as_tensor, tree_flatten(batch)[0]) if isinstance(leaf, Tensor)]
-
-
-def _bytes(leaf: Tensor) -> Tensor:
-    return leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-def _span(leaf: Tensor) -> tuple[int, int]:
-    if leaf.layout is not torch.strided or leaf.is_nested or not leaf.is_cpu or not leaf.numel():
-        return 0, 0
-    start = leaf.data_ptr()
-    return start, start + extent_bytes(leaf.dtype, tuple(leaf.size()), leaf.stride())
-
-
-def copy_batch(batch: Any) -> Any:
-    """The same batch in memory of its own."""
-    leaves, unflatten = tree_flatten(batch)
-    return unflatten([_copy(as_tensor(leaf)) for leaf in leaves])
-
-
-def _copy(leaf: Any) -> Any:
-    is_plain = isinstance(leaf, Tensor) and not leaf.requires_grad
-    return leaf.clone() if is_plain else leaf
 
 
 def _as_it_is(batch: Any) -> Any:
