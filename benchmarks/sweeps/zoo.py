@@ -284,6 +284,8 @@ def compare_steps(model: nn.Module, batch: Batch, other: Batch) -> tuple[Outcome
 
     ours = partial(ms.step, engine="serial")
     precise = run(torch.float64, lambda step: step)
+    if not precise["losses"]["losses"].isfinite().all():
+        return Outcome.NOT_COMPARABLE, "eager's loss is not finite"
     judge = Judge(precise, run(torch.float32, lambda step: step), torch.float32, {"parameters": start})
     if is_hopeless(judge):
         return verdict_of(compare_closely(run(torch.float64, ours), precise), "in double precision")

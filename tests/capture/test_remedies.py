@@ -1,6 +1,7 @@
 """Each remedy that a fallback names, followed: before, the step falls back with that reason; after, it is captured."""
 
 import contextlib
+import hashlib
 import sys
 import types
 import warnings
@@ -66,6 +67,21 @@ def _(w):
         return w.finish((out * (out > 0)).sum())
 
     return masked, multiplied
+
+
+@remedy("and nobody can compare what that")
+def _(w):
+    digest = hashlib.sha256()
+
+    def hashed(x):
+        digest.update(b"step")
+        return w.finish(w.model(x).sum())
+
+    def called_back(x):
+        ms.callback(digest.update, b"step")
+        return w.finish(w.model(x).sum())
+
+    return hashed, called_back
 
 
 @remedy("has a hook on its gradient")

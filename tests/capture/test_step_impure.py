@@ -1,14 +1,25 @@
 # ruff: noqa: PTH123, PTH204, PTH208, SIM115
 """Clocks, files and the system's randomness: noticed while a step is traced, and refused with the line."""
 
+import asyncio
+import bz2
+import configparser
 import datetime
+import hashlib
+import hmac
+import io
 import logging
+import multiprocessing
 import os
 import random
 import secrets
 import threading
 import time
 import uuid
+import warnings
+import weakref
+import xml.etree.ElementTree as ET
+import zlib
 from pathlib import Path
 from time import perf_counter
 
@@ -99,3 +110,106 @@ def test_clocks_of_the_library_for_output_and_waiting_do_not_matter(caplog):
     for _ in range(3):
         assert captured(torch.ones(1)).item() == 2
     assert captured.graphs
+
+
+class Key:
+    pass
+
+
+KEY = Key()
+OPAQUE = {  # what no Python can see into: made, called, and what shows that it was
+    "hash": (hashlib.sha256, lambda o: o.update(b"x"), lambda o: o.hexdigest()),
+    "hmac": (lambda: hmac.new(b"k", digestmod="md5"), lambda o: o.update(b"x"), lambda o: o.hexdigest()),
+    "zlib": (zlib.compressobj, lambda o: o.compress(b"x"), lambda o: o.copy().flush()),
+    "bz2": (bz2.BZ2Compressor, lambda o: o.compress(b"x"), lambda o: o.flush()),
+    "element": (lambda: ET.Element("a"), lambda o: o.append(ET.Element("b")), len),
+    "semaphore of processes": (lambda: multiprocessing.Semaphore(9), lambda o: o.acquire(), lambda o: o.get_value()),
+    "generator": (torch.Generator, lambda o: o.manual_seed(o.initial_seed() + 1), lambda o: o.initial_seed()),
+}
+
+
+@pytest.mark.parametrize("kind", OPAQUE)
+def test_methods_of_what_nobody_can_see_into_are_refused(kind):
+    make, change, show = OPAQUE[kind]
+    ours, theirs = make(), make()
+
+    def step(x):
+        change(ours)
+        return x * 2
+
+    with pytest.raises(CaptureError, match="nobody can compare what that") as caught:
+        Step(step, build=interpret, strict=True)(torch.ones(1))
+    assert f"{__file__}:{change.__code__.co_firstlineno}" in str(caught.value)
+    assert show(ours) == show(make())
+    ours = make()  # which the first look has not ended
+    captured = Step(step, build=interpret)
+    with pytest.warns(FallbackWarning):
+        captured(torch.ones(1))
+    for _ in range(3):
+        captured(torch.ones(1))
+    for _ in range(4):
+        change(theirs)
+    assert show(ours) == show(theirs)
+
+
+def test_a_hash_that_the_step_makes_is_captured():
+    def step(x):
+        digest = hashlib.md5(b"x")
+        digest.update(b"y")
+        return x * len(digest.hexdigest())
+
+    captured = Step(step, build=interpret, strict=True)
+    assert [captured(torch.ones(1)).item() for _ in range(3)] == [32, 32, 32]
+    assert len(captured.graphs) == 1
+
+
+def configuration():
+    parser = configparser.ConfigParser()
+    parser["a"] = {"b": "2"}
+    return parser
+
+
+LIBRARY = {  # objects of Python's library: made, read, changed
+    "event": (threading.Event, lambda o: 2 if o.is_set() else 3, lambda o: o.set()),
+    "semaphore": (lambda: threading.Semaphore(10), lambda o: o._value, lambda o: o.acquire()),
+    "queue": (asyncio.Queue, lambda o: 1 + o.qsize(), lambda o: o.put_nowait(1)),
+    "weak keys": (weakref.WeakKeyDictionary, lambda o: 1 + len(o), lambda o: o.__setitem__(KEY, len(o) + 1)),
+    "settings": (configuration, lambda o: float(o["a"]["b"]), lambda o: o["a"].__setitem__("b", o["a"]["b"] + "1")),
+}
+
+
+@pytest.mark.parametrize("kind", LIBRARY)
+@pytest.mark.parametrize("where", ["between", "within"])
+def test_objects_of_the_library_are_read_and_changed_as_in_eager(kind, where):
+    make, read, change = LIBRARY[kind]
+
+    def run(wrap):
+        held = make()
+
+        def step(x):
+            if where == "within":
+                change(held)
+            return x * read(held)
+
+        call, results = wrap(step), []
+        for number in range(5):
+            results.append(call(torch.ones(1)).item())
+            if where == "between" and number == 2:
+                change(held)
+        return results, read(held)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        assert run(lambda step: Step(step, build=interpret)) == run(lambda step: step)
+
+
+def test_where_a_file_in_memory_stands_is_not_lost():
+    buffer = io.StringIO("abc")
+
+    def step(x):
+        buffer.seek(buffer.tell() + 1)
+        return x * 2
+
+    with pytest.raises(CaptureError, match=r"The step writes to io\.StringIO"):
+        Step(step, build=interpret, strict=True)(torch.ones(1))
+    assert buffer.tell() == 0

@@ -50,6 +50,24 @@ from millstream.errors import CaptureError
 MAX_ITEMS = 1000
 """A longer container is a data set rather than a list of models: it is not searched."""
 
+_OF_PYTHON = frozenset(
+    """
+    threading.Event threading.Semaphore threading.Barrier asyncio.locks.Event asyncio.locks.Semaphore
+    asyncio.queues.Queue concurrent.futures._base.Future multiprocessing.synchronize.SemLock
+    multiprocessing.synchronize.Event weakref.WeakKeyDictionary weakref.WeakValueDictionary _weakrefset.WeakSet
+    configparser.RawConfigParser configparser.SectionProxy email.message.Message contextlib._BaseExitStack
+    graphlib.TopologicalSorter hmac.HMAC
+    """.split()
+)
+"""Classes of Python's library that are looked into as a user's own: what their methods read and change counts."""
+
+_OPAQUE = frozenset(
+    """
+    _hashlib _blake2 _sha1 _sha2 _sha3 _md5 _hmac zlib _bz2 _lzma xml.etree.ElementTree _multiprocessing
+    """.split()
+)
+"""Modules in C of objects whose state can be neither compared nor put back."""
+
 _SOURCES = (Iterator, queue.Queue, queue.SimpleQueue)
 """Types that give something else each time, and have it no more."""
 
@@ -80,6 +98,7 @@ class Found:
         sources: Names of iterators and queues that the code may ask.
         generators: Random generators of Python and NumPy, also those whose methods were met.
         files: Open files.
+        opaque: By id, objects of which nobody can say what they hold, such as hashes.
         references: On how many ways a tensor, by id, was met, modules' parameters and buffers and optimizers apart.
     """
 
@@ -99,6 +118,7 @@ class Found:
     sources: list[str] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
     files: list[Any] = field(default_factory=list)
+    opaque: dict[int, tuple[str, Any]] = field(default_factory=dict)
     references: Counter[int] = field(default_factory=Counter)
     watched: list[tuple[str, Any]] = field(default_factory=list)
     cached: list[types.FunctionType] = field(default_factory=list)
@@ -144,7 +164,7 @@ class _Plain:
         name: Of the object.
         holder: Its attributes.
         defaults: Others, which it may be given later.
-        library: Its class, if that is PyTorch's, whose code reads attributes too.
+        library: Its class, if that is PyTorch's or Python's, whose code reads attributes too.
         given: Its class, if it may be given others, which code asks for with ``hasattr``.
     """
 
@@ -224,7 +244,10 @@ class _Search:
             self.found.references[id(value)] += 1
         if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, GENERATORS):
             value = value.__self__  # as in ``from random import random``
-        if isinstance(value, (*SCALARS, types.BuiltinFunctionType, Generator)) or id(value) in self._seen:
+        if isinstance(value, Generator) or type(value).__module__ in _OPAQUE:
+            self.found.opaque.setdefault(id(value), (name, value))
+            return
+        if isinstance(value, (*SCALARS, types.BuiltinFunctionType)) or id(value) in self._seen:
             return
         if _package_of(value) in PACKAGES:
             return
@@ -393,15 +416,17 @@ class _Search:
     def _visit_object(self, name: str, value: Any) -> None:
         kind: Any = type(value)
         self._visit_class(name, kind)
-        is_pytorchs = kind.__module__.startswith(_VISITED) and is_ours(_file_of(kind))
-        if not is_users(_file_of(kind)) and kind not in NAMESPACES and not is_pytorchs:
+        is_library = kind.__module__.startswith(_VISITED) and is_ours(_file_of(kind))
+        is_library |= any(f"{base.__module__}.{base.__qualname__}" in _OF_PYTHON for base in kind.__mro__)
+        if not is_users(_file_of(kind)) and kind not in NAMESPACES and not is_library:
             return
         self.found.instances.append(value)
+        library = kind if is_library else None
         if hasattr(value, "__dict__"):
-            self._visit_attributes(name, vars(value), defaults_of(kind), kind if is_pytorchs else None)
+            self._visit_attributes(name, vars(value), defaults_of(kind), library)
         slots = SlotAttributes.of(value)
         if slots.has_slots():
-            self._visit_attributes(name, slots, slots.members())
+            self._visit_attributes(name, slots, slots.members(), library)
 
     def _visit_attributes(
         self, name: str, holder: MutableMapping[str, Any], defaults: frozenset[str], library: type | None = None

@@ -79,6 +79,8 @@ class CodeWatch:
         on_impure: Called with a frame that is about to call what gives something else each time (``IMPURE``) or what
             writes to the world (``WRITING``), with what that is and whether it writes; may raise an error there.
         always: Code before which ``on_code`` is called each time.
+        opaque: Gives the ids of objects in C whose state nobody can compare.
+        on_opaque: Called with a frame that is about to call a method of one, with that; may raise an error there.
     """
 
     def __init__(
@@ -87,8 +89,11 @@ class CodeWatch:
         on_code: Callable[[FrameType, list[FunctionType]], None],
         on_impure: Callable[[FrameType, str, bool], None] = lambda frame, what, is_written: None,
         always: Container[CodeType] = frozenset(),
+        opaque: Callable[[], Container[int]] = frozenset,
+        on_opaque: Callable[[FrameType, Any], None] = lambda frame, function: None,
     ) -> None:
         self._ran, self._on_code, self._on_impure, self._always = ran, on_code, on_impure, always
+        self._opaque, self._on_opaque = opaque, on_opaque
         self._codes: set[CodeType] = set()
         self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet
         self._met: dict[int, CodeType] = {}  # by id: code that says the same in another place is equal
@@ -135,6 +140,10 @@ class CodeWatch:
         elif event == "c_call":
             if arg.__name__ in _NAMES:
                 self._note_impure(frame, arg)
+            if id(arg.__self__) in self._opaque() and arg.__name__ not in _BALANCED:
+                asking = _beyond_library(frame)
+                if asking is not None and threading.get_ident() == self._thread and is_asked_by_user(asking):
+                    self._on_opaque(asking, arg)
         elif event == "return" and id(frame.f_code) in self._reaching:
             self._note_computed(frame, reach_of(frame.f_code))
         if self._outer is not None:
@@ -233,7 +242,7 @@ _HARMLESS = (
 
 WRITING: dict[str, frozenset[str]] = {
     "_csv": frozenset({"writerow", "writerows"}),
-    "_io": frozenset({"write", "writelines"}),
+    "_io": frozenset({"write", "writelines", "seek", "truncate"}),
     "_pickle": frozenset({"dump"}),
     "sqlite3": frozenset({"execute", "executemany", "executescript", "commit"}),
     "_socket": frozenset({"send", "sendall", "sendto", "sendmsg"}),
@@ -248,6 +257,9 @@ WRITING_FUNCTIONS: dict[Any, str] = {
     if hasattr(os, name)
 } | {pickle.dump: "a file"}
 """Functions in C that write."""
+
+_BALANCED = frozenset({"__enter__", "__exit__"})
+"""Methods of locks that a block undoes at its end."""
 
 _HARMLESS_WRITERS = ("logging", "tqdm", "warnings", "traceback", "importlib", "_frozen_importlib", "multiprocessing")
 """Modules whose writing is recorded otherwise, or is none of the step's."""

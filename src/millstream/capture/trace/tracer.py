@@ -261,7 +261,14 @@ class _Tracer:
             args, kwargs = given
             self.recorder.given = frozenset(_containers(given))
             cached = {function.__code__ for function in self.request.found.cached}
-            with CodeWatch(self.ran, self._on_code, self._on_impure, cached):
+            with CodeWatch(
+                self.ran,
+                self._on_code,
+                self._on_impure,
+                cached,
+                lambda: self.request.found.opaque,  # of what is found later, too
+                self._on_opaque,
+            ):
                 if self.ran.codes is None:
                     self._check_sources()
                 result = self.request.function(*args, **kwargs)
@@ -355,6 +362,17 @@ class _Tracer:
                 f"The step reads {what}, which gives something else each time.",
                 where=where,
                 remedy="Read it outside of the step, and pass what depends on it as an argument.",
+            )
+        )
+
+    def _on_opaque(self, frame: FrameType, function: Any) -> None:
+        name, owner = self.request.found.opaque[id(function.__self__)]
+        what, kind = f"{name}.{function.__name__}()", type(owner).__name__
+        self._report(
+            CaptureError(
+                f"The step calls {what}, and nobody can compare what that {kind} holds.",
+                where=f"{frame.f_code.co_filename}:{frame.f_lineno}",
+                remedy="Call it outside of the step, or let ms.callback do it, as in ms.callback(digest.update, data).",
             )
         )
 
