@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +19,16 @@ def count_hooks() -> int:
     return RemovableHandle.next_id
 
 
+#: ``count_hooks`` without a call of Python's.
+next_hook: Any = functools.partial(getattr, RemovableHandle, "next_id")
+
+
 def hooks_of_all_modules() -> tuple[Any, ...]:
     """Hooks that run whenever any module is called. Tried on 2.11 and 2.13."""
     return *nn_module._global_forward_pre_hooks.values(), *nn_module._global_forward_hooks.values()
 
 
-_FOR_ALL: tuple[dict[int, Any], ...] = (
+HOOKS_FOR_ALL: tuple[dict[int, Any], ...] = (
     nn_module._global_forward_pre_hooks,
     nn_module._global_forward_hooks,
     nn_module._global_backward_pre_hooks,
@@ -34,17 +39,9 @@ _FOR_ALL: tuple[dict[int, Any], ...] = (
 """Where hooks are that run whenever any module is called, or any optimizer steps."""
 
 
-def hooks_clock() -> tuple[int, ...]:
-    """Numbers that change when a hook is registered, or one that is for all modules or optimizers removed.
-
-    Tried on 2.11 and 2.13.
-    """
-    return (RemovableHandle.next_id, *map(len, _FOR_ALL))
-
-
 def hooks_for_all() -> list[Any]:
     """Hooks that run whenever any module is called, or any optimizer steps, but for our own."""
-    return [hook for hooks in _FOR_ALL for hook in [*hooks.values()] if not isinstance(hook, OwnHook)]
+    return [hook for hooks in HOOKS_FOR_ALL for hook in [*hooks.values()] if not isinstance(hook, OwnHook)]
 
 
 class OwnHook:

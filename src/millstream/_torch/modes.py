@@ -9,14 +9,18 @@ from torch.utils._device import DeviceContext
 
 from millstream._torch.dynamo import compiles_elsewhere
 
-
-def is_any_autocast_enabled() -> bool:
-    """Whether this thread computes in other types on any device; asked in every call. Tried on 2.11 and 2.13."""
-    return bool(torch._C._is_any_autocast_enabled())
-
-
-#: ``is_any_autocast_enabled`` without a call of Python's.
+#: Whether this thread computes in other types on any device. Tried on 2.11 and 2.13.
 any_autocast: Any = torch._C._is_any_autocast_enabled
+
+
+def ambient() -> tuple[Any, ...]:
+    """Modes of this thread under which a step runs and which its graph depends on; asked in every call."""
+    modes = modes_of_caller()
+    if torch._C._is_any_autocast_enabled():
+        dtypes = (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
+        on = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        return (torch.is_grad_enabled(), torch.get_default_dtype(), *on, *dtypes, *modes)
+    return (torch.is_grad_enabled(), torch.get_default_dtype(), *modes)
 
 
 def modes_of_caller() -> tuple[Any, ...]:

@@ -25,12 +25,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from millstream._torch.data_parallel import NUM_WRAPPED, data_parallel_wrappers
-from millstream._torch.hooks import has_tensor_hooks, hooks_clock, hooks_for_all
+from millstream._torch.hooks import HOOKS_FOR_ALL, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.tensors import layout_check
 from millstream.capture.guards.native import QuickGuards, load_library
 from millstream.capture.state.attributes import Attributes, Items, is_buffer
 from millstream.capture.state.location import MISSING, Location
-from millstream.capture.state.signature import SCALARS, is_same, meta_of
+from millstream.capture.state.signature import SCALARS, is_same
 from millstream.capture.state.snapshot import content_of, has_content, size_of
 from millstream.capture.trace.patches.optimizers import is_number
 from millstream.capture.trace.patches.scaler import is_idle
@@ -216,7 +216,7 @@ class Guards:
 
     def note_hooks(self) -> None:
         """Remember which hooks there are now."""
-        self.hook_clock = hooks_clock()
+        self.hook_clock = _hooks_clock()
         self.hook_state = self._hooks()
 
     def quicken(self, written: Sequence[Tensor]) -> None:
@@ -245,10 +245,10 @@ class Guards:
             ``None`` if anything differs. Otherwise the tensors whose gradient is not where it must be, and where that
             is.
         """
-        if self.hook_clock != hooks_clock():
+        if self.hook_clock != (clock := _hooks_clock()):
             if self.hook_state != self._hooks():
                 return None
-            self.hook_clock = hooks_clock()
+            self.hook_clock = clock
         if self.num_wrapped != NUM_WRAPPED[0]:
             if self._is_wrapped():
                 return None
@@ -293,7 +293,10 @@ class Guards:
                 and self.objects.compare(is_)
                 and (self.plain.compare(is_) or self._plain_are_equal())
                 and not any(map(contains, self.absent.holders, self.absent.keys))
-                and all(is_same(location.holder.cell_contents, value) for location, value in self.cells)
+                and all(
+                    (now := location.holder.cell_contents) is value or is_same(now, value)
+                    for location, value in self.cells
+                )
                 and all(_is_unchanged(container, copy) for container, copy in self.copies)
             )
         except (KeyError, IndexError, ValueError, RuntimeError):
@@ -380,22 +383,9 @@ class Guards:
         return counts
 
 
-def form_of(value: Any) -> Any:
-    """What a graph depends on of a tensor that is passed to it."""
-    return type(value), meta_of(value) if isinstance(value, Tensor) else None
-
-
-def kind_of(value: Any) -> Any:
-    """What is told of a tensor without asking it for more than where it is."""
-    return type(value), value.device if isinstance(value, Tensor) else None
-
-
-def whole_form_of(value: Any) -> Any:
-    """Everything that Python may read of a tensor, but its values; another value itself."""
-    if not isinstance(value, Tensor):
-        return type(value), None
-    gradient = value.grad if value.is_leaf else None
-    return type(value), meta_of(value), value.storage_offset(), None if gradient is None else meta_of(gradient)
+def _hooks_clock() -> tuple[int, ...]:
+    """Numbers that change when a hook is registered, or one that is for all modules or optimizers removed."""
+    return (next_hook(), *map(len, HOOKS_FOR_ALL))
 
 
 def _view_of(holder: Any) -> Any:

@@ -6,8 +6,10 @@ of it, what a call puts there) is kept as the place and what was, is or shall be
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from functools import partial
+from operator import getitem
 from types import CellType
 from typing import Any
 
@@ -50,6 +52,12 @@ class Location:
             return self.holder.cell_contents if isinstance(self.holder, CellType) else self.holder[self.key]
         except (KeyError, IndexError, ValueError):
             return MISSING
+
+    def reader(self) -> Callable[[], Any]:
+        """What gives what is there now, without code of ours if that can be; it raises where there is nothing."""
+        if isinstance(self.holder, CellType):
+            return partial(getattr, self.holder, "cell_contents")
+        return partial(getitem, self.holder.view() if isinstance(self.holder, Attributes) else self.holder, self.key)
 
     def set(self, value: Any) -> None:
         """Put ``value`` there; ``MISSING`` removes the entry."""

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from millstream._torch.modes import ambient
+
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 """Types whose values are compared by value; all other objects are compared by identity."""
 
@@ -122,6 +124,37 @@ def meta_of(tensor: Tensor) -> TensorMeta:
         return (tensor.shape, tensor.dtype, tensor.device, tensor.stride(), gradient, is_lazy_view(tensor))
     except RuntimeError:  # sparse or nested: it has no strides, and will be refused
         return (tensor.shape, tensor.dtype, tensor.device, (), gradient, False)
+
+
+def form_of(value: Any) -> Any:
+    """What a graph depends on of a tensor that is passed to it."""
+    return type(value), meta_of(value) if isinstance(value, Tensor) else None
+
+
+def kind_of(value: Any) -> Any:
+    """What is told of a tensor without asking it for more than where it is."""
+    return type(value), value.device if isinstance(value, Tensor) else None
+
+
+def whole_form_of(value: Any) -> Any:
+    """Everything that Python may read of a tensor, but its values; another value itself."""
+    if not isinstance(value, Tensor):
+        return type(value), None
+    gradient = value.grad if value.is_leaf else None
+    return type(value), meta_of(value), value.storage_offset(), None if gradient is None else meta_of(gradient)
+
+
+def key_of_tensors(values: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The key of a call with tensors only, no two the same, whose number is its form; ``None`` for other calls."""
+    if len({*map(id, values)}) != len(values) or {*map(type, values)} - {Tensor}:
+        return None
+    return key_of(len(values), values)
+
+
+def key_of(form: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What calls have in common that one graph may fit: their form, the modes they run under, and their tensors'."""
+    metas = [*map(meta_of, tensors)]
+    return (form, ambient(), *metas)
 
 
 def take_apart(value: Any, leaves: list[Tensor], numbers: list[float] | None = None) -> Structure:

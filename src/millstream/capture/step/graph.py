@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from millstream._torch.tensors import call_without_grad, storage_id
+from millstream._torch.tensors import call_plainly, storage_id
 from millstream.capture.effects.program import Effects, Output
 from millstream.capture.effects.values import Values
 from millstream.capture.guards.guards import Guards
@@ -46,12 +46,17 @@ class Slot:
         device: Of the graph.
         value: The number.
         tensor: It on that device, without dimensions; ``None`` as long as no graph reads it.
+        read: Gives the number that is there now.
     """
 
     location: Location
     device: torch.device
     value: float
     tensor: Tensor | None = None
+    read: Callable[[], Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.read = self.location.reader()
 
     def set(self, value: float) -> None:
         """Let graphs read ``value`` from now on."""
@@ -148,7 +153,10 @@ class StepGraph:
             return False
         if self.expected and not all(form_of(arguments[index]) == form for index, form_of, form in self.expected):
             return False
-        numbers = self._numbers_now(given)
+        try:
+            numbers = self._numbers_now(given)
+        except (KeyError, IndexError, ValueError):  # there is none any more
+            return False
         if numbers != self.numbers:
             if not all(map(is_number, numbers)) or not self.questions.allow(numbers):
                 return False
@@ -163,11 +171,11 @@ class StepGraph:
 
     def _numbers_now(self, given: Sequence[float]) -> list[Any]:
         kept = self.slots[: len(self.slots) - len(given)] if given else self.slots
-        return [*(slot.location.get() for slot in kept), *given]
+        return [*(slot.read() for slot in kept), *given]
 
     def changed_number(self, given: Sequence[float]) -> str | None:
         """In a sentence, which number keeps the graph from running, if one does."""
-        numbers = self._numbers_now(given)
+        numbers = [*(slot.location.get() for slot in self.slots[: len(self.slots) - len(given)]), *given]
         if all(map(is_number, numbers)) and self.questions.allow(numbers):
             return None
         changed = zip(self.slots, self.numbers, numbers, strict=True)
@@ -180,7 +188,7 @@ class StepGraph:
             if slot.value != number:
                 slot.set(number)
         for mirror in self.mirrors:
-            number = mirror.location.get()
+            number = mirror.read()
             if mirror.value != number:
                 mirror.set(number)
 
@@ -209,7 +217,7 @@ class StepGraph:
 
     def replay(self, arguments: list[Tensor]) -> list[Tensor]:
         """Run the graph for complete ``arguments``; returns its results."""
-        results = call_without_grad(self.executable, self.inputs(arguments))
+        results = call_plainly(self.executable, self.inputs(arguments))
         # Kernels write behind autograd's back; an older graph that still needs a parameter must notice.
         if self.guards.quick is None:
             torch.autograd.graph.increment_version(self.parameters)

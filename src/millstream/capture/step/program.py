@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from millstream._torch.modes import is_any_autocast_enabled
-from millstream._torch.tensors import without_autocast
 from millstream.capture.model import Runnable
 from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, MillstreamError
 from millstream.lower import Cutting, Lowered, LoweredForSizes, Segments, compile_graph, describe_failure
@@ -91,9 +89,6 @@ class StepProgram:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._direct is not None:
-            if is_any_autocast_enabled():
-                with without_autocast():
-                    return self._direct(inputs)
             return self._direct(inputs)
         outputs = list(self._run(*inputs))
         if self._seen is not None:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from millstream._torch.data_parallel import watch_wrapping
 from millstream._torch.dynamo import is_compiling
 from millstream._torch.hooks import OwnHook
-from millstream._torch.modes import is_any_autocast_enabled, modes_of_caller
+from millstream._torch.modes import ambient
 from millstream._torch.tensors import place_of_implementation
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.state.discover import Found, discover
@@ -37,8 +37,9 @@ from millstream.capture.state.signature import (
     Structure,
     Value,
     has_same,
+    key_of,
+    key_of_tensors,
     merge_same,
-    meta_of,
     put_together,
     replace_numbers,
     take_apart,
@@ -220,20 +221,19 @@ class Step(Generic[P, R]):
             and usual.looks.find(arguments) is not None
             and (len(arguments) == 1 or not has_same(arguments))
         ):
-            _, ambient, *_ = usual.key
-            if ambient == _ambient() and usual.fits(arguments):
+            _, modes, *_ = usual.key
+            if modes == ambient() and usual.fits(arguments):
                 return usual.run(arguments)
         self._usual = None
-        numbers: list[float] = []
         given: Sequence[float] = ()
-        if kwargs or not all(type(arg) is Tensor for arg in args) or has_same(arguments):
+        key = None if kwargs else key_of_tensors(arguments)
+        if key is None:
+            numbers: list[float] = []
             arguments = []
             form: Any = _form_of(args, kwargs, arguments, numbers)
-        else:  # tensors only, the usual case: their number says it all
-            form = len(args)
-        if numbers:
-            form, given = self._split_numbers(form, numbers)
-        key = (form, _ambient(), *map(meta_of, arguments))
+            if numbers:
+                form, given = self._split_numbers(form, numbers)
+            key = key_of(form, arguments)
         if given:  # they lie in the graph's own memory while it runs
             with self._lock.lock:
                 if (graph := self._find(key, arguments, given)) is not None:
@@ -283,10 +283,8 @@ class Step(Generic[P, R]):
             changed = (index for index, number in enumerate(numbers) if before[index] != number)
             varying = self._varying[structure] = self._varying.get(structure, frozenset()).union(changed)
             form, given = self._split_numbers(structure, numbers)
-        elif not kwargs and all(type(arg) is Tensor for arg in args) and not has_same(args):
-            form = len(args)
         parts = (Number(type(n)) if i in varying else Value(type(n), n) for i, n in enumerate(numbers))
-        key = (form, _ambient(), *map(meta_of, arguments))
+        key = (None if kwargs else key_of_tensors(args)) or key_of(form, arguments)
         return Call(key, replace_numbers(structure, parts), arguments, given, args, kwargs, self._parameters)
 
     def _call_slowly(self, call: Call) -> Any:
@@ -700,13 +698,3 @@ def _detached(result: Any) -> Any:
         return leaf.detach().clone() if leaf._is_view() else leaf if leaf.is_leaf else leaf.detach()
 
     return put_together(structure, map(plain, leaves).__next__)
-
-
-def _ambient() -> tuple[Any, ...]:
-    """Global modes under which a step runs and which its graph depends on."""
-    modes = modes_of_caller()
-    if is_any_autocast_enabled():
-        dtypes = (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
-        on = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        return (torch.is_grad_enabled(), torch.get_default_dtype(), *on, *dtypes, *modes)
-    return (torch.is_grad_enabled(), torch.get_default_dtype(), *modes)
