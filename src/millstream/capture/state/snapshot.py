@@ -10,6 +10,7 @@ import array
 import contextlib
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -191,7 +192,8 @@ def _is_traced(value: Any) -> bool:
 
 
 def is_type_of_tracing(key: Any) -> bool:
-    """Whether it is a type that tensors have while they are traced only."""
+    """Whether it is a type that tensors have while they are traced only, or a weak reference to one."""
+    key = key() if isinstance(key, weakref.ref) else key
     return isinstance(key, type) and issubclass(key, FakeTensor)
 
 
