@@ -12,9 +12,9 @@ from torch import nn
 
 from millstream.capture import Step
 from millstream.capture.guards import native
+from millstream.capture.state import signature
 from millstream.capture.state.attributes import SlotAttributes
 from millstream.capture.state.discover import MISSING
-from millstream.capture.step import step as step_module
 from millstream.errors import CaptureError
 from tests.capture.worlds import interpret, plain
 
@@ -277,8 +277,8 @@ def usual(_on_cpu, monkeypatch):
     for _ in range(4):
         step(*arguments)
     looked_at = []
-    meta_of = step_module.meta_of
-    monkeypatch.setattr(step_module, "meta_of", lambda tensor: looked_at.append(tensor) or meta_of(tensor))
+    meta_of = signature.meta_of
+    monkeypatch.setattr(signature, "meta_of", lambda tensor: looked_at.append(tensor) or meta_of(tensor))
     return step, arguments, looked_at
 
 
