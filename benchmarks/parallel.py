@@ -7,6 +7,7 @@ slowest process counts.
 - ``ddp compile``: torch.compile on the DistributedDataParallel model, and the optimizer as PyTorch gives it
 - ``hand graph``: the whole step in one CUDA graph captured by hand around torch.compile, with one all-reduce of all
   gradients after the backward pass and the fused optimizer
+- ``whole state``: of a case that is *sharded* (``shard_optimizer=True``), our step without that, and nothing else
 
 Beside times, a row has the memory that a side takes on the device of the fullest process, and how long each collective
 of ours was *exposed*: it ran, and nothing else did. The rank that comes last waits for nobody, so of each collective
@@ -28,6 +29,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -50,7 +52,9 @@ from millstream.insight.intervals import complement, total, union
 from millstream.insight.kineto import read_trace
 from millstream.insight.records import Activity, ActivityKind
 
-BASELINES = ("one gpu", "ddp compile", "hand graph")
+WHOLE_STATE = "whole state"
+BASELINES = ("one gpu", "ddp compile", "hand graph", WHOLE_STATE)
+SHARDED = "sharded"  # the last word of such a case's name
 WARM_STEPS = 12  # ours has settled by then
 SAMPLE_MS = 20.0
 LIMIT_S, END_S = 900.0, 30.0  # of a case; of its processes to end when told to
@@ -71,11 +75,15 @@ def images(batch: int) -> Any:
     return labelled(shape(batch, 3, 224, 224, tiny=(4, 3, 32, 32)), 1000)
 
 
-CASES = (
+UNSHARDED = (
     TrainingCase("resnet50 b32", resnet50, images(32), torch.optim.SGD, SGD, estimate_s=200),
     TrainingCase("resnet50 b8", resnet50, images(8), torch.optim.SGD, SGD, estimate_s=200),
     TrainingCase("vit small b16", vit_small, images(16), torch.optim.AdamW, ADAMW, estimate_s=150),
     *(case for case in (*LARGE, *TRAINING) if case.name in ("gpt2 small b8 T1024", "char-rnn lstm 2x128 b50")),
+)
+CASES = (
+    *UNSHARDED,
+    *(replace(case, name=f"{case.name} {SHARDED}") for case in UNSHARDED if case.name.startswith("gpt2")),
 )
 
 
@@ -84,7 +92,8 @@ def run_case(case: TrainingCase, settings: Settings) -> list[Row]:
     size = torch.cuda.device_count() if settings.device.type == "cuda" else 2
     if size < 2:
         return [Row(case.name, note="not run: it needs two GPUs")]
-    sides = ["ours", *filter(settings.wants, BASELINES)]
+    fitting = [each for each in BASELINES if (each == WHOLE_STATE) == case.name.endswith(SHARDED)]
+    sides = ["ours", *filter(settings.wants, fitting)]
     return compare(case.name, size, ask(case.name, size, sides, settings))
 
 
@@ -222,7 +231,15 @@ def measure(
             traceback.print_exc()
             told = f"communication not measured: {brief(error)}"
         note = f"{told}; {note}"
+    if WHOLE_STATE in calls and "ours" in calls:
+        own, whole = (max(told_by_all(state_bytes(trainees[side].optimizer))) for side in ("ours", WHOLE_STATE))
+        note = f"optimizer state {own / whole:.3f} of the whole, {own / 2**20:.0f} MiB; {note}"
     return {"sides": answers, "wrong": wrong, "facts": facts, "note": note} if rank == 0 else None
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    entries = (value for entry in optimizer.state.values() for value in entry.values())
+    return sum(value.nbytes for value in entries if isinstance(value, Tensor))
 
 
 def other_rows(x: Tensor) -> Tensor:
@@ -387,6 +404,9 @@ def build(problem: Training, side: str, batches: list[Any]) -> tuple[Call, Train
     if side == "hand graph":
         return build_hand_graph(problem, batches)
     own = trainee(problem)
+    if problem.case.name.endswith(SHARDED):
+        step = problem.make_step(own.model, own.optimizer)
+        return ms.step(step, strict=True, data_parallel=True, shard_optimizer=side != WHOLE_STATE), own
     model: Any = own.model if side == "one gpu" else DistributedDataParallel(own.model, gradient_as_bucket_view=True)
     run = torch.compile(model) if side == "ddp compile" else model
     step = problem.make_step(run, own.optimizer)
