@@ -19,6 +19,7 @@ from millstream.data.generators import DrawWatch
 from millstream.data.lengths import Lengths, Value
 from millstream.data.pipeline import IN_STEP, Pipeline
 from millstream.data.profiler import Profiler
+from millstream.data.run import Run
 from millstream.data.shaping import Shaper, get_num_valid, make_sharing, make_transform
 from millstream.data.source import Position, Source, begins_in_caller, is_stored
 from millstream.data.stats import Stats
@@ -28,7 +29,7 @@ from millstream.data.transfer.device import DeviceTransfer
 from millstream.data.transfer.multi import MultiDeviceTransfer
 from millstream.data.transfer.refills import RefillWatch
 from millstream.data.transfer.verify import Verifier
-from millstream.data.worker import Run, Worker
+from millstream.data.worker import Worker
 from millstream.data_parallel.roll_call import RollCall, roll_call_of
 from millstream.device import Place, context
 from millstream.errors import ArgumentError, FeedError

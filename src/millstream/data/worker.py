@@ -1,56 +1,33 @@
-"""One pass over a source, and the thread that carries it out.
+"""The thread of a feed, and how it leaves a source that waits for another thread.
 
-| moment | the consumer's thread | the feed's thread |
-|---|---|---|
-| begin | waits | makes the source's iterator |
-| running | asks, hands out | pulls, stages, starts copies, as the pipeline says |
-| the source ends or fails | gets what came before, then the end or the error | leaves the source |
-| the loop is left | says so, and waits if that takes no time | leaves the source when that returns |
-
-The pipeline is the feed's thread's alone; the consumer sends it messages, and gets batches through a queue. A feed has
-one thread for its life: what a source opens in one pass it may use in the next. Starting a copy takes no time, and more
-threads would only take the interpreter's lock from each other. Without a worker (``prefetch=False``) the consumer
-carries out the same instructions itself.
-
-After Ctrl-C in ``next`` the pass is over, and the position is that of the batch handed out last. A loader that is an
-iterator itself goes on in the next pass with what was pulled from it.
+In a plain loop nobody is inside the source when the loop is left. A feed's thread may be, reading ahead: in
+``queue.get``, for instance, where it would take the next thing and have no use for it. Such a thread is told to leave
+by a ``GeneratorExit``, as a generator is that is closed. Only where it waits in Python's own ``Condition``, as queues,
+events and semaphores do: nothing is half done there, and nothing was taken.
 """
 
 from __future__ import annotations
 
-import contextvars
+import ctypes
 import os
 import queue
+import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from types import TracebackType
-from typing import Any, NoReturn
 
-import torch
+JOIN_S = 5.0
+"""Seconds that are waited for the thread at most; then it ends by itself when the source returns."""
 
-from millstream._torch.thread_modes import NEW_THREAD, ThreadModes, read_modes
-from millstream.data.leaving import absorb_exit, raise_exit
-from millstream.data.pipeline import Do, Message, Pipeline
-from millstream.data.profiler import BatchTimes, Profiler
-from millstream.data.shaping import set_num_valid
-from millstream.data.source import BatchInfo, Source
-from millstream.data.transfer.base import NotNowError, PendingBatch, Transfer
-from millstream.errors import FeedError, never_the_end, skip_frames
 
-JOIN_S, LEAVE_S, REACH_S = 5.0, 0.05, 0.5
-"""Seconds that who leaves waits for the feed's thread; each time where that is inside the source; and until it is seen
-to wait there, for it may never return. Then the thread ends the pass by itself when the source does."""
+class Forks:
+    """How many forks lie between this process and the first one: asking for its number takes a system call."""
 
-_num_forks = 0  # behind this process: asking for its number takes a system call
+    count = 0
 
 
 def _count_fork() -> None:
-    global _num_forks  # noqa: PLW0603
-    _num_forks += 1
+    Forks.count += 1
 
 
 if hasattr(os, "register_at_fork"):
@@ -63,7 +40,7 @@ class Worker:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.num_forks = _num_forks
+        self.num_forks = Forks.count
 
     def submit(self, job: Callable[[], None]) -> None:
         """Have a job done.
@@ -85,7 +62,7 @@ class Worker:
 
     def is_usable(self) -> bool:
         """Whether it is of this process."""
-        return self.num_forks == _num_forks
+        return self.num_forks == Forks.count
 
     def end(self, *, waits: bool) -> None:
         """Have the thread end after what it was given, and wait for that if it takes no time."""
@@ -100,420 +77,24 @@ def _do_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del job  # which would be kept alive while this waits for the next
 
 
-@dataclass(slots=True, eq=False)
-class Item:
-    """A batch on its way.
-
-    Attributes:
-        pending: What the transfer knows about it; ``None`` when it was handed out.
-        info: What travels with it.
-        times: What the profiler wants to know of it, if its step is measured.
-        batch: What the user gets, when all else is ready.
-    """
-
-    pending: PendingBatch | None
-    info: BatchInfo
-    times: BatchTimes | None
-    batch: Any = None
+_WAIT = threading.Condition.wait.__code__
 
 
-class Run:
-    """One pass; see the top of this file.
-
-    Args:
-        source: What is asked.
-        transfer: The way to the device.
-        pipeline: Says what to do next.
-        worker: The thread that does it; ``None`` for the consumer's.
-        profiler: Measures from outside how long it takes.
-        parts: How many parts a batch has, one per device.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        transfer: Transfer,
-        pipeline: Pipeline,
-        *,
-        worker: Worker | None,
-        profiler: Profiler,
-        parts: int = 1,
-    ) -> None:
-        self._source, self._transfer, self._pipeline = source, transfer, pipeline
-        self._worker, self._profiler, self._parts = worker, profiler, parts
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # ``None``: no more will come
-        self._begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._modes = NEW_THREAD  # the loop's, when it asked last
-        self._thread_modes = ThreadModes()
-        self._context = contextvars.copy_context()
-        self._pulled: Item | None = None
-        self._staged: Item | None = None
-        self._next: Item | None = None  # there, and not handed out when it was asked for last; the consumer's
-        self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None  # of that error, as it was when it arose
-        self._stopped = threading.Event()
-        self._over = threading.Event()  # nobody will ask the source any more
-        self._to_end = [True]  # of the consumer and the worker, whoever comes last ends the pass, and the other waits
-        self._end_lock = threading.RLock()
-        self._inside_lock = threading.Lock()
-        self._inside = 0  # the thread that is inside the source
-        self._was_told_to_leave = False
-        self._has_asked = False  # for a batch that has not come
-        self.num_forks = _num_forks
-        self.has_ended = False  # the consumer has got everything, and there was no error
-        self.is_left = False  # nothing more will be handed out
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody is inside the source."""
-        return self._over.is_set()
-
-    @property
-    def is_inherited(self) -> bool:
-        """Whether it began in a process that has forked this one."""
-        return self.num_forks != _num_forks
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a pass that is left goes on in the next: what an iterator has given comes only once."""
-        return self._source.is_own_iterator and not (self.is_left or self._stopped.is_set() or self.is_inherited)
-
-    def begin(self, *, in_caller: bool) -> None:
-        """Make the source's iterator, and start.
-
-        Args:
-            in_caller: Whether in this thread, although another one will ask it.
-
-        Raises:
-            BaseException: What ``iter`` raised.
-        """
-        self._modes = read_modes()
-        self._pipeline.stays_in_step = self._source.wants_step
-        self.join_stream()
-        is_submitted, error = False, None
-        try:
-            if in_caller or self._worker is None:
-                self._source.begin()
-            if self._worker is not None:
-                self._worker.submit(partial(self._work, begins=not in_caller))
-                is_submitted = True
-                if not in_caller and (error := self._begun.get()) is not None:
-                    raise error
-        except BaseException:
-            if not is_submitted:
-                self._leave_source()
-            self.leave()
-            raise
-        finally:
-            del self, error  # an error's traceback must not lead back to the error
-
-    def join_stream(self) -> None:
-        """The consumer's present stream is the pass's."""
-        self._transfer.begin_pass(self._stopped, partial(self._inbox.put, Message.FREED))
-
-    # --- carrying out instructions -----------------------------------------------------------------------------------
-
-    def _work(self, *, begins: bool) -> None:
-        try:
-            with self._transfer.in_thread():  # first of all: a new thread starts on device 0
-                self._thread_modes.put(self._modes, anew=True)
-                if begins and not self._begin_source():
-                    return
-                self._context.run(self._carry_out)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the consumer
-            self._fail(error)
-        finally:
-            with suppress(GeneratorExit):  # it may be raised before it is looked for
-                self._go_out()
-            if self._was_told_to_leave:
-                absorb_exit()
-            self._go_out()
-            self._context.run(self._leave_source)
-            self._thread_modes.put(NEW_THREAD)
-            self._ready.put(None)
-            self._end()
-            del self  # the frames of an error's traceback lead back to this one
-
-    def _go_out(self) -> None:
-        """From here on nobody tells this thread to leave the source."""
-        with self._inside_lock:
-            self._inside = 0
-
-    def _begin_source(self) -> bool:
-        self._inside = threading.get_ident()
-        error = None
-        try:
-            self._context.run(self._source.begin)
-        except BaseException as caught:  # noqa: BLE001 - it is raised where the pass begins
-            error = caught.with_traceback(skip_frames(caught.__traceback__, _OWN))
-        with self._inside_lock:
-            self._inside = 0
-        self._begun.put(error)
-        return error is None
-
-    def _carry_out(self) -> None:
-        """Do what the pipeline says; without a worker, until there is something to hand out."""
-        pipeline, inbox, is_inline = self._pipeline, self._inbox, self._worker is None
-        messages: list[Message] = []
-        while True:
-            while not inbox.empty():
-                messages.append(inbox.get())
-            todo = pipeline.next(messages)
-            messages = []
-            for i, do in enumerate(todo):
-                if do is Do.WAIT:
-                    if is_inline and pipeline.sent >= pipeline.asked:
-                        return
-                    messages.append(inbox.get())
-                    break
-                if do is Do.END:
-                    if is_inline:
-                        self._ready.put(None)
-                    return
-                if not self._carry_out_one(todo[i:]):
-                    break
-
-    # Each of these says whether its first was done, so that what follows may be; else all of it was taken back.
-
-    def _carry_out_one(self, left: Sequence[Do]) -> bool:
-        try:
-            if left[0] is Do.PULL:
-                return self._pull(left)
-            return self._stage(left) if left[0] is Do.STAGE else self._send(left)
-        except BaseException as error:
-            self._fail(error)
-            self._pipeline.take_back(left)
-            self._pipeline.end(left[0])
-            if not isinstance(error, Exception) and self._worker is None:
-                raise
-            return False
-
-    def _pull(self, left: Sequence[Do]) -> bool:
-        source, pipeline, profiler = self._source, self._pipeline, self._profiler
-        if self._staged is not None and self._staged.pending is not None and self._staged.pending.chunks:
-            pipeline.take_back(left, keeps_source=True)
-            return False
-        if self._worker is not None and self._modes is not self._thread_modes.present:
-            self._thread_modes.put(self._modes)
-        number = source.num_pulled
-        times = profiler.watch(number) if number >= profiler.next_due else None
-        waited = self._worker is None or pipeline.asked > pipeline.sent
-        self._inside = threading.get_ident()
-        if not self._inbox.empty():
-            self._send_what_waits()
-        try:
-            found = source.pull(waited=waited)
-        except StopIteration:
-            found = None
-        finally:
-            with self._inside_lock:
-                self._inside = 0
-        if found is None:
-            self._transfer.end_sending()
-            pipeline.take_back(left)
-            pipeline.end()
-            return False
-        batch, info = found
-        pipeline.stays_in_step = source.wants_step
-        pending = self._transfer.prepare(batch)
-        if pipeline.max_bytes is not None:
-            pipeline.pulled_bytes(pending.num_bytes)
-        if times is not None:
-            times.pulled_ns, times.num_bytes = time.perf_counter_ns(), pending.num_bytes
-        self._pulled = Item(pending, info, times)
-        return True
-
-    def _stage(self, left: Sequence[Do]) -> bool:
-        item, self._pulled = self._pulled, None
-        assert item is not None
-        assert item.pending is not None
-        self._staged = item
-        if item.times is not None:
-            item.times.stage_ns = time.perf_counter_ns()
-        # Before the next pull, for the source may fill the same memory again.
-        if self._transfer.stage(item.pending, finish=left[1] is Do.PULL):
-            return True
-        self._pipeline.take_back(left)
+def raise_exit(thread: int) -> bool:
+    """Raise ``GeneratorExit`` in a thread, when it goes on, if it waits for another one; whether it does."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_code is not _WAIT:
         return False
-
-    def _send(self, left: Sequence[Do]) -> bool:
-        item = self._staged
-        assert item is not None
-        assert item.pending is not None
-        is_sent = self._transfer.send(item.pending, measured=item.times is not None)
-        if not is_sent:
-            self._pipeline.take_back(left, no_room=is_sent is None)
-            return False
-        if (times := item.times) is not None:
-            times.staged_ns, times.copy = item.pending.staged_ns or time.perf_counter_ns(), item.pending.copy
-            if self._profiler.unread:
-                self._profiler.read()  # what the device has finished since
-        self._staged = None
-        self._ready.put(item)
-        return True
-
-    def _send_what_waits(self) -> None:
-        """Send what waited for memory, in whichever thread sees that it came back: the source may never return."""
-        with self._inside_lock:
-            if self._inside and self._pipeline.send_meanwhile():
-                self._send((Do.SEND,))
-
-    def _fail(self, error: BaseException) -> None:
-        if self._error is None:
-            self._traceback = skip_frames(error.__traceback__, _OWN)
-            self._error = never_the_end(error)
-
-    # --- the consumer's side -----------------------------------------------------------------------------------------
-
-    def next_item(self) -> Item:
-        """Prepare the next batch to be handed out; it stays the next until the caller takes away its ``pending``.
-
-        Raises:
-            StopIteration: The pass is over.
-            FeedError: It began in another process.
-            BaseException: What the source raised, with the source's traceback, once.
-        """
-        if self.num_forks != _num_forks:
-            raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
-        transfer, profiler, item = self._transfer, self._profiler, self._next
-        asked_ns = time.perf_counter_ns()
-        try:
-            self._modes = read_modes()
-            if item is None or item.pending is None:
-                item = self._next = self._wait_for_item(asked_ns) if self._ready.empty() else self._ready.get()
-                if item is None:
-                    self._raise_end()
-                if not self._has_asked and (item.times is not None or profiler.is_open):
-                    profiler.ask(transfer.mark, asked_ns, due=item.times is not None)
-            try:
-                item.batch = transfer.deliver(item.pending)
-            except StopIteration as error:
-                raise never_the_end(error) from error
-            if item.info.num_valid is not None:
-                set_num_valid(item.batch, item.info.num_valid, self._parts)
-            profiler.num_batches += 1
-            if item.times is not None:
-                profiler.get(item.times, transfer.mark)
-            if self._has_asked:
-                self._has_asked = False
-            else:  # not before: the feed's thread would take the interpreter's lock away meanwhile
-                self._inbox.put(Message.ASKED)
-            return item
-        except BaseException as error:
-            # Memory that is short may be there when this batch, which is still the next, is asked for again.
-            is_kept = item is not None and isinstance(error, torch.OutOfMemoryError)
-            if not (is_kept or isinstance(error, NotNowError)):
-                self.leave(forever=isinstance(error, Exception))
-            raise
-        finally:
-            del self, item  # an error's traceback must not lead back to the error
-
-    def _wait_for_item(self, asked_ns: int) -> Item | None:
-        transfer, item, is_inline = self._transfer, None, self._worker is None
-        try:
-            transfer.ask()
-            if not self._has_asked:
-                self._has_asked = True
-                self._inbox.put(Message.ASKED)
-            due = True  # whether the coming step may be measured: of a batch that is not there yet, nobody knows
-            if is_inline:
-                item = self._staged or self._pulled
-                is_next_due = self._source.num_pulled >= self._profiler.next_due
-                due = item.times is not None if item is not None else is_next_due
-            if due or self._profiler.is_open:
-                self._profiler.ask(transfer.mark, asked_ns, due=due)
-            if is_inline or self._inside:
-                with transfer.spare_captures():
-                    self._carry_out() if is_inline else self._send_what_waits()
-            return self._ready.get()
-        finally:
-            del self, item
-
-    def _raise_end(self) -> NoReturn:
-        error, traceback, self._error, self._traceback = self._error, self._traceback, None, None
-        try:
-            self.has_ended = error is None and not self._stopped.is_set()
-            if error is None:
-                raise StopIteration
-            raise error.with_traceback(traceback)
-        finally:
-            del self, error, traceback  # an error's traceback must not lead back to the error
-
-    # --- the end -----------------------------------------------------------------------------------------------------
-
-    def leave(self, *, forever: bool = True) -> None:
-        """The consumer has left: end the pass, and wait for the feed's thread if that takes no time. Once is enough.
-
-        Args:
-            forever: Whether what an iterator has given is not wanted any more either.
-        """
-        if not forever and self.goes_on:
-            return
-        self.is_left = True
-        if self.is_inherited:
-            return  # in a forked child there are no threads, and locks may be held for ever
-        if not self._stopped.is_set():
-            self._stopped.set()
-            self._inbox.put(Message.CLOSED)
-            self._ready.put(None)  # another thread may be waiting for a batch
-            if self._worker is None:
-                if not self._inside:  # else this is called in the source, and whoever asks that goes on
-                    self._leave_source()
-            elif not self._worker.is_current():  # as it is where the source does this, or a garbage collection
-                self._wait()
-        self._end()
-
-    def _wait(self) -> None:
-        start_s = time.monotonic()
-        while not self._over.wait(LEAVE_S if self._inside else 0.01) and time.monotonic() < start_s + JOIN_S:
-            with self._inside_lock:
-                if self._inside and raise_exit(self._inside):
-                    self._was_told_to_leave = True
-                    return
-                if self._inside and time.monotonic() > start_s + REACH_S:
-                    return
-
-    def wait(self) -> None:
-        """Block until nobody is inside the source, however long it takes. Leave before."""
-        self._over.wait()
-
-    def _leave_source(self) -> None:
-        """Forget the iterator: a DataLoader ends its worker processes when that dies. Whoever asks the source."""
-        for item in (self._pulled, self._staged):
-            if item is not None and item.pending is not None:
-                self._transfer.finish(item.pending)
-        self._pulled = self._staged = None
-        self._source.close()
-        self._over.set()
-
-    def _end(self) -> None:
-        """Drop what was not handed out, once the consumer has left and nobody is inside the source; once."""
-        if not (self._stopped.is_set() and self._over.is_set()):
-            return
-        if not self._end_lock.acquire(timeout=JOIN_S):
-            return
-        try:
-            if self._to_end:
-                self._to_end.clear()
-                self._drop_rest()
-        finally:
-            self._end_lock.release()
-
-    def _drop_rest(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self._ready.get_nowait()
-        self._ready.put(None)  # the same
-        self._next = None
-        self._profiler.close()
-        self._transfer.end_pass()
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(GeneratorExit))
+    return True
 
 
-_OWN = {
-    each.__code__
-    for each in (
-        Run._work, Run._begin_source, Run._carry_out, Run._carry_out_one, Run._pull, Run._stage, Run._send,
-        Source.begin, Source.pull, Source._pull_watched,
-    )
-}  # fmt: skip
+def absorb_exit() -> None:
+    """In the thread that was told to leave: let what has not been raised yet be raised here, and go on.
+
+    To take it back would leave Python's signal for it set for good, in all threads: it slows them, and in Python 3.11
+    one that is profiled never goes on.
+    """
+    with suppress(GeneratorExit):
+        for _ in range(100):  # Python raises it where a loop begins anew
+            pass
