@@ -691,3 +691,34 @@ def test_a_profiler_works_after_a_pass(ending):
         timeout=60,
     )
     assert said.strip() == "True"
+
+
+@WITH_WORKER
+def test_an_error_that_nobody_asks_for_any_more_keeps_nothing_alive(make_feed):
+    """As where a loader's worker was killed: its error leads to the loader's iterator, and to the other workers."""
+    is_inside, lock, seen = threading.Event(), threading.Lock(), []
+
+    class Held:
+        pass
+
+    class Loader:
+        def __iter__(self):
+            held = Held()
+            seen.append(weakref.ref(held))
+            yield from (torch.ones(2) for _ in range(3))
+            is_inside.set()
+            with lock:
+                raise ValueError(held)
+
+    fed = make_feed(Loader())
+    lock.acquire()
+    passing = iter(fed)
+    next(passing), next(passing)  # from here on it is read ahead
+    assert is_inside.wait(10)
+    del passing
+    lock.release()
+    is_over = threading.Event()
+    fed._engine._worker.submit(is_over.set)  # the thread's next job, when the pass has ended
+    assert is_over.wait(10)
+    gc.collect()
+    assert seen[0]() is None

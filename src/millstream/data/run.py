@@ -451,6 +451,7 @@ class Run:
                 self._ready.get_nowait()
         self._ready.put(None)  # the same
         self._next = None
+        self._error = self._traceback = None  # which nobody has asked for leads to the source, and to its workers
         self._profiler.close()
         self._transfer.end_pass()
 
