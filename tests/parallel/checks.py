@@ -387,7 +387,7 @@ class Reader(nn.Module):
 def ragged_lengths(rank, num_steps, num_compared):
     """Sequences of other lengths in each process and step: graphs early on and in the end, and how often they ran."""
     generator = torch.Generator().manual_seed(rank)
-    lengths = torch.randint(5, 60, (num_steps,), generator=generator).tolist()
+    lengths = torch.randint(5, 29, (num_steps,), generator=generator).tolist()
     data = [torch.randint(11, (2, length + 1), generator=generator).to(DEVICE) for length in lengths]
 
     def run(wrap, tokens):
