@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import millstream as ms
 from millstream.lower import compile as compiling
@@ -65,9 +66,16 @@ def sum_what_was_pooled():
     def total(x):
         return torch.nn.functional.adaptive_avg_pool2d(x, 7).flatten(1).sum(-1)
 
+    padding = {"disable_padding_cpu": False}  # as on a GPU
     x = torch.randn(3, 33, 8, 8, dtype=torch.float64)
-    result = ms.compile(total, strict=True, options={"disable_padding_cpu": False})(x)
-    torch.testing.assert_close(result, total(x))
+    torch.testing.assert_close(ms.compile(total, strict=True, options=padding)(x), total(x))
+    layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 38 * 38, 10)
+    model, x = nn.Sequential(*layers).eval(), torch.randn(8, 3, 40, 40)
+    ours, theirs = (
+        torch.autograd.grad(call(x).square().mean(), [*model.parameters()])
+        for call in (ms.compile(model, strict=True, options=padding), model)
+    )
+    torch.testing.assert_close(ours, theirs)
 
 
 def view_a_part():
