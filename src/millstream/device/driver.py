@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream._torch.generators import aside
 from millstream._torch.streams import (
     RunOn,
     current_device,
@@ -465,15 +464,10 @@ def capture_nothing(pool: GraphPool | None = None) -> torch.cuda.CUDAGraph:
         pool: For its memory; ``None`` for one of its own.
     """
     graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    randomness = aside(graph)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch doubts that an empty graph is meant
-        captured = torch.cuda.graph(graph, pool, torch.cuda.Stream(), "thread_local")  # type: ignore[arg-type]
-        try:
-            with RunOn(caller), randomness.begin(), captured:
-                pass
-        finally:
-            randomness.end()
+        with RunOn(caller), torch.cuda.graph(graph, pool, torch.cuda.Stream(), "thread_local"):  # type: ignore[arg-type]
+            pass
     caller.synchronize()  # where the random offset was reset, see ``graphs.capture``
     return graph
 

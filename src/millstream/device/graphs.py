@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from millstream._torch.generators import aside
 from millstream._torch.streams import RunOn, stop_recording
 from millstream.device.context import DeviceContext
 from millstream.device.driver import GraphPool, capture_nothing
@@ -37,30 +36,24 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     """
     context.enter_graphs()
     caller, stream = context.current_stream(), context.stream(0)
-    randomness = aside(graph)
     context.order(caller, stream)
     try:
         with context.capture_lock, context.on(stream), _no_collection():
             pool = pool or context.name_graph_pool()
             try:
-                with RunOn(caller), randomness.begin():
+                with RunOn(caller):
                     graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
-                with randomness.body():
-                    yield
+                yield
             except BaseException as error:
                 with suppress(RuntimeError):  # which only says that there was an error, or that it had not begun
                     _end(context, graph, pool)
-                randomness.end()
                 # Who captures expects that something cannot be captured, and repairs. Nobody expects Ctrl-C, or what a
                 # user's operator may raise.
                 if not isinstance(error, RuntimeError):
                     with suppress(Exception):
                         repair(context)
                 raise
-            try:
-                _end(context, graph, pool)
-            finally:
-                randomness.end()
+            _end(context, graph, pool)
     finally:
         context.order(stream, caller)
 
