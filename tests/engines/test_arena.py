@@ -13,6 +13,7 @@ from torch import nn
 import millstream as ms
 from millstream.engine import BySize, Executable, by_size
 from millstream.engine.arena import HEADROOM, Arena, lay_out
+from millstream.engine.cuda import captured, cuda_graph
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.planning.choice import Scheduling
@@ -51,6 +52,17 @@ def test_who_had_memory_is_told_when_it_grows():
     assert arena.num_bytes
     arena.give_back(large)
     assert not arena.num_bytes
+
+
+def test_it_is_given_up_when_a_second_stream_comes():
+    arena, holder = Arena(), Holder()
+    assert arena.serves(7)
+    arena.take(100, "cpu", holder)
+    assert arena.serves(7)
+    assert not arena.serves(8)
+    assert holder.num_released == 1
+    assert not arena.num_bytes
+    assert not arena.serves(7)
 
 
 class Texts(nn.Module):
@@ -174,6 +186,19 @@ def test_captured_sizes_have_one_memory_in_turn(device, model, compiled):
     largest = max(engine._captured._whole.numel() for engine in engines)
     assert largest <= program.arena.num_bytes <= 1.1 * largest
     assert len({engine._captured._whole.data_ptr() for engine in engines}) == 1
+
+
+def test_sizes_on_several_streams_have_memory_of_their_own(device, model, compiled, monkeypatch):
+    program, handle = compiled.program, 0
+    engines = on_graphs(program)
+    for module in (captured, cuda_graph):
+        monkeypatch.setattr(module, "current_stream_handle", lambda index: handle)
+    with torch.no_grad():
+        for handle, length in [(0, 9)] * 3 + [(0, 30)] * 2 + [(1, 9), (0, 30)] * 3:  # noqa: B007  read by the lambda
+            networks.assert_close(tuple(compiled(texts(length))), model(texts(length)))
+    assert not program.arena.num_bytes
+    assert len(engines) == 2
+    assert all(engine.captured and not engine.shares_memory for engine in engines)
 
 
 def test_a_size_that_comes_again_is_captured_at_once(device, compiled):

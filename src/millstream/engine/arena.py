@@ -30,7 +30,8 @@ class Arena(ForkSafeLock):
     """Memory of one device that programs have in turn: as large as the largest of them needs, and no larger.
 
     Nothing in it outlives a call. Where it has to grow it is given back and taken anew, and all who had memory of it
-    are told: each prepares itself anew when it is called again.
+    are told: each prepares itself anew when it is called again. On a GPU it serves calls on one stream; where calls
+    come on a second one, it is given up, and everybody has memory of their own from then on.
 
     Attributes:
         lock: On a CPU, held by who runs. On a GPU, calls are in order anyway: see ``DeviceContext.graph_lock``.
@@ -42,22 +43,36 @@ class Arena(ForkSafeLock):
         self.latest: object = None
         self._memory: torch.Tensor | None = None
         self._users: WeakSet[User] = WeakSet()
+        self._stream: int | None = None
+        self._is_given_up = False
 
     @property
     def num_bytes(self) -> int:
         """How large it is at present."""
         return 0 if self._memory is None else self._memory.numel()
 
+    def serves(self, stream: int) -> bool:
+        """Whether a call on the stream with this handle may use it; where not, nobody may any more."""
+        if self._stream is None:
+            self._stream = stream
+        if stream != self._stream and not self._is_given_up:
+            self._is_given_up = True
+            self._release_all()
+        return not self._is_given_up
+
     def take(self, num_bytes: int, device: torch.device | str, user: User) -> torch.Tensor:
         """Memory for a user, until they are released or give it back."""
         if self._memory is None or self._memory.numel() < num_bytes:
             grown = num_bytes if self._memory is None else num_bytes + num_bytes // HEADROOM
-            for other in list(self._users):
-                other.release()
-            self.latest = self._memory = None  # before more is taken
+            self._release_all()  # before more is taken
             self._memory = torch.empty(grown, dtype=torch.uint8, device=device)
         self._users.add(user)
         return self._memory[:num_bytes]
+
+    def _release_all(self) -> None:
+        for user in list(self._users):
+            user.release()
+        self.latest = self._memory = None
 
     def give_back(self, user: User) -> None:
         """Say that a user needs their memory no more; that of the last one goes back to the device."""

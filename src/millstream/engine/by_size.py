@@ -7,8 +7,8 @@
   the user asked, and others wait for that; they take its order and streams, and nothing is measured for them. On a GPU
   they are captured at once.
 - Executables have one arena in turn, as large as the largest needs, as far as nothing in it outlives a call: not those
-  of a forward pass, whose backward pass reads what it has saved. A call that finds it taken, as one of another thread
-  may, runs from the open text.
+  of a forward pass, whose backward pass reads what it has saved. On a CPU a call that finds it taken, as one of another
+  thread may, runs from the open text. On a GPU it is there for calls on one stream, and no more once a second comes.
 - Executables are bounded in number, and in bytes that they hold for themselves; the one unused for longest goes. Where
   they go soon, they are made later.
 """
@@ -77,8 +77,13 @@ class OpenEngine:
 @dataclass(slots=True)
 class _Entry:
     executable: Executable
-    num_bytes: int
+    peak_bytes: int
     calls: int
+
+    @property
+    def own_bytes(self) -> int:
+        """What it takes beside the arena."""
+        return 0 if self.executable.shares_memory else self.peak_bytes
 
 
 class BySize(ForkSafeLock):
@@ -168,17 +173,16 @@ class BySize(ForkSafeLock):
         executable = self._build(self._lowered.at(sizes), key, OneOfMany(self.arena, like, is_warm))
         executable.notes.extend(self.notes)
         self._first = like or executable
-        num_bytes = 0 if executable.shares_memory else executable.peak_bytes
-        self._entries[sizes] = _Entry(executable, num_bytes, self._counts[sizes] + 1)
+        self._entries[sizes] = _Entry(executable, executable.peak_bytes, self._counts[sizes] + 1)
         self._release_oldest()
         return executable
 
     def _release_oldest(self) -> None:
-        numbers = [entry.num_bytes for entry in self._entries.values()]
+        numbers = [entry.own_bytes for entry in self._entries.values()]
         total, largest = sum(numbers), max(numbers)
         while len(self._entries) > MOST_SIZES or (len(self._entries) > 1 and total > largest + MOST_BYTES):
             sizes, oldest = self._entries.popitem(last=False)
-            total -= oldest.num_bytes
+            total -= oldest.own_bytes
             oldest.executable.release()
             del self._counts[sizes]
             self._open_calls = min(2 * self._open_calls, MOST_COUNTED)

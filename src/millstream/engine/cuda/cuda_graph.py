@@ -157,6 +157,9 @@ class CudaGraphEngine:
         with self._lock:
             if self._context.is_capturing():  # a graph of the caller's own, of which the kernels become a part
                 return self._run_serially(inputs, may_measure=False)
+            if self._arena is not None and not self._arena.serves(current_stream_handle(self._index)):
+                self._drop()
+                self._arena = None
             captured = self._captured
             if captured is not None and captured.fits(inputs) and not self._must_not_overwrite():
                 outputs = self._replay(captured, inputs)
