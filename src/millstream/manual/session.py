@@ -395,7 +395,7 @@ class Session:
         device = tensor.device
         if storage.device.type == "meta":
             return Memory(0)
-        if device.type != "cpu" and device != self.context.torch_device:
+        if not self._may_use(device):
             raise StreamError(
                 f"A tensor of {device} is used on a stream of {self.context.place}: move it there first, or open a "
                 f"scope with ms.streams(..., device={str(device)!r})."
@@ -403,6 +403,10 @@ class Session:
         memory = self._note(storage, None)
         memory.lasting = tensor.is_leaf and tensor.requires_grad
         return memory
+
+    def _may_use(self, device: torch.device) -> bool:
+        """Whether streams of this session use memory of a device; what lies elsewhere is met when it is used."""
+        return device.type == "cpu" or device == self.context.torch_device
 
     def _note(self, storage: torch.UntypedStorage, home: int | None) -> Memory:
         """Keep books on a storage. The weak reference keeps its address from being another's before it is forgotten."""
@@ -427,7 +431,7 @@ class Session:
         made = []
         for tensor in (result,) if type(result) in _PLAIN else _tensors_in((result,)):
             storage = _storage_of(tensor)
-            if storage is not None and storage._cdata not in self._memories and storage.device.type != "meta":
+            if storage is not None and storage._cdata not in self._memories and self._may_use(storage.device):
                 memory = self._note(storage, index)
                 made.append(memory)
                 if index is not None:
