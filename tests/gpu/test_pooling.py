@@ -24,3 +24,16 @@ def test_gradients_are_those_of_the_host(layout, arguments):
     ours = ms.compile(pool, strict=True)(image)
     (gradient,) = torch.autograd.grad(ours, image, weights.cuda())
     torch.testing.assert_close(gradient.cpu(), expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_what_is_pooled_or_padded_may_be_computed_in_the_same_kernel(size):
+    """See pytorch#189895: the mask of what is read there is easily forgotten."""
+
+    def both(x):
+        normed = F.group_norm(x, 1)
+        return F.avg_pool2d(normed, 3, 1, 1, count_include_pad=False) - normed, F.pad(x.sum((1, 2, 3)), (1, 0))
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 512, size, size, device="cuda")
+    torch.testing.assert_close(ms.compile(both, strict=True)(x), both(x), rtol=1e-4, atol=1e-3)

@@ -108,7 +108,7 @@ SHOWN_BY = {
     "pytorch#197094": train_complex_parameters,
     "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),
 }
-ON_A_GPU = {"pytorch#193061"}
+ON_A_GPU = {"pytorch#189895", "pytorch#193061"}
 CORRUPTS_MEMORY = ("pytorch#191837", "pytorch#196681", "pytorch#180848")
 WRONG = (AssertionError, ms.CaptureError, subprocess.CalledProcessError)
 
