@@ -154,7 +154,7 @@ def run_one(name: str, device: str, num_epochs: int) -> None:
         fed, num_events = make_feed(SOURCES[name](), device)
     found = []
     for epoch in range(num_epochs):
-        with suppress(RuntimeError, OSError):  # of a worker that was killed
+        with suppress(RuntimeError, OSError, EOFError):  # of a worker that was killed
             for number, batch in enumerate(fed):
                 del batch
                 if (epoch % 2 or name in ENDLESS) and name != KILLED and number == NUM_BATCHES // 2:

@@ -37,7 +37,7 @@ from millstream.data.profiler import BatchTimes, Profiler
 from millstream.data.shaping import set_num_valid
 from millstream.data.source import BatchInfo, Source
 from millstream.data.transfer.base import NotNowError, PendingBatch, Transfer
-from millstream.data.worker import JOIN_S, Forks, Worker, absorb_exit, raise_exit
+from millstream.data.worker import JOIN_S, Flag, Forks, Worker, absorb_exit, raise_exit
 from millstream.errors import FeedError, never_the_end, skip_frames
 
 LEAVE_S, REACH_S = 0.05, 0.5
@@ -97,8 +97,8 @@ class Run:
         self._next: Item | None = None  # there, and not handed out when it was asked for last; the consumer's
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None  # of that error, as it was when it arose
-        self._stopped = threading.Event()
-        self._over = threading.Event()  # nobody will ask the source any more
+        self._stopped = Flag()
+        self._over = Flag()  # nobody will ask the source any more
         self._to_end = [True]  # of the consumer and the worker, whoever comes last ends the pass, and the other waits
         self._end_lock = threading.RLock()
         self._inside_lock = threading.Lock()

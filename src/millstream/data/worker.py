@@ -34,6 +34,38 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_count_fork)
 
 
+class Flag(threading.Event):
+    """An event that an exception of a signal's handler cannot leave locked, wherever it is raised.
+
+    Ctrl-C is one, and a DataLoader's news of a killed worker. Python's own event holds a lock in lines of Python.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._until_set = threading.Lock()
+        self._until_set.acquire()
+
+    def is_set(self) -> bool:
+        """Whether it was set; that is for good."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it; a second time does nothing."""
+        if not self._is_set:
+            self._is_set = True
+            self._let_go()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, so many seconds at most; whether it is."""
+        if not self._is_set and self._until_set.acquire(timeout=-1 if timeout is None else timeout):
+            self._let_go()  # for others who wait
+        return self._is_set
+
+    def _let_go(self) -> None:
+        with suppress(RuntimeError):  # two threads may do so at once
+            self._until_set.release()
+
+
 class Worker:
     """A thread that does one job after another, from the first until ``end``."""
 
