@@ -357,7 +357,7 @@ def test_a_forked_child_does_not_wait_for_a_call_of_its_parent():
     compiled = ms.compile(model, engine="serial", strict=True)
     expected = compiled(x)
     (executable,) = executables(compiled)
-    with executable.engine.lock:  # as in the middle of a call by another thread
+    with executable.engine.arena.lock:  # as in the middle of a call by another thread
         child = os.fork()
         if child == 0:
             signal.alarm(20)
