@@ -108,6 +108,8 @@ def test_links_lead_somewhere(page):
         name, _, anchor = target.partition("#")
         path = (page.parent / name).resolve() if name else page
         assert path.exists(), f"{label}: {target}"
+        docs = ROOT / "docs"  # the site has nothing else
+        assert not page.is_relative_to(docs) or path.is_relative_to(docs), f"{label}: {target} is not on the site"
         if anchor:
             lines = path.read_text(encoding="utf-8").splitlines()
             assert anchor in [slug(line) for line in lines if line.startswith("#")], f"{label}: {target}"
