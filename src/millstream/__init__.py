@@ -109,5 +109,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Name what is imported late as well: ``ms.<TAB>`` shows all there is."""
-    return sorted({*globals(), *__all__})
+    """Name what is public, also what is imported late: ``ms.<TAB>`` shows all there is, and nothing else."""
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

@@ -88,7 +88,7 @@ def test_split_leaves_inductors_options_alone():
 
 def test_recurrent_models_name_step():
     compiled = ms.compile(nn.LSTM(4, 4))
-    with pytest.warns(ms.FallbackWarning, match=r"Dynamo does not trace nn.LSTM, but ms.step takes it|LSTM"):
+    with pytest.warns(ms.FallbackWarning, match=r"ms\.step"):
         compiled(torch.randn(2, 3, 4))
 
 

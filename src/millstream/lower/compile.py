@@ -143,7 +143,9 @@ def check_options(options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
             raise ArgumentError(
-                f"TorchInductor has no option {name!r}; torch._inductor.list_options() lists those it has."
+                f"TorchInductor has no option {name!r}; torch._inductor.list_options() lists those it has. Options of "
+                "Millstream, such as streams=2, are arguments of ms.compile and ms.step; in torch.compile(..., "
+                'backend="millstream") they stand in options=, too.'
             )
 
 
