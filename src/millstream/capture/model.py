@@ -364,9 +364,9 @@ class Compiled:
 
     def _report_nothing(self, obstacles: list[str]) -> None:
         """Tell the user once that Dynamo captured nothing at all, if there was something to capture."""
-        if isinstance(self._function, torch.nn.Module):
-            if not obstacles or any("LSTM" in each for each in obstacles):  # of which Dynamo names no remedy
-                obstacles = _guess_obstacles(self._function)
+        has_no_remedy = not obstacles or any("LSTM" in each for each in obstacles)
+        if has_no_remedy and isinstance(self._function, torch.nn.Module):
+            obstacles = _guess_obstacles(self._function)
         if self._scripted:
             return  # that was told
         if obstacles and not self._has_nothing:
