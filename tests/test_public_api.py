@@ -146,3 +146,12 @@ def test_no_package_has_the_name_of_a_function():
     folder = Path(ms.__file__).parent
     packages = {path.stem for path in folder.iterdir() if path.suffix in ("", ".py")}
     assert not packages & {*ms.__all__}
+
+
+def test_completion_shows_what_is_public_and_nothing_else():
+    assert {name for name in dir(ms) if not name.startswith("__")} == {*ms.__all__} - {"__version__"}
+
+
+def test_an_unknown_option_says_where_our_own_go():
+    with pytest.raises(ms.ArgumentError, match=r"streams=2, are arguments"):
+        ms.compile(torch.nn.Linear(2, 2), options={"streams": 2})

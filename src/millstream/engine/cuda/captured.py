@@ -148,7 +148,7 @@ class Captured:
         space = lay_out(program, self._plan, sizes)
         whole = arena.take(space.num_bytes, device, user)
         arena.latest = None
-        self._context.enter_graphs()  # behind those that use it on other streams
+        self._context.enter_graphs()  # after those that use it on other streams
         if whole.is_cuda:
             whole.record_stream(torch.cuda.current_stream(device))  # it may have been taken on another one
         for position, layout, offset, num_bytes in zip(moving, layouts, space.slots, sizes, strict=True):
