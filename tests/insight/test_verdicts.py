@@ -1,8 +1,10 @@
 """Verdicts on a virtual device whose causes are known, and what taking them away gives."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +25,8 @@ from millstream.insight import (
     Step,
     analyse,
 )
-from millstream.report.idle import to_page, to_trace
+from millstream.report.idle import to_page, to_picture, to_trace
+from millstream.report.idle.drawing import COLOURS
 from tests.insight.virtual import LIBRARY, THREAD, USER, line, serial_recording, with_stall
 
 US, MS = 1_000, 1_000_000
@@ -466,6 +469,18 @@ def test_kernels_are_drawn_with_name_module_and_line():
     assert page.count("sync: train.py:9") >= 2  # the training thread's row
     assert page.count(">queue, up to 4<") == 2
     assert "below 1 %</summary>" in page
+
+
+def test_picture_is_wellformed_and_has_the_verdict_and_every_long_piece_of_the_median_step():
+    host, kernels = PLANTED[Cause.PYTHON]
+    found = analyse(serial_recording(host, kernels, steps=STEPS))
+    picture = ElementTree.fromstring(to_picture(found))
+    texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(text.startswith("HIGH ") for text in texts)
+    assert {"python", "idle, by cause", "training thread"} <= set(texts)
+    colours = Counter(each.get("fill") for each in picture.iter("{http://www.w3.org/2000/svg}rect"))
+    assert colours[COLOURS[Cause.PYTHON]] == 1 + len(found.steps) + 2  # legend, bars, its gap and the thread's row
+    assert len(to_picture(found)) < len(to_page(found))
 
 
 def test_what_runs_a_script_is_no_line_of_it():

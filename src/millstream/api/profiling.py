@@ -15,7 +15,7 @@ from millstream.data.feeding import _Pass
 from millstream.errors import ArgumentError
 from millstream.insight import Findings, analyse
 from millstream.insight.syncs import SyncFindings
-from millstream.report.idle import syncs, to_page, to_text, to_trace
+from millstream.report.idle import syncs, to_page, to_picture, to_text, to_trace
 from millstream.trace import Session, SyncTrace
 
 P = ParamSpec("P")
@@ -58,8 +58,8 @@ class Profile:
         """Write the report into a file.
 
         Args:
-            path: Its suffix chooses the form: ``.html`` (one page, opens anywhere), ``.json`` (data, to be compared),
-                or ``.trace.json`` (for ui.perfetto.dev).
+            path: Its suffix chooses the form: ``.html`` (one page, opens anywhere), ``.svg`` (a picture), ``.json``
+                (data, to be compared), or ``.trace.json`` (for ui.perfetto.dev).
 
         Raises:
             ArgumentError: The suffix is another one.
@@ -79,11 +79,11 @@ def _to_json(found: Findings) -> str:
 
 def _writer_for(path: Path) -> Callable[[Findings], str]:
     name = path.name.lower()
-    for suffix, write in ((".html", to_page), (".trace.json", to_trace), (".json", _to_json)):
+    for suffix, write in ((".html", to_page), (".svg", to_picture), (".trace.json", to_trace), (".json", _to_json)):
         if name.endswith(suffix):
             return write
     raise ArgumentError(
-        f"cannot write a profile into {str(path)!r}: its name must end with .html, .json or .trace.json"
+        f"cannot write a profile into {str(path)!r}: its name must end with .html, .svg, .json or .trace.json"
     )
 
 

@@ -152,7 +152,7 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         action="append",
         default=[],
-        help="write the report into a .html, .json or .trace.json (Perfetto) file too; may be given several times",
+        help="write the report into a .html, .svg, .json or .trace.json (Perfetto) file too; may be repeated",
     )
     profile.add_argument(
         "--fail-if",

@@ -27,6 +27,8 @@ Stack = tuple[Site, ...]
 """The innermost frame first."""
 RUNNERS = ("/millstream/cli/running.py", "/runpy.py")
 """Files whose functions run the user's script or module."""
+PACKAGES = ("/site-packages/", "/dist-packages/")
+"""Folders of installed packages, of which ``sys.path`` may have some from elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,4 +289,4 @@ class Recording:
 
     def is_library(self, file: str) -> bool:
         """Whether a file belongs to Python, an installed package, or no file at all."""
-        return file.startswith(("<", *self.library_roots))
+        return file.startswith(("<", *self.library_roots)) or any(each in file for each in PACKAGES)
