@@ -428,6 +428,38 @@ def test_a_profiler_is_left_alone():
     assert any("scaled" in str(entry.code) for entry in profiler.getstats())
 
 
+def test_what_runs_unwatched_is_not_noted_and_what_comes_after_is():
+    ran, entered = watch()
+    with entered:
+        executed.unwatched(scaled, torch.ones(1))
+        with pytest.raises(ZeroDivisionError):
+            executed.unwatched(divmod, 1, 0)
+        counted(torch.ones(1))
+    assert counted.__code__ in ran.codes
+    assert scaled.__code__ not in ran.codes
+
+
+@torch.library.custom_op("millstream_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / divisor
+
+
+@halved.register_fake
+def _(x):
+    return torch.empty_like(x) if divisor == 2 else x.new_empty(())
+
+
+divisor = 2
+
+
+def test_operators_of_the_users_lead_to_code_that_is_watched(monkeypatch):
+    step = Step(lambda x: torch.ops.millstream_tests.halved(x) + 1, build=interpret, strict=True)
+    assert step(torch.ones(2)).tolist() == [1.5, 1.5]
+    monkeypatch.setattr(sys.modules[__name__], "divisor", 4)  # which the graph's shapes depend on
+    step(torch.ones(2))
+    assert len(step._graphs) == 2
+
+
 def test_without_a_watch_everything_found_counts(monkeypatch):
     monkeypatch.setattr(executed.CodeWatch, "__enter__", lambda self: None)
     with pytest.raises(CaptureError, match=r"iterator, self\.source"):

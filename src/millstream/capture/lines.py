@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -96,7 +96,8 @@ def module_path() -> str:
         frame = frame.f_back
     names = []
     for inner, outer in pairwise(found):
-        name = next((name for name, each in outer.named_modules() if each is inner), "")
+        parts = chain(outer.named_children(), outer.named_modules())  # mostly among the first, which are few
+        name = next((name for name, each in parts if each is inner), "")
         if name:
             names.append(name)
     return ".".join(reversed(names))

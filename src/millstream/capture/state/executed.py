@@ -23,7 +23,7 @@ from types import (
     FunctionType,
     TracebackType,
 )
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ from torch import nn
 from millstream.capture.lines import is_asked_by_user, is_ours, is_pythons, is_users, is_users_own
 from millstream.capture.state.reach import NAMESPACES, Reach, nameable, reach_of
 from millstream.heap import objects_of_types
+
+T = TypeVar("T")
 
 WHOLE = ("__dict__", "__getstate__")
 """Attributes with all others in them; the second is what copies are made from."""
@@ -70,8 +72,9 @@ class Ran:
 class CodeWatch:
     """Notes which code runs in this thread and what it reads unseen, for the length of a context, if that can be told.
 
-    Tracing takes twice as long with it. It is a profiler of Python's: where another one is at work it leaves that
-    alone, and nothing is noted. Debuggers and coverage tools don't matter to it.
+    It is a profiler of Python's: where another one is at work it leaves that alone, and nothing is noted. Debuggers and
+    coverage tools don't matter to it. Each call takes several times as long with it, so what can't lead to code of the
+    user's is best called by ``unwatched``.
 
     Args:
         ran: Where it is noted.
@@ -215,6 +218,18 @@ class CodeWatch:
             self._reaching.add(id(code))
         if is_users(code.co_filename) and (is_new or functions):
             self._on_code(frame, functions)
+
+
+def unwatched(function: Callable[..., T], *args: Any) -> T:
+    """Call a function of which no ``CodeWatch`` is to note anything."""
+    watch = sys.getprofile()
+    if not isinstance(getattr(watch, "__self__", None), CodeWatch):
+        return function(*args)
+    sys.setprofile(None)
+    try:
+        return function(*args)
+    finally:
+        sys.setprofile(watch)
 
 
 _CLOCKS = """

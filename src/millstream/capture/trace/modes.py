@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream._torch.hints import current_stream_hint, note_stream_hint
-from millstream._torch.tensors import is_real, is_unknown
+from millstream._torch.tensors import FakeTensor, is_real, is_unknown
 from millstream._torch.tracing import (
     VALUE_NEEDED,
     graph_being_traced,
@@ -30,6 +30,7 @@ from millstream._torch.tracing import (
 )
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.lines import describe, here, is_ours, is_users, is_users_own, module_path, user_frames
+from millstream.capture.state.executed import unwatched
 from millstream.capture.trace.patches.checkpointing import RandomRecords
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, run_with_scalars
 from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
@@ -229,7 +230,13 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        # Most of the Python that tracing runs is PyTorch's within an operator. Operators and tensor subclasses of the
+        # user's may lead to their code.
+        if getattr(func, "namespace", "") in _PYTORCHS and all(issubclass(kind, FakeTensor) for kind in types):
+            return unwatched(self._dispatch, func, args, kwargs or {})
+        return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in _LIFTS:
             for tensor in _tensors_in((*args, *kwargs.values())):
                 if is_real(tensor):
@@ -359,6 +366,9 @@ def _update_scale(
     growth_tracker.copy_(torch.where(failed | grows, torch.zeros_like(successes), successes))
     return scale
 
+
+_PYTORCHS = frozenset({"aten", "prims"})
+"""Namespaces of operators that PyTorch alone implements."""
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 """Namespaces of operators between processes."""
