@@ -134,6 +134,22 @@ def test_a_capture_leaves_a_replay_that_is_under_way_its_random_numbers(gpu):
         assert torch.equal(alone, beside)
 
 
+def test_after_a_failed_capture_random_numbers_are_drawn_at_once(gpu):
+    x = torch.ones(4, device="cuda:0")
+    graph = torch.cuda.CUDAGraph()
+    with gpu.graph_lock:
+        with pytest.raises(RuntimeError), capture(gpu, graph):
+            x.sum().item()
+        drawn = [torch.rand(1000, device="cuda:0") for _ in range(2)]
+        graph = torch.cuda.CUDAGraph()
+        with capture(gpu, graph):
+            drawn.append(torch.rand(1000, device="cuda:0"))
+        for _ in range(2):
+            graph.replay()
+            drawn.append(drawn[2].clone())
+    assert len({each.sum().item() for each in (*drawn[:2], *drawn[3:])}) == 4
+
+
 class Launched(TorchDispatchMode):
     """Notes on which stream operators run that are not captured."""
 

@@ -1,9 +1,10 @@
-"""Another thread allocates, computes and calls compiled models throughout a capture, and notices nothing."""
+"""Another thread allocates, draws, computes and calls compiled models throughout a capture, and notices nothing."""
 
 import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import millstream as ms
@@ -11,9 +12,9 @@ import millstream as ms
 pytestmark = pytest.mark.gpu
 
 
-def make_step(seed):
+def make_step(seed, *layers):
     torch.manual_seed(seed)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))).cuda()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)), *layers).cuda()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
 
     @ms.step(strict=True)
@@ -58,3 +59,43 @@ def test_allocation_and_compiled_models_in_another_thread_go_on():
     assert not errors, errors[0]
     assert calls
     assert together == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("layers", [[], [nn.Dropout(0.5)]])
+def test_another_thread_draws_throughout_a_capture(layers):
+    x, errors, calls, stop = torch.randn(8, 64, device="cuda"), [], [], threading.Event()
+
+    def draw():
+        while not stop.is_set():
+            try:
+                F.dropout(x, 0.5)
+                calls.append(1)
+            except RuntimeError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        step = make_step(0, *layers)
+        losses = [step(x).item() for _ in range(4)]
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors, errors[0]
+    assert calls
+    assert len(step.graphs) == 1
+    assert len(set(losses)) == 4
+
+
+def test_captured_dropout_goes_on_from_the_seed_as_it_is_set():
+    step, x = make_step(0, nn.Dropout(0.5)), torch.ones(8, 64, device="cuda")
+    dropout = ms.compile(nn.Dropout(0.5).train())
+    for _ in range(3):
+        step(x)
+        dropout(x)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        drawn.append([dropout(x).clone(), F.dropout(x), dropout(x).clone()])
+    assert all(torch.equal(first, second) for first, second in zip(*drawn, strict=True))
+    assert not torch.equal(drawn[0][0], drawn[0][2])

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millstream._torch.generators import aside
 from millstream._torch.streams import (
     RunOn,
     current_device,
@@ -464,10 +465,15 @@ def capture_nothing(pool: GraphPool | None = None) -> torch.cuda.CUDAGraph:
         pool: For its memory; ``None`` for one of its own.
     """
     graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    randomness = aside(graph)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch doubts that an empty graph is meant
-        with RunOn(caller), torch.cuda.graph(graph, pool, torch.cuda.Stream(), "thread_local"):  # type: ignore[arg-type]
-            pass
+        captured = torch.cuda.graph(graph, pool, torch.cuda.Stream(), "thread_local")  # type: ignore[arg-type]
+        try:
+            with RunOn(caller), randomness.begin(), captured:
+                pass
+        finally:
+            randomness.end()
     caller.synchronize()  # where the random offset was reset, see ``graphs.capture``
     return graph
 

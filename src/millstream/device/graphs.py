@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from millstream._torch.generators import Aside, aside
 from millstream._torch.streams import RunOn, stop_recording
 from millstream.device.context import DeviceContext
 from millstream.device.driver import GraphPool, capture_nothing
@@ -36,26 +37,40 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     """
     context.enter_graphs()
     caller, stream = context.current_stream(), context.stream(0)
+    randomness = aside(graph)
     context.order(caller, stream)
     try:
         with context.capture_lock, context.on(stream), _no_collection():
             pool = pool or context.name_graph_pool()
             try:
-                with RunOn(caller):
+                with RunOn(caller), randomness.begin():
                     graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
-                yield
-            except BaseException as error:
+                with randomness.body():
+                    yield
+            except BaseException:
                 with suppress(RuntimeError):  # which only says that there was an error, or that it had not begun
                     _end(context, graph, pool)
-                # Who captures expects that something cannot be captured, and repairs. Nobody expects Ctrl-C, or what a
-                # user's operator may raise.
-                if not isinstance(error, RuntimeError):
-                    with suppress(Exception):
-                        repair(context)
+                _clean_up(context, randomness)
                 raise
-            _end(context, graph, pool)
+            try:
+                _end(context, graph, pool)
+            except BaseException:
+                _clean_up(context, randomness)
+                raise
+            randomness.end()
     finally:
         context.order(stream, caller)
+
+
+def _clean_up(context: DeviceContext, randomness: Aside) -> None:
+    """At once after a capture that failed: the next kernel of the same run may draw random numbers.
+
+    A device that works no more is told of by who uses it next, beside the first error.
+    """
+    with suppress(Exception):
+        randomness.end()
+    with suppress(Exception):
+        repair(context)
 
 
 def _end(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool) -> None:
@@ -69,7 +84,7 @@ def _end(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool) -
 
 
 def repair(context: DeviceContext) -> None:
-    """Let the device's random generator and graph pools work again behind a capture that failed.
+    """Let the device's random generator and graph pools work again after a capture, or a trial, that failed.
 
     The generator waits for the capture's end, until another one ends; pools go on recording.
 
