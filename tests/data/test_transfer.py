@@ -760,7 +760,7 @@ def test_when_memory_is_short_the_consumer_learns_it_and_loses_nothing(virtual_f
     assert [int(batch[0][0]) for batch in kept] == [i * 7 + 1 for i in range(10)]
 
 
-@pytest.mark.parametrize("options", [{}, {"check": True}, {"transform": lambda batch: [each * 2 for each in batch]}])
+@pytest.mark.parametrize("options", [{}, {"transform": lambda batch: [each * 2 for each in batch]}])
 def test_a_batch_in_sections_arrives_whole(virtual_feed, options):
     device_transfer.CHUNK_BYTES = 4096
     batches = [[torch.randint(0, 99, (50_000,), dtype=torch.uint8), torch.arange(9_000) * i] for i in range(9)]

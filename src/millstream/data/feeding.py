@@ -28,7 +28,6 @@ from millstream.data.transfer.base import HostTransfer, Transfer, Transform
 from millstream.data.transfer.device import DeviceTransfer
 from millstream.data.transfer.multi import MultiDeviceTransfer
 from millstream.data.transfer.refills import RefillWatch
-from millstream.data.transfer.verify import Verifier
 from millstream.data.worker import Worker
 from millstream.data_parallel.roll_call import RollCall, roll_call_of
 from millstream.device import Place, context
@@ -51,7 +50,6 @@ class Options:
     pad_last: bool = False
     deal: bool = False
     threads: int | None = None
-    check: bool = False
     prefetch: bool = True
     uneven: str | None = None
     lengths: Lengths = Lengths(None, None, 0)  # noqa: RUF009  it never changes
@@ -89,7 +87,6 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     pad_value: Value | Mapping[str, Value] = 0,
     deal: bool = False,
     threads: int | None = None,
-    check: bool = False,
     prefetch: bool = True,
     uneven: str | None = None,
 ) -> Feed:
@@ -156,8 +153,6 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         pad_value: What is padded with. A dict of values by key also pads tensors under these keys, in dimension 1.
         deal: With several devices: give them whole batches in turn.
         threads: How many threads stage a batch at most; by default as many as there are processors, up to 16.
-        check: Verify every copy and poison every buffer that was dropped, to find what reads or writes a batch
-            afterwards. Slow.
         prefetch: Whether a thread makes batches ahead. Without, each is made in your thread when you ask for it, which
             is faster where steps take less than some 0.3 ms; one further is pulled if the loader is a sequence, or a
             ``DataLoader`` over one.
@@ -177,7 +172,6 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         pad_last,
         deal,
         threads,
-        check,
         prefetch,
         uneven,
         Lengths(pad_to, pad_multiple, pad_value),
@@ -279,7 +273,7 @@ class Feed:
         for place in self.places or (self.place,):
             context(place).attach(engine)
         options, profiler = self._options, self._find_profiler()
-        worker = engine.find_worker() if options.prefetch or options.check else None
+        worker = engine.find_worker() if options.prefetch else None
         is_on_cpu = self.place.kind == "cpu"
         # On the CPU nothing is staged, so that nothing is gained by pulling early in the loop's own thread.
         looks_ahead = not is_on_cpu and is_stored(self.loader) and self.depth > 1
@@ -328,7 +322,6 @@ class Feed:
             self.depth,
             threads=options.threads,
             transform=options.transform,
-            verifier=Verifier(device) if options.check else None,
         )
 
     def _find_profiler(self) -> Profiler:

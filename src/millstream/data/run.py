@@ -255,7 +255,6 @@ class Run:
             with self._inside_lock:
                 self._inside = 0
         if found is None:
-            self._transfer.end_sending()
             pipeline.take_back(left)
             pipeline.end()
             return False

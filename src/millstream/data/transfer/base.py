@@ -108,9 +108,6 @@ class Transfer:
     def finish(self, pending: Any) -> None:
         """Be done with the source's memory, whatever became of ``stage`` and ``send``."""
 
-    def end_sending(self) -> None:
-        """Everything was sent."""
-
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
     def ask(self) -> None:

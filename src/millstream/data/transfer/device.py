@@ -38,7 +38,6 @@ from millstream.data.transfer.staging import (
     are_bytes,
     out_of_inference_mode,
 )
-from millstream.data.transfer.verify import Verifier
 from millstream.device import DeviceContext, Event, Stream, likeness
 from millstream.device.likeness import Likeness
 from millstream.device.native import filler
@@ -46,7 +45,6 @@ from millstream.tree import Unflatten, as_tensors, tree_flatten
 
 MOST_KEPT_BYTES = 256 << 20
 """Of buffers on both sides, from pass to pass: making them takes a millisecond, and a copy of larger batches longer."""
-ECHOES_LEFT = 8  # of ``check=True``: what was sent a moment ago has not come back
 
 
 class DeviceBatch(PendingBatch):
@@ -81,7 +79,6 @@ class DeviceTransfer(Transfer):
         depth: How many batches may be under way.
         threads: How many threads stage a batch at most; ``None`` for as many as help.
         transform: Applied to each batch on the copy stream, in the worker.
-        verifier: Watches over buffers, if the user has asked for it.
     """
 
     def __init__(
@@ -91,7 +88,6 @@ class DeviceTransfer(Transfer):
         *,
         threads: int | None = None,
         transform: Transform | None = None,
-        verifier: Verifier | None = None,
     ) -> None:
         _compile()
         self.context = context
@@ -99,13 +95,13 @@ class DeviceTransfer(Transfer):
         self.stream = context.current_stream()  # the consumer's, when it asked last
         self.copy_stream = context.copy_stream
         self._depth, self._threads = depth, threads
-        self._transform, self._verifier = transform, verifier
+        self._transform = transform
         self._is_capturing, self._current_stream = context.stream_getters()
         self._capture_lock = context.capture_lock
         self._spare_captures = context.spare_captures()
         # Of a batch that nothing else is done to on the copy stream, one event tells both that the staging buffer was
         # read and that the device's was written.
-        self._shares_event = transform is None and verifier is None
+        self._shares_event = transform is None
         self._stopped = threading.Event()
         self._layout = plan_layout(())  # of the batch prepared last; the worker's
         self._chunks = self._whole = cut(self._layout, CHUNK_BYTES)  # the same in chunks, and in one
@@ -116,7 +112,7 @@ class DeviceTransfer(Transfer):
     def _open(self) -> None:
         # One more than can be under way: the copy of the batch that was handed out last may still be going on.
         self._pinned = StagingPool(self.context, self._depth + 1, self._threads)
-        self.pool = BufferPool(self.context, max(self._depth, 2) + (self._verifier is not None), self.stream)
+        self.pool = BufferPool(self.context, max(self._depth, 2), self.stream)
 
     @property
     def num_kept(self) -> int:  # type: ignore[override]
@@ -149,7 +145,7 @@ class DeviceTransfer(Transfer):
 
     def end_pass(self) -> None:
         """Keep buffers, and what was prepared for them, if they are not large."""
-        if self.pool.num_bytes + self._pinned.num_bytes > MOST_KEPT_BYTES or self._verifier is not None:
+        if self.pool.num_bytes + self._pinned.num_bytes > MOST_KEPT_BYTES:
             self._release()
             self._open()
         self._pinned.end_pass()
@@ -233,13 +229,11 @@ class DeviceTransfer(Transfer):
         if torch.is_inference_mode_enabled():  # the loop may have it on, or the source may have left it on
             with torch.inference_mode(False):
                 return self.send(pending, measured=measured)
-        taken = self._take(pending.layout)
+        taken = self.pool.take(pending.layout if self._transform is None else None)
         if taken is None:
             self.finish(pending)
             return None
         pending.buffer, pending.whole = taken
-        if self._verifier is not None:
-            self._verifier.verify(self._stopped, leave=ECHOES_LEFT)
         is_cut = bool(pending.chunks)
         try:
             if not self._start(pending, measured=measured):
@@ -252,14 +246,6 @@ class DeviceTransfer(Transfer):
             pending.pinned.left = True  # later batches take other buffers, however many each of them takes
         pending.leaves = []
         return True
-
-    def _take(self, layout: Layout) -> tuple[Buffer, list[Tensor] | None] | None:
-        if self._verifier is None:
-            return self.pool.take(layout if self._transform is None else None)
-        while (taken := self.pool.take()) is not None:
-            if (checked := self._verifier.rotate(taken[0])) is not None:
-                return checked, None
-        return None
 
     def _stage_whole(self, pending: DeviceBatch) -> bool:
         """Stage all of a batch at once, also what was sent before: the consumer may take its time to start it."""
@@ -274,11 +260,6 @@ class DeviceTransfer(Transfer):
         if not (pending.chunks or pending.staged_ns):
             pending.staged_ns = time.perf_counter_ns()
 
-    def end_sending(self) -> None:
-        """Compare the last of what is to be checked."""
-        if self._verifier is not None:
-            self._verifier.verify(self._stopped, leave=0)
-
     def _start(self, pending: DeviceBatch, *, measured: bool = False) -> bool:
         """Move the batch, chunk by chunk, each staged while the one before it is copied; false when stopped."""
         context, copy_stream, buffer = self.context, self.copy_stream, pending.buffer
@@ -287,7 +268,6 @@ class DeviceTransfer(Transfer):
             self.pool.fit(buffer, pending.layout, copy_stream)
         if self._transform is None:
             self._lend(pending, buffer)  # while helpers still stage
-        checksums: dict[int, int] = {}
         begin: Sequence[Event] = ()
         end: Sequence[Event] = ()
         if measured:
@@ -304,17 +284,12 @@ class DeviceTransfer(Transfer):
             self.finish(pending)
             # Helpers shall not be idle while this chunk is sent.
             goes_on = not is_last and self.stage(pending, wait=False)
-            if self._verifier is not None:
-                self._verifier.add(checksums, pinned)
             self._copy(pending, buffer, pinned, begin, end if is_last else ())
             if is_last:
                 break
             begin = ()
             if not goes_on and not self.stage(pending):
                 return False
-        if self._verifier is not None:
-            with self._capture_lock:
-                self._verifier.follow(pending.layout, buffer, checksums)
         if self._transform is not None:
             # In the order in which an engine takes them, of which the transform may call one.
             with context.graph_lock, self._capture_lock:
@@ -440,8 +415,6 @@ class DeviceTransfer(Transfer):
             self._release()
 
     def _release(self) -> None:
-        if self._verifier is not None:
-            self._verifier.close()
         try:
             self.pool.close()
         finally:

@@ -99,11 +99,6 @@ class MultiDeviceTransfer(Transfer):
         for transfer, part in zip(self._transfers, pending.parts, strict=False):
             transfer.finish(part)
 
-    def end_sending(self) -> None:
-        """Everything was sent."""
-        for transfer in self._transfers:
-            transfer.end_sending()
-
     def ask(self) -> None:
         """About to ask for the next batch."""
         for transfer in self._transfers:
