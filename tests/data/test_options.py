@@ -1,4 +1,4 @@
-"""What a feed can do beyond feeding: resume, shape batches, transform them, serve several devices."""
+"""What a feed can do beyond feeding: resume, shape batches and transform them."""
 
 import copy
 import gc
@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from millstream.data import Feed, feed
-from millstream.data.feeding import Options
+from millstream.data import feed
 from millstream.data.shaping import make_transform
-from millstream.device import Place
 from millstream.errors import ArgumentError, FeedError
-from tests.data.conftest import WAYS, feed_threads, feeding
+from tests.data.conftest import WAYS
 from tests.data.test_feed import Failing, numbers, values
-from tests.device.virtual_device import make_virtual_context
 
 # --- resuming
 
@@ -121,16 +118,6 @@ def test_how_many_rows_are_full_is_asked_of_each_pass(make_feed, option):
     again = make_feed(Loader(), **{option: True})
     again.load_state_dict(fed.state_dict() | {"rows": 8})
     assert [len(batch) for batch in again] == [4] * 8
-
-
-def test_dealt_batches_resume_behind_a_short_last_group():
-    places = (Place("cpu"), Place("cpu"))
-    fed = Feed(Stateful(5), places, Options(2, deal=True))
-    states = [fed.state_dict() for _ in fed]
-    assert [state["source"] for state in states] == [{"at": 2}, {"at": 4}, {"at": 5}]
-    again = Feed(Stateful(5), places, Options(2, deal=True))
-    again.load_state_dict(states[-1])
-    assert list(again) == []
 
 
 @pytest.mark.parametrize(
@@ -353,13 +340,6 @@ def test_what_has_no_rows_is_as_it_is_beside_as_many_rows(make_feed):
     assert [(len(batch["x"]), len(batch["weights"])) for batch in fed] == [(4, 3), (4, 4)]
 
 
-def test_what_has_no_rows_goes_to_all_devices_beside_as_many_rows():
-    fed = feed(weighted(4, 4, 3), ["cpu", "cpu"])
-    for _ in range(2):
-        parts = [[(len(part["x"]), len(part["weights"])) for part in batch] for batch in fed]
-        assert parts == [[(2, 3), (2, 3)], [(2, 3), (2, 3)], [(2, 3), (1, 3)]]
-
-
 def sequences(*lengths):
     rows = [torch.ones(length, 2) for length in lengths]
     return {
@@ -374,25 +354,6 @@ def test_rows_of_sequences_are_sequences(make_feed, kind):
     assert len(list(make_feed(batches, drop_last=True))) == 2
     with pytest.raises(FeedError, match="cannot be padded"):
         list(make_feed(batches, pad_last=True))
-    with pytest.raises(FeedError, match="deal=True"):
-        list(feed(batches, ["cpu", "cpu"]))
-
-
-@pytest.mark.parametrize("num_batches", [3, 4, 5])
-def test_batches_that_are_dealt_are_padded_or_left_out_one_by_one(num_batches):
-    batches = [torch.ones(4)] * (num_batches - 1) + [torch.ones(2)]
-    padded = feed(batches, ["cpu", "cpu"], deal=True, pad_last=True)
-    assert [len(each) for parts in padded for each in parts] == [4] * num_batches
-    assert padded.num_valid == (2 if num_batches % 2 else 6)
-    left = feed(batches, ["cpu", "cpu"], deal=True, drop_last=True)
-    assert [len(each) for parts in left for each in parts] == [4] * (num_batches - 1)
-
-
-def test_batches_of_a_group_come_before_the_error_that_ends_it():
-    fed, got = feed(DataLoader(Failing(3)), ["cpu", "cpu"], deal=True), []
-    with pytest.raises(LookupError):
-        got.extend(part.item() for parts in fed for part in parts)
-    assert got == [0, 1, 2]
 
 
 # --- transforms
@@ -644,73 +605,6 @@ def test_options_that_are_none(options, message):
         feed([], "cpu", **options)
 
 
-# --- several devices
-
-
-@pytest.fixture(params=["cpu", "virtual"])
-def make_many(request, virtual_feed):
-    def make(loader, number, **options):
-        if request.param == "cpu":
-            return Feed(loader, (Place("cpu"),) * number, Options(**options))
-        _, device = virtual_feed([], mood="eager")
-        assert device
-        return Feed(loader, (Place("cuda", 0),) * number, Options(**options))
-
-    return make
-
-
-def test_a_batch_is_split_over_devices_also_an_uneven_one(make_many):
-    data = TensorDataset(torch.arange(11.0), torch.arange(11))
-    fed = make_many(DataLoader(data, batch_size=4), 3)
-    for _ in range(2):
-        got = list(fed)
-        assert [[len(x) for x, _ in parts] for parts in got] == [[2, 1, 1], [2, 1, 1], [1, 1, 1]]
-        assert torch.equal(torch.cat([x for parts in got for x, _ in parts]), torch.arange(11.0))
-        assert torch.equal(torch.cat([y for parts in got for _, y in parts]), torch.arange(11))
-    assert len(fed) == 3
-
-
-def test_what_has_no_rows_goes_to_every_device(make_many):
-    ((a, b),) = make_many([{"x": torch.arange(3), "scale": torch.tensor(2.0), "name": "n"}], 2)
-    assert (a["x"].tolist(), b["x"].tolist()) == ([0, 1], [2])
-    assert (float(a["scale"]), float(b["scale"]), b["name"]) == (2, 2, "n")
-
-
-class Graph:
-    place = "host"
-
-    def to(self, *arguments, **options):
-        self.place = "device"
-        return self
-
-
-@pytest.mark.parametrize("make_many", ["virtual"], indirect=True)
-def test_objects_that_move_in_place_go_to_every_device_and_stay_in_the_source(make_many):
-    graph = Graph()
-    ((a, b),) = make_many([[torch.arange(2), graph]], 2)
-    assert a[1] is not b[1]
-    assert (a[1].place, b[1].place, graph.place) == ("device", "device", "host")
-
-
-def test_whole_batches_are_dealt(make_many):
-    fed = make_many(numbers(5), 2, deal=True)
-    got = [[x.item() for x in parts] for parts in fed]
-    assert got == [[0, 1], [2, 3], [4]]
-    assert len(fed) == 3
-    passing = iter(fed)
-    next(passing)
-    state = fed.state_dict()
-    again = make_many(numbers(5), 2, deal=True)
-    again.load_state_dict(state)
-    assert [[x.item() for x in parts] for parts in again] == [[2, 3], [4]]
-
-
-def test_lists_of_devices():
-    assert repr(feed([1], ["cpu", "cpu"])) == "<Feed of list to cpu, cpu, depth 2>"
-    with pytest.raises(ArgumentError, match="no device"):
-        feed([], [])
-
-
 def test_a_feed_that_casts_can_be_pickled():
     fed = feed([torch.ones(2, 3, 4, 4)], "cpu", cast=torch.float16, channels_last=True)
     (batch,) = pickle.loads(pickle.dumps(fed))
@@ -736,21 +630,3 @@ def test_on_the_cpu_a_slow_transform_is_not_called_staging():
     assert stats.shares["stage"] > 0.3
     assert "transform= or cast=" in stats.verdict
     assert "pinned" not in str(stats)
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_the_context_of_any_of_several_devices_ends_the_pass(monkeypatch, which):
-    contexts = {}
-    for index in range(2):
-        made, device = make_virtual_context("eager", index)
-        made.place, device.context = Place("cuda", index), made
-        contexts[made.place] = made
-    monkeypatch.setattr(feeding, "context", contexts.get)
-    fed = Feed([torch.arange(6)] * 1000, tuple(contexts), Options(2))
-    passing = iter(fed)
-    next(passing)
-    contexts[Place("cuda", which)].close()
-    assert not feed_threads()
-    with pytest.raises(FeedError, match="device context was closed"):
-        next(passing)
-    fed.close()

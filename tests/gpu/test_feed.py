@@ -504,16 +504,6 @@ def test_arrays_packed_sequences_and_jagged_tensors():
         assert got["w"].data_ptr() == got["again"].data_ptr()
 
 
-def test_several_devices():
-    places = [f"cuda:{i % torch.cuda.device_count()}" for i in range(2)]
-    fed = feed([torch.arange(5.0) + i for i in range(20)], places, 2)
-    for i, (a, b) in enumerate(fed):
-        assert [str(a.device), str(b.device)] == places
-        assert a.tolist() + b.tolist() == (torch.arange(5.0) + i).tolist()
-    for place in set(places):
-        context(place).close()
-
-
 ENDINGS = {
     "an open pass": ("", 0),
     "an exit in the loop": ("sys.exit(0)", 0),

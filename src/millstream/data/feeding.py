@@ -20,13 +20,12 @@ from millstream.data.lengths import Lengths, Value
 from millstream.data.pipeline import IN_STEP, Pipeline
 from millstream.data.profiler import Profiler
 from millstream.data.run import Run
-from millstream.data.shaping import Shaper, get_num_valid, make_sharing, make_transform
+from millstream.data.shaping import Shaper, get_num_valid, make_transform
 from millstream.data.source import Position, Source, begins_in_caller, is_stored
 from millstream.data.stats import Stats
 from millstream.data.together import CHOICES, Together
 from millstream.data.transfer.base import HostTransfer, Transfer, Transform
 from millstream.data.transfer.device import DeviceTransfer
-from millstream.data.transfer.multi import MultiDeviceTransfer
 from millstream.data.transfer.refills import RefillWatch
 from millstream.data.worker import Worker
 from millstream.data_parallel.roll_call import RollCall, roll_call_of
@@ -48,7 +47,6 @@ class Options:
     transform: Transform | None = None
     drop_last: bool = False
     pad_last: bool = False
-    deal: bool = False
     threads: int | None = None
     prefetch: bool = True
     uneven: str | None = None
@@ -73,7 +71,7 @@ class Options:
 
 def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     loader: Iterable[Any],
-    device: Device | Sequence[Device],
+    device: Device,
     depth: int = 2,
     *,
     max_bytes: int | None = None,
@@ -85,7 +83,6 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     pad_to: int | Sequence[int] | None = None,
     pad_multiple: int | None = None,
     pad_value: Value | Mapping[str, Value] = 0,
-    deal: bool = False,
     threads: int | None = None,
     prefetch: bool = True,
     uneven: str | None = None,
@@ -131,8 +128,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
 
     Args:
         loader: Yields batches.
-        device: Where they go. With several devices, each batch is split along its first dimension, and a tuple with one
-            part per device arrives.
+        device: Where they go.
         depth: How many batches may be under way, at least 1. That many buffers, but at least 2, are taken on the
             device, the batch in use included, and one more in pinned memory, where large batches pass in chunks.
         max_bytes: How many bytes may be under way in all.
@@ -151,7 +147,6 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
             others where the batch has no ``attention_mask``; elsewhere ``millstream.data.Padded`` arrives.
         pad_multiple: Or pad to multiples of this.
         pad_value: What is padded with. A dict of values by key also pads tensors under these keys, in dimension 1.
-        deal: With several devices: give them whole batches in turn.
         threads: How many threads stage a batch at most; by default as many as there are processors, up to 16.
         prefetch: Whether a thread makes batches ahead. Without, each is made in your thread when you ask for it, which
             is faster where steps take less than some 0.3 ms; one further is pulled if the loader is a sequence, or a
@@ -170,7 +165,6 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         make_transform(cast, channels_last, transform),
         drop_last,
         pad_last,
-        deal,
         threads,
         prefetch,
         uneven,
@@ -181,12 +175,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
             f"The loader is a {type(loader).__name__}, which cannot be iterated; expected a DataLoader, "
             "a list, a generator or the like."
         )
-    if isinstance(device, str) or not isinstance(device, Sequence):
-        return Feed(loader, Place.of(device), options)
-    places = tuple(Place.of(each) for each in device)
-    if not places:
-        raise ArgumentError("There is no device in the list of devices.")
-    return Feed(loader, places, options)
+    return Feed(loader, Place.of(device), options)
 
 
 class Feed:
@@ -198,15 +187,12 @@ class Feed:
 
     Attributes:
         loader: Where batches come from.
-        place: Where they go; the first of several.
-        places: Where the parts of a batch go, if a list of devices was given; else ``None``.
+        place: Where they go.
         depth: How many may be under way.
     """
 
-    def __init__(self, loader: Iterable[Any], place: Place | tuple[Place, ...], options: Options) -> None:
-        self.loader = loader
-        self.places = place if isinstance(place, tuple) else None
-        self.place = place[0] if isinstance(place, tuple) else place
+    def __init__(self, loader: Iterable[Any], place: Place, options: Options) -> None:
+        self.loader, self.place = loader, place
         self.depth = options.depth
         self._options = options
         self._closed = False
@@ -270,8 +256,7 @@ class Feed:
         if not engine.is_usable:
             engine.set_transfer(self._make_transfer())
         assert engine.transfer is not None
-        for place in self.places or (self.place,):
-            context(place).attach(engine)
+        context(self.place).attach(engine)
         options, profiler = self._options, self._find_profiler()
         worker = engine.find_worker() if options.prefetch else None
         is_on_cpu = self.place.kind == "cpu"
@@ -286,7 +271,6 @@ class Feed:
             self._draws.begin_pass(may_draw=not is_list),
             self._refills.begin_pass() if is_on_cpu and not is_list else None,
             partial(self._shaper.shape, self._position) if self._shaper.is_needed else None,
-            self._deals,
             in_step=look_ahead == 0,
         )
         in_step, num_buffers = 0 if is_list else IN_STEP, engine.transfer.num_buffers
@@ -297,32 +281,16 @@ class Feed:
             Pipeline(self.depth, options.max_bytes, look_ahead, in_step, num_buffers),
             worker=worker,
             profiler=profiler,
-            parts=len(self.places or (None,)),
         )
         run.begin(in_caller=is_list or begins_in_caller(self.loader))
         return run
 
-    @property
-    def _deals(self) -> int:
-        return len(self.places) if self.places is not None and self._options.deal else 0
-
     def _make_transfer(self) -> Transfer:
-        if self.places is None:
-            return self._make_one_transfer(self.place)
-        transfers = [self._make_one_transfer(place) for place in self.places]
-        return MultiDeviceTransfer(transfers, list if self._options.deal else make_sharing(len(self.places)))
-
-    def _make_one_transfer(self, place: Place) -> Transfer:
         options = self._options
-        if place.kind == "cpu":
+        if self.place.kind == "cpu":
             return HostTransfer(options.transform)
-        device = context(place)
-        return DeviceTransfer(
-            device,
-            self.depth,
-            threads=options.threads,
-            transform=options.transform,
-        )
+        device = context(self.place)
+        return DeviceTransfer(device, self.depth, threads=options.threads, transform=options.transform)
 
     def _find_profiler(self) -> Profiler:
         device = None if self.place.kind == "cpu" else context(self.place)
@@ -387,8 +355,7 @@ class Feed:
 
     def __len__(self) -> int:
         """Number of batches of a whole pass, if the loader knows it; with ``drop_last`` there may be one less."""
-        length = len(cast("Sized", self.loader))
-        return -(-length // self._deals) if self._deals else length
+        return len(cast("Sized", self.loader))
 
     def __enter__(self) -> Feed:
         return self
@@ -409,20 +376,18 @@ class Feed:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, also in another process, is a feed of its own; it begins where this one's next pass would."""
-        arguments = self.loader, self.places or self.place, self._options
-        return Feed, arguments, {"_position": copy.copy(self._position)}
+        return Feed, (self.loader, self.place, self._options), {"_position": copy.copy(self._position)}
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
-        places = ", ".join(map(str, self.places or [self.place]))
-        return f"<Feed of {type(self.loader).__name__} to {places}, depth {self.depth}{state}>"
+        return f"<Feed of {type(self.loader).__name__} to {self.place}, depth {self.depth}{state}>"
 
 
 def num_valid(batch: Any) -> int | None:
     """Rows of a delivered batch that are data and not padding; ``None`` unless ``pad_last`` or ``drop_last`` was given.
 
     Args:
-        batch: As a feed has delivered it, also one that was kept; of one that was dealt, a part.
+        batch: As a feed has delivered it, also one that was kept.
     """
     return get_num_valid(batch)
 

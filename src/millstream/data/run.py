@@ -71,7 +71,6 @@ class Run:
         pipeline: Says what to do next.
         worker: The thread that does it; ``None`` for the consumer's.
         profiler: Measures from outside how long it takes.
-        parts: How many parts a batch has, one per device.
     """
 
     def __init__(
@@ -82,10 +81,9 @@ class Run:
         *,
         worker: Worker | None,
         profiler: Profiler,
-        parts: int = 1,
     ) -> None:
         self._source, self._transfer, self._pipeline = source, transfer, pipeline
-        self._worker, self._profiler, self._parts = worker, profiler, parts
+        self._worker, self._profiler = worker, profiler
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # ``None``: no more will come
         self._begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -335,7 +333,7 @@ class Run:
             except StopIteration as error:
                 raise never_the_end(error) from error
             if item.info.num_valid is not None:
-                set_num_valid(item.batch, item.info.num_valid, self._parts)
+                set_num_valid(item.batch, item.info.num_valid)
             profiler.num_batches += 1
             if item.times is not None:
                 profiler.get(item.times, transfer.mark)

@@ -1,10 +1,9 @@
-"""What is done to whole batches: lengths padded, short ones padded or left out, dtypes cast, split for devices."""
+"""What is done to whole batches: lengths padded, short ones padded or left out, dtypes cast."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -95,58 +94,17 @@ def pad_rows(batch: Any, rows: int, full: int, rowed: Sequence[bool] | None = No
 def _pad(leaf: Any, rows: int, full: int, is_rowed: bool) -> Any:
     if type(leaf) in (list, tuple):
         return leaf + leaf[-1:] * (full - rows) if is_rowed and rows else leaf
-    tensor = _see_rows(leaf, "padded", "pad it in the source")
-    if tensor is None or len(tensor) != rows or not rows or not is_rowed:
+    if _is_of_sequences(leaf) or (isinstance(leaf, Tensor) and leaf.layout is not torch.strided):
+        kind = type(leaf).__name__ if _is_of_sequences(leaf) else f"tensor of the layout {leaf.layout}"
+        raise FeedError(f"A {kind} cannot be padded; pad it in the source.")
+    tensor = as_tensor(leaf)
+    if not isinstance(tensor, Tensor) or not tensor.dim() or len(tensor) != rows or not rows or not is_rowed:
         return leaf
     return torch.cat([tensor, tensor[-1:].expand(full - rows, *tensor.shape[1:])])
 
 
 def _fit(rowed: Sequence[bool] | None, leaves: Sequence[Any]) -> Sequence[bool]:
     return rowed if rowed is not None and len(rowed) == len(leaves) else [True] * len(leaves)
-
-
-def make_sharing(parts: int) -> Callable[[Any], list[Any]]:
-    """Return what cuts one batch after another, see ``share_rows``; the first one says what has rows."""
-    rowed: Sequence[bool] | None = None
-
-    def share(batch: Any) -> list[Any]:
-        nonlocal rowed
-        if rowed is None and (rows := count_rows(batch)) is not None:
-            rowed = have_rows(batch, rows)
-        return share_rows(batch, parts, rowed)
-
-    return share
-
-
-def share_rows(batch: Any, parts: int, rowed: Sequence[bool] | None = None) -> list[Any]:
-    """Cut a batch into parts of (nearly) equally many rows, the longer ones first; what has no such rows goes to all.
-
-    With fewer rows than parts, the last parts have none. ``rowed`` as for ``pad_rows``.
-
-    Raises:
-        FeedError: There are packed sequences or jagged tensors.
-    """
-    rows = count_rows(batch)
-    pieces: list[list[Any]] = []
-    leaves, unflatten = _split_like(batch, rows, rowed)
-    for leaf, is_rowed in zip(leaves, _fit(rowed, leaves), strict=True):
-        pieces.append(_cut(leaf, parts) if is_rowed and _length(leaf) == rows else [leaf] * parts)
-    return [unflatten([piece[i] for piece in pieces]) for i in range(parts)]
-
-
-def _length(leaf: Any) -> int | None:
-    if type(leaf) in (list, tuple):
-        return len(leaf)
-    tensor = _see_rows(leaf, "divided among devices", "let deal=True give each device a whole batch")
-    return None if tensor is None else len(tensor)
-
-
-def _cut(leaf: Any, parts: int) -> list[Any]:
-    if type(leaf) not in (list, tuple):
-        return list(torch.tensor_split(as_tensor(leaf), parts))
-    least, longer = divmod(len(leaf), parts)
-    starts = [i * least + min(i, longer) for i in range(parts + 1)]
-    return [leaf[start:end] for start, end in pairwise(starts)]
 
 
 def _split_like(batch: Any, rows: int | None, rowed: Sequence[bool] | None) -> tuple[list[Any], Unflatten]:
@@ -184,34 +142,16 @@ def _is_of_sequences(leaf: Any) -> bool:
     return isinstance(leaf, PackedSequence) or (isinstance(leaf, Tensor) and leaf.is_nested)
 
 
-def _see_rows(leaf: Any, what: str, instead: str) -> Tensor | None:
-    """A leaf as a tensor that has rows; ``None`` if it has none."""
-    if _is_of_sequences(leaf) or (isinstance(leaf, Tensor) and leaf.layout is not torch.strided):
-        kind = type(leaf).__name__ if _is_of_sequences(leaf) else f"tensor of the layout {leaf.layout}"
-        raise FeedError(f"A {kind} cannot be {what}; {instead}.")
-    tensor = as_tensor(leaf)
-    return tensor if isinstance(tensor, Tensor) and tensor.dim() else None
-
-
 # --- how many rows are data ------------------------------------------------------------------------------------------
 
 _NUM_VALID = "_num_valid"
 
 
-def set_num_valid(batch: Any, num_valid: int, parts: int) -> None:
-    """Note in a delivered batch how many of its rows are data; of several parts, the first ones have them.
-
-    Args:
-        batch: With more than one part, a sequence of them.
-        num_valid: How many.
-        parts: How many parts it has.
-    """
-    for part in batch if parts > 1 else (batch,):
-        rows = count_rows(part) or 0
-        valid, num_valid = min(rows, num_valid), num_valid - min(rows, num_valid)
-        for leaf in tree_flatten(part)[0]:
-            if isinstance(leaf, Tensor):
-                setattr(leaf, _NUM_VALID, valid)
+def set_num_valid(batch: Any, num_valid: int) -> None:
+    """Note in the tensors of a delivered batch how many of its rows are data."""
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, Tensor):
+            setattr(leaf, _NUM_VALID, num_valid)
 
 
 def get_num_valid(batch: Any) -> int | None:

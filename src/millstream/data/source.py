@@ -17,7 +17,7 @@ generators from which its sampler drew are put back to where they were.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -191,7 +191,6 @@ class Source:
         draws: Notices that it draws random numbers.
         refills: Notices that it refills its buffers, where batches are not copied anyway.
         shape: What is done to each batch, if anything is.
-        parts: How many batches it gives at a time, as a list; 0 for one by one.
         in_step: Whether it is asked only when the loop waits, in any case.
 
     Attributes:
@@ -208,16 +207,14 @@ class Source:
         draws: DrawWatch,
         refills: RefillWatch | None = None,
         shape: Shape | None = None,
-        parts: int = 0,
         *,
         in_step: bool = False,
     ) -> None:
-        self._loader, self._position, self._parts = loader, position, parts
+        self._loader, self._position = loader, position
         self._draws, self._refills, self._shape, self._in_step = draws, refills, shape, in_step
         self._skip, self._state, self._stood = position.begin()
         self._count = position.position
         self._iterator: Iterator[Any] | None = None  # what ``iter`` gave; ``None`` before ``begin`` and after ``close``
-        self._single: Any = None  # the same, one by one
         self.take: Callable[[], Any] = _no_state
         self.is_own_iterator = False
         self.num_pulled = 0
@@ -250,9 +247,7 @@ class Source:
                     position.begin_at(take_state(stateful))
         if self.is_own_iterator:
             position.forget_loaded()
-        self._single = self._iterator = iterator
-        if self._parts:
-            self._iterator = deal(iterator, self._parts, self.take, keep=_as_it_is if is_stored(loader) else copy_batch)
+        self._iterator = iterator
 
     def pull(self, *, waited: bool) -> tuple[Any, BatchInfo]:
         """The next batch to deliver, and what travels with it.
@@ -270,30 +265,16 @@ class Source:
                 batch = self._pull_watched(self._iterator, waited=waited)
             else:
                 batch = next(self._iterator)  # nearly always
-            if self._shape is None and not self._parts:
-                self._count += 1
-                info = BatchInfo(self._count, self.take())
-            elif (shaped := self._shape_all(batch)) is not None:
-                batch, info = shaped
-            else:
-                continue
+            self._count += 1
+            info = BatchInfo(self._count, self.take())
+            if self._shape is not None:
+                batch, info.num_valid = self._shape(batch)
+                if batch is LEFT_OUT:
+                    continue
             if self._refills is not None and self._refills.is_watching:
                 batch = self._keep_apart(batch, self._refills)
             self.num_pulled += 1
             return batch, info
-
-    def _shape_all(self, batch: Any) -> tuple[Any, BatchInfo] | None:
-        """What is to be delivered of a batch, or of several; ``None`` if nothing is."""
-        batches, state = batch if self._parts else ([batch], None)
-        self._count += len(batches)
-        found = [(each, None) if self._shape is None else self._shape(each) for each in batches]
-        shaped, valid = [each for each, _ in found if each is not LEFT_OUT], [rows for _, rows in found]
-        if not shaped:
-            return None
-        num_valid = None if None in valid else sum(rows or 0 for rows in valid)
-        if self._parts:
-            return shaped, BatchInfo(self._count, state, num_valid)
-        return shaped[0], BatchInfo(self._count, self.take(), num_valid)
 
     def _pull_watched(self, iterator: Iterator[Any], *, waited: bool) -> Any:
         """Pull, and see which generators that moves; the first time, after what had been delivered was dropped."""
@@ -301,7 +282,7 @@ class Source:
         begun, self._begun = self._begun, None
         try:
             for _ in range(self._skip if begun is not None else 0):
-                next(self._single)
+                next(iterator)
             # What was drawn to skip batches is undone: the loop has its own generators, or has restored them.
             is_resumed = self._now is not None
             self._restore_now()
@@ -334,44 +315,9 @@ class Source:
 
     def close(self) -> None:
         """Forget the iterator: a DataLoader ends its worker processes when it dies."""
-        self._iterator = self._single = None
+        self._iterator = None
         self.take = _no_state
 
 
 def _no_state() -> None:
     return None
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def deal(
-    batches: Iterable[Any], parts: int, take_state: Callable[[], Any], keep: Callable[[Any], Any] = _as_it_is
-) -> Iterator[tuple[list[Any], Any]]:
-    """Take ``parts`` batches at a time, the last time perhaps fewer, and the source's state after them.
-
-    That of a source that has ended would be where it begins anew.
-
-    Args:
-        batches: The source.
-        parts: How many.
-        take_state: Takes its state.
-        keep: Makes of a batch what the next pull cannot overwrite.
-    """
-    group: list[Any] = []
-    state = None
-    try:
-        for batch in batches:
-            group.append(keep(batch) if len(group) < parts - 1 else batch)
-            del batch
-            state = take_state()
-            if len(group) == parts:
-                yield group, state
-                group = []
-    except Exception:
-        if group:
-            yield group, state  # what came before the error
-        raise
-    if group:
-        yield group, state
