@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.data import draw_lanes, feed
+from millstream.data import feed
 from millstream.data.profiler import INTERVAL_NS, NUM_FIRST, BatchTimes, Profiler, StreamMarker
-from millstream.data.stats import CAUSES, LANES
+from millstream.data.stats import CAUSES
 from tests.device.virtual_device import make_virtual_context
 
 MS = 1_000_000
@@ -246,11 +246,6 @@ def test_on_a_device(virtual_feed):
     assert sum(stats.shares.values()) == pytest.approx(1)
     assert stats.to_dict()["verdict"] == stats.verdict
     assert str(stats).splitlines()[-1] == stats.verdict
-    timeline = fed.timeline()
-    assert {span.stream for span in timeline.spans} == set(range(len(LANES)))
-    picture = draw_lanes(timeline, 60).splitlines()
-    assert [line.split("|")[0].strip() for line in picture[:4]] == list(LANES)
-    assert all(len(line) == 69 for line in picture[:4])
 
 
 @pytest.mark.parametrize("num_kernels", [0, 30])
@@ -352,4 +347,3 @@ def test_nothing_measured_yet():
     assert list(fed) == []
     assert fed.stats().shares == {}
     assert "Too few" in str(fed.stats())
-    assert draw_lanes(fed.timeline()).count("\n") == 4

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from millstream.data.worker import Worker
 from millstream.data_parallel.roll_call import RollCall, roll_call_of
 from millstream.device import Place, context
 from millstream.errors import ArgumentError, FeedError
-
-if TYPE_CHECKING:
-    from millstream.graph import Timeline
 
 Device = str | torch.device | Place
 
@@ -305,10 +302,6 @@ class Feed:
         transfer = self._engine.transfer
         num_kept = transfer.num_kept if transfer is not None else 0
         return self._find_profiler().stats(num_kept=num_kept, in_step=self._draws.name)
-
-    def timeline(self) -> Timeline:
-        """The last measured steps in four lanes: source, staging, copies, steps; ``draw_lanes`` draws it."""
-        return self._find_profiler().timeline()
 
     @property
     def num_valid(self) -> int | None:

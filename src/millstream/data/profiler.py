@@ -27,14 +27,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from millstream.data.stats import NUM_RECENT, Stats, StepTimes, make_timeline, summarize
+from millstream.data.stats import NUM_RECENT, Stats, StepTimes, summarize
 from millstream.device import DeviceContext, Stream
 from millstream.errors import DeviceError
-
-if TYPE_CHECKING:
-    from millstream.graph import Timeline
 
 NUM_FIRST = 16
 """So many steps are all measured, and the first batch of all: they show warm-up and steady state."""
@@ -176,7 +173,7 @@ class Profiler:
             if self._on_host is not None:
                 times, asked, got = self._on_host
                 self._on_host = None
-                self._book(times, asked, got - asked, asked_ns - got, None, "compute")
+                self._book(times, got - asked, asked_ns - got)
             self._asked = asked_ns
             return
         here = mark() if due or self._open is not None else None
@@ -256,16 +253,13 @@ class Profiler:
 
     def _measure(self, step: _Step, end: StreamMarker) -> None:
         wait_ns, run_ns = step.ask.until(step.get), step.get.until(end)
-        begin_ns = step.ask.at_ns + self._lag_at(step.ask)
-        dry = self._lag_at(end) < max(DRY_NS, DRY_SHARE * run_ns)
-        copy, late_ns = None, 0
+        self._lag_at(step.ask)
+        is_dry = self._lag_at(end) < max(DRY_NS, DRY_SHARE * run_ns)
+        copy_ns, late_ns = 0, 0
         if step.times.copy is not None:
             first, last = step.times.copy
-            after_ns = last.until(step.get)
-            over_ns = begin_ns + wait_ns - after_ns
-            copy = over_ns - first.until(last), over_ns
-            late_ns = min(max(after_ns, 0), wait_ns)
-        self._book(step.times, begin_ns, wait_ns, run_ns, copy, "host" if dry else "compute", late_ns)
+            copy_ns, late_ns = first.until(last), min(max(last.until(step.get), 0), wait_ns)
+        self._book(step.times, wait_ns, run_ns, copy_ns, late_ns, is_dry=is_dry)
 
     def _lag_at(self, marker: StreamMarker) -> int:
         """How far the device was behind the host at a marker; markers come in order."""
@@ -280,32 +274,22 @@ class Profiler:
         return lag_ns
 
     def _book(
-        self,
-        times: BatchTimes,
-        begin_ns: int,
-        wait_ns: int,
-        run_ns: int,
-        copy_ns: tuple[int, int] | None,
-        runner: str,
-        late_ns: int = 0,
+        self, times: BatchTimes, wait_ns: int, run_ns: int, copy_ns: int = 0, late_ns: int = 0, *, is_dry: bool = False
     ) -> None:
         """Add a step, charged to its causes. ``late_ns`` of the wait are those after the end of the copy."""
-        copied_ns = 0 if copy_ns is None else copy_ns[1] - copy_ns[0]
-        pull_ns, stage_ns = (times.asked_ns, times.pulled_ns), (times.stage_ns, times.staged_ns)
-        pulled_ns, staged_ns = (end - begin for begin, end in (pull_ns, stage_ns))
-        copy = min(wait_ns - late_ns, copied_ns)
-        stage = min(wait_ns - late_ns - copy, staged_ns)
+        pull_ns, stage_ns = times.pulled_ns - times.asked_ns, times.staged_ns - times.stage_ns
+        copy = min(wait_ns - late_ns, copy_ns)
+        stage = min(wait_ns - late_ns - copy, stage_ns)
         source = wait_ns - late_ns - copy - stage
         if not self._facts.get("has_worker", True):  # this batch stands for the next, which is like it
-            making_next_ns = min(late_ns, staged_ns + pulled_ns)
-            next_stage = min(making_next_ns, staged_ns)
+            making_next_ns = min(late_ns, stage_ns + pull_ns)
+            next_stage = min(making_next_ns, stage_ns)
             stage += next_stage
             source += making_next_ns - next_stage
             late_ns -= making_next_ns
-        compute, host = (run_ns, late_ns) if runner == "compute" else (0, late_ns + run_ns)
+        compute, host = (0, late_ns + run_ns) if is_dry else (run_ns, late_ns)
         causes = source, stage, copy, compute, host
-        step = StepTimes(times.index, begin_ns, wait_ns, run_ns, copy_ns, pull_ns, stage_ns, causes, times.num_bytes)
-        self._steps.append(step)
+        self._steps.append(StepTimes(times.index, wait_ns, run_ns, copy_ns, pull_ns, stage_ns, causes, times.num_bytes))
 
     def _summarize(self) -> Stats:
         return summarize([*self._steps], num_batches=self.num_batches, **self._facts)
@@ -320,11 +304,6 @@ class Profiler:
         self._facts |= facts
         recent = summarize([*self._steps][-NUM_RECENT:], **self._facts)
         return replace(self._summarize(), recent=recent, epochs=tuple(self._epochs))
-
-    def timeline(self) -> Timeline:
-        """The last measured steps as spans."""
-        self.read()
-        return make_timeline([*self._steps][-NUM_RECENT:])
 
     def close(self) -> None:
         """End of a pass: read what the device has finished, forget the rest."""

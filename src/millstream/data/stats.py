@@ -7,13 +7,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from millstream.graph import Span, Timeline
-
 CAUSES = ("source", "stage", "copy", "compute", "host")
-LANES = ("source", "stage", "copy", "step")
 
 NUM_RECENT = 64
-"""Steps that ``Stats.recent`` is about, and that the timeline shows."""
+"""Steps that ``Stats.recent`` is about."""
 
 ONE_OFF_NS, ONE_OFF_FACTOR = 50_000_000, 10
 """A step is one-off (it compiles, captures, saves a checkpoint) if it computes this long, and so many times as long as
@@ -22,27 +19,25 @@ usual. What it says of the others is nothing, so it is counted apart."""
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """One measured step; all in nanoseconds of the host's clock.
+    """One measured step; all in nanoseconds.
 
     Attributes:
         index: Number of its batch in its pass.
-        begin_ns: When the batch was asked for.
-        wait_ns: How long the device waited for it.
+        wait_ns: How long the device waited for the batch.
         run_ns: How long the user's step took after that.
-        copy_ns: When the copy began, and when it and a transform ended; ``None`` without one.
-        pull_ns: When the source was asked and when it had answered.
-        stage_ns: When staging began and ended.
+        copy_ns: How long the copy and a transform took; 0 without one.
+        pull_ns: How long the source took.
+        stage_ns: How long staging took.
         causes: For each of ``CAUSES`` what it had of the step.
         num_bytes: Staged bytes.
     """
 
     index: int
-    begin_ns: int
     wait_ns: int
     run_ns: int
-    copy_ns: tuple[int, int] | None
-    pull_ns: tuple[int, int]
-    stage_ns: tuple[int, int]
+    copy_ns: int
+    pull_ns: int
+    stage_ns: int
     causes: tuple[int, ...]
     num_bytes: int
 
@@ -177,7 +172,7 @@ def summarize(steps: Sequence[StepTimes], **facts: Any) -> Stats:
     steps = [step for step in steps if step.run_ns <= limit_ns]
     sums = [sum(each) for each in zip(*(step.causes for step in steps), strict=True)]
     total = sum(sums)
-    copies = [step.copy_ns[1] - step.copy_ns[0] for step in steps if step.copy_ns is not None]
+    copies = [step.copy_ns for step in steps if step.copy_ns]
     exposed_ns = sums[CAUSES.index("copy")]
     return Stats(
         num_measured=len(steps),
@@ -185,41 +180,12 @@ def summarize(steps: Sequence[StepTimes], **facts: Any) -> Stats:
         shares={cause: spent / total for cause, spent in zip(CAUSES, sums, strict=True)} if total else {},
         copy_s=median(copies) / 1e9 if copies else 0.0,
         hidden=1 - exposed_ns / sum(copies) if sum(copies) else None,
-        source_s=median(step.pull_ns[1] - step.pull_ns[0] for step in steps) / 1e9,
-        stage_s=median(step.stage_ns[1] - step.stage_ns[0] for step in steps) / 1e9,
+        source_s=median(step.pull_ns for step in steps) / 1e9,
+        stage_s=median(step.stage_ns for step in steps) / 1e9,
         one_off_s=one_off_ns / 1e9,
         batch_bytes=sum(step.num_bytes for step in steps) / len(steps),
         **facts,
     )
-
-
-def make_timeline(steps: Sequence[StepTimes]) -> Timeline:
-    """Steps as spans: stream 0 is the source, 1 staging, 2 the copies, 3 the steps."""
-    found: list[tuple[str, int, int, int]] = []  # name, stream, begin, end
-    for step in steps:
-        get_ns = step.begin_ns + step.wait_ns
-        for stream, span in enumerate((step.pull_ns, step.stage_ns, step.copy_ns, (get_ns, get_ns + step.run_ns))):
-            if span is not None:
-                found.append((f"{LANES[stream]} {step.index}", stream, *span))
-    start = min((begin for _, _, begin, _ in found), default=0)
-    found.sort(key=lambda span: (span[2], span[1]))
-    spans = tuple(Span(name, stream, begin - start, end - start) for name, stream, begin, end in found)
-    return Timeline(spans, len(LANES), max((span.end_ns for span in spans), default=0))
-
-
-def draw_lanes(timeline: Timeline, width: int = 100) -> str:
-    """Draw a feed's timeline as text: a line per lane, each batch by the last digit of its number."""
-    lines = []
-    for stream, lane in enumerate(LANES):
-        line = [" "] * width
-        for span in timeline.spans:
-            if span.stream == stream and timeline.end_ns:
-                first = span.start_ns * (width - 1) // timeline.end_ns
-                last = max(first + 1, span.end_ns * (width - 1) // timeline.end_ns)
-                line[first:last] = span.name[-1] * (last - first)
-        lines.append(f"{lane:7}|{''.join(line)}|")
-    lines.append(f"{'':8}0{timeline.end_ns / 1e6:>{width - 4}.2f} ms")
-    return "\n".join(lines)
 
 
 def _percent(share: float) -> str:
