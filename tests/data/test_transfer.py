@@ -521,7 +521,6 @@ def test_a_loop_that_keeps_nothing_allocates_nothing(virtual_feed, depth):
             before = device.num_raw, device.num_pins, len(device.streams)
         addresses.add(batch[0].data_ptr())
         device.read(batch[0], [])
-        assert fed.buffer in range(max(depth, 2))
     assert (device.num_raw, device.num_pins, len(device.streams)) == before
     assert device.num_raw == 3 * max(depth, 2)
     assert len(addresses) == max(depth, 2)

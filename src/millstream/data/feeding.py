@@ -308,15 +308,6 @@ class Feed:
         """Rows of what was delivered last that are data and not padding; only with ``pad_last`` or ``drop_last``."""
         return self._position.num_valid
 
-    @property
-    def buffer(self) -> int | None:
-        """Number of the buffer that the batch delivered last lies in; ``None`` where it lies in none.
-
-        The tensors in a buffer keep their addresses for as long as batches look alike and none is kept, so that a graph
-        may be made for each buffer and read its batch in place. It must still compare addresses.
-        """
-        return self._engine.transfer.buffer if self._engine.transfer is not None else None
-
     # --- resuming ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

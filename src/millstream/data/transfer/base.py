@@ -51,12 +51,10 @@ class Transfer:
     """A way to a device; what does nothing here is nothing on the CPU.
 
     Attributes:
-        buffer: Number of the buffer of the batch handed out last, if it lies in one.
         num_kept: Pieces of memory that the user has kept in this pass.
         num_buffers: How many batches can be sent before the user drops one.
     """
 
-    buffer: int | None = None
     num_kept = 0
     num_buffers: float = math.inf
 

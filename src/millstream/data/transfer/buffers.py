@@ -50,8 +50,6 @@ class Buffer:
     """Memory on the device for one batch at a time.
 
     Attributes:
-        number: Tells it from the others; the tensors in a buffer keep their addresses from batch to batch, as long as
-            the batches look alike and are not kept.
         copied: Its own event on the copy stream.
         released: Where on the consumer's stream its last batch was dropped.
         ready: Where its present batch is complete, with all that was done to it: ``copied``, or somebody else's.
@@ -66,7 +64,6 @@ class Buffer:
         lease: Of its present batch.
     """
 
-    number: int
     copied: Event
     released: Event
     ready: Event = field(init=False)
@@ -168,7 +165,7 @@ class BufferPool:
         self._context = context
         self._is_capturing, _ = context.stream_getters()
         self.stream = stream  # for which memory is allocated
-        self.buffers = [Buffer(i, context.acquire_event(), context.acquire_event()) for i in range(num_buffers)]
+        self.buffers = [Buffer(context.acquire_event(), context.acquire_event()) for _ in range(num_buffers)]
         self._free = deque(self.buffers)
         self._lent: deque[BatchLease] = deque()  # handed out and perhaps still held; the consumer's
         self._late: deque[Callable[[], None]] = deque()  # drops that met a capture

@@ -401,10 +401,8 @@ class DeviceTransfer(Transfer):
             batch = pending.unflatten(pending.whole)
         else:
             batch = outputs.complete(self, pending, stream)
-        lease = pending.lease
-        if lease is not None:
-            self.pool.hand_out(lease, stream)
-            self.buffer = lease.buffer.number if lease.held else None
+        if pending.lease is not None:
+            self.pool.hand_out(pending.lease, stream)
         return batch
 
     # --- the end -----------------------------------------------------------------------------------------------------
