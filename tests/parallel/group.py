@@ -3,6 +3,7 @@
 As a program, ``python -m tests.parallel.group rank size store backend``, it is one of them.
 """
 
+import faulthandler
 import importlib
 import json
 import os
@@ -119,10 +120,12 @@ def main(rank, size, store, backend):
     dist.init_process_group(backend, rank=rank, world_size=size, init_method=f"file://{store}", timeout=TIMEOUT)
     for line in sys.stdin:
         module, name, *args = json.loads(line)
+        faulthandler.dump_traceback_later(0.8 * TIMEOUT.total_seconds())  # tells where a process hangs
         try:
             answer = {"result": getattr(importlib.import_module(module), name)(rank, *args)}
         except BaseException:  # noqa: BLE001  the test shows it
             answer = {"error": traceback.format_exc()}
+        faulthandler.cancel_dump_traceback_later()
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
