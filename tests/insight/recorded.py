@@ -5,14 +5,26 @@ import json
 from dataclasses import fields, replace
 from itertools import count
 
-from millstream.insight import Activity, ActivityKind, Cause, Launch, Loader, Recording, Sample, Site, Span, Step
+from millstream.insight import (
+    Activity,
+    ActivityKind,
+    Asleep,
+    Cause,
+    Launch,
+    Loader,
+    Recording,
+    Sample,
+    Site,
+    Span,
+    Step,
+)
 
 LISTS = {"steps": Step, "spans": Span, "samples": Sample, "activities": Activity, "launches": Launch, "loaders": Loader}
 FACTS = (
     *("script", "device", "is_synchronous", "start_ns", "end_ns", "thread", "num_cores", "switch_ns"),
     "library_roots",
 )
-ENUMS = {"cause": Cause, "kind": ActivityKind}
+ENUMS = {"cause": Cause, "kind": ActivityKind, "asleep": lambda each: each and Asleep(each)}
 
 
 def cut(recording, num_steps):
@@ -88,8 +100,8 @@ def read(path):
     lists = {}
     for name, kind in LISTS.items():
         names = [field.name for field in fields(kind)]
-        lists[name] = tuple(
-            kind(**{each: decoded(each, value) for each, value in zip(names, row, strict=True)}) for row in whole[name]
+        lists[name] = tuple(  # files of before have no columns for what was added since
+            kind(**{each: decoded(each, value) for each, value in zip(names, row, strict=False)}) for row in whole[name]
         )
     facts = {name: whole[name] for name in FACTS} | {"library_roots": tuple(whole["library_roots"])}
     return Recording(**facts, **lists)

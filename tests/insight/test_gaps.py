@@ -2,14 +2,21 @@
 
 import itertools
 import os
+import random
+from collections import Counter
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from millstream.insight import Cause
+from millstream.insight import Asleep, Cause, Severity, analyse
 from millstream.insight.gaps import attribute, find_gaps
 from millstream.insight.host import doings, host_pieces
 from millstream.insight.intervals import complement, flatten, intersect, total, union
-from tests.insight.virtual import THREAD, is_busy, part_at, recordings, span_at
+from millstream.insight.records import State
+from millstream.report.idle import to_text
+from tests.insight.virtual import THREAD, is_busy, looked_at, part_at, recordings, short_loops, span_at
 
 EXAMPLES = int(os.environ.get("MILLSTREAM_FUZZ", "200"))
 DEVICE_CAUSES = {Cause.GRAPH_TAIL, Cause.STREAM_WAIT, Cause.DEVICE_GAP, Cause.UNKNOWN}
@@ -79,3 +86,31 @@ def test_intervals_are_those_of_sets(recording):
     assert rest == set(range(5, 200)) - sets[0]
     gaps = find_gaps(recording.activities, 5, 200)
     assert [(gap.start_ns, gap.end_ns) for gap in gaps] == complement(one, 5, 200)
+
+
+@settings(max_examples=max(EXAMPLES // 10, 20))
+@given(short_loops(), st.integers(0, 1 << 30), st.booleans())
+def test_waits_shorter_than_the_time_between_looks_have_their_share_and_their_lines(loop, seed, spins):
+    recording, truth = looked_at(loop, random.Random(seed), num_looks=400, mean_us=4000, spins=spins)
+    whole, spent, true = recording.end_ns, Counter(), Counter()
+    for each in doings(recording):
+        length, is_asleep = each.end_ns - each.start_ns, each.state is State.WAITING
+        spent.update({each.state: length, (is_asleep, each.stack[-1].line): length})
+    for (state, number), length in truth.items():
+        true.update({state: length, (state is State.WAITING, number): length})
+    is_noise = any(true[state] < 0.15 * whole for state, _ in truth)  # less than a tenth of a look is
+    for state in State:
+        assert spent[state] == pytest.approx(true[state], abs=(0.1 * is_noise + 0.02) * whole)
+    for key in true.keys() - set(State):
+        assert spent[key] == pytest.approx(true[key], abs=0.17 * whole)
+
+
+def test_sleep_between_short_steps_is_no_computing_though_other_threads_spin():
+    loop = [(State.WAITING, 1000, 14), (State.COMPUTE, 500, 7)]
+    recording, _ = looked_at(loop, random.Random(0), num_looks=400, mean_us=4000, spins=True)
+    found = analyse(recording)
+    assert (found.severity, found.leading.cause, found.leading.site.line) == (Severity.HIGH, Cause.WAITING, 14)
+    assert found.idle_share == pytest.approx(2 / 3, abs=0.01)
+    untold = replace(recording, samples=tuple(replace(each, asleep=Asleep.LOCK) for each in recording.samples))
+    assert analyse(untold).severity is Severity.NOT_SURE
+    assert "a lock" in to_text(analyse(untold)).splitlines()[1]

@@ -1,11 +1,13 @@
 """A virtual device and host with known causes, and an oracle that looks at every nanosecond."""
 
+import bisect
 import itertools
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from millstream.insight import Activity, Cause, Launch, Recording, Sample, Site, Span, Step, StreamWait
+from millstream.insight import Activity, Asleep, Cause, Launch, Recording, Sample, Site, Span, Step, StreamWait
+from millstream.insight.records import State
 
 THREAD = 7
 USER = "/home/user/train.py"
@@ -41,6 +43,8 @@ def recordings(draw, end=240):
             draw(st.sampled_from((None, True, False))),
             draw(st.integers(0, 2 * (over - start))),
             ((draw(st.integers(0, over - start)), line(900)),) if draw(st.booleans()) else (),
+            draw(st.none() | st.integers(0, over - start)),
+            draw(st.sampled_from((None, *Asleep))),
         )
         for number, (start, over) in enumerate(itertools.pairwise(looks))
     ]
@@ -177,3 +181,52 @@ def serial_recording(host, kernels, *, steps, **facts):
         library_roots=(LIBRARY,),
         **facts,
     )
+
+
+@st.composite
+def short_loops(draw):
+    """A loop of a few pieces, each shorter than the time between two looks: state, length in µs, line."""
+    kinds = st.sampled_from((State.COMPUTE, State.WAITING, State.DESCHEDULED))
+    lengths = st.integers(40, 2000)
+    pieces = draw(st.lists(st.tuples(kinds, lengths), min_size=1, max_size=6))
+    return [(state, length, 10 + number) for number, (state, length) in enumerate(pieces)]
+
+
+def looked_at(loop, dice, *, num_looks, mean_us, spins):
+    """A thread that goes through a loop on the CPU, and is looked at now and then.
+
+    Args:
+        loop: Pieces as ``short_loops`` gives them.
+        dice: When.
+        num_looks: How often.
+        mean_us: Time between two looks, on average.
+        spins: Another thread of the process, which is not Python's, runs all the time.
+
+    Returns:
+        The recording, and by state and line the nanoseconds of it, which an oracle has counted piece by piece.
+    """
+    length = sum(each[1] for each in loop)
+    edges = [0, *itertools.accumulate(each[1] for each in loop)]
+
+    def spent(until):
+        """By piece: microseconds of it since the begin."""
+        rounds, rest = divmod(until, length)
+        return [rounds * each[1] + min(max(rest - start, 0), each[1]) for start, each in zip(edges, loop, strict=False)]
+
+    samples, latest = [], 0
+    for _ in range(num_looks):
+        now = latest + dice.randint(mean_us // 2, mean_us * 3 // 2)
+        state, _, number = loop[bisect.bisect_right(edges, now % length) - 1]
+        took = [b - a for a, b in zip(spent(latest), spent(now), strict=True)]
+        ran, ready = (
+            1000 * sum(part for part, each in zip(took, loop, strict=True) if each[0] is kind)
+            for kind in (State.COMPUTE, State.DESCHEDULED)
+        )
+        stack = (Site("/x/torch/nn/linear.py", 1, "forward"), *line(number)) if state is State.COMPUTE else line(number)
+        process = ran + 1000 * (now - latest) * spins
+        asleep = Asleep.CALL if state is State.WAITING else Asleep.AWAKE
+        samples.append(Sample(THREAD, 1000 * latest, 1000 * now, stack, ran, 0, None, process, (), ready, asleep))
+        latest = now
+    truth = {(each[0], each[2]): 1000 * part for each, part in zip(loop, spent(latest), strict=True)}
+    steps = tuple(Step(1000 * at, 1000 * (at + length)) for at in range(0, latest - length, length))
+    return Recording(end_ns=1000 * latest, thread=THREAD, steps=steps, samples=tuple(samples)), truth

@@ -5,6 +5,7 @@ from millstream.insight.findings import Findings, Row, Severity, analyse
 from millstream.insight.records import (
     Activity,
     ActivityKind,
+    Asleep,
     Launch,
     Loader,
     Note,
@@ -20,6 +21,7 @@ __all__ = [
     "SAMPLED",
     "Activity",
     "ActivityKind",
+    "Asleep",
     "Cause",
     "Findings",
     "Launch",

@@ -132,7 +132,7 @@ def _slice_gap(gap: Gap, pieces: Sequence[tuple[int, int, Span]], first: int, co
     if launch is None:
         return
     for start, end, span in overlay(pieces, host_end, launch_end, first):
-        is_plain = span is None or span.cause in (Cause.PYTHON, Cause.WAITING, Cause.LAUNCH)
+        is_plain = span is None or span.cause in (Cause.PYTHON, Cause.WAITING, Cause.LAUNCH, Cause.UNKNOWN)
         if span is None or is_plain:
             yield Slice(start, end, Cause.LAUNCH, launch.stack or (span.stack if span is not None else ()))
         else:

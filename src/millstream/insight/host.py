@@ -1,9 +1,14 @@
 """What the training thread was doing at any time: spans where a hook saw it, samples elsewhere.
 
-A sample speaks for the time since the look before. Of that time the thread ran ``cpu_ns``, and was kept waiting for the
-rest. Whether it ran Python or an operator is told from what Python does anyway: an operator gives the interpreter
-away, so that the sampler gets it at once; Python code has to be interrupted, which takes ``switch_ns`` and leaves the
-thread between two instructions.
+A sample speaks for the time since the look before. Of that time the thread ran ``cpu_ns``, was ready for ``ready_ns``,
+and slept for the rest: how much of each is exact, however short the waits are. At what line it ran or slept, and for
+what, is known at the moment of the look only: where steps are shorter than the time between two looks, a thread that is
+seen asleep has run elsewhere, and one that is seen awake has slept elsewhere. So what a look does not show is charged
+to the nearest look that does, and over many looks each line gets its share.
+
+Whether a thread ran Python or an operator is told from what Python does anyway: an operator gives the interpreter away,
+so that the sampler gets it at once; Python code has to be interrupted, which takes ``switch_ns`` and leaves the thread
+between two instructions.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from millstream.insight.causes import Cause
 from millstream.insight.intervals import Interval, complement, flatten, total, union
-from millstream.insight.records import Activity, Recording, Sample, Span, Stack, State
+from millstream.insight.records import Activity, Asleep, Recording, Sample, Span, Stack, State
 
 _LATE = 0.8  # of the switch interval: the sampler had to have the interpreter taken away from somebody
 _RUNS = 0.5  # of a time: whoever ran so much of it was running
@@ -42,7 +47,10 @@ _CAUSE_OF = {
     State.GIL: Cause.GIL,
     State.DESCHEDULED: Cause.DESCHEDULED,
     State.IO: Cause.IO,
+    State.UNKNOWN: Cause.UNKNOWN,
 }
+_UNSEEN = "no look saw what it waited for"
+_UNTOLD = "it waited for a lock while threads of operators ran: that may be one's own lock, or theirs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +73,131 @@ class Doing:
 
 
 def split_sample(sample: Sample, free: Sequence[Interval], recording: Recording) -> Iterator[Doing]:
-    """Say what a thread did in the time that one sample speaks for.
+    """Say what a thread did in the time that one sample speaks for, where nothing tells whether it slept at the look.
 
     Args:
         sample: The look.
         free: The parts of the time since the look before in which no hook saw the thread; they are covered exactly.
         recording: Which it is of.
     """
-    length, switch_ns = total(free), recording.switch_ns
-    running = _running_state(sample, switch_ns)
-    ran_ns = length if sample.cpu_ns is None else min(max(sample.cpu_ns, 0), length)
-    if length - ran_ns < _WORTH * length:
-        ran_ns = length
+    length = total(free)
+    running = _running_state(sample, recording.switch_ns)
+    ran_ns = _ran_ns(sample, length)
     kept, detail = _kept_state(sample, length - ran_ns, running, recording) if ran_ns < length else (running, "")
+    return _lay_out(free, [(ran_ns, running, sample.stack, ""), (length - ran_ns, kept, sample.stack, detail)])
+
+
+Part = tuple[int, State, Stack, str]
+"""Nanoseconds, and what a thread did in them."""
+
+
+def _lay_out(free: Sequence[Interval], parts: Iterable[Part]) -> Iterator[Doing]:
+    """Put parts one after another into intervals, which they cover exactly."""
+    pending = [part for part in parts if part[0]]
     for start, end in free:
-        until = start + min(ran_ns, end - start)
-        ran_ns -= until - start
-        if start < until:
-            yield Doing(start, until, running, sample.stack)
-        if until < end:
-            yield Doing(until, end, kept, sample.stack, detail)
+        while start < end:
+            left, state, stack, detail = pending[0]
+            until = min(start + left, end)
+            yield Doing(start, until, state, stack, detail)
+            if until - start == left:
+                pending.pop(0)
+            else:
+                pending[0] = left - (until - start), state, stack, detail
+            start = until
+
+
+def _ran_ns(sample: Sample, length: int) -> int:
+    ran_ns = length if sample.cpu_ns is None else min(max(sample.cpu_ns, 0), length)
+    return length if length - ran_ns < _WORTH * length else ran_ns
+
+
+class _Evidence:
+    """The looks that saw a thread awake, and those that saw it asleep: the nearest one tells what another does not.
+
+    Who waits for the interpreter while no other thread of Python's runs waits for the sampler's own look.
+
+    Args:
+        samples: Of the training thread, outside of hooks' spans, in order.
+        recording: Which they are of.
+    """
+
+    def __init__(self, samples: Sequence[Sample], recording: Recording) -> None:
+        self._recording = recording
+        self._awake = [each for each in samples if each.asleep in (Asleep.AWAKE, Asleep.INTERPRETER)]
+        self._asleep = [each for each in samples if self.is_asleep(each)]
+
+    def is_asleep(self, look: Sample) -> bool:
+        """Whether a thread slept when it was looked at, and not because of that."""
+        return look.asleep in (Asleep.LOCK, Asleep.CALL) or (
+            look.asleep is Asleep.INTERPRETER and _holder(look, _slept_ns(look), self._recording) is not None
+        )
+
+    def split(self, sample: Sample, free: Sequence[Interval]) -> Iterator[Doing]:
+        """What a thread did in the time that one sample speaks for."""
+        length = total(free)
+        ran_ns = _ran_ns(sample, length)
+        ready_ns = min(max(sample.ready_ns or 0, 0), length - ran_ns)
+        slept_ns = length - ran_ns - ready_ns
+        if ready_ns and slept_ns < _WORTH * length:
+            ready_ns, slept_ns = length - ran_ns, 0
+        elif ready_ns < _WORTH * length:
+            ready_ns, slept_ns = 0, length - ran_ns
+        awake = _nearest(self._awake, sample) or sample
+        running = _running_state(awake, self._recording.switch_ns)
+        parts = [
+            (ran_ns, running, awake.stack, ""),
+            (ready_ns, State.DESCHEDULED, awake.stack, str(State.PYTHON) if running is State.PYTHON else ""),
+            (slept_ns, *self.sleep(sample)),
+        ]
+        # At its end it did what the look saw.
+        return _lay_out(free, parts if self.is_asleep(sample) else parts[::-1])
+
+    def sleep(self, sample: Sample) -> tuple[State, Stack, str]:
+        """What a thread slept for in the time of a sample."""
+        look = _nearest(self._asleep, sample)
+        if look is None:
+            return State.UNKNOWN, sample.stack, _UNSEEN
+        state, detail = _sleeping_state(look, self._recording)
+        return state, look.stack, detail
+
+
+def _nearest(looks: Sequence[Sample], sample: Sample) -> Sample | None:
+    """The look that was made closest to a sample's, which may be its own; ``None`` if it is far away."""
+    at = bisect.bisect_left(looks, sample.end_ns, key=lambda each: each.end_ns)
+    near = min(looks[max(at - 1, 0) : at + 1], key=lambda each: abs(each.end_ns - sample.end_ns), default=None)
+    return near if near is not None and abs(near.end_ns - sample.end_ns) <= _FAR_NS else None
+
+
+def _slept_ns(look: Sample) -> int:
+    length = look.end_ns - look.start_ns
+    return length - _ran_ns(look, length)
+
+
+def _sleeping_state(look: Sample, recording: Recording) -> tuple[State, str]:
+    """What a thread slept for when it was looked at."""
+    innermost = look.stack[0].file if look.stack else ""
+    if _running_state(look, recording.switch_ns) is State.IO:
+        return State.IO, ""
+    if look.asleep is Asleep.INTERPRETER:
+        return State.GIL, _holder(look, _slept_ns(look), recording) or ""
+    if look.asleep is Asleep.CALL or any(part in innermost for part in _WAITS_FOR_OTHERS):
+        return State.WAITING, ""
+    native_ns = (look.process_ns or 0) - (look.cpu_ns or 0) - sum(ran for ran, _ in look.others)
+    if native_ns < _RUNS * _slept_ns(look):
+        return State.WAITING, ""
+    # An operator's own threads compute, and this one waits for them; or they spin, and the lock is the user's own.
+    return (State.COMPUTE, "") if recording.is_library(innermost) else (State.UNKNOWN, _UNTOLD)
+
+
+def _holder(sample: Sample, kept_ns: int, recording: Recording) -> str | None:
+    """Where another Python thread was that held the interpreter; ``None`` where none did."""
+    busiest = max(sample.others, key=lambda other: other[0], default=None)
+    was_taken = _was_interrupted(sample, recording.switch_ns) or sample.late_ns >= _LATE * recording.switch_ns
+    was_taken |= sample.asleep is Asleep.INTERPRETER
+    if busiest is None or busiest[0] < _HOLDS * kept_ns or not was_taken:
+        return None
+    where = recording.user_site(busiest[1])
+    return f"{where.file}:{where.line}" if where else ""
 
 
 def _running_state(sample: Sample, switch_ns: int) -> State:
@@ -108,13 +221,9 @@ def _kept_state(sample: Sample, kept_ns: int, running: State, recording: Recordi
     if running is State.IO:
         return State.IO, ""
     waits = any(part in innermost for part in _WAITS_FOR_OTHERS)
-    busiest = max(sample.others, key=lambda other: other[0], default=None)
-    switch_ns = recording.switch_ns
-    was_taken = _was_interrupted(sample, switch_ns)
-    somebody_held_it = was_taken or sample.late_ns >= _LATE * switch_ns
-    if busiest is not None and busiest[0] >= _HOLDS * kept_ns and somebody_held_it and not waits:
-        where = recording.user_site(busiest[1])
-        return State.GIL, f"{where.file}:{where.line}" if where else ""
+    other = None if waits else _holder(sample, kept_ns, recording)
+    if other is not None:
+        return State.GIL, other
     if waits:
         return State.WAITING, ""
     if sample.ready_ns is not None and sample.ready_ns >= _RUNS * kept_ns:
@@ -123,7 +232,7 @@ def _kept_state(sample: Sample, kept_ns: int, running: State, recording: Recordi
     if native_ns >= _RUNS * length:
         return State.COMPUTE, ""  # an operator's own threads compute, and this one waits for them
     # Between two instructions a thread does not wait: it had no processor, which the system did not say.
-    return (running if was_taken else State.WAITING), ""
+    return (running if _was_interrupted(sample, recording.switch_ns) else State.WAITING), ""
 
 
 def doings(recording: Recording) -> list[Doing]:
@@ -134,7 +243,7 @@ def doings(recording: Recording) -> list[Doing]:
     """
     seen = union((start, end) for start, end, _ in spans_of(recording))
     starts = [start for start, _ in seen]
-    found: list[Doing] = []
+    looks: list[tuple[Sample, list[Interval], list[Interval]]] = []
     pending: list[Interval] = []
     latest = recording.start_ns
     for sample in recording.samples:
@@ -147,11 +256,17 @@ def doings(recording: Recording) -> list[Doing]:
         if over and seen[over - 1][1] >= sample.end_ns:  # the thread was inside a span when it was looked at
             pending += free
             continue
-        near = [each for each in pending if sample.end_ns - each[1] <= _FAR_NS]
+        looks.append((sample, free, [each for each in pending if sample.end_ns - each[1] <= _FAR_NS]))
         pending.clear()
-        running = _running_state(sample, recording.switch_ns)
-        found += (Doing(start, end, running, sample.stack) for start, end in near)
-        found += split_sample(sample, free, recording)
+    evidence = _Evidence([sample for sample, _, _ in looks], recording)
+    found: list[Doing] = []
+    for sample, free, near in looks:
+        if evidence.is_asleep(sample):
+            state, stack, detail = evidence.sleep(sample)
+        else:
+            state, stack, detail = _running_state(sample, recording.switch_ns), sample.stack, ""
+        found += (Doing(start, end, state, stack, detail) for start, end in near)
+        found += split_sample(sample, free, recording) if sample.asleep is None else evidence.split(sample, free)
     return list(_with_late_launches(found, recording))
 
 

@@ -61,6 +61,16 @@ class State(StrEnum):
     GIL = "gil"  #: ready, and another Python thread ran
     DESCHEDULED = "descheduled"
     IO = "io"
+    UNKNOWN = "unknown"  #: asleep, and what was seen does not tell for what
+
+
+class Asleep(StrEnum):
+    """Whether a thread slept at the moment at which it was looked at, and in what."""
+
+    AWAKE = "awake"  #: on a processor, or ready for one
+    INTERPRETER = "interpreter"  #: Python's global lock, which the look itself takes, too
+    LOCK = "lock"  #: another one, which may be of an operator that waits for its own threads
+    CALL = "call"  #: another system call: sleeping, reading, waiting for a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,7 @@ class Sample:
         process_ns: Time that all threads of the process ran meanwhile.
         others: For each other Python thread that ran meanwhile, how long and where.
         ready_ns: Time that it was ready and no processor was free; ``None`` where the system does not say.
+        asleep: Whether it slept when it was looked at; ``None`` where the system does not say.
     """
 
     thread: int
@@ -91,6 +102,7 @@ class Sample:
     process_ns: int | None = None
     others: tuple[tuple[int, Stack], ...] = ()
     ready_ns: int | None = None
+    asleep: Asleep | None = None
 
 
 class ActivityKind(StrEnum):

@@ -6,7 +6,9 @@ the interpreter: operators give it away at once, Python code only when it is tak
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import sys
 import threading
 import time
@@ -16,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from millstream.insight import Sample, Site
+from millstream.insight import Asleep, Sample, Site
 from millstream.trace.frames import RawStack, is_between_instructions, key_of, sites_of, take_stack
 
 HERTZ, NUM_FIRST = 250, 5_000
@@ -30,6 +32,9 @@ that they are made every ten milliseconds."""
 MAX_LOOKS = 150_000  # most of an hour; of a longer run the last ones are kept
 MAX_THREADS = 16  # looked at in one look, the main thread first
 MAX_STACKS = 20_000  # remembered; a program with more of them has them taken anew
+_LOCKS = {"x86_64": frozenset((b"202", b"449")), "aarch64": frozenset((b"98", b"449"))}
+"""Numbers of the system calls in which a thread waits for a lock (futex, futex_waitv)."""
+_RUNTIME_BYTES = 1 << 20  # of Python's own state, which holds its lock: 0.2 MB in 3.11, 0.6 in 3.12
 KEPT = 0.9  # of the time: a thread that ran less of it was kept waiting, and one asks the system for what
 
 
@@ -40,6 +45,7 @@ class ThreadLook(NamedTuple):
     stack: RawStack
     cpu_ns: int
     ready_ns: int
+    asleep: Asleep | None
 
 
 class Look(NamedTuple):
@@ -73,8 +79,12 @@ class Sampler:
         self._known: dict[tuple[int, ...], RawStack] = {}
         self._latest: dict[int, tuple[int, ThreadLook]] = {}  # by thread: when it was looked at, and what was seen
         self._native_of: dict[int, int] = {}
-        self._files: dict[int, int] = {}  # by number of the thread: its open statistics
-        self._counts_ready = Path("/proc/self/schedstat").is_file()
+        self._files: dict[tuple[int, str], int] = {}  # by number of the thread, and name: what the system says of it
+        self._tells = {name for name in ("schedstat", "syscall") if Path("/proc/self", name).is_file()}
+        self._locks = _LOCKS.get(platform.machine(), frozenset())
+        self._interpreter = _addresses_of_interpreter()
+        self._text = ctypes.create_string_buffer(128)
+        self._pread = ctypes.PyDLL(None).pread if self._tells else None
         self._thread = threading.Thread(target=self._run, name="millstream-sampler", daemon=True)
 
     def start(self) -> None:
@@ -120,7 +130,7 @@ class Sampler:
             main = threading.main_thread().ident
             frames = dict(sorted(frames.items(), key=lambda item: item[0] != main)[:MAX_THREADS])
         threads = [self._look_at(ident, frame, now) for ident, frame in frames.items()]
-        if len(self._latest) > 2 * MAX_THREADS or len(self._files) > 2 * MAX_THREADS:
+        if len(self._latest) > 2 * MAX_THREADS or len(self._files) > 4 * MAX_THREADS:
             self._forget_all_but(frames)
         if len(self._known) > MAX_STACKS:
             self._known.clear()
@@ -131,14 +141,15 @@ class Sampler:
         """Threads come and go, and each has an open file."""
         self._latest = {ident: self._latest[ident] for ident in idents if ident in self._latest}
         natives = {self._native_of.get(ident) for ident in idents}
-        for native in [each for each in self._files if each not in natives]:
-            os.close(self._files.pop(native))
+        for key in [each for each in self._files if each[0] not in natives]:
+            os.close(self._files.pop(key))
 
     def _look_at(self, ident: int, frame: FrameType, now: int) -> ThreadLook:
         """A thread that has not run since is where it was; one that has run all the time was not kept waiting."""
         ran_ns = self._ran_ns(ident)
         before_ns, before = self._latest.get(ident, (0, None))
-        if before is not None and ran_ns == before.cpu_ns >= 0 and frame.f_lasti == before.stack[0][1]:
+        has_rested = before is not None and ran_ns == before.cpu_ns >= 0 and frame.f_lasti == before.stack[0][1]
+        if before is not None and has_rested and before.asleep is not Asleep.AWAKE:
             return before
         key = key_of(frame)
         stack = self._known.get(key)
@@ -146,7 +157,7 @@ class Sampler:
             stack = self._known[key] = take_stack(frame)
         was_kept = before is None or ran_ns < 0 or ran_ns - before.cpu_ns < KEPT * (now - before_ns)
         ready_ns = self._ready_ns(ident) if was_kept or before is None else before.ready_ns
-        look = ThreadLook(ident, stack, ran_ns, ready_ns)
+        look = ThreadLook(ident, stack, ran_ns, ready_ns, self._sleeps_in(ident) if was_kept else Asleep.AWAKE)
         self._latest[ident] = now, look
         return look
 
@@ -165,15 +176,42 @@ class Sampler:
 
     def _ready_ns(self, ident: int) -> int:
         """Time that a thread was ready and had no processor, on kernels that count it."""
-        if not self._counts_ready:
-            return -1
+        told = self._ask(ident, "schedstat")
+        return int(told[1]) if len(told) > 1 else -1
+
+    def _sleeps_in(self, ident: int) -> Asleep | None:
+        """Whether a thread sleeps, and in which system call: the system writes its number, or ``running``."""
+        told = self._ask(ident, "syscall")
+        if not told or not self._locks or not self._interpreter:
+            return None
+        if told[0] in (b"running", b"-1"):
+            return Asleep.AWAKE
+        if told[0] not in self._locks:
+            return Asleep.CALL
+        return Asleep.INTERPRETER if int(told[1], 16) in self._interpreter else Asleep.LOCK
+
+    def _ask(self, ident: int, name: str) -> list[bytes]:
+        """The words of a file that the system has for each thread; none where it has none, or the thread has ended."""
         native = self._native_of.get(ident, -1)
+        if name not in self._tells or self._pread is None:
+            return []
         try:
-            if native not in self._files:
-                self._files[native] = os.open(f"/proc/self/task/{native}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-            return int(os.pread(self._files[native], 64, 0).split()[1])
-        except (OSError, IndexError, ValueError):  # the thread has ended
-            return -1
+            if (native, name) not in self._files:
+                self._files[native, name] = os.open(f"/proc/self/task/{native}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return []
+        # Not by os.pread, which gives the interpreter away: who waits for it would be awake by the time of reading.
+        size = self._pread(self._files[native, name], self._text, len(self._text), 0)
+        return self._text.raw[: max(size, 0)].split()
+
+
+def _addresses_of_interpreter() -> range:
+    """Where Python's global lock lies; empty where that cannot be told."""
+    try:
+        begin = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
+    except (ValueError, AttributeError):
+        return range(0)
+    return range(begin, begin + _RUNTIME_BYTES)
 
 
 def samples_of(looks: deque[Look], thread: int) -> list[Sample]:
@@ -203,6 +241,7 @@ def samples_of(looks: deque[Look], thread: int) -> list[Sample]:
                     look.process_ns - before.process_ns,
                     tuple(others),
                     mine.ready_ns - ready if min(mine.ready_ns, ready) >= 0 else None,
+                    mine.asleep,
                 )
             )
         ready = mine.ready_ns if mine is not None else -1

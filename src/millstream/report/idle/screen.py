@@ -57,7 +57,8 @@ def _verdict(found: Findings) -> list[str]:
         return [f"No verdict: {found.why_unreliable}."]
     if severity is Severity.NOT_SURE:
         unknown = percent(found.idle_by_cause.get(Cause.UNKNOWN, 0), found.window_ns)
-        return [f"{severity}  Of {unknown} of the time nobody knows what it was."]
+        why = next((each.detail for each in found.rows if each.cause is Cause.UNKNOWN and each.detail), "")
+        return [f"{severity}  Of {unknown} of the time nobody knows what it was{f': {why}' if why else ''}."]
     if row is None:
         busy = "the step computes" if found.recording.is_synchronous else "the device is kept busy"
         share = percent(found.window_ns - found.idle_ns, found.window_ns)
