@@ -1,7 +1,8 @@
 """Suite ``shapes``: sizes that change from call to call, beside torch.compile.
 
 - ``first pass``: from the uncompiled model to the last result over all sizes, caches empty, each side by itself.
-- ``later pass``: the same sizes again; the median of a few.
+- ``later pass``: the same sizes again, once every size has its graph; the median of a few. Passes in between, in which
+  plans are chosen and graphs captured, stand in the note.
 
 The case ``new sizes`` is about one step with its kernels there already, beside eager:
 
@@ -55,7 +56,9 @@ def run_case(case: ShapesCase, settings: Settings) -> list[Row]:
     for variant, key in (("first pass", "first_s"), ("later pass", "later_s")):
         ours_ms, baseline_ms = 1000 * mine[key], 1000 * theirs[key]
         times = {"ours_ms": ours_ms, "baseline_ms": baseline_ms, "ratio": ratio(baseline_ms, ours_ms)}
-        rows.append(Row(case.name, variant, PEER, equal=mine["equal"], note=graphs, **times))
+        between = ", ".join(f"{1000 * each:.0f}" for each in mine["settling_s"])
+        note = graphs if key == "first_s" else f"passes before: {between} ms"
+        rows.append(Row(case.name, variant, PEER, equal=mine["equal"], note=note, **times))
     return rows
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from millstream.capture.step.program import StepProgram
 Pass = Callable[[], list[torch.Tensor]]
 #: Compiles a module or a function.
 Form = Callable[[Any], Any]
-LATER = 5  # passes, of which the median counts
+SETTLING, LATER = 4, 5  # later passes: some until every size has its graph, and some whose median counts
 
 
 @dataclass(frozen=True)
@@ -228,12 +229,13 @@ def measure(name: str, side: str, device: torch.device) -> dict[str, Any]:
     graphs = steps[0] or counters["stats"]["unique_graphs"]
     equal = all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(results, expected, strict=True))
     later = []
-    for _ in range(LATER):
+    for _ in range(SETTLING + LATER):
         start = time.perf_counter()
         run()
         synchronize(device)
         later.append(time.perf_counter() - start)
-    return {"first_s": first_s, "later_s": sorted(later)[LATER // 2], "graphs": graphs, "equal": equal}
+    found = {"first_s": first_s, "settling_s": later[:SETTLING], "later_s": median(later[SETTLING:])}
+    return {**found, "graphs": graphs, "equal": equal}
 
 
 if __name__ == "__main__":

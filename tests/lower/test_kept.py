@@ -95,6 +95,7 @@ def folder(kept, tmp_path, monkeypatch):
     """A copy of that cache, to be changed; lowering is refused."""
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another each time")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "as PyTorch sets it where Triton compiles")
     monkeypatch.setattr(compiling, "compile_fx", refuse)
     shutil.copytree(kept[0], tmp_path / "cache")
     return tmp_path / "cache" / "programs"

@@ -45,9 +45,13 @@ _OWN_BUSINESS = frozenset(
         "MILLSTREAM_WARM_START",
         "TORCHINDUCTOR_CACHE_DIR",
         "TRITON_CACHE_DIR",
+        "TRITON_PTXAS_PATH",
     }
 )
-"""Variables that say where things lie, and what is shown: no program depends on them."""
+"""Variables that say where things lie, and what is shown: no program depends on them.
+
+PyTorch sets the last one itself once it has compiled a kernel with Triton, which a process with warm caches does not.
+"""
 
 _PASSES = ("_custom_pre_pass", "_custom_post_pass", "_custom_pass", "_pre_fusion_custom_pass")
 _PLAIN_MODULES = frozenset({"_operator", "math", "builtins"})
