@@ -18,6 +18,7 @@ from millstream.insight import Activity, Launch, Recording, Span, Step
 from millstream.insight.alignment import lines_from
 from millstream.insight.causes import Cause
 from millstream.insight.kineto import DeviceTrace
+from millstream.insight.looking import without_looking
 from millstream.trace import device
 from millstream.trace.device import DeviceWindow, Recorded
 from millstream.trace.stacks import CallStacks
@@ -182,14 +183,17 @@ def test_profiler_is_detached_where_that_is_safe_and_the_user_does_not_say_other
     assert os.environ.get("TEARDOWN_CUPTI") == before
 
 
-@pytest.mark.parametrize(("later", "is_told"), [(100, False), (80, True)])
-def test_looking_that_makes_steps_much_longer_is_told_of(later, is_told):
+@pytest.mark.parametrize("side", ["before", "after"])
+@pytest.mark.parametrize(("other", "is_told"), [(100, False), (80, True)])
+def test_looking_that_makes_steps_much_longer_is_told_of(other, is_told, side):
     trace, marks = window([["gemm"] * 10] * 20, lined=False)
-    edge = marks[-1].end_ns
-    after = [Step(edge + number * later, edge + (number + 1) * later) for number in range(60)]
-    recording = Recorded(trace, "virtual").add_to(Recording(steps=(*marks, *after), thread=7), 0)
-    assert recording.looking_slowed == pytest.approx(100 / later - 1)
-    assert any("25 % longer" in each for each in recording.caveats) == is_told
+    edge, count = (marks[-1].end_ns, 60) if side == "after" else (marks[0].start_ns - 9 * other, 9)
+    others = [Step(edge + number * other, edge + (number + 1) * other) for number in range(count)]
+    steps = (*marks, *others) if side == "after" else (*others, *marks)
+    recording = Recorded(trace, "virtual").add_to(Recording(steps=steps, thread=7), 0)
+    assert recording.looking_slowed == pytest.approx(100 / other - 1)
+    assert (recording.later_step_ns is None) == (side == "before")
+    assert any("25 % longer" in each for each in without_looking(recording).caveats) == is_told
 
 
 def test_waits_of_other_python_threads_are_left_out():

@@ -12,6 +12,7 @@ from typing import Any
 from millstream.insight.causes import EXPOSED, REMEDY_FREE, Cause
 from millstream.insight.gaps import Slice, attribute, exposed_ns
 from millstream.insight.host import compute_activities, spans_of
+from millstream.insight.looking import without_looking
 from millstream.insight.records import Activity, ActivityKind, Loader, Note, Recording, Site, Span, Step
 from millstream.insight.replay import recoverable_ns
 
@@ -188,6 +189,7 @@ class Findings:
             "rank": self.recording.rank,
             "collectives": [list(each) for each in self.collectives()],
             "looking_slowed": self.recording.looking_slowed,
+            "looking_taken_ns": self.recording.looking_taken_ns,
         }
 
 
@@ -199,6 +201,7 @@ def analyse(recording: Recording) -> Findings:
     """
     if recording.is_synchronous:
         recording = replace(recording, activities=compute_activities(recording))
+    recording = without_looking(recording)
     steps = steady_steps(recording)
     why = _why_unreliable(recording, steps)
     if not steps:

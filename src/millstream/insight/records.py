@@ -243,6 +243,7 @@ class Recording:
         cost_share: What looking cost, as a share of the time.
         always_on_share: The same of hooks and samples alone, but for the steps under the device's profiler.
         looking_slowed: By what part of a step it was longer while the device's profiler was on; ``None`` if not known.
+        looking_taken_ns: What of that has been taken out of the times already, at each launch.
         later_step_ns: Mean length of the steps after those that the device's profiler saw; ``None`` if not known.
         caveats: What could not be seen, in sentences.
         rank: Which process of several that train together; 0 of one alone.
@@ -272,6 +273,7 @@ class Recording:
     cost_share: float | None = None
     always_on_share: float | None = None
     looking_slowed: float | None = None
+    looking_taken_ns: int = 0
     later_step_ns: float | None = None
     caveats: tuple[str, ...] = ()
     rank: int = 0

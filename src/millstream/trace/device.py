@@ -33,10 +33,11 @@ FIRST_STEP, NUM_STEPS = 10, 20
 """Window A begins after the warm-up, and is so long."""
 FIRST_LINED_STEP, NUM_LINED_STEPS = FIRST_STEP + NUM_STEPS + 2, 3
 """The same of window B."""
+NUM_BEFORE = 5
+"""Steps before window A that tell what it costs, where too few come after it."""
 
 
 _DETACH = "TEARDOWN_CUPTI"  # Kineto reads it when a trace has been processed
-MUCH = 0.10  # of a step: looking that takes more of it is told of
 PATIENCE = 20  # batches without any step: gradients may be accumulated over so many
 
 
@@ -81,10 +82,6 @@ class Recorded:
                 caveats = (*caveats, f"{why.replace('%', ' %')}: lines come from samples")
         spans = tuple(span for span in spans if span.thread not in self.other_threads)
         slowed, later_ns = _slowed(recording.steps, steps)
-        if slowed is not None and slowed > MUCH:
-            longer = f"{slowed:.0%}".replace("%", " %")
-            why = f"the steps that were looked at took {longer} longer than later ones"
-            caveats = (*caveats, f"{why}: without this profile the host's part is less")
         return replace(
             recording,
             device=self.device,
@@ -110,19 +107,24 @@ def _steps_within(steps: Sequence[Step], trace: DeviceTrace) -> tuple[Step, ...]
 
 
 def _slowed(steps: Sequence[Step], within: Sequence[Step]) -> tuple[float | None, float | None]:
-    """How much longer steps took in the window than after all of them, and what they take then on average.
+    """How much longer steps took in the window than outside, and what they take after it on average.
 
-    Both are ``None`` where too few steps came after the windows.
+    Outside are the steps after both windows, or where those are few, the last ones before the first: the median of
+    several tells what a step takes, though the first one of them may still have compiled something. The other number
+    is ``None`` where too few steps came after the windows, and both where too few came before, too.
     """
     after = steps[FIRST_LINED_STEP + NUM_LINED_STEPS + 1 :]
-    if len(after) < NUM_STEPS or not within:
+    before = [step for step in steps if within and step.end_ns <= within[0].start_ns][-NUM_BEFORE - 1 : -1]
+    has_after = len(after) >= NUM_STEPS
+    outside = after if has_after else before
+    if not within or len(outside) < NUM_BEFORE:
         return None, None
 
     def middle(of: Sequence[Step]) -> int:
         return sorted(step.end_ns - step.start_ns for step in of)[len(of) // 2]
 
-    later_ns = (after[-1].end_ns - after[0].start_ns) / len(after)
-    return middle(within) / max(middle(after), 1) - 1, later_ns
+    later_ns = (after[-1].end_ns - after[0].start_ns) / len(after) if has_after else None
+    return middle(within) / max(middle(outside), 1) - 1, later_ns
 
 
 class DeviceWindow:

@@ -90,7 +90,7 @@ def _measured(found: Findings) -> str:
     ]
     if recording.looking_slowed is not None:
         slower = f"{recording.looking_slowed:.1%}".replace("%", " %")
-        facts.append(f"Steps under the device's profiler took {slower} longer than those after.")
+        facts.append(f"Steps under the device's profiler took {slower} longer than others.")
     if recording.is_synchronous:
         facts.append("There is no GPU in this: busy is the time in which operators computed on the CPU, by samples.")
     return "<ul>" + "".join(f"<li>{escape(fact)}" for fact in facts) + "</ul>"
