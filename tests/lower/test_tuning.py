@@ -149,6 +149,18 @@ def test_of_two_that_tune_at_once_one_measures(monkeypatch):
     assert second.num_measured == 0
 
 
+def test_a_tuner_of_two_programs_does_not_wait_for_itself(monkeypatch):
+    waited = []
+    monkeypatch.setattr(tuning.time, "sleep", waited.append)
+    monkeypatch.setattr(tuning, "PATIENCE_S", 0.1)
+    tuner = make_tuner()
+    for _ in range(2):
+        keep_choice(tuner, SOURCE)
+    tune(tuner, 1)
+    assert not waited
+    assert tuner.num_measured == 1
+
+
 def test_who_is_kept_waiting_for_too_long_measures_himself(monkeypatch, folder):
     fcntl = pytest.importorskip("fcntl")
     monkeypatch.setattr(tuning, "PATIENCE_S", 0.05)
