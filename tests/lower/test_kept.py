@@ -389,3 +389,16 @@ def test_another_process_finds_it(kept):
     command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent)]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert told.split() == [part.sum().item().hex() for part in kept[1]]
+
+
+def test_any_device_of_a_kind_finds_what_another_one_made(monkeypatch):
+    def settings(name, uuid, visible):
+        told = f"_CudaDeviceProperties(name={name!r}, major=9, uuid={uuid}, pci_bus_id={visible}, L2_cache_size=60MB)"
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: told)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return list(key.describe_settings({}))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert settings("H100", "a-1", "0") == settings("H100", "b-2", "3") != settings("H200", "a-1", "0")

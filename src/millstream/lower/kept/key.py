@@ -39,6 +39,7 @@ _VARIABLES = ("MILLSTREAM_", "TORCH", "PYTORCH", "TRITON_", "OMP_", "MKL_", "CUD
 _OF_ONE_RUN = "TORCHELASTIC_"  # another number each time that torchrun starts
 _OWN_BUSINESS = frozenset(
     {
+        "CUDA_VISIBLE_DEVICES",
         "MILLSTREAM_CACHE_DIR",
         "MILLSTREAM_CACHE_LIMIT",
         "MILLSTREAM_PROGRESS",
@@ -48,7 +49,7 @@ _OWN_BUSINESS = frozenset(
         "TRITON_PTXAS_PATH",
     }
 )
-"""Variables that say where things lie, and what is shown: no program depends on them.
+"""Variables that say where things lie, and what is shown: no program depends on them. Devices are described instead.
 
 PyTorch sets the last one itself once it has compiled a kernel with Triton, which a process with warm caches does not.
 """
@@ -120,7 +121,12 @@ def describe_settings(options: Mapping[str, Any]) -> Iterable[str]:
     yield _machine()
     if torch.cuda.is_available():
         yield _text([float32_precision(), torch.cuda.current_device()])
-        yield from (str(torch.cuda.get_device_properties(each)) for each in range(torch.cuda.device_count()))
+        yield _text({_device(torch.cuda.get_device_properties(each)) for each in range(torch.cuda.device_count())})
+
+
+def _device(found: Any) -> str:
+    """What is known of a device, but for which one of its kind it is: another process may be given another."""
+    return " ".join(each for each in str(found).split(", ") if not each.startswith(("uuid=", "pci_")))
 
 
 def _counts(name: str) -> bool:
