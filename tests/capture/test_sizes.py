@@ -307,6 +307,19 @@ def test_engines_give_the_same_bits():
 
 
 @torch.no_grad()
+def test_sizes_without_a_plan_of_their_own_are_explained():
+    compiled = ms.compile(nn.Linear(4, 4), dynamic=True)
+    for rows in (3, 3, 5, 5, 5):
+        compiled(torch.randn(rows, 4))
+    text = str(ms.explain(compiled))
+    assert "one program for 2 sizes" in text
+    assert text.count("none yet") == 2
+    (program,) = ms.explain(compiled, size=3).programs
+    assert (program.one_size.values, program.one_size.calls, program.one_size.is_planned) == ((3,), 2, False)
+    assert any("no plan of its own yet" in note for note in program.notes)
+
+
+@torch.no_grad()
 def test_many_sizes_that_come_again_get_executables_later_and_later(monkeypatch):
     monkeypatch.setattr(by_size, "MOST_SIZES", 4)
     monkeypatch.setitem(by_size.OPEN_CALLS, "cpu", 1)
@@ -332,8 +345,8 @@ def test_sizes_kept_ready_are_bounded_in_number(monkeypatch):
     forward = [each for each in ms.explain(compiled, size=3).programs if each.phase == "forward"]
     assert [each.one_size.values for each in forward] == [(3,)]
     assert "one program for 3 sizes" in str(ms.explain(compiled))
-    with pytest.raises(ms.ArgumentError, match="has a plan for size=5"):
-        ms.explain(compiled, size=5)
+    with pytest.raises(ms.ArgumentError, match="has run with size=7"):
+        ms.explain(compiled, size=7)
 
 
 def test_sizes_kept_ready_are_bounded_in_bytes(monkeypatch):

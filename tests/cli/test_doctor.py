@@ -16,6 +16,11 @@ def test_healthy_machine(capsys):
     assert text.endswith("everything works\n")
 
 
+def test_a_look_alone_does_not_say_that_everything_works(capsys):
+    assert main(["doctor", "--quick"]) == 0
+    assert "without --quick it is tried" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_what_is_broken_has_a_remedy_and_an_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "compiler", lambda: "none")
     assert main(["doctor", "--quick"]) == doctor.EXIT_BROKEN

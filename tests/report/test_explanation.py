@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from millstream.cost import Costs
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN, Candidate, Launch, Plan, Record, Span, Timeline, Wait
 from millstream.report import Explanation, OneSize
@@ -100,7 +101,10 @@ def test_measured_time_comes_from_the_choice_or_else_from_the_trace():
 
 def test_streams_that_were_tried_are_not_promised():
     assert report_of(plan_serial(GRAPH), costs=COSTS).bound().endswith("times as quick")
-    candidates = (Candidate("serial", 1, 0, 1, None, 10, CHOSEN), Candidate("list", 2, 3, 1, None, 11, "slower"))
+    candidates = (
+        Candidate("serial", 1, 0, 1, None, 20_000, CHOSEN),
+        Candidate("list", 2, 3, 1, None, 21_000, "slower"),
+    )
     bound = report_of(plan_serial(GRAPH), costs=COSTS, candidates=candidates).bound()
     assert bound.endswith("; but of 1 plan with more streams, none was quicker when measured")
 
@@ -190,6 +194,26 @@ def test_a_bound_by_prediction_says_so_where_it_takes_longer(times, is_told):
     chosen = Candidate("list", 2, 0, 0, 0, round(times * report.predicted_ns), CHOSEN)
     told = report_of(PLAN, costs=COSTS, candidates=(chosen,)).bound()
     assert ("measured it takes 4.0 times as long" in told) == is_told
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_kernels_measured_on_a_busy_machine_are_no_advice(is_measured):
+    slow = Costs(tuple(replace(cost, duration_ns=3000 * cost.duration_ns) for cost in COSTS.kernels))
+    run = Candidate("list", 2, 0, 0, 0, report_of(PLAN, costs=COSTS).predicted_ns, CHOSEN)
+    kernels = tuple(replace(kernel, device="cpu") for kernel in GRAPH.kernels)
+    plan = replace(PLAN, graph=replace(GRAPH, kernels=kernels))
+    report = report_of(plan, costs=slow, candidates=(run,) if is_measured else ())
+    assert report.is_implausible
+    assert not report_of(plan, costs=COSTS).is_implausible
+    assert report.bound() == ""
+    text = "\n".join(report.text(9))
+    assert "nothing is concluded" in text
+    assert "would" not in text
+    assert "Not to be relied on" in report.pictures()[0].caption[0]
+    traced = replace(measured_report(), costs=slow, is_calculated=False)  # what is traced is told of by itself
+    assert traced.is_implausible
+    assert traced.bound() == measured_report().bound()
+    assert "roofline" not in "\n".join(traced.text(9))
 
 
 def test_what_nobody_measured_is_called_calculated_and_is_no_verdict(tmp_path):

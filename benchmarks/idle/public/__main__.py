@@ -54,7 +54,7 @@ def run(program: Program, out: Path, *, on_gpu: bool, timeout_s: float) -> dict[
     command += [] if on_gpu else program.on_cpu.split()
     # Hubs are not asked for anything; what PYTHONPATH has is found from every folder.
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "0"}
     began = time.monotonic()
     with (out / f"{program.name}.out.txt").open("wb") as output:
         try:

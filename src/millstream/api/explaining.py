@@ -18,6 +18,7 @@ from millstream.errors import ArgumentError, LoweringError
 from millstream.graph import Role
 from millstream.lower.program import Program
 from millstream.report import Arrivals, CommunicationReport, Explanation, OneSize, ProgramReport
+from millstream.report.sizes import MOST_SIZES
 
 
 def explain(compiled: Any, *, measure: bool = False, size: int | None = None) -> Explanation:
@@ -40,7 +41,7 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
         size: Of programs that serve many sizes, only those at which a size that changes has this value.
 
     Raises:
-        ArgumentError: It is something else, or no program has been planned for that size.
+        ArgumentError: It is something else, or no program has been called with that size.
     """
     compiled = _function_of(compiled)
     if isinstance(compiled, Step):
@@ -61,7 +62,9 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
         for executable, one_size in _at_sizes(one, number, size)
     )
     if size is not None and not programs:
-        raise ArgumentError(f"No program of {name} has a plan for size={size}: call it with that size some more times.")
+        raise ArgumentError(
+            f"No program of {name} for many sizes has run with size={size}: call it with that size first."
+        )
     communication = () if size is not None else _communications(compiled, measure=measure)
     return Explanation(name, programs, fallbacks, communication)
 
@@ -77,7 +80,10 @@ def _at_sizes(one: Any, number: int, size: int | None) -> Iterator[tuple[Executa
         held = one.arena.num_bytes, own_bytes, executable.object_bytes
         if size is None or size in values:
             yield executable, OneSize(number, values, calls, *held)
-    if not known and size is None:  # it runs from the text for all sizes
+    waiting = [(values, calls) for values, calls in one.open_calls() if size is None or size in values]
+    for values, calls in waiting[: max(MOST_SIZES - len(known), 0)]:
+        yield one.open_at(values), OneSize(number, values, calls, one.arena.num_bytes, is_planned=False)
+    if not known and not waiting and size is None:
         yield from ((executable, None) for executable in one)
 
 

@@ -103,6 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="show the graph of a training step or model: explain script.py:object",
         description="Show a graph: of a step or model in a script of yours (script.py:object), or of a job's step.",
     )
+    explain.usage = "%(prog)s [-h] SCRIPT.py:OBJECT [--json] [--save FILE] [--measure] [-- ARG ...] | JOB [option ...]"
     for command, run, add_options in ((train, _train, _add_train_options), (explain, _explain, _add_explain_options)):
         jobs = command.add_subparsers(metavar="JOB", dest="job", required=True)
         for name, text, add_sizes in (
@@ -186,8 +187,9 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "simulate",
         help=text,
         description=f"{text[0].upper()}{text[1:]}. SCRIPT runs on this machine as the first of many processes that are "
-        "made up, to its end or until Ctrl-C; all that follows it is its own. FILE.json is what "
-        "ms.explain(step).save('FILE.json') wrote.",
+        "made up, to its end or until Ctrl-C; all that follows it is its own. It has to call a data-parallel step at "
+        "least three times: one with a DistributedDataParallel model, or made by @ms.step(data_parallel=True). "
+        "FILE.json is what ms.explain(step).save('FILE.json') wrote.",
     )
     own = "[-h] [--devices N,N] [--network LINK[,LINK]] [--per-host N] [--fit FILE] [--json]"
     simulate.usage = f"%(prog)s {own} SCRIPT.py [ARG ...] | FILE.json"

@@ -65,7 +65,8 @@ def examine(*, tries: bool) -> int:
         print(finding, flush=True)
         found.append(finding)
     num_broken = sum(finding.verdict == "broken" for finding in found)
-    print(f"\n{num_broken} broken" if num_broken else "\neverything works")
+    good = "everything works" if tries else "nothing is broken, as far as a look tells; without --quick it is tried"
+    print(f"\n{num_broken} broken" if num_broken else f"\n{good}")
     return EXIT_BROKEN if num_broken else EXIT_OK
 
 

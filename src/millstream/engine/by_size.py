@@ -42,6 +42,8 @@ MOST_COUNTED = 4096
 PATIENCE = 4
 """So many more calls with a size wait for the plan of another one."""
 
+NO_PLAN = "this size has no plan of its own yet: its kernels run one after another, from a text for all sizes"
+
 #: Makes the executable of a concrete program. Programs with the same key belong together, as forward and backward.
 Build = Callable[[Lowered, Hashable, OneOfMany], Executable]
 
@@ -135,6 +137,16 @@ class BySize(ForkSafeLock):
         """The sizes that have executables: values of the program's symbols, how many calls had them, and those."""
         with self.lock:
             return [(sizes, entry.calls, entry.executable) for sizes, entry in self._entries.items()]
+
+    def open_calls(self) -> list[tuple[tuple[int, ...], int]]:
+        """The sizes that have none yet, and how many calls had them, the most frequent first."""
+        with self.lock:
+            return [(sizes, calls) for sizes, calls in self._counts.most_common() if sizes not in self._entries]
+
+    def open_at(self, sizes: tuple[int, ...]) -> Executable:
+        """What runs a size that has no executable, to be looked at."""
+        with self.lock:
+            return Executable(OpenEngine(self._lowered, sizes), [*self.notes, NO_PLAN])
 
     def release(self) -> None:
         """Give back the memory that is held between calls."""

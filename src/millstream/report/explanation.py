@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from millstream.cost import Costs
+from millstream.cost import Costs, Roofline
 from millstream.errors import ArgumentError
 from millstream.graph import Candidate, Kernel, KernelGraph, KernelKind, Plan, Role, Spread, Timeline, Wait
 from millstream.insight.replays import idle_in_graph, time_of_kernels
@@ -30,6 +30,14 @@ from millstream.simulate import simulate
 _WIDTH = 118  # characters of a line
 _UNTOLD = 0.05  # of a traced run: with more of it nothing is concluded from what kernels took
 _FAR = 1.5  # times the prediction: what that says need not be so
+_TOO_LONG = (
+    3  # times what a run takes: a prediction that long is of kernels measured while the machine did other things
+)
+_SLOWEST, _SLOWEST_NS = (
+    50,
+    100_000,
+)  # times what bytes and operations need, and at least: no kernel of a CPU takes longer
+_IMPLAUSIBLE = "kernels seem to have been measured while the machine did other things"
 _INPUTS = 6  # kinds of inputs that are told of
 _WRITERS: dict[str, Callable[[Sequence[Picture]], str]] = {".html": to_html, ".svg": to_svg, ".json": to_perfetto}
 
@@ -91,10 +99,31 @@ class ProgramReport:
         accounts = {}
         if self.timeline is not None:
             # What a CPU could do at best is not known: of a run there, only what was measured is told.
-            accounts["measured"] = Account(self.graph, self.timeline, None if self.is_calculated else self.costs)
-        if self.costs is not None:
-            accounts[self.guess] = Account(self.graph, simulate(self.plan, self.costs), self.costs)
+            costs = None if self.is_calculated or self.is_implausible else self.costs
+            accounts["measured"] = Account(self.graph, self.timeline, costs)
+        if self.costs is not None and self._predicted is not None:
+            accounts[self.guess] = Account(self.graph, self._predicted, self.costs)
         return accounts
+
+    @cached_property
+    def _predicted(self) -> Timeline | None:
+        return None if self.costs is None else simulate(self.plan, self.costs)
+
+    @cached_property
+    def is_implausible(self) -> bool:
+        """Whether its kernels were measured to take far longer than a run, or where none was measured, than they can.
+
+        On a busy machine, a kernel of a microsecond may seem to take milliseconds.
+        """
+        if self.costs is None or self.is_calculated or self.predicted_ns is None:
+            return False
+        if self.measured_ns is not None:
+            return self.predicted_ns > _TOO_LONG * self.measured_ns
+        if any(kernel.device != "cpu" for kernel in self.graph.kernels):
+            return False
+        needed = Roofline().estimate(self.graph).kernels
+        most_ns = sum(max(_SLOWEST * cost.duration_ns, _SLOWEST_NS) for cost in needed)
+        return sum(cost.duration_ns for cost in self.costs.kernels) > most_ns
 
     @property
     def guess(self) -> str:
@@ -104,7 +133,7 @@ class ProgramReport:
     @property
     def predicted_ns(self) -> int | None:
         """Time of one run by the simulator; ``None`` without costs."""
-        return self.accounts[self.guess].timeline.end_ns if self.costs is not None else None
+        return self._predicted.end_ns if self._predicted is not None else None
 
     @property
     def measured_ns(self) -> int | None:
@@ -142,7 +171,7 @@ class ProgramReport:
     def bound(self) -> str:
         """Say in words what bounds its time; empty when nothing was measured that tells."""
         accounts = self.accounts
-        if self._is_untold:
+        if self._is_untold or (self.is_implausible and "measured" not in accounts):
             return ""
         bound = next((account.bound() for kind, account in accounts.items() if kind != "calculated"), "")
         tried = [each for each in self.candidates if each.streams > 1 and each.measured_ns is not None]
@@ -173,6 +202,8 @@ class ProgramReport:
         """What is said first of a picture."""
         if kind == "calculated":
             return "Calculated from bytes and operations: no kernel was measured, and lengths say little."
+        if kind == "predicted" and self.is_implausible:
+            return f"Not to be relied on: {_IMPLAUSIBLE}."
         return f"{self.bound() or 'What bounds it is not known'}." if self._is_untold else f"{account.bound()}."
 
     def by_kind(self) -> dict[KernelKind, tuple[int, int, int]]:
@@ -314,6 +345,10 @@ class ProgramReport:
         if account is None or self._is_untold:
             untold = f"; {percent(self.untold_share, 1)} of it cannot be told to a kernel" if self._is_untold else ""
             return [f"time: {known}{untold}"] if known else []
+        if self.is_implausible and "measured" not in self.accounts:
+            return [
+                f"time: {known}; nothing is concluded from that: {_IMPLAUSIBLE}; ms.explain(…, measure=True) tells more"
+            ]
         roofline = "" if account.roofline_ns is None else f", roofline {duration(account.roofline_ns)}"
         parts = f"kernels one after another {duration(account.serial_ns)}, critical path "
         parts += f"{duration(account.critical_path_ns)}{roofline}"

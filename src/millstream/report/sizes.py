@@ -12,7 +12,7 @@ from millstream.report.words import count, duration, shorten, size, table
 if TYPE_CHECKING:
     from millstream.report.explanation import ProgramReport
 
-_MOST = 20  # sizes of which a line is shown
+MOST_SIZES = 20  # sizes of which a line is shown
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class OneSize:
         shared_bytes: The memory that sizes of the program have in turn.
         own_bytes: What this one holds beside that.
         object_bytes: About what its CUDA graph takes.
+        is_planned: It has a plan of its own, as a size has that was called some times.
     """
 
     program: int
@@ -34,6 +35,7 @@ class OneSize:
     shared_bytes: int = 0
     own_bytes: int = 0
     object_bytes: int = 0
+    is_planned: bool = True
 
 
 def by_program(programs: Sequence[ProgramReport]) -> Iterator[list[ProgramReport]]:
@@ -54,10 +56,11 @@ def summary(reports: Sequence[ProgramReport]) -> list[str]:
     """A line for each size of one program, and what all of them hold."""
     first = reports[0]
     rows = []
-    for each in reports[:_MOST]:
+    for each in reports[:MOST_SIZES]:
         time_ns = each.measured_ns if each.measured_ns is not None else each.predicted_ns
         kind = "measured" if each.measured_ns is not None else each.guess
-        plan = f"{each.engine}, {count(each.streams, 'stream')}"
+        is_planned = each.one_size is None or each.one_size.is_planned
+        plan = f"{each.engine}, {count(each.streams, 'stream')}" if is_planned else "none yet"
         told = f"{duration(time_ns)} {kind}" if time_ns is not None else "–"
         kernels = str(len(each.graph.kernels))
         name, calls = shorten(", ".join(each.inputs), 60), str(calls_of(each))
@@ -65,8 +68,10 @@ def summary(reports: Sequence[ProgramReport]) -> list[str]:
     head = ("size", "calls", "kernels", "plan", "peak memory", "time")
     lines = [f"{first.graph.name}: one program for {count(len(reports), 'size')}"]
     lines += table(head, rows, right={1, 2, 4})
-    if len(reports) > _MOST:
-        lines.append(f"  … and {count(len(reports) - _MOST, 'size')} called more rarely; .to_dict() has everything")
+    if len(reports) > MOST_SIZES:
+        lines.append(
+            f"  … and {count(len(reports) - MOST_SIZES, 'size')} called more rarely; .to_dict() has everything"
+        )
     sizes = [each.one_size for each in reports if each.one_size is not None]
     shared, own = max(each.shared_bytes for each in sizes), sum(each.own_bytes for each in sizes)
     objects = sum(each.object_bytes for each in sizes)
