@@ -52,9 +52,10 @@ def run(program: Program, out: Path, *, on_gpu: bool, timeout_s: float) -> dict[
     saves = [part for file in files.values() for part in ("--save", str(file))]
     command = [sys.executable, "-m", "millstream", "profile", *saves, str(HERE / f"{program.name}.py")]
     command += [] if on_gpu else program.on_cpu.split()
-    # Hubs are not asked for anything; what PYTHONPATH has is found from every folder.
+    # Hubs are not asked for anything, one device trains, and what PYTHONPATH has is found from every folder.
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "0"}
+    own = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {"CUDA_VISIBLE_DEVICES": "0"} | os.environ | own
     began = time.monotonic()
     with (out / f"{program.name}.out.txt").open("wb") as output:
         try:
