@@ -190,8 +190,11 @@ def test_looking_that_makes_steps_much_longer_is_told_of(other, is_told, side):
     edge, count = (marks[-1].end_ns, 60) if side == "after" else (marks[0].start_ns - 9 * other, 9)
     others = [Step(edge + number * other, edge + (number + 1) * other) for number in range(count)]
     steps = (*marks, *others) if side == "after" else (*others, *marks)
-    recording = Recorded(trace, "virtual").add_to(Recording(steps=steps, thread=7), 0)
+    run = Recording(steps=steps, thread=7, end_ns=steps[-1].end_ns, cost_share=0.01)
+    recording = Recorded(trace, "virtual").add_to(run, 0)
     assert recording.looking_slowed == pytest.approx(100 / other - 1)
+    longer_ns = sum(step.end_ns - step.start_ns for step in recording.steps) / 100 * (100 - other)
+    assert recording.cost_share == pytest.approx(0.01 + longer_ns / run.end_ns)
     assert (recording.later_step_ns is None) == (side == "before")
     assert any("25 % longer" in each for each in without_looking(recording).caveats) == is_told
 

@@ -185,10 +185,10 @@ def serial_recording(host, kernels, *, steps, **facts):
 
 @st.composite
 def short_loops(draw):
-    """A loop of a few pieces, each shorter than the time between two looks: state, length in µs, line."""
-    kinds = st.sampled_from((State.COMPUTE, State.WAITING, State.DESCHEDULED))
-    lengths = st.integers(40, 2000)
-    pieces = draw(st.lists(st.tuples(kinds, lengths), min_size=1, max_size=6))
+    """A loop of a few pieces, most shorter than the time between two looks: state, length in µs, line."""
+    short = st.tuples(st.sampled_from((State.COMPUTE, State.WAITING, State.DESCHEDULED)), st.integers(40, 2000))
+    kept = st.tuples(st.just(State.DESCHEDULED), st.integers(4000, 12_000))
+    pieces = draw(st.lists(short | kept, min_size=1, max_size=6))
     return [(state, length, 10 + number) for number, (state, length) in enumerate(pieces)]
 
 
@@ -213,15 +213,17 @@ def looked_at(loop, dice, *, num_looks, mean_us, spins):
         rounds, rest = divmod(until, length)
         return [rounds * each[1] + min(max(rest - start, 0), each[1]) for start, each in zip(edges, loop, strict=False)]
 
-    samples, latest = [], 0
+    samples, latest, counted = [], 0, 0
     for _ in range(num_looks):
         now = latest + dice.randint(mean_us // 2, mean_us * 3 // 2)
         state, _, number = loop[bisect.bisect_right(edges, now % length) - 1]
         took = [b - a for a, b in zip(spent(latest), spent(now), strict=True)]
-        ran, ready = (
-            1000 * sum(part for part, each in zip(took, loop, strict=True) if each[0] is kind)
-            for kind in (State.COMPUTE, State.DESCHEDULED)
-        )
+        ran = 1000 * sum(part for part, each in zip(took, loop, strict=True) if each[0] is State.COMPUTE)
+        # The system counts time of being ready when it is over.
+        since = now - now % length + max(edge for edge in edges if edge <= now % length)
+        until = spent(since if state is State.DESCHEDULED else now)
+        before, counted = counted, sum(p for p, each in zip(until, loop, strict=True) if each[0] is State.DESCHEDULED)
+        ready = 1000 * (counted - before)
         stack = (Site("/x/torch/nn/linear.py", 1, "forward"), *line(number)) if state is State.COMPUTE else line(number)
         process = ran + 1000 * (now - latest) * spins
         asleep = Asleep.CALL if state is State.WAITING else Asleep.AWAKE

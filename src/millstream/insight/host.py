@@ -246,8 +246,9 @@ def doings(recording: Recording) -> list[Doing]:
     looks: list[tuple[Sample, list[Interval], list[Interval]]] = []
     pending: list[Interval] = []
     latest = recording.start_ns
-    for sample in recording.samples:
-        if sample.thread != recording.thread or sample.start_ns < latest or sample.start_ns >= sample.end_ns:
+    mine = [sample for sample in recording.samples if sample.thread == recording.thread]
+    for sample in _with_early_readiness(mine):
+        if sample.start_ns < latest or sample.start_ns >= sample.end_ns:
             continue
         latest = sample.end_ns
         first = max(bisect.bisect_right(starts, sample.start_ns) - 1, 0)
@@ -268,6 +269,19 @@ def doings(recording: Recording) -> list[Doing]:
         found += (Doing(start, end, state, stack, detail) for start, end in near)
         found += split_sample(sample, free, recording) if sample.asleep is None else evidence.split(sample, free)
     return list(_with_late_launches(found, recording))
+
+
+def _with_early_readiness(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples whose time of being ready stands where it was: the system counts it once the thread runs again."""
+    found, carried_ns, begin = [], 0, None
+    for sample in reversed(samples):
+        if sample.asleep is not None and sample.ready_ns is not None and sample.cpu_ns is not None:
+            ready_ns = sample.ready_ns + (carried_ns if begin == sample.end_ns else 0)
+            room_ns = max(sample.end_ns - sample.start_ns - sample.cpu_ns, 0)
+            carried_ns, begin = max(ready_ns - room_ns, 0), sample.start_ns
+            sample = replace(sample, ready_ns=ready_ns - carried_ns)
+        found.append(sample)
+    return found[::-1]
 
 
 def _with_late_launches(found: Sequence[Doing], recording: Recording) -> Iterator[Doing]:

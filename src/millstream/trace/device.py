@@ -82,6 +82,10 @@ class Recorded:
                 caveats = (*caveats, f"{why.replace('%', ' %')}: lines come from samples")
         spans = tuple(span for span in spans if span.thread not in self.other_threads)
         slowed, later_ns = _slowed(recording.steps, steps)
+        cost = recording.cost_share
+        if cost is not None and slowed is not None and slowed > 0:  # longer steps are a cost, too
+            looked_ns = sum(step.end_ns - step.start_ns for step in steps)
+            cost += looked_ns * slowed / (1 + slowed) / max(recording.end_ns - recording.start_ns, 1)
         return replace(
             recording,
             device=self.device,
@@ -93,6 +97,7 @@ class Recorded:
             waits=trace.waits,
             spans=(*recording.spans, *(replace(span, thread=recording.thread) for span in spans)),
             caveats=caveats,
+            cost_share=cost,
             looking_slowed=slowed,
             later_step_ns=later_ns,
         )
