@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from millstream.data import feed
 from millstream.device import Place, context
 from millstream.errors import ArgumentError, DeviceError, FeedError
-from tests.data.conftest import WITH_WORKER, feed_threads, is_idle
+from tests.data.conftest import WAYS, WITH_WORKER, feed_threads, is_idle
 from tests.data.test_tree import Frozen, Opaque, same, trees
+from tests.interrupts import interrupt_everywhere
 from tests.processes import output_of, run_python
 
 DEPTHS = [1, 2, 5]
@@ -547,6 +548,33 @@ def test_ctrl_c_while_waiting_for_a_batch():
     assert done.stdout == "interrupted\n"
     assert done.stderr == ""
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("make_feed", [WAYS[0], WAYS[2]], indirect=True)
+@pytest.mark.parametrize("when", ["a pass begins", "another begins", "it is closed"])
+def test_an_interrupt_at_any_moment_does_not_lock_a_feed(make_feed, when):
+    """Ctrl-C is one, and a DataLoader's news of a killed worker."""
+
+    def run(interrupter):
+        fed = make_feed(numbers(6))
+        passing = None if when == "a pass begins" else iter(fed)
+        first = None if passing is None else next(passing)
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupter.run(fed.close if when == "it is closed" else lambda: iter(fed))
+        got = []
+        others = [threading.Thread(target=fed.close, daemon=True)]
+        if when != "it is closed":
+            others.insert(0, threading.Thread(target=lambda: got.extend(values(fed)), daemon=True))
+        for thread in others:  # this one would never come back
+            thread.start()
+            thread.join(20)
+            assert not thread.is_alive(), interrupter.where
+        assert got == ([] if when == "it is closed" else list(range(6)))
+        del passing, first
+
+    # Python's own start of a thread can be left locked.
+    files = ["/data/worker.py"] if when == "a pass begins" else ["/threading.py", "/data/worker.py"]
+    assert interrupt_everywhere(run, *files) or make_feed.inline
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -104,18 +104,17 @@ def test_a_state_taken_before_the_first_batch_of_a_pass_is_not_that_of_a_new_loa
     assert values(again) == [4]
 
 
-@pytest.mark.parametrize("option", ["drop_last", "pad_last"])
-def test_how_many_rows_are_full_is_asked_of_each_pass(make_feed, option):
+def test_how_many_rows_are_full_is_asked_of_each_pass(make_feed):
     sizes = iter([8, 4, 4])
 
     class Loader:
         def __iter__(self):
             return iter(torch.arange(32.0).split(next(sizes)))
 
-    fed = make_feed(Loader(), **{option: True})
+    fed = make_feed(Loader(), pad_last=True)
     assert [len(batch) for batch in fed] == [8] * 4
     assert [len(batch) for batch in fed] == [4] * 8
-    again = make_feed(Loader(), **{option: True})
+    again = make_feed(Loader(), pad_last=True)
     again.load_state_dict(fed.state_dict() | {"rows": 8})
     assert [len(batch) for batch in again] == [4] * 8
 
@@ -306,12 +305,6 @@ def test_a_batch_without_rows_does_not_say_how_many_a_full_one_has(make_feed):
     assert [len(batch["x"]) for batch in fed] == [0, 4, 4]
 
 
-def test_a_short_batch_is_left_out(make_feed):
-    fed = make_feed(rows(4, 4, 2), drop_last=True)
-    for _ in range(2):
-        assert [batch["n"] for batch in fed] == [4, 4]
-
-
 def test_a_resumed_run_knows_how_long_a_full_batch_is(make_feed):
     fed = make_feed(rows(4, 4, 2), pad_last=True)
     passing = iter(fed)
@@ -351,7 +344,7 @@ def sequences(*lengths):
 @pytest.mark.parametrize("kind", ["packed", "jagged"])
 def test_rows_of_sequences_are_sequences(make_feed, kind):
     batches = [[sequences(2, 3, 2)[kind]], [sequences(1, 1, 1)[kind]], [sequences(9, 9)[kind]]]
-    assert len(list(make_feed(batches, drop_last=True))) == 2
+    assert len(list(make_feed(batches[:1] * 2, pad_last=True))) == 2
     with pytest.raises(FeedError, match="cannot be padded"):
         list(make_feed(batches, pad_last=True))
 
@@ -594,7 +587,6 @@ def test_a_limit_below_one_batch_is_an_error_in_its_place(make_feed):
     [
         ({"max_bytes": 0}, "max_bytes is 0"),
         ({"threads": 1.5}, "threads is 1.5"),
-        ({"drop_last": True, "pad_last": True}, "exclude each other"),
         ({"transform": 3}, "transform is 3"),
         ({"transform": 3, "channels_last": True}, "transform is 3"),
         ({"cast": "bfloat16"}, "cast is 'bfloat16'"),

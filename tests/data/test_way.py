@@ -26,7 +26,7 @@ def test_a_batch_changes_file_a_few_times(virtual_feed):
             for _ in range(NUM_BATCHES):
                 batch = next(passing)
 
-        assert changes.count(run) <= 29 * NUM_BATCHES
+        assert changes.count(run) <= 24 * NUM_BATCHES
     finally:
         changes.close()
 

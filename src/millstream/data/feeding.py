@@ -42,7 +42,6 @@ class Options:
     depth: int = 2
     max_bytes: int | None = None
     transform: Transform | None = None
-    drop_last: bool = False
     pad_last: bool = False
     threads: int | None = None
     prefetch: bool = True
@@ -60,8 +59,6 @@ class Options:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}, {meaning}.")
-        if self.drop_last and self.pad_last:
-            raise ArgumentError("drop_last and pad_last exclude each other: a short batch is left out or padded.")
         if self.uneven is not None and self.uneven not in CHOICES:
             raise ArgumentError(f"uneven={self.uneven!r} is none of {', '.join(map(repr, CHOICES))}, nor None.")
 
@@ -75,7 +72,6 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     cast: torch.dtype | None = None,
     channels_last: bool = False,
     transform: Transform | None = None,
-    drop_last: bool = False,
     pad_last: bool = False,
     pad_to: int | Sequence[int] | None = None,
     pad_multiple: int | None = None,
@@ -135,9 +131,9 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
             what it returns is delivered, copied once more if it is no plain tensor. It must not keep what it gets, nor
             hide it in objects that are registered to stay on the host, nor wait for the device. Tensors that require
             gradients reach it as the loader made them.
-        drop_last: Leave out a batch that has fewer rows than the first.
-        pad_last: Lengthen such a batch by repeating its last row, and lists that have an item for each row by repeating
-            the last; ``num_valid`` says of a batch, and of the feed, how many rows are data.
+        pad_last: Lengthen a batch that has fewer rows than the first by repeating its last row, and lists that have an
+            item for each row by repeating the last; ``num_valid`` says of a batch, and of the feed, how many rows are
+            data.
         pad_to: Pad sequences to the least of these lengths that holds the longest of a batch, so that there are few
             shapes. Sequences are lists of tensors or of numbers within a batch, and packed sequences. In a dict the
             padded tensor stays under its key, with ``attention_mask`` beside ``input_ids`` and ``KEY_lengths`` beside
@@ -160,7 +156,6 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         depth,
         max_bytes,
         make_transform(cast, channels_last, transform),
-        drop_last,
         pad_last,
         threads,
         prefetch,
@@ -197,7 +192,7 @@ class Feed:
         self._profiler: Profiler | None = None
         self._roll_call: RollCall | None = None
         self._draws, self._refills = DrawWatch(), RefillWatch(options.depth + 1)
-        self._shaper = Shaper(drop_last=options.drop_last, pad_last=options.pad_last, lengths=options.lengths)
+        self._shaper = Shaper(pad_last=options.pad_last, lengths=options.lengths)
         self._engine = _Engine()
         self._finalizer = weakref.finalize(self, self._engine.close, "")
         # The end of the interpreter is the device context's to order.
@@ -305,7 +300,7 @@ class Feed:
 
     @property
     def num_valid(self) -> int | None:
-        """Rows of what was delivered last that are data and not padding; only with ``pad_last`` or ``drop_last``."""
+        """Rows of what was delivered last that are data and not padding; only with ``pad_last``."""
         return self._position.num_valid
 
     # --- resuming ----------------------------------------------------------------------------------------------------
@@ -338,7 +333,7 @@ class Feed:
             raise AttributeError(f"Neither the feed nor its {kind} has an attribute {name!r}.") from None
 
     def __len__(self) -> int:
-        """Number of batches of a whole pass, if the loader knows it; with ``drop_last`` there may be one less."""
+        """Number of batches of a whole pass, if the loader knows it."""
         return len(cast("Sized", self.loader))
 
     def __enter__(self) -> Feed:
@@ -368,7 +363,7 @@ class Feed:
 
 
 def num_valid(batch: Any) -> int | None:
-    """Rows of a delivered batch that are data and not padding; ``None`` unless ``pad_last`` or ``drop_last`` was given.
+    """Rows of a delivered batch that are data and not padding; ``None`` unless ``pad_last`` was given.
 
     Args:
         batch: As a feed has delivered it, also one that was kept.
@@ -427,9 +422,8 @@ class _Engine:
     def close(self, why: str = "its device context was closed") -> None:
         """End everything. Any thread; also in a finalizer. Once is enough."""
         self.leave(why, forever=True)
+        run, worker = self.run, self._worker
         with self._lock:
-            run, self.run = self.run, None
-            worker, self._worker = self._worker, None
             transfer, self.transfer = self.transfer, None
         if transfer is not None and transfer.is_usable:
             if run is not None and not run.is_over and worker is not None:
@@ -438,6 +432,9 @@ class _Engine:
                 transfer.close()
         if worker is not None:
             worker.end(waits=run is None or run.is_over)
+        # Not before: an interrupt may have come, and somebody closes once more.
+        self.run = None if self.run is run else self.run
+        self._worker = None if self._worker is worker else self._worker
 
 
 class _Pass(Iterator[Any]):

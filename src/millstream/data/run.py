@@ -102,6 +102,7 @@ class Run:
         self._inside_lock = threading.Lock()
         self._inside = 0  # the thread that is inside the source
         self._was_told_to_leave = False
+        self._waits = True  # who leaves, until it was tried
         self._has_asked = False  # for a batch that has not come
         self.num_forks = Forks.count
         self.has_ended = False  # the consumer has got everything, and there was no error
@@ -321,7 +322,7 @@ class Run:
         transfer, profiler, item = self._transfer, self._profiler, self._next
         asked_ns = time.perf_counter_ns()
         try:
-            self._modes = read_modes()
+            self._modes = NEW_THREAD if self._worker is None else read_modes()
             if item is None or item.pending is None:
                 item = self._next = self._wait_for_item(asked_ns) if self._ready.empty() else self._ready.get()
                 if item is None:
@@ -366,7 +367,7 @@ class Run:
             if due or self._profiler.is_open:
                 self._profiler.ask(transfer.mark, asked_ns, due=due)
             if is_inline or self._inside:
-                with transfer.spare_captures():
+                with transfer.spare_captures:
                     self._carry_out() if is_inline else self._send_what_waits()
             return self._ready.get()
         finally:
@@ -395,22 +396,23 @@ class Run:
         self.is_left = True
         if self.is_inherited:
             return  # in a forked child there are no threads, and locks may be held for ever
-        if not self._stopped.is_set():
-            self._stopped.set()
+        if not (self._stopped.is_set() and self._over.is_set()):  # all of it once more, where an interrupt came between
             self._inbox.put(Message.CLOSED)
             self._ready.put(None)  # another thread may be waiting for a batch
+            self._stopped.set()
             if self._worker is None:
                 if not self._inside:  # else this is called in the source, and whoever asks that goes on
                     self._leave_source()
-            elif not self._worker.is_current():  # as it is where the source does this, or a garbage collection
+            elif self._waits and not self._worker.is_current():  # as where the source does this, or a collection
                 self._wait()
+                self._waits = False
         self._end()
 
     def _wait(self) -> None:
         start_s = time.monotonic()
         while not self._over.wait(LEAVE_S if self._inside else 0.01) and time.monotonic() < start_s + JOIN_S:
             with self._inside_lock:
-                if self._inside and raise_exit(self._inside):
+                if self._was_told_to_leave or (self._inside and raise_exit(self._inside)):
                     self._was_told_to_leave = True
                     return
                 if self._inside and time.monotonic() > start_s + REACH_S:

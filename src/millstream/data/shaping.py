@@ -1,4 +1,4 @@
-"""What is done to whole batches: lengths padded, short ones padded or left out, dtypes cast."""
+"""What is done to whole batches: lengths padded, short ones padded, dtypes cast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from millstream.data.lengths import Lengths
-from millstream.data.source import LEFT_OUT, Position
+from millstream.data.source import Position
 from millstream.data.transfer.base import Transform
 from millstream.errors import ArgumentError, FeedError
 from millstream.tree import Unflatten, as_tensor, tree_flatten
@@ -21,15 +21,13 @@ class Shaper:
     """Makes all batches of as many rows as the first which has any, and their sequences of few lengths.
 
     Args:
-        drop_last: Leave out those with fewer rows.
-        pad_last: Lengthen them.
+        pad_last: Lengthen those with fewer rows.
         lengths: Pads sequences.
     """
 
-    def __init__(self, *, drop_last: bool, pad_last: bool, lengths: Lengths) -> None:
-        self._drops, self._lengths = drop_last, lengths
-        self._counts = drop_last or pad_last
-        self.is_needed = self._counts or lengths.is_needed
+    def __init__(self, *, pad_last: bool, lengths: Lengths) -> None:
+        self._pads_last, self._lengths = pad_last, lengths
+        self.is_needed = pad_last or lengths.is_needed
 
     def shape(self, position: Position, batch: Any) -> tuple[Any, int | None]:
         """What is to become of a batch, and how many of its rows are data, if it has any.
@@ -39,14 +37,12 @@ class Shaper:
             batch: It.
         """
         batch = self._lengths.pad(batch)
-        if not self._counts or (rows := count_rows(batch)) is None:
+        if not self._pads_last or (rows := count_rows(batch)) is None:
             return batch, None
         if not position.rows:  # a batch without any tells nothing
             position.rows, position.rowed = rows, have_rows(batch, rows)
         full = position.rows
-        if rows >= full:
-            return batch, rows
-        return (LEFT_OUT, 0) if self._drops else (pad_rows(batch, rows, full, position.rowed), rows)
+        return batch if rows >= full else pad_rows(batch, rows, full, position.rowed), rows
 
 
 def count_rows(batch: Any) -> int | None:

@@ -177,9 +177,7 @@ def begins_in_caller(loader: Any) -> bool:
 
 
 Shape = Callable[[Any], tuple[Any, int | None]]
-"""Makes of a batch of the source the one to deliver, or ``LEFT_OUT``; and says how many of its rows are data."""
-
-LEFT_OUT = object()
+"""Makes of a batch of the source the one to deliver, and says how many of its rows are data."""
 
 
 class Source:
@@ -196,7 +194,7 @@ class Source:
     Attributes:
         take: Takes the source's present state.
         is_own_iterator: Whether the loader is an iterator itself: what is pulled from it comes only once.
-        num_pulled: How many times it was asked for a batch to deliver, and had one.
+        num_pulled: How many times it was asked for a batch, and had one.
         wants_step: Whether the next pull has to wait for the loop.
     """
 
@@ -260,21 +258,18 @@ class Source:
         """
         if self._iterator is None:
             raise StopIteration
-        while True:
-            if self._begun is not None or self.num_pulled >= self._draws.next_due:
-                batch = self._pull_watched(self._iterator, waited=waited)
-            else:
-                batch = next(self._iterator)  # nearly always
-            self._count += 1
-            info = BatchInfo(self._count, self.take())
-            if self._shape is not None:
-                batch, info.num_valid = self._shape(batch)
-                if batch is LEFT_OUT:
-                    continue
-            if self._refills is not None and self._refills.is_watching:
-                batch = self._keep_apart(batch, self._refills)
-            self.num_pulled += 1
-            return batch, info
+        if self._begun is not None or self.num_pulled >= self._draws.next_due:
+            batch = self._pull_watched(self._iterator, waited=waited)
+        else:
+            batch = next(self._iterator)  # nearly always
+        self._count += 1
+        info = BatchInfo(self._count, self.take())
+        if self._shape is not None:
+            batch, info.num_valid = self._shape(batch)
+        if self._refills is not None and self._refills.is_watching:
+            batch = self._keep_apart(batch, self._refills)
+        self.num_pulled += 1
+        return batch, info
 
     def _pull_watched(self, iterator: Iterator[Any], *, waited: bool) -> Any:
         """Pull, and see which generators that moves; the first time, after what had been delivered was dropped."""

@@ -72,6 +72,7 @@ class Worker:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._has_ended = False
         self.num_forks = Forks.count
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -83,9 +84,14 @@ class Worker:
         if self._thread is None:
             # A daemon: the interpreter waits for other threads *before* it runs the functions registered for its end,
             # among them the one that ends this.
-            thread = threading.Thread(target=_do_jobs, args=(self._jobs,), name="millstream-feed", daemon=True)
-            thread.start()
-            self._thread = thread
+            jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            thread = threading.Thread(target=_do_jobs, args=(jobs,), name="millstream-feed", daemon=True)
+            try:
+                thread.start()
+            except BaseException:
+                jobs.put(None)  # an interrupt may have come when it had begun
+                raise
+            self._jobs, self._thread = jobs, thread
         self._jobs.put(job)
 
     def is_current(self) -> bool:
@@ -93,13 +99,14 @@ class Worker:
         return threading.current_thread() is self._thread
 
     def is_usable(self) -> bool:
-        """Whether it is of this process."""
-        return self.num_forks == Forks.count
+        """Whether it takes jobs: it is of this process and has not ended."""
+        return self.num_forks == Forks.count and not self._has_ended
 
     def end(self, *, waits: bool) -> None:
         """Have the thread end after what it was given, and wait for that if it takes no time."""
+        self._has_ended = True
         self._jobs.put(None)
-        if waits and self._thread is not None and not self.is_current() and self.is_usable():
+        if waits and self._thread is not None and not self.is_current() and self.num_forks == Forks.count:
             self._thread.join(JOIN_S)
 
 

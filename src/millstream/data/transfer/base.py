@@ -53,17 +53,15 @@ class Transfer:
     Attributes:
         num_kept: Pieces of memory that the user has kept in this pass.
         num_buffers: How many batches can be sent before the user drops one.
+        spare_captures: Entered by a consumer who makes a batch.
     """
 
     num_kept = 0
     num_buffers: float = math.inf
+    spare_captures: AbstractContextManager[Any] = nullcontext()
 
     def in_thread(self) -> AbstractContextManager[Any]:
         """Entered by a worker before anything else in a pass."""
-        return nullcontext()
-
-    def spare_captures(self) -> AbstractContextManager[Any]:
-        """Entered by a consumer who makes a batch."""
         return nullcontext()
 
     @property

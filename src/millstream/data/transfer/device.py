@@ -95,10 +95,11 @@ class DeviceTransfer(Transfer):
         self.stream = context.current_stream()  # the consumer's, when it asked last
         self.copy_stream = context.copy_stream
         self._depth, self._threads = depth, threads
+        self.num_buffers = max(depth, 2)
         self._transform = transform
         self._is_capturing, self._current_stream = context.stream_getters()
         self._capture_lock = context.capture_lock
-        self._spare_captures = context.spare_captures()
+        self.spare_captures = context.spare_captures()  # one for all batches: one thread at a time makes any
         # Of a batch that nothing else is done to on the copy stream, one event tells both that the staging buffer was
         # read and that the device's was written.
         self._shares_event = transform is None
@@ -112,17 +113,12 @@ class DeviceTransfer(Transfer):
     def _open(self) -> None:
         # One more than can be under way: the copy of the batch that was handed out last may still be going on.
         self._pinned = StagingPool(self.context, self._depth + 1, self._threads)
-        self.pool = BufferPool(self.context, max(self._depth, 2), self.stream)
+        self.pool = BufferPool(self.context, int(self.num_buffers), self.stream)
 
     @property
     def num_kept(self) -> int:  # type: ignore[override]
         """Segments that the user has kept."""
         return self.pool.num_kept
-
-    @property
-    def num_buffers(self) -> float:  # type: ignore[override]
-        """Those of the pool."""
-        return len(self.pool.buffers)
 
     @property
     def is_usable(self) -> bool:
@@ -132,10 +128,6 @@ class DeviceTransfer(Transfer):
     def in_thread(self) -> AbstractContextManager[Any]:
         """Set the device, and keep the thread from killing captures of others."""
         return self.context.in_thread()
-
-    def spare_captures(self) -> AbstractContextManager[Any]:
-        """Keep the thread from killing captures of others."""
-        return self._spare_captures  # one for all batches: one thread at a time makes any
 
     def begin_pass(self, stopped: threading.Event, on_free: Callable[[], object]) -> None:
         """Begin another pass, on the current stream."""
