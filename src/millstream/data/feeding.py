@@ -88,36 +88,18 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         for x, y in ms.feed(loader, "cuda"):
             train_step(x, y)
 
-    **What arrives.** Batches in the loader's order. Tensors and NumPy arrays arrive as tensors, wherever they are in
-    tuples, lists, dicts, sets, named tuples, dataclasses, classes of attrs and pydantic, packed sequences and jagged
-    tensors; strides, dtypes and shared memory are kept. Objects with a ``to`` are moved by it. Plain values stay as
-    they are; anything else is an error until ``register`` of ``millstream.data`` has taught it. On the CPU the loader's
-    own objects arrive.
+    **What arrives** are the loader's batches, as in a plain loop, random draws included. Tensors and NumPy arrays
+    arrive as tensors, wherever they are in containers; a type that is not known is an error until ``register`` of
+    ``millstream.data`` has taught it. On the CPU the loader's own objects arrive.
 
-    **Whose a batch is.** Yours, for as long as you hold any tensor of it. Batches lie in buffers; when you drop the
-    last tensor of one (as the loop does when it gets the next) its buffer is filled again, after all work that you had
-    queued by then. What you still hold when you ask for the next but one stays yours for good, and the feed takes new
-    memory in its place. A batch belongs to the stream that is current when it is asked for, and may be used there
-    without synchronising; where another stream uses it, that one must be waited for before you drop the batch.
+    **Whose a batch is.** Yours, for as long as you hold any tensor of it. It belongs to the stream that is current when
+    it is asked for; where another stream uses it, that one must be waited for before you drop the batch.
 
-    **The loader.** Anything that can be iterated, several times if it can. It is asked in the feed's one thread, in the
-    gradient, inference and autocast modes of the loop. Its batches are the plain loop's: the first two of a pass are
-    pulled when they are asked for, and if the second one draws from the global generators of PyTorch, NumPy or
-    ``random``, so are all others, that draws come in the order of the program; give such a loader workers, or
-    generators of its own, to have it read ahead. At most ``depth + 1`` batches are. A loader may fill the same memory
-    again and again, and a loader that is an iterator itself loses nothing when the loop is left.
+    **Endings.** An error of the loader is raised where its batch would have come, once; then the pass is over. Leaving
+    the loop in any way ends the pass; ``close`` and ``with`` end the thread, too. ``state_dict()`` is that of the batch
+    delivered last. What else the loader has, such as ``dataset`` and ``set_epoch``, the feed has.
 
-    **Endings.** An error of the loader is raised where its batch would have come, with its traceback, after all batches
-    before it, once; then the pass is over. Leaving the loop in any way (``break``, an exception, Ctrl-C) ends the pass;
-    ``close`` and ``with`` end the thread, too. Buffers and the thread stay for the next pass, if the buffers take no
-    more than 256 MiB.
-
-    **Resuming.** ``state_dict()`` is that of the batch delivered last, not of those pulled ahead. A feed that has
-    loaded it goes on after that batch: by the loader's own state where it has one (as torchdata's
-    ``StatefulDataLoader``), else by pulling and dropping what had been delivered, with the generators of PyTorch, NumPy
-    and ``random`` as they were when the sampler drew from them.
-
-    **A loader still.** ``dataset``, ``sampler``, ``batch_size``, ``set_epoch``, ... are the loader's.
+    The page *Feeding* of the documentation has the rest.
 
     Args:
         loader: Yields batches.
