@@ -586,7 +586,6 @@ def test_a_limit_below_one_batch_is_an_error_in_its_place(make_feed):
     ("options", "message"),
     [
         ({"max_bytes": 0}, "max_bytes is 0"),
-        ({"threads": 1.5}, "threads is 1.5"),
         ({"transform": 3}, "transform is 3"),
         ({"transform": 3, "channels_last": True}, "transform is 3"),
         ({"cast": "bfloat16"}, "cast is 'bfloat16'"),

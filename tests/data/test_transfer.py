@@ -163,7 +163,7 @@ def test_memory_does_not_go_back_while_helpers_write_to_it(monkeypatch):
     """An interrupt came before anybody knew of the slot."""
     ctx, _device = make_virtual_context("eager")
     leaves = [torch.ones(1 << 20)]
-    ring = staging.StagingPool(ctx, 2, None)
+    ring = staging.StagingPool(ctx, 2)
     layout = plan_layout(describe_leaves(leaves))
     addresses = array("Q", [leaves[0].data_ptr()])
     ring.begin_fill(layout, *cut(layout, sys.maxsize), leaves, threading.Event(), addresses)
@@ -370,7 +370,7 @@ def test_slots_are_free_when_a_copy_enqueued_later_is_over(late):
     device.run_some = lambda: None  # no time passes while it is asked
     leaves = [torch.ones(64)]
     layout = plan_layout(describe_leaves(leaves))
-    ring = staging.StagingPool(ctx, 3, None)
+    ring = staging.StagingPool(ctx, 3)
 
     def fill():
         slot = ring.begin_fill(layout, *cut(layout, sys.maxsize), leaves, threading.Event())

@@ -17,8 +17,9 @@ To follow one of them, read in this order:
 | `together` | a pass in several processes at once |
 """
 
-from millstream.data.feeding import Feed, feed, num_valid
+from millstream.data.feeding import Feed, feed
 from millstream.data.lengths import Padded
+from millstream.data.shaping import num_valid
 from millstream.data.stats import Stats
 from millstream.tree import register
 

@@ -20,7 +20,7 @@ from millstream.data.lengths import Lengths, Value
 from millstream.data.pipeline import IN_STEP, Pipeline
 from millstream.data.profiler import Profiler
 from millstream.data.run import Run
-from millstream.data.shaping import Shaper, get_num_valid, make_transform
+from millstream.data.shaping import Shaper, make_transform
 from millstream.data.source import Position, Source, begins_in_caller, is_stored
 from millstream.data.stats import Stats
 from millstream.data.together import CHOICES, Together
@@ -43,7 +43,6 @@ class Options:
     max_bytes: int | None = None
     transform: Transform | None = None
     pad_last: bool = False
-    threads: int | None = None
     prefetch: bool = True
     uneven: str | None = None
     lengths: Lengths = Lengths(None, None, 0)  # noqa: RUF009  it never changes
@@ -52,7 +51,6 @@ class Options:
         for name, least, meaning in (
             ("depth", 1, "the number of batches that may be under way"),
             ("max_bytes", 1, "the number of bytes that may be under way"),
-            ("threads", 1, "the number of threads that stage a large batch"),
         ):
             value = getattr(self, name)
             if value is None and name != "depth":
@@ -76,7 +74,6 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     pad_to: int | Sequence[int] | None = None,
     pad_multiple: int | None = None,
     pad_value: Value | Mapping[str, Value] = 0,
-    threads: int | None = None,
     prefetch: bool = True,
     uneven: str | None = None,
 ) -> Feed:
@@ -122,7 +119,6 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
             others where the batch has no ``attention_mask``; elsewhere ``millstream.data.Padded`` arrives.
         pad_multiple: Or pad to multiples of this.
         pad_value: What is padded with. A dict of values by key also pads tensors under these keys, in dimension 1.
-        threads: How many threads stage a batch at most; by default as many as there are processors, up to 16.
         prefetch: Whether a thread makes batches ahead. Without, each is made in your thread when you ask for it, which
             is faster where steps take less than some 0.3 ms; one further is pulled if the loader is a sequence, or a
             ``DataLoader`` over one.
@@ -139,7 +135,6 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         max_bytes,
         make_transform(cast, channels_last, transform),
         pad_last,
-        threads,
         prefetch,
         uneven,
         Lengths(pad_to, pad_multiple, pad_value),
@@ -228,7 +223,7 @@ class Feed:
             if not engine.run.is_inherited:
                 engine.run.wait()  # two threads must never pull from one loader
         if not engine.is_usable:
-            engine.set_transfer(self._make_transfer())
+            engine.transfer = self._make_transfer()
         assert engine.transfer is not None
         context(self.place).attach(engine)
         options, profiler = self._options, self._find_profiler()
@@ -260,11 +255,9 @@ class Feed:
         return run
 
     def _make_transfer(self) -> Transfer:
-        options = self._options
-        if self.place.kind == "cpu":
-            return HostTransfer(options.transform)
-        device = context(self.place)
-        return DeviceTransfer(device, self.depth, threads=options.threads, transform=options.transform)
+        transform = self._options.transform
+        is_on_cpu = self.place.kind == "cpu"
+        return HostTransfer(transform) if is_on_cpu else DeviceTransfer(context(self.place), self.depth, transform)
 
     def _find_profiler(self) -> Profiler:
         device = None if self.place.kind == "cpu" else context(self.place)
@@ -344,15 +337,6 @@ class Feed:
         return f"<Feed of {type(self.loader).__name__} to {self.place}, depth {self.depth}{state}>"
 
 
-def num_valid(batch: Any) -> int | None:
-    """Rows of a delivered batch that are data and not padding; ``None`` unless ``pad_last`` was given.
-
-    Args:
-        batch: As a feed has delivered it, also one that was kept.
-    """
-    return get_num_valid(batch)
-
-
 class _Handle:
     """One iterator's right to a run; a later one takes it away."""
 
@@ -389,10 +373,6 @@ class _Engine:
         if self._worker is None or not self._worker.is_usable():
             self._worker = Worker()
         return self._worker
-
-    def set_transfer(self, transfer: Transfer) -> None:
-        """The way of the passes to come."""
-        self.transfer = transfer
 
     def leave(self, why: str, *, forever: bool = False) -> None:
         """End the present pass, but not what goes on in the next one, unless ``forever``."""

@@ -150,8 +150,12 @@ def set_num_valid(batch: Any, num_valid: int) -> None:
             setattr(leaf, _NUM_VALID, num_valid)
 
 
-def get_num_valid(batch: Any) -> int | None:
-    """What ``set_num_valid`` has noted."""
+def num_valid(batch: Any) -> int | None:
+    """Rows of a delivered batch that are data and not padding; ``None`` unless ``pad_last`` was given.
+
+    Args:
+        batch: As a feed has delivered it, also one that was kept.
+    """
     return next((getattr(leaf, _NUM_VALID) for leaf in tree_flatten(batch)[0] if hasattr(leaf, _NUM_VALID)), None)
 
 

@@ -77,24 +77,16 @@ class DeviceTransfer(Transfer):
     Args:
         context: Of the device.
         depth: How many batches may be under way.
-        threads: How many threads stage a batch at most; ``None`` for as many as help.
         transform: Applied to each batch on the copy stream, in the worker.
     """
 
-    def __init__(
-        self,
-        context: DeviceContext,
-        depth: int,
-        *,
-        threads: int | None = None,
-        transform: Transform | None = None,
-    ) -> None:
+    def __init__(self, context: DeviceContext, depth: int, transform: Transform | None = None) -> None:
         _compile()
         self.context = context
         self.device = context.torch_device
         self.stream = context.current_stream()  # the consumer's, when it asked last
         self.copy_stream = context.copy_stream
-        self._depth, self._threads = depth, threads
+        self._depth = depth
         self.num_buffers = max(depth, 2)
         self._transform = transform
         self._is_capturing, self._current_stream = context.stream_getters()
@@ -112,7 +104,7 @@ class DeviceTransfer(Transfer):
 
     def _open(self) -> None:
         # One more than can be under way: the copy of the batch that was handed out last may still be going on.
-        self._pinned = StagingPool(self.context, self._depth + 1, self._threads)
+        self._pinned = StagingPool(self.context, self._depth + 1)
         self.pool = BufferPool(self.context, int(self.num_buffers), self.stream)
 
     @property

@@ -119,12 +119,10 @@ class StagingPool:
     Args:
         context: Of the device.
         num_buffers: How many batches lie in pinned memory at least.
-        threads: How many threads fill a buffer at most; ``None`` for as many as help.
     """
 
-    def __init__(self, context: DeviceContext, num_buffers: int, threads: int | None) -> None:
+    def __init__(self, context: DeviceContext, num_buffers: int) -> None:
         self._context = context
-        self._threads = threads
         self._filler = filler()
         self._num_buffers = num_buffers
         self._buffers: deque[StagingBuffer] = deque()  # the oldest first
@@ -246,7 +244,7 @@ class StagingPool:
             plan.lengths = lengths = array("Q", [length for _, _, _, length in chunk.sources])
             if self._filler is not None:
                 past_caches = layout.num_bytes <= PAST_CACHES_BYTES
-                plan.fill = self._filler.prepare(plan.addresses, lengths, self._threads, past_caches=past_caches)
+                plan.fill = self._filler.prepare(plan.addresses, lengths, None, past_caches=past_caches)
         return plan
 
     def end_pass(self) -> None:
