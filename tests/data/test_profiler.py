@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.data import feed
-from millstream.data.profiler import INTERVAL_NS, NUM_FIRST, BatchTimes, Profiler, StreamMarker
+from millstream.data.profiler import INTERVAL_NS, NUM_FIRST, BatchTimes, Profiler
 from millstream.data.stats import CAUSES
+from millstream.device import StreamMarker
 from tests.device.virtual_device import make_virtual_context
 
 MS = 1_000_000

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from millstream import tree
 from millstream.data import register
-from millstream.data.profiler import StreamMarker
 from millstream.data.transfer.layout import view_leaf
-from millstream.device import Place
+from millstream.device import Place, StreamMarker
 from millstream.errors import ArgumentError, DeviceError, FeedError
 from millstream.results import fetch, fetch_each
 from millstream.results.fetching import LARGE_BYTES, RING_BYTES, Fetcher

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millstream.data.stats import NUM_RECENT, Stats, StepTimes, summarize
-from millstream.device import DeviceContext, Stream
+from millstream.device import DeviceContext, StreamMarker
 from millstream.errors import DeviceError
 
 NUM_FIRST = 16
@@ -49,34 +49,6 @@ NUM_STEPS, NUM_EPOCHS = 1024, 16
 
 DRY_NS, DRY_SHARE = 25_000, 0.02
 """A lag below this is the way from the host to an idle device; as is one below this share of the step."""
-
-
-class StreamMarker:
-    """A point on a stream: an event that goes back to its context when nobody needs the marker any more.
-
-    Attributes:
-        stream: The stream.
-        event: Recorded there.
-        at_ns: When the host did so.
-    """
-
-    __slots__ = ("_context", "at_ns", "event", "stream")
-
-    def __init__(self, context: DeviceContext, stream: Stream, *, timing: bool = True, record: bool = True) -> None:
-        self._context = context
-        self.stream = stream
-        self.event = context.acquire_event(timing=timing)
-        if record:  # or the caller does, at once
-            self.event.record(stream)
-        self.at_ns = time.perf_counter_ns()
-
-    def __del__(self) -> None:
-        with suppress(AttributeError):  # of which an interrupt may have kept it
-            self._context.release_event(self.event)
-
-    def until(self, later: StreamMarker) -> int:
-        """Nanoseconds on the device; both points have been reached."""
-        return round(self.event.elapsed_time(later.event) * 1e6)
 
 
 @dataclass(slots=True)

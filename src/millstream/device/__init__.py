@@ -7,6 +7,7 @@ second pool.
 from millstream.device.context import MAX_STREAMS, DeviceContext, context
 from millstream.device.guard import guard
 from millstream.device.handles import Event, Stream
+from millstream.device.markers import StreamMarker, wait_until_reached
 from millstream.device.place import Place, available_places
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "Event",
     "Place",
     "Stream",
+    "StreamMarker",
     "available_places",
     "context",
     "guard",
+    "wait_until_reached",
 ]

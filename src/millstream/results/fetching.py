@@ -24,10 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.data.profiler import StreamMarker
 from millstream.data.transfer.layout import LeafSpec, describe_apart, narrow_repeats, plan_layout, view_leaf
-from millstream.data.transfer.staging import wait_until_reached
-from millstream.device import DeviceContext, Place, Stream, context
+from millstream.device import DeviceContext, Place, Stream, StreamMarker, context, wait_until_reached
 from millstream.errors import ArgumentError, DeviceError, FeedError, never_the_end, skip_frames
 from millstream.results.ring import Ring, RingClosed, Stretch
 from millstream.tree import Unflatten, tree_flatten

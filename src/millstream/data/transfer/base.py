@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.data.profiler import StreamMarker
 from millstream.data.transfer.layout import narrow_repeats
-from millstream.device import Place
+from millstream.device import Place, StreamMarker
 from millstream.errors import FeedError
 from millstream.tree import as_tensors, name_leaf, tree_flatten
 

@@ -28,10 +28,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from millstream.data.profiler import StreamMarker
 from millstream.data.transfer.layout import Layout, view_leaves
 from millstream.data.transfer.lending import Lend, prepare_lending
-from millstream.device import DeviceContext, Event, Stream
+from millstream.device import DeviceContext, Event, Stream, StreamMarker
 from millstream.errors import DeviceError
 
 MOST_LOOKED_AT = 4

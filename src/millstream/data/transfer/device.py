@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from millstream._torch.tensors import place_of_implementation
-from millstream.data.profiler import StreamMarker
 from millstream.data.transfer import lending, outputs
 from millstream.data.transfer.base import NotNowError, PendingBatch, Transfer, Transform, misplaced
 from millstream.data.transfer.buffers import BatchLease, Buffer, BufferPool
@@ -38,7 +37,7 @@ from millstream.data.transfer.staging import (
     are_bytes,
     out_of_inference_mode,
 )
-from millstream.device import DeviceContext, Event, Stream, likeness
+from millstream.device import DeviceContext, Event, Stream, StreamMarker, likeness
 from millstream.device.likeness import Likeness
 from millstream.device.native import filler
 from millstream.tree import Unflatten, as_tensors, tree_flatten

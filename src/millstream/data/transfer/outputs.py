@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from millstream.data.profiler import StreamMarker
 from millstream.data.transfer.base import Transform
 from millstream.data.transfer.layout import view_leaves
-from millstream.device import DeviceContext, Stream
+from millstream.device import DeviceContext, Stream, StreamMarker
 from millstream.device.driver import see_alike, whole_storage
 from millstream.tree import as_tensor, tree_flatten
 

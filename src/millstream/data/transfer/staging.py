@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from millstream.data.transfer.layout import Chunk, Layout, narrow_repeats, see_source, view_leaf
-from millstream.device import DeviceContext, Event
+from millstream.device import DeviceContext, Event, wait_until_reached
 from millstream.device.native import Filling, filler
 
 CHUNK_BYTES = 16 << 20
@@ -37,29 +37,6 @@ MAX_BUFFERS = 32
 
 SLACK_BYTES = 64 << 20
 """So much pinned memory may be used to run ahead."""
-
-FIRST_PAUSE_S = 50e-6
-"""How long a thread first sleeps when an event is not reached: about the shortest sleep an operating system grants."""
-
-LONGEST_PAUSE_S = 500e-6
-"""How long at most: noticing this late costs nothing while other batches wait, and 2,000 questions a second to the
-runtime take well under 1 % of the interpreter's time."""
-
-
-def wait_until_reached(context: DeviceContext, event: Event, stopped: threading.Event) -> bool:
-    """Block until the device has reached ``event``; false when stopped before.
-
-    Asked in pauses rather than by ``synchronize``: the question is put under the capture lock, which must not be held
-    for long, and whoever closes a feed need not wait for the device.
-    """
-    pause_s = FIRST_PAUSE_S
-    while not stopped.is_set():
-        with context.capture_lock:
-            if event.query():
-                return True
-        stopped.wait(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    return False
 
 
 @dataclass(slots=True, eq=False)
