@@ -33,7 +33,7 @@ fuzz: $(SETUP) ## 2,000 random steps, captured and eager, others each time: no r
 	MILLSTREAM_RANKS=8 $(PYTHON) -m pytest -q tests/parallel/test_many_ranks.py
 
 soak: $(SETUP) ## 50 epochs of every kind of source: feeds leave no memory, threads, files or events behind (some minutes)
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.sweeps.feed_life
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.sweeps.feed_life --out benchmarks/results/soak.md
 
 check: $(SETUP) ## lint, format, types and layers
 	$(PYTHON) -m ruff check .

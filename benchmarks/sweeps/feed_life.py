@@ -3,12 +3,14 @@
 Run by ``make soak``; ``python -m benchmarks.sweeps.feed_life --device cuda`` on a GPU. Each source has a process of its
 own. Epochs end in turn by themselves and by ``break``. What is looked at: memory, threads, open files, child processes,
 events of the device context, and how long the process takes to end after its last line, beyond one without a feed.
-Without a GPU the device is the virtual one of the tests, which has events, too.
+Without a GPU the device is the virtual one of the tests, which has events, too. ``--out benchmarks/results/soak.md``
+keeps the figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -35,6 +37,7 @@ NUM_EPOCHS, NUM_BATCHES, ROWS, WIDTH = 50, 8, 16, 1024
 WARM_EPOCHS = 10  # in which memory settles
 MOST_GROWTH_MIB = 8.0  # of memory from then on: the allocator's, which has no steps as small as a batch (64 KiB)
 MOST_EXIT_S = 1.0
+MOST_S = 1200  # for all epochs of a source; then it hangs, and its threads are shown
 MOST_INSIDE_S = 20.0  # a feed's thread may be inside the loader, which looks for dead workers every five seconds
 
 
@@ -148,6 +151,7 @@ def look(num_events: Callable[[], int]) -> dict[str, float]:
 
 def run_one(name: str, device: str, num_epochs: int) -> None:
     """Run the epochs of a source, and print what was held after each."""
+    faulthandler.dump_traceback_later(MOST_S, exit=True)
     fed: Any = ()
     num_events: Callable[[], int] = int
     if name != NO_FEED:
@@ -174,8 +178,8 @@ def queued_s(pid: int) -> float:
     return 0.0
 
 
-def watch_one(name: str, device: str, num_epochs: int, usual_exit_s: float | None = None) -> tuple[bool, float]:
-    """Run a source in a process of its own; whether all stays as it is, and how long it took to end."""
+def watch_one(name: str, device: str, num_epochs: int, usual_exit_s: float | None = None) -> tuple[bool, float, str]:
+    """Run a source in a process of its own; whether all stays as it is, how long it took to end, and a table's row."""
     program = [sys.executable, "-m", "benchmarks.sweeps.feed_life"]
     command = [*program, "--device", device, "--epochs", str(num_epochs), "--only", name]
     began = time.monotonic()
@@ -190,7 +194,7 @@ def watch_one(name: str, device: str, num_epochs: int, usual_exit_s: float | Non
         exit_s = time.monotonic() - said - (waited - queued)
     if status or not line:
         print(f"{name:20} ended with status {status}")
-        return False, exit_s
+        return False, exit_s, f"| {name} | ended with status {status} |"
     found = json.loads(line)
     last = found[-1]
     # After as many epochs, but for an even number: persistent workers wait after some, and not after others.
@@ -203,7 +207,9 @@ def watch_one(name: str, device: str, num_epochs: int, usual_exit_s: float | Non
     shown = ", ".join(f"{key} {settled[key]:.4g} → {last[key]:.4g}" for key in last)
     ended = f"exit {exit_s:.2f} s, {said - began:.0f} s in all"
     print(f"{name:20} {'flat' if is_flat else 'NOT FLAT'}: {shown}; {ended}", flush=True)
-    return is_flat, exit_s
+    cells = [name, str(len(found)), "yes" if is_flat else "**no**"]
+    cells += [f"{settled[key]:.4g} → {last[key]:.4g}" for key in last]
+    return is_flat, exit_s, f"| {' | '.join(cells)} | {exit_s:.2f} |"
 
 
 def main() -> int:
@@ -213,17 +219,39 @@ def main() -> int:
     )
     parser.add_argument("--epochs", type=int, default=NUM_EPOCHS)
     parser.add_argument("--only", help=argparse.SUPPRESS)  # in the process of one source
+    parser.add_argument("--out", type=Path, help="a file for the figures")
     options = parser.parse_args()
     if options.only:
         run_one(options.only, options.device, options.epochs)
         return 0
-    _, usual_exit_s = watch_one(NO_FEED, options.device, 2)
+    _, usual_exit_s, _ = watch_one(NO_FEED, options.device, 2)
     wanted = [name for name in SOURCES if name != NO_FEED]
     if importlib.util.find_spec("torchdata") is None:
         print("StatefulDataLoader    left out: torchdata is not installed")
         wanted.remove("StatefulDataLoader")
-    found = [watch_one(name, options.device, options.epochs, usual_exit_s)[0] for name in wanted]
-    return int(not all(found))
+    found = [watch_one(name, options.device, options.epochs, usual_exit_s) for name in wanted]
+    if options.out is not None:
+        write(options.out, options.device, usual_exit_s, [row for _, _, row in found])
+    return int(not all(is_flat for is_flat, _, _ in found))
+
+
+def write(path: Path, device: str, usual_exit_s: float, rows: list[str]) -> None:
+    """Keep the figures as a table."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    names = ["source", "epochs", "flat", "MiB", "threads", "files", "children", "events", "exit, s"]
+    path.write_text(
+        f"""# What feeds leave behind
+
+Device {device}, {os.cpu_count()} processors, Python {sys.version.split()[0]}, torch {torch.__version__}, commit \
+{commit.strip() or "unknown"}; `make soak`. What a process holds after {WARM_EPOCHS} epochs and after the last, and how
+long it takes to end (one without a feed: {usual_exit_s:.2f} s).
+
+| {" | ".join(names)} |
+|{" --- |" * len(names)}
+"""
+        + "\n".join(rows)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":
