@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from millstream.capture.guards import derive, guards
+from millstream.capture.guards import derive
 from millstream.capture.guards.guards import Guards
-from millstream.capture.state.attributes import Attributes, ClassAttributes, ContextValue, SlotAttributes, is_buffer
+from millstream.capture.state.attributes import Attributes, ClassAttributes, ContextValue, SlotAttributes
+from millstream.capture.state.contents import is_buffer
 from millstream.capture.state.location import MISSING
 from millstream.capture.state.reach import Reach
 from tests.capture.cells import CELLS
@@ -61,7 +62,7 @@ def pinning_no(number):
 
         def pin(self, owner):
             original(self, owner)
-            self.pins.pop(guards._PARTS[number], None)
+            self.pins[number].things.clear()
 
         patch.setattr(Guards, "pin", pin)
 

@@ -566,6 +566,41 @@ def _(w):
     return using(torch.ones(6, 3).to_sparse()), using(torch.ones(6, 3))
 
 
+@remedy("The step calls logging's")
+def _(w):
+    import logging
+
+    logger = logging.Logger("step")
+
+    def within(x):
+        logger.setLevel(10)
+        return w.finish(w.model(x).sum())
+
+    def before(x):
+        return w.finish(w.model(x).sum())
+
+    before.first = lambda: logger.setLevel(10)
+    return within, before
+
+
+@remedy("nobody can compare what that lock holds")
+def _(w):
+    import threading
+
+    lock = threading.Lock()
+
+    def by_hand(x):
+        lock.acquire()
+        lock.release()
+        return w.finish(w.model(x).sum())
+
+    def by_a_block(x):
+        with lock:
+            return w.finish(w.model(x).sum())
+
+    return by_hand, by_a_block
+
+
 ELSEWHERE = (
     "another thread, and was not free",  # of a deadlock that the user's own lock would make
     "Dynamo",  # of ms.compile, in Dynamo's words

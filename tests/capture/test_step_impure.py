@@ -1,10 +1,11 @@
-# ruff: noqa: PTH123, PTH204, PTH208, SIM115
+# ruff: noqa: E501, PTH123, PTH204, PTH208, SIM115
 """Clocks, files and the system's randomness: noticed while a step is traced, and refused with the line."""
 
 import asyncio
 import bz2
 import configparser
 import datetime
+import functools
 import hashlib
 import hmac
 import io
@@ -122,7 +123,7 @@ OPAQUE = {  # what no Python can see into: made, called, and what shows that it 
     "hmac": (lambda: hmac.new(b"k", digestmod="md5"), lambda o: o.update(b"x"), lambda o: o.hexdigest()),
     "zlib": (zlib.compressobj, lambda o: o.compress(b"x"), lambda o: o.copy().flush()),
     "bz2": (bz2.BZ2Compressor, lambda o: o.compress(b"x"), lambda o: o.flush()),
-    "element": (lambda: ET.Element("a"), lambda o: o.append(ET.Element("b")), len),
+    "lock": (threading.Lock, lambda o: o.release() if o.locked() else o.acquire(), lambda o: o.locked()),
     "semaphore of processes": (lambda: multiprocessing.Semaphore(9), lambda o: o.acquire(), lambda o: o.get_value()),
     "generator": (torch.Generator, lambda o: o.manual_seed(o.initial_seed() + 1), lambda o: o.initial_seed()),
 }
@@ -169,13 +170,78 @@ def configuration():
     return parser
 
 
+def answers(make):
+    """A function behind a cache that has one answer."""
+
+    @functools.lru_cache
+    def ask(key):
+        return make(key)
+
+    ask(0)
+    return ask
+
+
+class Counter:
+    num_asked = 0
+
+    def ask(self, key):
+        self.num_asked += 1
+        return self.num_asked
+
+
+def forget(ask):
+    ask.cache_clear()
+    ask(1)
+
+
+def toggle(lock):
+    lock.release() if lock.locked() else lock.acquire()
+
+
+def child():
+    logger = logging.Logger("child")
+    logger.parent = logging.Logger("parent", logging.WARNING)
+    return logger
+
+
+def tree():
+    return ET.fromstring("<a k='1'><b/></a>")
+
+
 LIBRARY = {  # objects of Python's library: made, read, changed
     "event": (threading.Event, lambda o: 2 if o.is_set() else 3, lambda o: o.set()),
     "semaphore": (lambda: threading.Semaphore(10), lambda o: o._value, lambda o: o.acquire()),
     "queue": (asyncio.Queue, lambda o: 1 + o.qsize(), lambda o: o.put_nowait(1)),
     "weak keys": (weakref.WeakKeyDictionary, lambda o: 1 + len(o), lambda o: o.__setitem__(KEY, len(o) + 1)),
     "settings": (configuration, lambda o: float(o["a"]["b"]), lambda o: o["a"].__setitem__("b", o["a"]["b"] + "1")),
-}
+    "lock": (threading.Lock, lambda o: 2 if o.locked() else 3, toggle),
+    "lock, tried": (threading.Lock, lambda o: 2 if o.acquire(False) and not o.release() else 3, toggle),
+    "lock of its thread": (threading.RLock, lambda o: 2 if o._is_owned() else 3, lambda o: o.acquire()),
+    "lock of tasks": (asyncio.Lock, lambda o: 2 if o.locked() else 3, lambda o: setattr(o, "_locked", True)),
+    "logger": (lambda: logging.Logger("a"), lambda o: 1 + o.level, lambda o: o.setLevel(o.level + 10)),
+    "logger, asked": (lambda: logging.Logger("a", 10), lambda o: 2 if o.isEnabledFor(10) else 3, lambda o: o.setLevel(20)),
+    "logger, switched off": (lambda: logging.Logger("a"), lambda o: 2 if o.disabled else 3, lambda o: setattr(o, "disabled", 1)),
+    "logger's parent": (child, lambda o: o.getEffectiveLevel(), lambda o: o.parent.setLevel(o.parent.level + 10)),
+    "logger's handlers": (
+        lambda: logging.Logger("a"), lambda o: 1 + len(o.handlers), lambda o: o.addHandler(logging.NullHandler())
+    ),
+    "handler": (logging.NullHandler, lambda o: 1 + o.level, lambda o: o.setLevel(o.level + 10)),
+    "adapter": (
+        lambda: logging.LoggerAdapter(logging.Logger("a", 10), {"n": 1}),
+        lambda o: (2 if o.isEnabledFor(10) else 3) + o.extra["n"], lambda o: o.extra.update(n=o.extra["n"] + 1),
+    ),
+    "element, length": (tree, lambda o: 1 + len(o), lambda o: ET.SubElement(o, "c")),
+    "element, attribute": (tree, lambda o: int(o.attrib["k"]) + int(o.get("k")), lambda o: o.set("k", o.get("k") + "1")),
+    "element, text": (tree, lambda o: 1 + len(o[0].text or ""), lambda o: setattr(o[0], "text", (o[0].text or "") + "x")),
+    "element, tag": (tree, lambda o: len(o.find("./").tag), lambda o: setattr(o[0], "tag", o[0].tag + "x")),
+    "tree": (lambda: ET.ElementTree(tree()), lambda o: len(o.getroot()), lambda o: ET.SubElement(o.getroot(), "c")),
+    "cache, a list": (lambda: answers(lambda key: [1]), lambda o: o(0)[0], lambda o: o(0).__setitem__(0, o(0)[0] + 1)),
+    "cache, a tensor": (
+        lambda: answers(lambda key: torch.ones(1)), lambda o: o(0), lambda o: forget(o) or o(0).fill_(o(0).item() + 1)
+    ),
+    "cache, cleared": (lambda: answers(Counter().ask), lambda o: o(0), forget),
+    "cache, empty": (lambda: functools.lru_cache(Counter().ask), lambda o: o(0) + o(1), lambda o: o.cache_clear()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", LIBRARY)
@@ -196,7 +262,7 @@ def test_objects_of_the_library_are_read_and_changed_as_in_eager(kind, where):
             results.append(call(torch.ones(1)).item())
             if where == "between" and number == 2:
                 change(held)
-        return results, read(held)
+        return results, float(read(held))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)

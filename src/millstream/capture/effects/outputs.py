@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,17 +15,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from millstream._torch.tracing import patched
+from millstream.capture.effects.logs import OTHERS, logs_recorded
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.effects.registry import REGISTERED
 from millstream.capture.lines import is_users
-
-_OTHERS = frozenset(("torch", "millstream", "warnings", "logging", "py"))
-"""Packages whose own messages are about the tracing, not of the step."""
-
-_OF_MOMENT = frozenset(
-    "msg args exc_info created msecs relativeCreated thread threadName process processName taskName message".split()
-)
-"""Attributes of a log record that are made anew."""
 
 
 @contextmanager
@@ -48,7 +40,7 @@ def outputs_recorded(recorder: Recorder) -> Iterator[Callable[[Iterable[Any]], N
                     known.add(id(file))
                     patches.enter_context(_stream_recorded(recorder, file, file))
 
-        patches.enter_context(_logs_recorded(recorder))
+        patches.enter_context(logs_recorded(recorder))
         patches.enter_context(_warnings_recorded(recorder))
         for module, owner, names in REGISTERED:
             found = sys.modules.get(module)
@@ -107,37 +99,6 @@ def _write(stream: Any, method: str, *args: Any) -> None:
 
 
 @contextmanager
-def _logs_recorded(recorder: Recorder) -> Iterator[None]:
-    enabled, handling = logging.Logger.isEnabledFor, logging.Logger.handle
-
-    def is_enabled(logger: logging.Logger, level: int) -> bool:
-        if not recorder.is_active or logger.name.partition(".")[0] in _OTHERS:
-            return enabled(logger, level)
-        if sys._getframe(2).f_globals.get("__name__") == "logging":  # the one that called what `patched` has put there
-            return True  # asked again after each replay
-        answer = enabled(logger, level)
-        recorder.conditions.append((functools.partial(enabled, logger, level), answer))
-        return answer
-
-    def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
-        if not recorder.is_active or logger.name.partition(".")[0] in _OTHERS:
-            handling(logger, record)
-            return
-        fields = {key: value for key, value in vars(record).items() if key not in _OF_MOMENT}
-        if record.exc_info:
-            fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
-        is_wanted = functools.partial(enabled, logger, record.levelno)
-        recorder.call(_log, logger, record.msg, record.args, fields, is_wanted=is_wanted)
-
-    with patched(logging.Logger, "isEnabledFor", is_enabled), patched(logging.Logger, "handle", handle):
-        yield
-
-
-def _log(logger: logging.Logger, message: Any, args: Any, fields: dict[str, Any]) -> None:
-    logger.handle(logging.makeLogRecord({**fields, "msg": message, "args": args}))
-
-
-@contextmanager
 def _warnings_recorded(recorder: Recorder) -> Iterator[None]:
     original = warnings.warn
 
@@ -179,7 +140,7 @@ def _calls_recorded(recorder: Recorder, owner: Any, name: str) -> Iterator[None]
 
 
 def _is_of_others(frame: Any) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] in _OTHERS
+    return frame.f_globals.get("__name__", "").partition(".")[0] in OTHERS
 
 
 def _with_subclasses(kind: type) -> list[type]:

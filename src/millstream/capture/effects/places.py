@@ -12,21 +12,13 @@ from millstream.capture.state.location import Location
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumberInput:
-    """A number that a graph reads at run time.
+    """A number that a graph reads at run time."""
 
-    Attributes:
-        location: Where it is kept; of one among the arguments, where the traced call's is.
-        label: How the graph's input is called, such as ``lr[0]``.
-        device: Of that input.
-        optimizer: That keeps it, if one does.
-        is_argument: Whether each call brings it.
-    """
-
-    location: Location
-    label: str
-    device: torch.device
-    optimizer: Optimizer | None = None
-    is_argument: bool = False
+    location: Location  # where it is kept; of one among the arguments, where the traced call's is
+    label: str  # how the graph's input is called, such as ``lr[0]``
+    device: torch.device  # of that input
+    optimizer: Optimizer | None = None  # that keeps it, if one does
+    is_argument: bool = False  # whether each call brings it
 
     @property
     def is_users(self) -> bool:

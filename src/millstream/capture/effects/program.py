@@ -21,57 +21,34 @@ from millstream.capture.state.signature import Structure, put_together
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a part of the result comes from: from the graph, from the host, or it is an argument or state itself.
+    """Where a part of the result comes from: from the graph, from the host, or it is an argument or state itself."""
 
-    Attributes:
-        index: Number of the graph's result or of the argument; ``-1`` otherwise.
-        kind: ``"graph"``, ``"argument"``, ``"object"`` or ``"host"``.
-        value: The object, or an expression.
-        needs: What the expression reads of the graph's results.
-    """
-
-    kind: str
-    index: int = -1
-    value: Any = None
-    needs: frozenset[Leaf] = frozenset()
+    kind: str  # ``"graph"``, ``"argument"``, ``"object"`` or ``"host"``
+    index: int = -1  # number of the graph's result or of the argument; ``-1`` otherwise
+    value: Any = None  # the object, or an expression
+    needs: frozenset[Leaf] = frozenset()  # what the expression reads of the graph's results
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """``location := expression``.
+    """``location := expression``."""
 
-    Attributes:
-        location: Where to put it.
-        output: What to put there.
-    """
-
-    location: Location
-    output: Output
+    location: Location  # where to put it
+    output: Output  # what to put there
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of something that is no tensor operation.
+    """A call of something that is no tensor operation."""
 
-    Attributes:
-        function: What to call.
-        structure: Of its arguments, ``(args, kwargs)``.
-        expressions: What stands in the places of leaves.
-        needs: What those read of the graph's results.
-        where: The user's line.
-        is_state: Whether it changes state that belongs to the step, as a scheduler's step does.
-        is_wanted: Asked first: whether to call at all.
-        number: By which ``Returned`` finds what it returns.
-    """
-
-    function: Callable[..., Any]
-    structure: Structure
-    expressions: tuple[Expression, ...]
-    needs: frozenset[Leaf]
-    where: str
-    is_state: bool = False
-    is_wanted: Callable[[], bool] | None = None
-    number: int = -1
+    function: Callable[..., Any]  # what to call
+    structure: Structure  # of its arguments, ``(args, kwargs)``
+    expressions: tuple[Expression, ...]  # what stands in the places of leaves
+    needs: frozenset[Leaf]  # what those read of the graph's results
+    where: str  # the user's line
+    is_state: bool = False  # whether it changes state that belongs to the step, as a scheduler's step does
+    is_wanted: Callable[[], bool] | None = None  # asked first: whether to call at all
+    number: int = -1  # by which ``Returned`` finds what it returns
 
     def run(self, values: Values) -> None:
         """Call it."""
@@ -87,20 +64,14 @@ Effect: TypeAlias = Write | Call
 
 @dataclass
 class Effects:
-    """What a graph's call does on the host.
+    """What a graph's call does on the host."""
 
-    Attributes:
-        program: In order.
-        stacks: Which of the graph's results hold numbers for the host.
-        conditions: Questions that the program asked of the host, and their answers.
-        waits: The user's lines whose values the host waits for.
-        outline: The same for two traces that differ in the ``STYLES`` of text alone; ``None`` where there is no text.
-    """
-
-    program: list[Effect] = field(default_factory=list)
-    stacks: list[int] = field(default_factory=list)
+    program: list[Effect] = field(default_factory=list)  # in order
+    stacks: list[int] = field(default_factory=list)  # which of the graph's results hold numbers for the host
+    # questions that the program asked of the host, and their answers
     conditions: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
-    waits: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)  # the user's lines whose values the host waits for
+    # the same for two traces that differ in the ``STYLES`` of text alone; ``None`` where there is no text
     outline: Any = None
 
     @property

@@ -31,32 +31,22 @@ def recorder_of_thread() -> Recorder | None:
 
 @dataclass
 class Recorder:
-    """Effects of one trace.
+    """Effects of one trace."""
 
-    Attributes:
-        questions: Receives what is asked of values.
-        own: By id, containers that are the user's: they are passed on as they are, not as copies.
-        before_call: Adds the changes of Python objects so far, that a call may look at.
-        program: The effects so far, in order.
-        conditions: See ``Effects``.
-        kept: What effects may read of the graph: leaves and tensors that have the value at that point.
-        lines: The user's lines of those.
-        given: By id, containers among the arguments, which are copies of the user's.
-        passed: Memory of tensors that parts of the step after this one use, too.
-        is_part: Whether there are such parts.
-    """
-
-    questions: Questions
+    questions: Questions  # receives what is asked of values
+    # by id, containers that are the user's: they are passed on as they are, not as copies
     own: Container[int] = frozenset()
+    # adds the changes of Python objects so far, that a call may look at
     before_call: Callable[[], object] = lambda: None
-    program: list[Effect] = field(default_factory=list)
-    conditions: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
+    program: list[Effect] = field(default_factory=list)  # the effects so far, in order
+    conditions: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)  # see ``Effects``
+    # what effects may read of the graph: leaves and tensors that have the value at that point
     kept: dict[Leaf, Tensor] = field(default_factory=dict)
-    lines: dict[Leaf, str] = field(default_factory=dict)
+    lines: dict[Leaf, str] = field(default_factory=dict)  # the user's lines of those
     outline: list[Any] = field(default_factory=list)
-    given: frozenset[int] = frozenset()
-    passed: set[int] = field(default_factory=set)
-    is_part: bool = False
+    given: frozenset[int] = frozenset()  # by id, containers among the arguments, which are copies of the user's
+    passed: set[int] = field(default_factory=set)  # memory of tensors that parts of the step after this one use, too
+    is_part: bool = False  # whether there are such parts
 
     @property
     def is_active(self) -> bool:

@@ -103,15 +103,10 @@ Leaf: TypeAlias = Item | Whole
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Text with places for values.
+    """Text with places for values."""
 
-    Attributes:
-        parts: Text, and expressions that give text.
-        needs: What the expressions read.
-    """
-
-    parts: tuple[str | Expression, ...]
-    needs: frozenset[Leaf]
+    parts: tuple[str | Expression, ...]  # text, and expressions that give text
+    needs: frozenset[Leaf]  # what the expressions read
 
     def __call__(self, values: Any) -> str:
         return "".join(part if isinstance(part, str) else part(values) for part in self.parts)
@@ -130,14 +125,10 @@ class TextChanged(Exception):  # noqa: N818 - a message to the tracer, which kno
 
 @dataclass
 class Texts:
-    """The tokens of one trace.
+    """The tokens of one trace."""
 
-    Attributes:
-        style: Which of ``STYLES`` they have.
-        made: For each token the expression of its text, and what that reads.
-    """
-
-    style: int = 0
+    style: int = 0  # which of ``STYLES`` they have
+    # for each token the expression of its text, and what that reads
     made: list[tuple[Expression, frozenset[Leaf]]] = field(default_factory=list)
 
     def token(self, of: Expression, needs: frozenset[Leaf]) -> str:

@@ -67,11 +67,11 @@ def make_guards(
     for name, optimizer in request.found.optimizers:
         _add_optimizer(guards, name, optimizer, lifted, traced.used.names, has_stepped=id(optimizer) in stepped)
     for name, scaler in request.found.scalers:
-        guards.scalers.append(scaler)
+        guards.scalers.add(scaler, value=True)
         for key, value in vars(scaler).items():
             if isinstance(value, SCALARS):
                 guards.expect(Location(vars(scaler), key, f"{name}.{key}"), value)
-    guards.note_hooks()
+    guards.settle()
     return guards
 
 
@@ -180,7 +180,7 @@ def _add_tree(guards: Guards, root: nn.Module) -> None:
         guards.pin(module)
         for container in (module._modules, module._forward_hooks, module._forward_pre_hooks):
             if container:
-                guards.copies.append((container, dict(container)))
+                guards.copy(container)
         if not module._modules and _may_have_children(module):
             guards.measure("A module's submodules", module._modules)
         if isinstance(module, nn.ModuleDict) and len(module._modules) > 1:
@@ -202,17 +202,17 @@ def _add_optimizer(
 ) -> None:
     for key in ("state", "param_groups"):
         guards.expect_same(Location(vars(optimizer), key, f"{name}.{key}"), vars(optimizer)[key])
-    guards.copies.append((optimizer.param_groups, [*optimizer.param_groups]))
+    guards.copy(optimizer.param_groups)
     guards.hooked.append(optimizer)
     guards.pin(optimizer)
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
-        guards.copies.append((hooks, dict(hooks)))
+        guards.copy(hooks)
     if has_stepped or "state" in names:
         guards.measure(f"{name}.state", optimizer.state)
         for parameter, entry in optimizer.state.items():
             guards.expect_same(Location(optimizer.state, parameter, f"{name}.state of a parameter"), entry)
     for number, group in enumerate(optimizer.param_groups):
-        guards.copies.append((group["params"], [*group["params"]]))
+        guards.copy(group["params"])
         guards.expect(Location(group, "params", f"{name}.param_groups[{number}]['params']"), group["params"])
         if has_stepped or "param_groups" in names:
             _add_group(guards, f"{name}.param_groups[{number}]", group, lifted)
@@ -237,12 +237,12 @@ def _add_group(guards: Guards, name: str, group: dict[str, Any], lifted: set[tup
         if key == "params" or (id(group), key) in lifted or isinstance(value, Tensor):
             continue
         if isinstance(value, SCALARS):
-            guards.plain.add(location, value)
+            guards.plain.expect(location, value)
         elif isinstance(value, tuple):
             has_tensors = any(isinstance(item, Tensor) for item in value)
-            (guards.objects if has_tensors else guards.plain).add(location, value)
+            (guards.objects if has_tensors else guards.plain).expect(location, value)
         else:
-            guards.objects.add(location, value)
+            guards.objects.expect(location, value)
             _add_contents(guards, str(location), value, MAX_DEPTH)
 
 

@@ -13,228 +13,267 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter, contains, getitem, is_
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import starmap
+from operator import attrgetter, contains, eq, getitem, is_
 from types import CellType, FunctionType
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
 from millstream._torch.data_parallel import NUM_WRAPPED, data_parallel_wrappers
 from millstream._torch.hooks import HOOKS_FOR_ALL, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.tensors import layout_check
 from millstream.capture.guards.native import QuickGuards, load_library
-from millstream.capture.state.attributes import Attributes, Items, is_buffer
+from millstream.capture.state.attributes import Attributes, Items
+from millstream.capture.state.contents import content_of, has_content, is_bytes, size_of
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import SCALARS, is_same
-from millstream.capture.state.snapshot import content_of, has_content, size_of
 from millstream.capture.trace.patches.optimizers import is_number
 from millstream.capture.trace.patches.scaler import is_idle
+
+MAX_COMPARED = 10_000
+"""Of longer containers only the length is compared in each call: one object takes 20 ns."""
+
+MAX_BYTES = 1 << 20
+"""Likewise of arrays: a mebibyte takes a tenth of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A condition that no longer holds.
+    """A condition that no longer holds."""
 
-    Attributes:
-        reason: In a sentence.
-        location: What changed, if that is an entry.
-        is_final: Whether it will not hold again: state was replaced.
-        is_tensor: Whether the entry held a tensor.
+    reason: str  # in a sentence
+    location: Location | None = None  # what changed, if that is an entry
+    is_final: bool = False  # whether it will not hold again: state was replaced
+    is_tensor: bool = False  # whether the entry held a tensor
+
+
+@dataclass(slots=True)
+class Check:
+    """Conditions of one kind: what is read of each of some things passes a test, together with what was read first.
+
+    The loop over them has no code of ours in it, where neither ``read`` nor ``test`` has.
     """
 
-    reason: str
-    location: Location | None = None
-    is_final: bool = False
-    is_tensor: bool = False
+    reason: str  # what is wrong with one, with a place for its name
+    read: Callable[[Any], Any]
+    test: Callable[[Any, Any], Any] = eq
+    things: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    names: list[Any] = field(default_factory=list)  # of the things; or the locations of entries
+
+    def add(self, thing: Any, name: Any = "", value: Any = MISSING) -> None:
+        """Expect of ``thing`` what can be read of it now, or ``value``."""
+        self.things.append(thing)
+        self.names.append(name)
+        self.values.append(self.read(thing) if value is MISSING else value)
+
+    def now(self) -> Iterator[Any]:
+        """What is read now."""
+        return map(self.read, self.things)
+
+    def holds(self) -> bool:
+        """Whether all of them hold."""
+        return [*self.now()] == self.values if self.test is eq else all(map(self.test, self.now(), self.values))
+
+    def broken(self) -> Iterator[Break]:
+        """Those that don't."""
+        for thing, name, value in zip(self.things, self.names, self.values, strict=True):
+            with contextlib.suppress(KeyError, IndexError, ValueError, RuntimeError):
+                if self.test(self.read(thing), value):
+                    continue
+            location = name if isinstance(name, Location) else None
+            yield Break(self.reason.format(name), location, is_tensor=isinstance(value, Tensor))
+
+
+class Entries(Check):
+    """Entries of dicts, lists and the like; the things are pairs of holder and key."""
+
+    def __init__(
+        self, test: Callable[[Any, Any], Any], read: Callable[[Any], Any] = lambda pair: getitem(*pair)
+    ) -> None:
+        super().__init__(_ANOTHER, read, test)
+
+    def now(self) -> Iterator[Any]:
+        return starmap(getitem, self.things)
+
+    def expect(self, location: Location, value: Any) -> None:
+        """Expect ``value`` at a location."""
+        holder = location.holder
+        self.add((holder.view() if isinstance(holder, Attributes) else holder, location.key), location, value)
+
+    def triples(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Holders, keys and values."""
+        return ((*pair, value) for pair, value in zip(self.things, self.values, strict=True))
+
+
+class PlainEntries(Entries):
+    """Those with plain values."""
+
+    def holds(self) -> bool:
+        """Likewise; equal ones that are there now are what the next call compares with."""
+        if not all(map(is_, self.now(), self.values)):
+            if not all(map(self.test, self.now(), self.values)):
+                return False
+            self.values = [*self.now()]
+        return True
+
+
+class AbsentEntries(Entries):
+    """Those that must not be there."""
+
+    def holds(self) -> bool:
+        return not any(starmap(contains, self.things))
+
+
+_ANOTHER = "{} is another than before."
+_OTHER_ITEMS = "{} holds other items than before."
+_REPLACED = "A submodule, hook, parameter group or parameter was replaced, added or removed."
+_PARTS = (type, *map(attrgetter, ("__mro__", "__code__", "__defaults__", "__kwdefaults__")))
+"""What may be pinned of an object, a class and a function, in the order in which compiled code knows them."""
+_OBJECT, _CLASS, _FUNCTION = (0,), (1,), (2, 3, 4)
 
 
 def _wrapped() -> set[int]:
     return {id(parameter) for wrapper in data_parallel_wrappers() for parameter in wrapper.parameters()}
 
 
-@dataclass(slots=True)
-class Entries:
-    """Entries of dicts and lists, and what they held.
-
-    Attributes:
-        locations: The entries.
-        holders: Their holders, for a loop without Python code.
-        keys: Likewise.
-        values: What was there.
-    """
-
-    locations: list[Location] = field(default_factory=list)
-    holders: list[Any] = field(default_factory=list)
-    keys: list[Any] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
-
-    def add(self, location: Location, value: Any) -> None:
-        """Append an entry."""
-        self.locations.append(location)
-        self.holders.append(_view_of(location.holder))
-        self.keys.append(location.key)
-        self.values.append(value)
-
-    def triples(self) -> Iterator[tuple[Any, Any, Any]]:
-        """Holders, keys and values."""
-        return zip(self.holders, self.keys, self.values, strict=True)
-
-    def compare(self, test: Callable[[Any, Any], bool]) -> bool:
-        """Whether every entry passes the test: what is there now, and what was there. No loop in Python: 30 ns each."""
-        return all(map(test, map(getitem, self.holders, self.keys), self.values))
+def _itself(thing: Any) -> Any:
+    return thing
 
 
-@dataclass(slots=True)
 class Guards:
-    """Conditions under which a graph may be replayed.
+    """Conditions under which a graph may be replayed."""
 
-    Attributes:
-        plain: Entries with plain Python values, compared by value.
-        objects: Other entries, compared by identity.
-        absent: Entries that must not be there.
-        cells: Closure cells and their contents.
-        forms: Entries, and what their tensors must look like, if they must at all: ``form_of`` and what it gives.
-        copies: Dicts of submodules or hooks, lists of groups or parameters, and copies of them.
-        sized: Lists and dicts of the user's, whose entries are among the others.
-        sizes: Their lengths.
-        ordered: Dicts of the user's whose order may count.
-        orders: Their keys.
-        loose: Sets, deques, arrays and such, and what they hold.
-        pins: Of objects, classes and functions what is not to change (their class, bases, code): what gives that part,
-            those that have it, and the parts.
-        watched: Tensors whose gradients count.
-        gradients: The gradient that each of them must have.
-        placed: Those, and all other state of the graph.
-        required_grad: Whether they require a gradient.
-        addresses: Where their data is: ``tensor.data = ...`` keeps the object.
-        layouts: Whether their sizes and strides are as before, and ``required_grad``.
-        hooked: Tensors, modules and optimizers whose hooks count.
-        names: How to call a container, by its id.
-        owned: Entries that hold state of the step.
-        scalers: Gradient scalers, which must be between ``update`` and ``unscale_``.
-        hook_clock: Changes with the hooks; as it was when they were last looked at.
-        hook_state: Numbers of hooks of ``hooked``, and the hooks for all modules and optimizers.
-        num_wrapped: How many data-parallel wrappers had been made when they were last looked at.
-        wrapped: By id, parameters that belonged to such at the capture.
-        quick: The same conditions, but for forms, scalers and hooks, in compiled code.
-    """
-
-    plain: Entries = field(default_factory=Entries)
-    objects: Entries = field(default_factory=Entries)
-    absent: Entries = field(default_factory=Entries)
-    cells: list[tuple[Location, Any]] = field(default_factory=list)
-    forms: list[tuple[Location, Callable[[Any], Any], Any]] = field(default_factory=list)
-    copies: list[tuple[Any, Any]] = field(default_factory=list)
-    sized: list[Any] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    ordered: list[Any] = field(default_factory=list)
-    orders: list[list[Any]] = field(default_factory=list)
-    loose: list[tuple[Any, Any]] = field(default_factory=list)
-    pins: dict[Callable[[Any], Any], tuple[list[Any], list[Any]]] = field(default_factory=dict)
-    watched: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor | None] = field(default_factory=list)
-    placed: list[Tensor] = field(default_factory=list)
-    required_grad: list[bool] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    layouts: Callable[[], bool] = bool
-    hooked: list[Any] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)
-    owned: set[Location] = field(default_factory=set)
-    scalers: list[GradScaler] = field(default_factory=list)
-    hook_clock: tuple[int, ...] = ()
-    hook_state: list[Any] = field(default_factory=list)
-    num_wrapped: int = field(default_factory=lambda: NUM_WRAPPED[0])
-    wrapped: set[int] = field(default_factory=_wrapped)
-    quick: QuickGuards | None = None
+    def __init__(self) -> None:
+        # Lengths come first: to ask an optimizer's state for what is gone makes it.
+        self.sizes = Check(_OTHER_ITEMS, len)
+        self.orders = Check(_OTHER_ITEMS, list)  # of dicts whose order may count
+        parts = ("class", "__mro__", "__code__", "__defaults__", "__kwdefaults__")
+        self.pins = [
+            Check(f"{{}} has another {name} than before.", part, is_) for part, name in zip(_PARTS, parts, strict=True)
+        ]
+        self.objects, self.plain = Entries(is_), PlainEntries(is_same)
+        self.absent = AbsentEntries(is_, lambda pair: contains(*pair))
+        self.cells = Check(_ANOTHER, attrgetter("cell_contents"), is_same)
+        self.copies = Check(_REPLACED, _itself, _is_unchanged)  # of dicts of submodules or hooks, lists of parameters
+        # Compiled code does not know these.
+        self.scalers = Check("Gradients were unscaled outside of the step.", is_idle)
+        self.forms: dict[Callable[[Any], Any], Check] = {}  # of what places hold, though it may be another
+        self.contents = Check(_OTHER_ITEMS, _itself, has_content)  # of sets, deques, arrays and such
+        self.owned: set[Location] = set()  # entries that hold state of the step
+        self.watched: list[Tensor] = []  # tensors whose gradients count
+        self.gradients: list[Tensor | None] = []  # that each of them must have
+        self.placed = Check("A parameter or other state was moved or converted.", Tensor.data_ptr)  # these, all state
+        self.frozen = Check("A parameter or other state was frozen or unfrozen.", attrgetter("requires_grad"))
+        self.layouts: Callable[[], bool] = bool  # whether sizes, strides and ``requires_grad`` are as before
+        self.hooked: list[Any] = []  # tensors, modules and optimizers whose hooks count
+        self.hook_clock: tuple[int, ...] = ()  # changes with the hooks; as it was when they were last looked at
+        self.hook_state: list[Any] = []  # numbers of hooks of ``hooked``, and the hooks for all modules and optimizers
+        self.num_wrapped = NUM_WRAPPED[0]  # how many data-parallel wrappers there were when last looked at
+        self.wrapped = _wrapped()  # by id, parameters that belonged to such at the capture
+        self.quick: QuickGuards | None = None
+        self._slow: list[Check] = []  # those of the checks that have something to look at
+        self._quick: list[Check] = []  # likewise, that compiled code does, too
 
     # --- what is expected ---------------------------------------------------------------------------------------------
 
     def expect(self, location: Location, value: Any) -> None:
         """Expect a place to hold ``value``, which may be ``MISSING``: plain values by value, others by identity."""
         if isinstance(location.holder, CellType):
-            self.cells.append((location, value))
+            self.cells.add(location.holder, location, value)
         elif value is MISSING:
-            self.absent.add(location, value)
+            self.absent.expect(location, False)
         else:
-            (self.plain if isinstance(value, SCALARS) else self.objects).add(location, value)
+            (self.plain if isinstance(value, SCALARS) else self.objects).expect(location, value)
 
     def expect_same(self, location: Location, value: Any) -> None:
         """Expect a place to hold the very object ``value``, which is state of the step."""
-        self.objects.add(location, value)
+        self.objects.expect(location, value)
         self.owned.add(location)
 
     def expect_form(self, location: Location, form_of: Callable[[Any], Any]) -> None:
         """Expect that what a place holds looks as it does now, though it may be another."""
-        self.forms.append((location, form_of, form_of(location.get())))
+        new = Check("{} has another shape, dtype or layout than before.", lambda location: form_of(location.get()))
+        self.forms.setdefault(form_of, new).add(location, location)
 
     def measure(self, name: str, container: Any, *, is_ordered: bool = False) -> None:
         """Expect ``container`` to keep its length, or its keys in their order.
 
         And a set, a deque or an array, whose items are no entries, all that it holds.
         """
-        self.names[id(container)] = name
-        if isinstance(container, list | dict | Items | Attributes):
-            if is_ordered and isinstance(container, OrderedDict | Items):  # which keep their order elsewhere
-                self.loose.append((container, content_of(container)))
-            elif is_ordered and isinstance(container, dict) and len(container) > 1:
-                self.ordered.append(container)
-                self.orders.append([*container])
-            else:
-                self.sized.append(_view_of(container))
-                self.sizes.append(len(container))
+        is_keyed = isinstance(container, list | dict | Attributes)
+        keeps_order_elsewhere = isinstance(container, OrderedDict | Items)
+        if not is_keyed or (is_ordered and keeps_order_elsewhere):
+            self.contents.add(container, name, content_of(container))
+        elif is_ordered and isinstance(container, dict) and len(container) > 1:
+            self.orders.add(container, name)
         else:
-            self.loose.append((container, content_of(container)))
+            self.sizes.add(container.view() if isinstance(container, Attributes) else container, name)
 
     def keep(self, container: Any, name: str) -> None:
         """Expect a long container, whose items are no entries, to hold what it holds, or at least as many items."""
-        is_array = isinstance(container, np.ndarray) or is_buffer(container)
-        self.names[id(container)] = name
-        if (is_array and size_of(container) <= MAX_BYTES) or (not is_array and len(container) <= MAX_COMPARED):
-            self.loose.append((container, content_of(container)))
+        if size_of(container) <= (MAX_BYTES if is_bytes(container) else MAX_COMPARED):
+            self.contents.add(container, name, content_of(container))
         else:
-            self.sized.append(container)
-            self.sizes.append(len(container))
+            self.sizes.add(container, name)
 
     def pin(self, owner: Any) -> None:
         """Expect an object to keep its class, a class its bases, and a function its code and defaults."""
+        name = getattr(owner, "__qualname__", type(owner).__name__)
         for part in _FUNCTION if isinstance(owner, FunctionType) else _CLASS if isinstance(owner, type) else _OBJECT:
-            owners, values = self.pins.setdefault(part, ([], []))
-            owners.append(owner)
-            values.append(part(owner))
+            self.pins[part].add(owner, name)
+
+    def copy(self, container: Any) -> None:
+        """Expect a dict of submodules or hooks, or a list of groups or parameters, to hold what it holds."""
+        self.copies.add(container, value=dict(container) if isinstance(container, dict) else [*container])
 
     def place(self, tensors: Sequence[Tensor]) -> None:
         """Expect ``tensors`` to stay where they are."""
-        self.placed += tensors
-        self.required_grad += (tensor.requires_grad for tensor in tensors)
-        self.addresses += map(Tensor.data_ptr, tensors)
-        self.layouts = layout_check(self.placed)
+        for tensor in tensors:
+            self.placed.add(tensor)
+            self.frozen.add(tensor)
+        self.layouts = layout_check(self.placed.things)
 
-    def note_hooks(self) -> None:
-        """Remember which hooks there are now."""
+    def settle(self) -> None:
+        """Nothing more is expected: remember which hooks there are now."""
         self.hook_clock = _hooks_clock()
         self.hook_state = self._hooks()
+        known = (self.sizes, self.orders, *self.pins, self.objects, self.plain, self.absent, self.cells, self.copies)
+        self._quick = [check for check in (*known, self.placed) if check.things]
+        self._slow = [check for check in (self.scalers, *self.forms.values(), self.contents) if check.things]
 
     def quicken(self, written: Sequence[Tensor]) -> None:
         """From now on let compiled code look first, where it can be had; it also counts up versions of ``written``."""
         library = load_library()
         if library is None:
             return
-        entries = [*self.plain.triples(), *self.objects.triples(), *self.absent.triples()]
-        entries += ((location.holder, None, value) for location, value in self.cells)
-        for container, copy in self.copies:
-            entries += ((container, key, copy[key]) for key in _keys(copy))
-        containers = [*(container for container, _ in self.copies), *self.sized]
+        entries = [*self.plain.triples(), *self.objects.triples()]
+        entries += ((*pair, MISSING) for pair in self.absent.things)
+        entries += ((cell, None, value) for cell, value in zip(self.cells.things, self.cells.values, strict=True))
+        for container, copy in zip(self.copies.things, self.copies.values, strict=True):
+            keys = container if isinstance(container, dict) else range(len(container))
+            entries += ((container, key, copy[key]) for key in keys)
         gradient_of = dict(zip(map(id, self.watched), self.gradients, strict=True))
-        gradients = [gradient_of.get(id(tensor)) for tensor in self.placed]
+        gradients = [gradient_of.get(id(tensor)) for tensor in self.placed.things]
+        pins = [
+            (owner, part, value)
+            for part, check in enumerate(self.pins)
+            for owner, value in zip(check.things, check.values, strict=True)
+        ]
         with contextlib.suppress(ValueError):
-            pins = [(owner, _PARTS.index(part), value) for owner, part, value in self._pinned()]
-            orders = [*zip(self.ordered, self.orders, strict=True)]
-            self.quick = QuickGuards(library, entries, containers, orders, pins, self.placed, gradients, written)
+            self.quick = QuickGuards(
+                library,
+                entries,
+                [*self.copies.things, *self.sizes.things],
+                [*zip(self.orders.things, self.orders.values, strict=True)],
+                pins,
+                self.placed.things,
+                gradients,
+                written,
+            )
 
     # --- whether it holds ---------------------------------------------------------------------------------------------
 
@@ -253,17 +292,11 @@ class Guards:
             if self._is_wrapped():
                 return None
             self.num_wrapped = NUM_WRAPPED[0]
-        if self.scalers and not all(map(is_idle, self.scalers)):
-            return None
-        if self.forms and not all(form_of(location.get()) == form for location, form_of, form in self.forms):
-            return None
-        if self.loose and not all(has_content(container, content) for container, content in self.loose):
+        if not _all_hold(self._slow):
             return None
         if self.quick is not None and self.quick.hold():
             return []
-        if not self._entries_hold():
-            return None
-        if [*map(Tensor.data_ptr, self.placed)] != self.addresses or not self.layouts():
+        if not _all_hold(self._quick) or not self.layouts():
             return None
         gradients = [*map(_GRADIENT, self.watched)]
         if all(map(is_, gradients, self.gradients)):
@@ -274,113 +307,58 @@ class Guards:
             if now is not expected
         ]
 
-    def _plain_are_equal(self) -> bool:
-        """Whether plain values are equal; if so, the objects there now are those that the next call compares with."""
-        if not self.plain.compare(is_same):
-            return False
-        self.plain.values = [*map(getitem, self.plain.holders, self.plain.keys)]
-        return True
-
     def _is_wrapped(self) -> bool:
-        return not (_wrapped() - self.wrapped).isdisjoint(map(id, self.placed))
-
-    def _entries_hold(self) -> bool:
-        try:
-            return (
-                [*map(len, self.sized)] == self.sizes  # first: to ask an optimizer's state for what is gone makes it
-                and (not self.ordered or [*map(list, self.ordered)] == self.orders)
-                and all(all(map(is_, map(part, owners), values)) for part, (owners, values) in self.pins.items())
-                and self.objects.compare(is_)
-                and (self.plain.compare(is_) or self._plain_are_equal())
-                and not any(map(contains, self.absent.holders, self.absent.keys))
-                and all(
-                    (now := location.holder.cell_contents) is value or is_same(now, value)
-                    for location, value in self.cells
-                )
-                and all(_is_unchanged(container, copy) for container, copy in self.copies)
-            )
-        except (KeyError, IndexError, ValueError, RuntimeError):
-            return False
+        return not (_wrapped() - self.wrapped).isdisjoint(map(id, self.placed.things))
 
     # --- why it doesn't -----------------------------------------------------------------------------------------------
 
     def broken(self) -> Break | None:
         """The first condition that does not hold."""
-        for entries in (self.plain, self.objects, self.absent):
-            for location, value in zip(entries.locations, entries.values, strict=True):
-                if not is_same(location.get(), value):
-                    return self._another(location, value)
-        for location, value in self.cells:
-            if not is_same(location.get(), value):
-                return self._another(location, value)
+        for entries in (self.plain, self.objects, self.absent, self.cells):
+            for change in entries.broken():
+                return replace(change, is_final=change.location in self.owned)
         if self.num_wrapped != NUM_WRAPPED[0] and self._is_wrapped():
             return Break("A parameter belongs to a data-parallel model now.", is_final=True)
-        change = self._changed_container() or self._changed_object() or self._changed_tensor()
-        if change is not None:
-            return change
-        if not all(map(is_idle, self.scalers)):
-            return Break("Gradients were unscaled outside of the step.")
+        for change in self.placed.broken():
+            return replace(change, is_final=True)
+        others = (self.sizes, self.orders, self.contents, self.copies, *self.pins, self.frozen, *self.forms.values())
+        for check in (*others, self.scalers):
+            for change in check.broken():
+                return change
+        if not self.layouts():
+            return Break("A parameter or other state was given another shape or layout.")
         return Break("A hook was registered or removed.") if self.hook_state != self._hooks() else None
 
     def changed_numbers(self) -> Iterator[Location]:
         """Places of plain numbers that hold other numbers now."""
-        entries = zip(self.plain.locations, self.plain.values, strict=True)
-        for location, value in (*entries, *self.cells):
-            now = location.get()
-            if is_number(value) and is_number(now) and not is_same(now, value):
-                yield location
-
-    def _another(self, location: Location, value: Any) -> Break:
-        return Break(f"{location} is another than before.", location, location in self.owned, isinstance(value, Tensor))
-
-    def _changed_container(self) -> Break | None:
-        changed = [each for each, size in zip(self.sized, self.sizes, strict=True) if len(each) != size]
-        changed += (each for each, order in zip(self.ordered, self.orders, strict=True) if [*each] != order)
-        changed += (container for container, content in self.loose if not has_content(container, content))
-        for container in changed:
-            return Break(f"{self.names.get(id(container), 'An object')} holds other items than before.")
-        for container, copy in self.copies:
-            if not _is_unchanged(container, copy):
-                return Break("A submodule, hook, parameter group or parameter was replaced, added or removed.")
-        return None
-
-    def _changed_object(self) -> Break | None:
-        for owner, part, value in self._pinned():
-            if part(owner) is not value:
-                name, what = getattr(owner, "__qualname__", type(owner).__name__), str(part).split("'")[1]
-                return Break(f"{name} has another {what if part is not type else 'class'} than before.")
-        return None
-
-    def _pinned(self) -> Iterator[tuple[Any, Callable[[Any], Any], Any]]:
-        for part, (owners, values) in self.pins.items():
-            yield from ((owner, part, value) for owner, value in zip(owners, values, strict=True))
-
-    def _changed_tensor(self) -> Break | None:
-        for tensor, requires_grad, address in zip(self.placed, self.required_grad, self.addresses, strict=True):
-            if tensor.data_ptr() != address:
-                return Break("A parameter or other state was moved or converted.", is_final=True)
-            if tensor.requires_grad is not requires_grad:
-                return Break("A parameter or other state was frozen or unfrozen.")
-        for location, form_of, form in self.forms:
-            if form_of(location.get()) != form:
-                return Break(f"{location} has another shape, dtype or layout than before.", location)
-        return None if self.layouts() else Break("A parameter or other state was given another shape or layout.")
+        for check in (self.plain, self.cells):
+            for location, value in zip(check.names, check.values, strict=True):
+                now = location.get()
+                if is_number(value) and is_number(now) and not is_same(now, value):
+                    yield location
 
     def _hooks(self) -> list[Any]:
-        counts: list[Any] = hooks_for_all()
-        for item in self.hooked:
-            if isinstance(item, Tensor):
-                counts.append(has_tensor_hooks(item))
-            elif isinstance(item, nn.Module):
-                counts.append(
-                    len(item._forward_hooks)
-                    + len(item._forward_pre_hooks)
-                    + len(item._backward_hooks)
-                    + len(item._backward_pre_hooks)
-                )
-            elif isinstance(item, Optimizer):
-                counts.append(len(item._optimizer_step_pre_hooks) + len(item._optimizer_step_post_hooks))
-        return counts
+        return [*hooks_for_all(), *map(_num_hooks, self.hooked)]
+
+
+def _all_hold(checks: list[Check]) -> bool:
+    try:
+        return all(check.holds() for check in checks)
+    except (KeyError, IndexError, ValueError, RuntimeError):
+        return False
+
+
+def _num_hooks(owner: Any) -> int:
+    """How many hooks a module or optimizer has, or whether a tensor has any."""
+    if isinstance(owner, Tensor):
+        return has_tensor_hooks(owner)
+    names = _HOOKS_OF_MODULES if isinstance(owner, nn.Module) else _HOOKS_OF_OPTIMIZERS
+    return sum(len(getattr(owner, name)) for name in names)
+
+
+_HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GRADIENT = attrgetter("grad")
 
 
 def _hooks_clock() -> tuple[int, ...]:
@@ -388,30 +366,7 @@ def _hooks_clock() -> tuple[int, ...]:
     return (next_hook(), *map(len, HOOKS_FOR_ALL))
 
 
-def _view_of(holder: Any) -> Any:
-    return holder.view() if isinstance(holder, Attributes) else holder
-
-
 def _is_unchanged(container: Any, copy: Any) -> bool:
     if isinstance(container, dict):
         return bool(container == copy)  # modules and hooks, which compare by identity
     return len(container) == len(copy) and all(map(is_, container, copy))
-
-
-def _keys(container: Any) -> Iterable[Any]:
-    return container if isinstance(container, dict) else range(len(container))
-
-
-_GRADIENT = attrgetter("grad")
-_PARTS: tuple[Callable[[Any], Any], ...] = (
-    type,
-    *map(attrgetter, ("__mro__", "__code__", "__defaults__", "__kwdefaults__")),
-)
-"""What may be pinned, in the order in which compiled code knows them."""
-_OBJECT, _CLASS, _FUNCTION = _PARTS[:1], _PARTS[1:2], _PARTS[2:]
-
-MAX_COMPARED = 10_000
-"""Of longer containers only the length is compared in each call: one object takes 20 ns."""
-
-MAX_BYTES = 1 << 20
-"""Likewise of arrays: a mebibyte takes a tenth of a millisecond."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import array
-import ctypes
 import types
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Self
@@ -229,11 +227,3 @@ class Items(Attributes):
 
     def __len__(self) -> int:
         return dict.__len__(self._owner)
-
-
-def is_buffer(value: Any) -> bool:
-    """Whether it holds bytes that may change: an array of Python's, shared memory, a value of C's."""
-    return isinstance(value, _BUFFERS)
-
-
-_BUFFERS = (array.array, bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)

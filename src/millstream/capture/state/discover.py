@@ -23,6 +23,7 @@ import operator
 import queue
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import ChainMap, Counter, UserDict, UserList, deque
@@ -40,7 +41,8 @@ from torch.optim import SGD, Optimizer
 from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
 from millstream.capture.effects.registry import PACKAGES
 from millstream.capture.lines import is_ours, is_users, place_of
-from millstream.capture.state.attributes import ClassAttributes, ContextValue, Items, SlotAttributes, is_buffer
+from millstream.capture.state.attributes import ClassAttributes, ContextValue, Items, SlotAttributes
+from millstream.capture.state.contents import Answers, is_bytes, is_container, is_element, size_of
 from millstream.capture.state.executed import Ran
 from millstream.capture.state.location import MISSING, Entry, Location
 from millstream.capture.state.reach import NAMESPACES, Reach, attributes_of, reach_of
@@ -56,17 +58,21 @@ _OF_PYTHON = frozenset(
     asyncio.queues.Queue concurrent.futures._base.Future multiprocessing.synchronize.SemLock
     multiprocessing.synchronize.Event weakref.WeakKeyDictionary weakref.WeakValueDictionary _weakrefset.WeakSet
     configparser.RawConfigParser configparser.SectionProxy email.message.Message contextlib._BaseExitStack
-    graphlib.TopologicalSorter hmac.HMAC
+    graphlib.TopologicalSorter hmac.HMAC asyncio.locks.Lock asyncio.locks.Condition logging.LoggerAdapter
+    xml.etree.ElementTree.ElementTree xml.dom.Node
     """.split()
 )
 """Classes of Python's library that are looked into as a user's own: what their methods read and change counts."""
 
 _OPAQUE = frozenset(
     """
-    _hashlib _blake2 _sha1 _sha2 _sha3 _md5 _hmac zlib _bz2 _lzma xml.etree.ElementTree _multiprocessing
+    _hashlib _blake2 _sha1 _sha2 _sha3 _md5 _hmac zlib _bz2 _lzma _multiprocessing _asyncio _socket sqlite3 mmap select
     """.split()
 )
 """Modules in C of objects whose state can be neither compared nor put back."""
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+"""Likewise."""
 
 _SOURCES = (Iterator, queue.Queue, queue.SimpleQueue)
 """Types that give something else each time, and have it no more."""
@@ -74,57 +80,39 @@ _SOURCES = (Iterator, queue.Queue, queue.SimpleQueue)
 
 @dataclass
 class Found:
-    """What a function reaches, by name; nothing occurs twice, and disabled scalers do not occur.
+    """What a function reaches, by name; nothing occurs twice, and disabled scalers do not occur."""
 
-    Attributes:
-        modules: Modules.
-        optimizers: Optimizers.
-        scalers: Gradient scalers.
-        tensors: Tensors.
-        objects: Attributes of plain objects, classes and functions.
-        instances: The objects themselves.
-        classes: Classes.
-        namespaces: Attributes of the user's Python modules.
-        containers: Lists, dicts, sets, deques and arrays.
-        long: Those that have more than ``MAX_ITEMS`` items, of which none was looked at.
-        large: Those, and arrays as large, that the code may look into.
-        watched: Those of ``containers`` that the code may look into.
-        names: Names in the code.
-        told: Those of them that are strings, as in ``hasattr(x, "name")``.
-        cached: Functions behind ``functools.lru_cache``.
-        codes: Code that was looked into.
-        functions: Functions that were looked into, by id.
-        links: The steps on the way, and what each led to.
-        sources: Names of iterators and queues that the code may ask.
-        generators: Random generators of Python and NumPy, also those whose methods were met.
-        files: Open files.
-        opaque: By id, objects of which nobody can say what they hold, such as hashes.
-        references: On how many ways a tensor, by id, was met, modules' parameters and buffers and optimizers apart.
-    """
-
-    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
-    optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
-    scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
-    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)  # modules
+    optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)  # optimizers
+    scalers: list[tuple[str, GradScaler]] = field(default_factory=list)  # gradient scalers
+    tensors: list[tuple[str, Tensor]] = field(default_factory=list)  # tensors
+    # attributes of plain objects, classes and functions
     objects: list[tuple[str, MutableMapping[str, Any]]] = field(default_factory=list)
+    # lists, dicts, sets, deques, arrays, trees of XML and what caches have answered
     containers: list[tuple[str, Any]] = field(default_factory=list)
-    instances: list[Any] = field(default_factory=list)
-    classes: list[type] = field(default_factory=list)
+    instances: list[Any] = field(default_factory=list)  # the objects themselves
+    classes: list[type] = field(default_factory=list)  # classes
+    # attributes of the user's Python modules
     namespaces: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    # those that have more than ``MAX_ITEMS`` items, of which none was looked at
     long: list[tuple[str, Any]] = field(default_factory=list)
+    # those, and arrays as large, that the code may look into
     large: list[tuple[str, Any]] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)
-    told: set[str] = field(default_factory=set)
-    sources: list[str] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)  # names in the code
+    told: set[str] = field(default_factory=set)  # those of them that are strings, as in ``hasattr(x, "name")``
+    sources: list[str] = field(default_factory=list)  # names of iterators and queues that the code may ask
+    # random generators of Python and NumPy, also those whose methods were met
     generators: list[tuple[str, Any]] = field(default_factory=list)
-    files: list[Any] = field(default_factory=list)
+    files: list[Any] = field(default_factory=list)  # open files
+    # by id, objects of which nobody can say what they hold, such as hashes
     opaque: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    # on how many ways a tensor, by id, was met, modules' parameters and buffers and optimizers apart
     references: Counter[int] = field(default_factory=Counter)
-    watched: list[tuple[str, Any]] = field(default_factory=list)
-    cached: list[types.FunctionType] = field(default_factory=list)
-    codes: set[types.CodeType] = field(default_factory=set)
-    functions: dict[int, types.FunctionType] = field(default_factory=dict)
-    links: list[Entry] = field(default_factory=list)
+    watched: list[tuple[str, Any]] = field(default_factory=list)  # those of ``containers`` that the code may look into
+    cached: list[types.FunctionType] = field(default_factory=list)  # functions behind ``functools.lru_cache``
+    codes: set[types.CodeType] = field(default_factory=set)  # code that was looked into
+    functions: dict[int, types.FunctionType] = field(default_factory=dict)  # functions that were looked into, by id
+    links: list[Entry] = field(default_factory=list)  # the steps on the way, and what each led to
 
 
 def discover(roots: Iterable[tuple[str, Any]], ran: Ran | None = None) -> Found:
@@ -158,21 +146,13 @@ _PLAIN_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plain:
-    """Attributes of which those are followed whose names occur in code.
+    """Attributes of which those are followed whose names occur in code."""
 
-    Attributes:
-        name: Of the object.
-        holder: Its attributes.
-        defaults: Others, which it may be given later.
-        library: Its class, if that is PyTorch's or Python's, whose code reads attributes too.
-        given: Its class, if it may be given others, which code asks for with ``hasattr``.
-    """
-
-    name: str
-    holder: MutableMapping[str, Any]
-    defaults: frozenset[str] = frozenset()
-    library: type | None = None
-    given: type | None = None
+    name: str  # of the object
+    holder: MutableMapping[str, Any]  # its attributes
+    defaults: frozenset[str] = frozenset()  # others, which it may be given later
+    library: type | None = None  # its class, if that is PyTorch's or Python's, whose code reads attributes too
+    given: type | None = None  # its class, if it may be given others, which code asks for with ``hasattr``
 
 
 class _Search:
@@ -244,7 +224,7 @@ class _Search:
             self.found.references[id(value)] += 1
         if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, GENERATORS):
             value = value.__self__  # as in ``from random import random``
-        if isinstance(value, Generator) or type(value).__module__ in _OPAQUE:
+        if isinstance(value, (Generator, *_LOCKS)) or type(value).__module__ in _OPAQUE:
             self.found.opaque.setdefault(id(value), (name, value))
             return
         if isinstance(value, (*SCALARS, types.BuiltinFunctionType)) or id(value) in self._seen:
@@ -292,11 +272,13 @@ class _Search:
         elif isinstance(value, functools.cached_property):
             self.visit(name, value.func)
         elif isinstance(value, functools._lru_cache_wrapper):
-            if isinstance(value.__wrapped__, types.FunctionType):
-                self.found.cached.append(value.__wrapped__)
-                self._answered.add(value.__wrapped__.__code__)  # its answer may have been kept from an earlier call
+            function = getattr(value.__wrapped__, "__func__", value.__wrapped__)  # of a method
+            if isinstance(function, types.FunctionType):
+                self.found.cached.append(function)
+                self._answered.add(function.__code__)  # its answer may have been kept from an earlier call
             self.visit(name, value.__wrapped__)
-        elif isinstance(value, list | tuple | deque | set | frozenset | dict | np.ndarray) or is_buffer(value):
+            self._visit_container(f"{name}()", Answers(value))
+        elif isinstance(value, tuple | frozenset) or is_container(value):
             self._visit_container(name, value)
         elif isinstance(value, ContextVar):
             self.follow(f"{name}.get()", ContextValue.of(value), "value")
@@ -386,13 +368,13 @@ class _Search:
         if isinstance(value, dict) and is_users(_file_of(type(value))):
             value = Items.of(value)
         self._attribute_of[id(value)] = self._of_module
-        if length_of(value) > MAX_ITEMS:
+        if (value.size if isinstance(value, np.ndarray) else size_of(value)) > MAX_ITEMS:
             if isinstance(value, list | dict | deque | set):
                 self.found.long.append((name, value))
             if not isinstance(value, tuple | frozenset):
                 self._large.append((name, value))
             return
-        if isinstance(value, Items | list | dict | deque | set | np.ndarray) or is_buffer(value):
+        if is_container(value):
             self.found.containers.append((name, value))
         if isinstance(value, dict | Items):
             for key in list(value):
@@ -401,7 +383,7 @@ class _Search:
         elif isinstance(value, list):
             for index in range(len(value)):
                 self.follow(f"{name}[{index}]", value, index)
-        elif not isinstance(value, np.ndarray) and not is_buffer(value):
+        elif not is_bytes(value) and not is_element(value):
             for index, item in enumerate(value):
                 self.visit(f"{name}[{index}]", item)
 
@@ -515,13 +497,6 @@ def _names_of_class(kind: type, ran: Ran) -> frozenset[str]:
             if reach_of(function.__code__) >= Reach.NAMED:
                 names.add("__dict__")
     return frozenset(names)
-
-
-def length_of(container: Any) -> int:
-    """How many items a container has."""
-    if isinstance(container, np.ndarray):
-        return int(container.size)
-    return memoryview(container).nbytes if is_buffer(container) else len(container)
 
 
 def defaults_of(kind: type) -> frozenset[str]:

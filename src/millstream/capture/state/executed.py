@@ -40,19 +40,14 @@ WHOLE = ("__dict__", "__getstate__")
 
 @dataclass
 class Ran:
-    """What ran; ``None`` where nobody has watched.
+    """What ran; ``None`` where nobody has watched."""
 
-    Attributes:
-        codes: Code of functions.
-        attributes: Attributes that were read, each with the id of its module; ``__dict__`` stands for all of them.
-        computed: By id, objects any of whose attributes may have been read, by code that computes their names.
-        variables: Names of environment variables that were read.
-    """
-
-    codes: set[CodeType] | None = None
+    codes: set[CodeType] | None = None  # code of functions
+    # attributes that were read, each with the id of its module; ``__dict__`` stands for all of them
     attributes: set[tuple[int, str]] | None = None
+    # by id, objects any of whose attributes may have been read, by code that computes their names
     computed: dict[int, Any] = field(default_factory=dict)
-    variables: set[str] = field(default_factory=set)
+    variables: set[str] = field(default_factory=set)  # names of environment variables that were read
 
     def may_have_run(self, code: CodeType) -> bool:
         """Whether that code may have run."""

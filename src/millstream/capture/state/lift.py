@@ -28,19 +28,12 @@ from millstream.locks import ForkSafeLock
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lifted:
-    """A tensor of the user's that the graph takes as an input and may write.
+    """A tensor of the user's that the graph takes as an input and may write."""
 
-    Attributes:
-        name: For people: ``model.0.weight``, ``optimizer.exp_avg[model.0.weight]``.
-        tensor: The user's own object.
-        locations: Where the user's structures hold it.
-        required_grad: Whether it required a gradient when it was lifted.
-    """
-
-    name: str
-    tensor: Tensor
-    locations: list[Location]
-    required_grad: bool
+    name: str  # for people: ``model.0.weight``, ``optimizer.exp_avg[model.0.weight]``
+    tensor: Tensor  # the user's own object
+    locations: list[Location]  # where the user's structures hold it
+    required_grad: bool  # whether it required a gradient when it was lifted
 
 
 def lift(found: Found) -> list[Lifted]:

@@ -21,17 +21,11 @@ MISSING: Any = object()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Location:
-    """A place that holds one thing. Two are equal if they are the same place of the same holder.
+    """A place that holds one thing. Two are equal if they are the same place of the same holder."""
 
-    Attributes:
-        holder: A dict, list, closure cell, or attributes in the form of a dict (``Attributes``).
-        key: Key or index in the holder; ``None`` for a cell, or for all that a container holds.
-        name: How a user would write it, such as ``self.model``.
-    """
-
-    holder: Any
-    key: Any
-    name: str = ""
+    holder: Any  # a dict, list, closure cell, or attributes in the form of a dict (``Attributes``)
+    key: Any  # key or index in the holder; ``None`` for a cell, or for all that a container holds
+    name: str = ""  # how a user would write it, such as ``self.model``
 
     def __hash__(self) -> int:
         return hash((self.holder if isinstance(self.holder, Attributes) else id(self.holder), self.key))
@@ -71,12 +65,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A place, and what was found there.
+    """A place, and what was found there."""
 
-    Attributes:
-        location: The place.
-        value: What was there, or ``MISSING``.
-    """
-
-    location: Location
-    value: Any
+    location: Location  # the place
+    value: Any  # what was there, or ``MISSING``

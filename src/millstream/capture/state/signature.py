@@ -37,13 +37,9 @@ LEAF = Leaf()
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The place of a tensor that has been met before.
+    """The place of a tensor that has been met before."""
 
-    Attributes:
-        index: Which of the tensors, each counted once.
-    """
-
-    index: int
+    index: int  # which of the tensors, each counted once
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +75,12 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A tuple, list, dict or dataclass.
+    """A tuple, list, dict or dataclass."""
 
-    Attributes:
-        type: Its class.
-        keys: Keys of a dict or field names of a dataclass, otherwise empty.
-        children: Structures of its items.
-        default_factory: That of a ``defaultdict``.
-    """
-
-    type: type
-    keys: tuple[Hashable, ...]
-    children: tuple[Structure, ...]
-    default_factory: Callable[[], Any] | None = None
+    type: type  # its class
+    keys: tuple[Hashable, ...]  # keys of a dict or field names of a dataclass, otherwise empty
+    children: tuple[Structure, ...]  # structures of its items
+    default_factory: Callable[[], Any] | None = None  # that of a ``defaultdict``
 
 
 Structure: TypeAlias = Leaf | Again | Value | Number | Reference | Container

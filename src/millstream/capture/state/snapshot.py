@@ -6,7 +6,6 @@ not stay, and what it would have changed in every call must be found, because a 
 
 from __future__ import annotations
 
-import array
 import contextlib
 import sys
 import threading
@@ -15,16 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from operator import is_
 from types import CellType, FunctionType
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.lines import is_ours
-from millstream.capture.state.attributes import Attributes, is_buffer
+from millstream.capture.state.attributes import Attributes
+from millstream.capture.state.contents import content_of, has_content, is_container, put_back
 from millstream.capture.state.discover import Found, defaults_of
 from millstream.capture.state.executed import WHOLE, Ran
 from millstream.capture.state.location import MISSING, Location
@@ -46,19 +44,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An entry that the traced function changed.
+    """An entry that the traced function changed."""
 
-    Attributes:
-        location: The entry; or a whole container, where its length or order changed.
-        before: What was there, or ``MISSING``.
-        after: What is there now, or ``MISSING``.
-        kind: What the holder belongs to.
-    """
-
-    kind: Kind
-    location: Location
-    before: Any
-    after: Any
+    kind: Kind  # what the holder belongs to
+    location: Location  # the entry; or a whole container, where its length or order changed
+    before: Any  # what was there, or ``MISSING``
+    after: Any  # what is there now, or ``MISSING``
 
     @property
     def is_entry(self) -> bool:
@@ -106,11 +97,8 @@ class Snapshot:
         self._long = {id(each): (name, each, _first_of(each)) for name, each in found.long} | self._long
 
     def _keep(self, kind: Kind, name: str, holder: Any) -> None:
-        if is_buffer(holder):
-            self._copies.setdefault(id(holder), (kind, name, holder, memoryview(holder).tobytes()))
-        elif isinstance(holder, dict | list | set | deque | Attributes | np.ndarray):
-            copy = np.ndarray.copy(holder) if isinstance(holder, np.ndarray) else holder.copy()
-            self._copies.setdefault(id(holder), (kind, name, holder, copy))
+        if is_container(holder) and id(holder) not in self._copies:
+            self._copies[id(holder)] = (kind, name, holder, content_of(holder))
 
     def changes(self) -> list[Change]:
         """Everything that differs now, but for what caches keep by the type of a traced tensor."""
@@ -130,7 +118,7 @@ class Snapshot:
                 for index in (index for index, value in enumerate(copy) if _is_changed(holder[index], value)):
                     location = Location(holder, index, f"{name}[{index}]")
                     found.setdefault(location, Change(kind, location, copy[index], holder[index]))
-            elif differs(holder, copy):
+            elif {*copy} != holder if isinstance(holder, set) else not has_content(holder, copy):
                 location = Location(holder, None, name)
                 found[location] = Change(kind, location, copy, holder)
         for name, holder, first in self._long.values():
@@ -145,27 +133,8 @@ class Snapshot:
             if location.get() is not before:
                 location.set(before)
         for _, _, holder, copy in self._copies.values():
-            _restore(holder, copy)
+            put_back(holder, copy)
         _take_out(self._long.values())
-
-
-def _restore(holder: Any, copy: Any) -> None:
-    if isinstance(holder, dict):
-        if len(holder) != len(copy) or any(holder.get(key, MISSING) is not value for key, value in copy.items()):
-            holder.clear()
-            holder.update(copy)
-    elif isinstance(holder, Attributes):
-        for key in [*copy, *(key for key in holder if key not in copy)]:
-            if holder.get(key, MISSING) is not copy.get(key, MISSING):
-                Location(holder, key).set(copy.get(key, MISSING))
-    elif is_buffer(holder):
-        _fill(holder, copy)
-    elif isinstance(holder, np.ndarray):
-        if holder.flags.writeable and differs(holder, copy):
-            holder[...] = copy
-    elif differs(holder, copy):
-        holder.clear()
-        holder.update(copy) if isinstance(holder, set) else holder.extend(copy)
 
 
 def _first_of(container: Any) -> list[Any]:
@@ -208,63 +177,6 @@ def _take_out(containers: Iterable[tuple[str, Any, list[Any]]]) -> None:
                 del container[place]
         if number and number < len(first) and container and container[0] is first[number]:
             container.extendleft(reversed(first[:number]))
-
-
-def differs(container: Any, copy: Any) -> bool:
-    """Whether a list, set or deque holds other objects than its copy, or an array other bytes."""
-    if isinstance(container, set):  # in no order
-        return bool(container != copy)
-    if is_buffer(container):
-        return memoryview(container).tobytes() != bytes(copy)
-    if isinstance(container, np.ndarray):
-        alike = container.dtype == copy.dtype and container.shape == copy.shape
-        return not alike or np.ndarray.tobytes(container) != np.ndarray.tobytes(copy)  # and not a subclass's own
-    return len(container) != len(copy) or any(a is not b for a, b in zip(container, copy, strict=True))
-
-
-def _fill(buffer: Any, content: bytes) -> None:
-    """Put bytes back into a buffer, where they are others."""
-    view = memoryview(buffer)
-    if view.tobytes() == content or view.readonly:
-        return
-    if view.nbytes == len(content):
-        view.cast("B")[:] = content
-    else:
-        view.release()  # an array that is exported has a fixed length
-        del buffer[:]
-        buffer.frombytes(content) if isinstance(buffer, array.array) else buffer.extend(content)
-
-
-def content_of(container: Any) -> Any:
-    """What a container without keys holds: to compare with, not to go back to."""
-    if isinstance(container, np.ndarray):
-        return container.dtype, container.shape, np.ndarray.tobytes(container)  # and not a subclass's own
-    if is_buffer(container):
-        return (memoryview(container).tobytes(),)
-    if isinstance(container, dict):
-        return [*container], [*container.values()]
-    return [*container]  # of a set, too: in the order in which it is gone through
-
-
-def has_content(container: Any, content: Any) -> bool:
-    """Whether a container holds the same objects as before, in the same order, or an array the same bytes."""
-    if isinstance(container, np.ndarray) or is_buffer(container):
-        return size_of(container) == len(content[-1]) and bool(content_of(container) == content)
-    try:
-        if isinstance(container, dict):
-            return _are_same(container, content[0]) and _are_same(container.values(), content[1])
-        return _are_same(container, content)
-    except RuntimeError:  # another thread changes it
-        return False
-
-
-def size_of(array: Any) -> int:
-    """How many bytes an array or another buffer holds."""
-    return int(array.nbytes) if isinstance(array, np.ndarray) else memoryview(array).nbytes
-
-
-def _are_same(items: Any, others: list[Any]) -> bool:
-    return len(items) == len(others) and (all(map(is_, items, others)) or all(map(is_same, items, others)))
 
 
 def _is_changed(after: Any, before: Any) -> bool:

@@ -36,25 +36,15 @@ from millstream.errors import CaptureError
 
 @dataclass
 class Call:
-    """One call of a step.
+    """One call of a step."""
 
-    Attributes:
-        key: What it has in common with the calls that the same graph may serve.
-        structure: Structure of ``(args, kwargs)``, with places for the numbers in ``given``.
-        arguments: Its tensors.
-        given: Its numbers that were seen to change.
-        args: Positional arguments as given.
-        kwargs: Keyword arguments as given.
-        parameters: Names of the function's parameters.
-    """
-
-    key: Any
-    structure: Structure
-    arguments: list[Tensor]
-    given: Sequence[float]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    parameters: Sequence[str]
+    key: Any  # what it has in common with the calls that the same graph may serve
+    structure: Structure  # structure of ``(args, kwargs)``, with places for the numbers in ``given``
+    arguments: list[Tensor]  # its tensors
+    given: Sequence[float]  # its numbers that were seen to change
+    args: tuple[Any, ...]  # positional arguments as given
+    kwargs: dict[str, Any]  # keyword arguments as given
+    parameters: Sequence[str]  # names of the function's parameters
 
     @property
     def signature(self) -> dict[str, str]:
@@ -82,31 +72,24 @@ class Call:
 
 @dataclass
 class Workshop:
-    """What the graphs of one step share.
+    """What the graphs of one step share."""
 
-    Attributes:
-        is_checked: Whether they are compared with what would be captured later.
-        slots: Tensors for the numbers of optimizers.
-        cycled: Hyperparameters that were seen to change (optimizer, group, key): graphs read them at run time.
-        changing: Places that were seen to hold another tensor than before: graphs read what is there in each call.
-        homes: For a tensor, by id, itself and the gradient that graphs read and write.
-        counted: Keys under which optimizers were seen to count their steps, in their state or as attributes.
-        lifted: Places of other numbers of the user's that the step was seen to change.
-        read: Those that were seen to change between calls.
-        kept: Of those, the ones without which no graph could be captured: each value has a graph.
-        settled: Changes of other plain values that were seen.
-    """
-
-    is_checked: bool = False
-    slots: dict[Location, Slot] = field(default_factory=dict)
+    is_checked: bool = False  # whether they are compared with what would be captured later
+    slots: dict[Location, Slot] = field(default_factory=dict)  # tensors for the numbers of optimizers
+    # hyperparameters that were seen to change (optimizer, group, key): graphs read them at run time
     cycled: set[tuple[Optimizer, int, str]] = field(default_factory=set)
+    # keys under which optimizers were seen to count their steps, in their state or as attributes
     counted: set[tuple[Optimizer, str]] = field(default_factory=set)
+    # places that were seen to hold another tensor than before: graphs read what is there in each call
     changing: set[Location] = field(default_factory=set)
+    # for a tensor, by id, itself and the gradient that graphs read and write
     homes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # places of other numbers of the user's that the step was seen to change
     lifted: dict[Location, None] = field(default_factory=dict)
-    read: dict[Location, None] = field(default_factory=dict)
+    read: dict[Location, None] = field(default_factory=dict)  # those that were seen to change between calls
+    # of those, the ones without which no graph could be captured: each value has a graph
     kept: set[Location] = field(default_factory=set)
-    settled: set[Any] = field(default_factory=set)
+    settled: set[Any] = field(default_factory=set)  # changes of other plain values that were seen
 
     def make_request(
         self, function: Any, call: Call, roots: list[tuple[str, Any]], found: Found, like: StepGraph | None = None

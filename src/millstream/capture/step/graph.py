@@ -39,21 +39,13 @@ class Build(Protocol):
 
 @dataclass(slots=True)
 class Slot:
-    """A number on the host, as a tensor that graphs read.
+    """A number on the host, as a tensor that graphs read."""
 
-    Attributes:
-        location: Where the number is kept.
-        device: Of the graph.
-        value: The number.
-        tensor: It on that device, without dimensions; ``None`` as long as no graph reads it.
-        read: Gives the number that is there now.
-    """
-
-    location: Location
-    device: torch.device
-    value: float
-    tensor: Tensor | None = None
-    read: Callable[[], Any] = field(init=False)
+    location: Location  # where the number is kept
+    device: torch.device  # of the graph
+    value: float  # the number
+    tensor: Tensor | None = None  # it on that device, without dimensions; ``None`` as long as no graph reads it
+    read: Callable[[], Any] = field(init=False)  # gives the number that is there now
 
     def __post_init__(self) -> None:
         self.read = self.location.reader()
@@ -73,69 +65,39 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class StepGraph:
-    """One captured graph of a step.
+    """One captured graph of a step."""
 
-    Attributes:
-        signature: Tensors of the arguments by name, with dtype and shape, for people.
-        state_names: Names of the inputs that come before the arguments, in order.
-        gm: The traced graph.
-        capture_seconds: Time to trace and build it and to run it once.
-        trace_seconds: Tracing alone.
-        executable: What ``build`` made of it.
-        num_runs: How often it ran.
-        looks: What its arguments look like, where compiled code may tell.
-        key: What calls that it may fit have in common.
-        guards: What it takes for granted.
-        static: Its inputs before the arguments.
-        arguments: Which arguments are inputs, and the device to which they must be brought, if any.
-        places: Where tensors are that it reads as if they were arguments, counted on after those.
-        expected: What it takes for granted of arguments besides that: position, form, what that gives.
-        changing: Places whose tensors were to be read in that way, if the graph reads any.
-        listing: What it does, to compare with, if it is checked.
-        slots: Numbers that each call may change; the tensors of those that it reads are among ``static``.
-        mirrors: Numbers in tensors on the host that it reads; among ``static``.
-        numbers: Their values when last found to be fine.
-        questions: What the program asked about them.
-        left: Tensors and the gradient each gets after a run, where that is another.
-        structure: Of the result.
-        outputs: Tensors of the result.
-        effects: What to do on the host after a run.
-        written: Those of ``static`` that it writes.
-        parameters: The user's parameters that it writes.
-        written_state: Memory of the user's state that it writes.
-        writes_arguments: Whether it writes to an argument.
-        sizes: For which sizes of arguments it holds, if those are not all part of ``key``.
-    """
-
-    signature: dict[str, str]
-    state_names: list[str]
-    gm: fx.GraphModule
-    trace_seconds: float
-    key: Any
-    guards: Guards
-    static: list[Tensor]
+    signature: dict[str, str]  # tensors of the arguments by name, with dtype and shape, for people
+    state_names: list[str]  # names of the inputs that come before the arguments, in order
+    gm: fx.GraphModule  # the traced graph
+    trace_seconds: float  # tracing alone
+    key: Any  # what calls that it may fit have in common
+    guards: Guards  # what it takes for granted
+    static: list[Tensor]  # its inputs before the arguments
+    # which arguments are inputs, and the device to which they must be brought, if any
     arguments: list[tuple[int, torch.device | None]]
-    places: list[Location]
+    places: list[Location]  # where tensors are that it reads as if they were arguments, counted on after those
+    # what it takes for granted of arguments besides that: position, form, what that gives
     expected: list[tuple[int, Callable[[Any], Any], Any]]
-    changing: Container[Location]
-    listing: list[Line]
-    slots: list[Slot]
-    mirrors: list[Slot]
-    numbers: list[Any]
-    questions: Questions
-    left: list[tuple[Tensor, Tensor | None]]
-    structure: Structure
-    outputs: list[Output]
-    effects: Effects
-    written: list[Tensor]
-    parameters: list[Tensor]
-    written_state: Memory
-    writes_arguments: bool
-    sizes: SizeGuard | None = None
-    capture_seconds: float = 0.0
-    num_runs: int = 0
-    looks: Likeness | None = None
-    executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)
+    changing: Container[Location]  # places whose tensors were to be read in that way, if the graph reads any
+    listing: list[Line]  # what it does, to compare with, if it is checked
+    slots: list[Slot]  # numbers that each call may change; the tensors of those that it reads are among ``static``
+    mirrors: list[Slot]  # numbers in tensors on the host that it reads; among ``static``
+    numbers: list[Any]  # their values when last found to be fine
+    questions: Questions  # what the program asked about them
+    left: list[tuple[Tensor, Tensor | None]]  # tensors and the gradient each gets after a run, where that is another
+    structure: Structure  # of the result
+    outputs: list[Output]  # tensors of the result
+    effects: Effects  # what to do on the host after a run
+    written: list[Tensor]  # those of ``static`` that it writes
+    parameters: list[Tensor]  # the user's parameters that it writes
+    written_state: Memory  # memory of the user's state that it writes
+    writes_arguments: bool  # whether it writes to an argument
+    sizes: SizeGuard | None = None  # for which sizes of arguments it holds, if those are not all part of ``key``
+    capture_seconds: float = 0.0  # time to trace and build it and to run it once
+    num_runs: int = 0  # how often it ran
+    looks: Likeness | None = None  # what its arguments look like, where compiled code may tell
+    executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)  # what ``build`` made of it
 
     def fits(self, arguments: list[Tensor], given: Sequence[float] = ()) -> bool:
         """Whether the graph may run now. If so, its numbers and gradients are brought into their places.

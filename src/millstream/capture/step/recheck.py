@@ -20,15 +20,10 @@ from millstream.errors import CaptureError
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One operator of a graph, or one part of a step's result.
+    """One operator of a graph, or one part of a step's result."""
 
-    Attributes:
-        text: It and its arguments, constants included.
-        where: The user's line.
-    """
-
-    text: str
-    where: str
+    text: str  # it and its arguments, constants included
+    where: str  # the user's line
 
 
 def listing_of(traced: Traced) -> list[Line]:

@@ -23,107 +23,65 @@ from millstream.data_parallel.reducer import Reducer
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A tensor whose ``.grad`` the step may leave behind.
+    """A tensor whose ``.grad`` the step may leave behind."""
 
-    Attributes:
-        name: Of the tensor.
-        parameter: The user's tensor.
-        before: Its gradient when the step starts, or ``None``.
-    """
-
-    name: str
-    parameter: Tensor
-    before: Tensor | None
+    name: str  # of the tensor
+    parameter: Tensor  # the user's tensor
+    before: Tensor | None  # its gradient when the step starts, or ``None``
 
 
 @dataclass
 class Request:
-    """What to trace.
+    """What to trace."""
 
-    Attributes:
-        function: The user's function.
-        structure: Structure of ``(args, kwargs)``, with places for numbers that each call brings.
-        arguments: The tensors among the arguments.
-        roots: Where the search for what the function reaches begins.
-        found: What it reaches.
-        state: All tensors in ``found``.
-        gradients: All tensors whose gradient may change.
-        numbers: Numbers to be read at run time; those among the arguments come last.
-        changing: Places whose tensors are to be read as arguments are.
-        mirrored: Positions in ``state`` of numbers on the host, and the device on which the graph reads them.
-        settled: Changes of plain values that were seen before; see ``FirstChange``.
-        style: Of text; see ``STYLES``.
-        replica: Reduces all gradients between processes, if the step is to do that by itself.
-        dimensions: By position in ``arguments``, dimensions whose sizes are symbols.
-    """
-
-    function: Callable[..., Any]
-    structure: Structure
-    arguments: list[Tensor]
-    roots: list[tuple[str, Any]]
-    found: Found
-    state: list[Lifted]
-    gradients: list[Gradient]
-    numbers: list[NumberInput]
-    changing: Container[Location]
+    function: Callable[..., Any]  # the user's function
+    structure: Structure  # structure of ``(args, kwargs)``, with places for numbers that each call brings
+    arguments: list[Tensor]  # the tensors among the arguments
+    roots: list[tuple[str, Any]]  # where the search for what the function reaches begins
+    found: Found  # what it reaches
+    state: list[Lifted]  # all tensors in ``found``
+    gradients: list[Gradient]  # all tensors whose gradient may change
+    numbers: list[NumberInput]  # numbers to be read at run time; those among the arguments come last
+    changing: Container[Location]  # places whose tensors are to be read as arguments are
+    # positions in ``state`` of numbers on the host, and the device on which the graph reads them
     mirrored: dict[int, torch.device]
-    settled: set[Any] = field(default_factory=set)
-    style: int = 0
-    replica: Reducer | None = None
+    settled: set[Any] = field(default_factory=set)  # changes of plain values that were seen before; see ``FirstChange``
+    style: int = 0  # of text; see ``STYLES``
+    replica: Reducer | None = None  # reduces all gradients between processes, if the step is to do that by itself
+    # by position in ``arguments``, dimensions whose sizes are symbols
     dimensions: dict[int, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass
 class Traced:
-    """The recorded step.
+    """The recorded step."""
 
-    Attributes:
-        gm: The graph; its inputs are, in order, those in the four lists of positions that follow.
-        state: Positions in ``Request.state`` of the inputs that are state.
-        gradients: Positions in ``Request.gradients`` whose memory the graph reads or writes.
-        numbers: Positions in ``Request.numbers`` of the inputs that are numbers.
-        arguments: Positions in ``Request.arguments`` of the inputs that are arguments, and the device on which the
-            graph wants them if they are on another.
-        replaced: Of state that is read as arguments are, since other tensors take its place: position in
-            ``Request.state``, and the place that holds it. They are counted on after the arguments.
-        written: For each input, whether the graph writes it.
-        left: For every gradient of the request, whether the step leaves one behind.
-        structure: Structure of the result.
-        outputs: Its tensors and numbers.
-        questions: What the program asked about the numbers.
-        used: What the code reaches that ran.
-        reads: Module attributes that the program read.
-        effects: What to do on the host after every replay.
-        looked_at: By id, state of which the program read a shape or other metadata, or used the values.
-        asked: By id, tensors of which it read what arguments and inputs are not compared by otherwise.
-        registered: By id of the dict and key, parameters and buffers that the program read as attributes of modules.
-        variables: Names of environment variables that it read.
-        optimizers: Those that stepped.
-        writes_arguments: Whether the graph writes to an argument.
-        sizes: Those of arguments, if some were to be symbols.
-    """
-
-    gm: fx.GraphModule
-    state: list[int]
-    gradients: list[int]
-    numbers: list[int]
+    gm: fx.GraphModule  # the graph; its inputs are, in order, those in the four lists of positions that follow
+    state: list[int]  # positions in ``Request.state`` of the inputs that are state
+    gradients: list[int]  # positions in ``Request.gradients`` whose memory the graph reads or writes
+    numbers: list[int]  # positions in ``Request.numbers`` of the inputs that are numbers
+    # positions in ``Request.arguments`` of the inputs that are arguments, and the device on which the graph wants them
+    # if they are on another
     arguments: list[tuple[int, torch.device | None]]
+    # of state that is read as arguments are, since other tensors take its place: position in ``Request.state``, and the
+    # place that holds it. They are counted on after the arguments.
     replaced: list[tuple[int, Location]]
-    written: list[bool]
-    left: list[bool]
-    structure: Structure
-    outputs: list[Output]
-    questions: Questions
-    used: Found
-    reads: list[Entry]
-    effects: Effects
-    looked_at: set[int]
-    asked: set[int]
+    written: list[bool]  # for each input, whether the graph writes it
+    left: list[bool]  # for every gradient of the request, whether the step leaves one behind
+    structure: Structure  # structure of the result
+    outputs: list[Output]  # its tensors and numbers
+    questions: Questions  # what the program asked about the numbers
+    used: Found  # what the code reaches that ran
+    reads: list[Entry]  # module attributes that the program read
+    effects: Effects  # what to do on the host after every replay
+    looked_at: set[int]  # by id, state of which the program read a shape or other metadata, or used the values
+    asked: set[int]  # by id, tensors of which it read what arguments and inputs are not compared by otherwise
+    # by id of the dict and key, parameters and buffers that the program read as attributes of modules
     registered: set[tuple[int, str]]
-    variables: set[str]
-    optimizers: list[Optimizer]
-    writes_arguments: bool
-    sizes: TracedSizes | None = None
+    variables: set[str]  # names of environment variables that it read
+    optimizers: list[Optimizer]  # those that stepped
+    writes_arguments: bool  # whether the graph writes to an argument
+    sizes: TracedSizes | None = None  # those of arguments, if some were to be symbols
 
 
 # --- instead of that --------------------------------------------------------------------------------------------------

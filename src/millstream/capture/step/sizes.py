@@ -34,21 +34,15 @@ def form_without_sizes(key: Any) -> Hashable:
 
 @dataclass
 class _Form:
-    """Calls whose arguments differ in nothing but sizes.
+    """Calls whose arguments differ in nothing but sizes."""
 
-    Attributes:
-        first: Shapes of those that were captured first.
-        changed: Argument and dimension of sizes that were another later.
-        fixed: Those that the program takes for plain numbers, and where it does.
-        values: Of those, the sizes that were captured.
-        refused: Why none of the sizes can be a symbol.
-    """
-
-    first: list[tuple[int, ...]]
+    first: list[tuple[int, ...]]  # shapes of those that were captured first
+    # argument and dimension of sizes that were another later
     changed: set[tuple[int, int]] = field(default_factory=set)
+    # those that the program takes for plain numbers, and where it does
     fixed: dict[tuple[int, int], str] = field(default_factory=dict)
-    values: dict[tuple[int, int], set[int]] = field(default_factory=dict)
-    refused: str = ""
+    values: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # of those, the sizes that were captured
+    refused: str = ""  # why none of the sizes can be a symbol
 
 
 class ChangingSizes:

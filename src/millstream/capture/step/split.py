@@ -29,24 +29,16 @@ _TRIVIAL = (ast.Pass, ast.Return, ast.Assign, ast.Expr, ast.Global, ast.Nonlocal
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a function.
+    """A part of a function."""
 
-    Attributes:
-        function: Takes the values of ``inputs`` by position. It returns ``(True, result)`` where the user's function
-            would return, and otherwise ``(False, leave(values of outputs))``.
-        is_region: Whether it is the body of an eager region.
-        is_trivial: Whether it does nothing but pass values on.
-        inputs: Local variables that it mentions and that may have a value by then.
-        outputs: Those that it may change and that later parts mention.
-        lines: The first and the last.
-    """
-
+    # takes the values of ``inputs`` by position. It returns ``(True, result)`` where the user's function would return,
+    # and otherwise ``(False, leave(values of outputs))``.
     function: Callable[..., Any]
-    is_region: bool
-    is_trivial: bool
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    lines: tuple[int, int]
+    is_region: bool  # whether it is the body of an eager region
+    is_trivial: bool  # whether it does nothing but pass values on
+    inputs: tuple[str, ...]  # local variables that it mentions and that may have a value by then
+    outputs: tuple[str, ...]  # those that it may change and that later parts mention
+    lines: tuple[int, int]  # the first and the last
 
 
 def split_function(

@@ -92,15 +92,10 @@ MAX_UNREADY = 20
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """Why calls of one kind run as plain Python.
+    """Why calls of one kind run as plain Python."""
 
-    Attributes:
-        signature: Tensors of the arguments by name, with dtype and shape.
-        error: Reason, line and remedy.
-    """
-
-    signature: dict[str, str]
-    error: CaptureError
+    signature: dict[str, str]  # tensors of the arguments by name, with dtype and shape
+    error: CaptureError  # reason, line and remedy
 
 
 P = ParamSpec("P")

@@ -40,17 +40,11 @@ LOOKAHEAD = 1000
 
 @dataclass(slots=True)
 class Questions:
-    """What the traced program asked about the values of its numbers.
+    """What the traced program asked about the values of its numbers."""
 
-    Attributes:
-        asked: Questions and the answers.
-        refused: What it asked of values that nobody knows yet.
-        texts: Text made of them.
-    """
-
-    asked: list[tuple[Callable[[Numbers], Any], Any]] = field(default_factory=list)
-    refused: list[CaptureError] = field(default_factory=list)
-    texts: Texts = field(default_factory=Texts)
+    asked: list[tuple[Callable[[Numbers], Any], Any]] = field(default_factory=list)  # questions and the answers
+    refused: list[CaptureError] = field(default_factory=list)  # what it asked of values that nobody knows yet
+    texts: Texts = field(default_factory=Texts)  # text made of them
 
     def allow(self, numbers: Numbers) -> bool:
         """Whether a program with these numbers would get the same answers, so that the graph holds for it."""

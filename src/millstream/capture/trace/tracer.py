@@ -322,16 +322,18 @@ class _Tracer:
         """Before code runs that discovery has not seen look at it, too; stop before code that asks an iterator."""
         request = self.request
         known = request.found
-        if any(frame.f_code is function.__code__ for function in known.cached) and any(
-            map(is_scalar, frame.f_locals.values())
-        ):
-            self._report(
-                CaptureError(
-                    f"The step calls {frame.f_code.co_name}, which has a cache, with a number that changes.",
-                    where=here(),
-                    remedy="Call what is behind the cache: function.__wrapped__.",
+        if any(frame.f_code is function.__code__ for function in known.cached):  # which has no answer yet
+            asked = frame.f_locals.values()
+            if any(map(is_scalar, asked)):
+                self._report(
+                    CaptureError(
+                        f"The step calls {frame.f_code.co_name}, which has a cache, with a number that changes.",
+                        where=here(),
+                        remedy="Call what is behind the cache: function.__wrapped__.",
+                    )
                 )
-            )
+            if not any(map(is_type_of_tracing, asked)):  # for which an eager call would bring no answer
+                self._report(StateMissing(f"{frame.f_code.co_name}'s cache"))
         if not functions and frame.f_code not in known.codes:
             functions = [stand_in(frame)]
         late = [(function.__qualname__, function) for function in functions if id(function) not in known.functions]
@@ -368,11 +370,12 @@ class _Tracer:
     def _on_opaque(self, frame: FrameType, function: Any) -> None:
         name, owner = self.request.found.opaque[id(function.__self__)]
         what, kind = f"{name}.{function.__name__}()", type(owner).__name__
+        call = "Call it outside of the step, or let ms.callback do it, as in ms.callback(digest.update, data)."
         self._report(
             CaptureError(
                 f"The step calls {what}, and nobody can compare what that {kind} holds.",
                 where=f"{frame.f_code.co_filename}:{frame.f_lineno}",
-                remedy="Call it outside of the step, or let ms.callback do it, as in ms.callback(digest.update, data).",
+                remedy="Take it in a with statement, or outside of the step." if "lock" in kind.lower() else call,
             )
         )
 

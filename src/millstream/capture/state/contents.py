@@ -1,0 +1,168 @@
+"""What a container holds as a whole: to compare with in each call, and to go back to after tracing."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import gc
+import sys
+from collections import deque
+from collections.abc import Iterator, MutableMapping
+from operator import is_
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from millstream.capture.state.attributes import Attributes
+from millstream.capture.state.location import MISSING, Location
+from millstream.capture.state.signature import is_same
+
+_BUFFERS = (array.array, bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+
+
+def is_buffer(value: Any) -> bool:
+    """Whether it holds bytes that may change: an array of Python's, shared memory, a value of C's."""
+    return isinstance(value, _BUFFERS)
+
+
+def is_bytes(value: Any) -> bool:
+    """The same, or an array of NumPy's."""
+    return isinstance(value, np.ndarray) or is_buffer(value)
+
+
+def is_element(value: Any) -> bool:
+    """Whether it is an element of a tree of XML."""
+    module = sys.modules.get("xml.etree.ElementTree")
+    return module is not None and isinstance(value, module.Element)
+
+
+class Answers:
+    """What a function behind ``functools.lru_cache`` has answered so far; one cache has one object of this kind.
+
+    The cache is in C, but the garbage collector sees into it.
+
+    Args:
+        cache: The function, as the decorator has made it.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        dicts = [each for each in gc.get_referents(cache) if type(each) is dict and each is not vars(cache)]
+        dicts.sort(key=lambda each: not any(map(_is_link, each.values())))  # an answer may be a dict, too
+        self._kept: dict[Any, Any] = dicts[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        """The answers, and maybe what was asked; no tensors: one that the step uses shows up while it is traced."""
+        kept = [*self._kept.values()]
+        if any(map(_is_link, kept)):
+            own = (*kept, self._kept, vars(self._cache), self._cache.__wrapped__)
+            kept = [each for each in gc.get_referents(self._cache) if not any(each is part for part in own)]
+        return (each for each in kept if not isinstance(each, type | Tensor))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def items(self) -> list[tuple[Any, Any]]:
+        """What it was asked, and where the answer is."""
+        return [*self._kept.items()]
+
+    def has(self, items: list[tuple[Any, Any]]) -> bool:
+        """Whether it still gives these answers. What had to make room for another was not forgotten by the user."""
+        gone = [None for key, kept in items if (now := self._kept.get(key)) is not kept and now is not None]
+        if gone or any(key not in self._kept for key, _ in items):
+            info = self._cache.cache_info()
+            return not gone and info.currsize == info.maxsize
+        return True
+
+
+def _is_link(kept: Any) -> bool:
+    """Whether a cache of limited size keeps it, with an answer in it."""
+    return type(kept).__name__ == "_lru_list_elem"
+
+
+def is_container(value: Any) -> bool:
+    """Whether it is of a kind that all of this is for."""
+    return isinstance(value, (list, dict, set, deque, Attributes, Answers)) or is_bytes(value) or is_element(value)
+
+
+def size_of(container: Any) -> int:
+    """How many items a container has, or how many bytes."""
+    if is_element(container):
+        return sum(1 for _ in container.iter())
+    if isinstance(container, np.ndarray):
+        return int(container.nbytes)
+    return memoryview(container).nbytes if is_buffer(container) else len(container)
+
+
+def content_of(container: Any) -> Any:
+    """What it holds now; of a set, in the order in which it is gone through."""
+    if isinstance(container, np.ndarray):
+        return np.ndarray.copy(container), np.ndarray.tobytes(container)  # and not a subclass's own
+    if is_buffer(container):
+        return memoryview(container).tobytes()
+    if is_element(container):
+        return [(each, each.tag, each.text, each.tail, {**each.attrib}, [*each]) for each in container.iter()]
+    if isinstance(container, Answers):
+        return container.items()
+    return dict(container) if isinstance(container, MutableMapping) else [*container]
+
+
+def has_content(container: Any, content: Any) -> bool:
+    """Whether it holds the same objects, in the same order, or the same bytes."""
+    if isinstance(container, np.ndarray):
+        copy, content = content
+        is_alike = container.dtype == copy.dtype and container.shape == copy.shape
+        return is_alike and np.ndarray.tobytes(container) == content
+    if is_buffer(container) or is_element(container):
+        return bool(content_of(container) == content)
+    if isinstance(container, Answers):
+        return container.has(content)
+    try:
+        if isinstance(container, MutableMapping) and not _are_same(container.values(), content.values()):
+            return False
+        return _are_same(container, content)
+    except RuntimeError:  # another thread changes it
+        return False
+
+
+def put_back(container: Any, content: Any) -> None:
+    """Let it hold what it held, if that is another now."""
+    if has_content(container, content):
+        return
+    if isinstance(container, np.ndarray):
+        if container.flags.writeable:
+            container[...] = content[0]
+    elif is_buffer(container):
+        _fill(container, content)
+    elif is_element(container):
+        for each, each.tag, each.text, each.tail, attributes, children in content:
+            each.attrib.clear()
+            each.attrib.update(attributes)
+            each[:] = children
+    elif isinstance(container, dict):
+        container.clear()
+        container.update(content)
+    elif isinstance(container, MutableMapping):  # attributes
+        for key in [*content, *(key for key in container if key not in content)]:
+            if container.get(key, MISSING) is not content.get(key, MISSING):
+                Location(container, key).set(content.get(key, MISSING))
+    elif not isinstance(container, Answers):
+        container.clear()
+        container.update(content) if isinstance(container, set) else container.extend(content)
+
+
+def _fill(buffer: Any, content: bytes) -> None:
+    view = memoryview(buffer)
+    if view.readonly:
+        return
+    if view.nbytes == len(content):
+        view.cast("B")[:] = content
+    else:
+        view.release()  # an array that is exported has a fixed length
+        del buffer[:]
+        buffer.frombytes(content) if isinstance(buffer, array.array) else buffer.extend(content)
+
+
+def _are_same(items: Any, others: Any) -> bool:
+    return len(items) == len(others) and (all(map(is_, items, others)) or all(map(is_same, items, others)))
