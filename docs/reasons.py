@@ -35,13 +35,18 @@ def text_of(node: ast.expr | None) -> str:
 
 
 def reasons_in(source: str, named: dict[str, str]) -> list[tuple[str, str]]:
-    """Reason and remedy of each ``CaptureError`` that ``source`` makes with a text of its own."""
+    """Reason and remedy of each ``CaptureError`` that ``source`` makes, by itself or not, with a text of its own."""
     found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("CaptureError") and node.args:
+    for node in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        function, first = getattr(node.func, "id", getattr(node.func, "attr", "")), 0
+        if function.endswith("CaptureError") and node.args:
             remedy = next((keyword.value for keyword in node.keywords if keyword.arg == "remedy"), None)
-            text = named.get(remedy.id, "") if isinstance(remedy, ast.Name) else text_of(remedy)
-            found.append((text_of(node.args[0]), text))
+        elif function in ("raise_refusal", "_fail") and len(node.args) > 1:
+            remedy, first = node.args[-1], len(node.args) - 2
+        else:
+            continue
+        text = named.get(remedy.id, "") if isinstance(remedy, ast.Name) else text_of(remedy)
+        found.append((text_of(node.args[first]), text))
     return [(reason, remedy) for reason, remedy in found if len(reason.strip("… .")) > 5]
 
 

@@ -8,12 +8,16 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable
 from itertools import chain, pairwise
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import filelock
 import torch
+
+from millstream.errors import CaptureError
 
 BOUNDARY = "run_step"
 """Name of the function of ours that calls the user's: what lies beyond it is none of the step's lines."""
@@ -125,6 +129,13 @@ def here() -> str:
     for filename, line, _ in user_frames():
         return f"{filename}:{line}"
     return ""
+
+
+def raise_refusal(refuse: Callable[[CaptureError], object], reason: str, remedy: str) -> NoReturn:
+    """Raise that the line of the user's cannot be captured; ``refuse`` is told, too, as the program may catch it."""
+    error = CaptureError(reason, where=here(), remedy=remedy)
+    refuse(error)
+    raise error
 
 
 def place_of(error: BaseException) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 
 from millstream._torch.tracing import patched
 from millstream.capture.effects.recorder import Recorder
-from millstream.capture.lines import here, is_users_own
-from millstream.errors import CaptureError
+from millstream.capture.lines import is_users_own, raise_refusal
 
 OTHERS = frozenset(("torch", "millstream", "warnings", "logging", "py"))
 """Packages whose own messages are about the tracing, not of the step."""
@@ -87,15 +86,13 @@ def _asking(recorder: Recorder, question: Callable[..., Any]) -> Callable[..., A
 
 def _setting(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.is_active or not is_users_own(sys._getframe(2).f_code.co_filename):
-            return original(*args, **kwargs)
-        error = CaptureError(
-            f"The step calls logging's {original.__qualname__}(), which a graph would not do again.",
-            where=here(),
-            remedy="Call it outside of the step.",
-        )
-        recorder.questions.refused.append(error)
-        raise error
+        if recorder.is_active and is_users_own(sys._getframe(2).f_code.co_filename):
+            raise_refusal(
+                recorder.questions.refused.append,
+                f"The step calls logging's {original.__qualname__}(), which a graph would not do again.",
+                "Call it outside of the step.",
+            )
+        return original(*args, **kwargs)
 
     return refuse
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from millstream.capture.guards.guards import Guards
-from millstream.capture.state.attributes import SequenceItems, Shared
 from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.lift import Lifted
-from millstream.capture.state.location import MISSING, Location
+from millstream.capture.state.location import MISSING, Location, SequenceItems, Shared
 from millstream.capture.state.signature import SCALARS, Reference, form_of, is_same, kind_of, walk, whole_form_of
 from millstream.capture.step.request import Request, Traced
 

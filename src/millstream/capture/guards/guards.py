@@ -24,14 +24,13 @@ from torch import Tensor, nn
 
 from millstream._torch.data_parallel import NUM_WRAPPED, data_parallel_wrappers
 from millstream._torch.hooks import HOOKS_FOR_ALL, has_tensor_hooks, hooks_for_all, next_hook
+from millstream._torch.scaler import is_idle
 from millstream._torch.tensors import layout_check
 from millstream.capture.guards.native import QuickGuards, load_library
-from millstream.capture.state.attributes import Attributes, Items
 from millstream.capture.state.contents import content_of, has_content, is_bytes, size_of
-from millstream.capture.state.location import MISSING, Location
+from millstream.capture.state.location import MISSING, Attributes, Items, Location
 from millstream.capture.state.signature import SCALARS, is_same
 from millstream.capture.trace.patches.optimizers import is_number
-from millstream.capture.trace.patches.scaler import is_idle
 
 MAX_COMPARED = 10_000
 """Of longer containers only the length is compared in each call: one object takes 20 ns."""
@@ -76,7 +75,14 @@ class Check:
 
     def holds(self) -> bool:
         """Whether all of them hold."""
-        return [*self.now()] == self.values if self.test is eq else all(map(self.test, self.now(), self.values))
+        if self.test is eq:
+            return [*self.now()] == self.values
+        if all(map(is_ if self.test is is_same else self.test, self.now(), self.values)):
+            return True
+        if self.test is not is_same or not all(map(is_same, self.now(), self.values)):
+            return False
+        self.values = [*self.now()]  # equal ones, with which the next call compares
+        return True
 
     def broken(self) -> Iterator[Break]:
         """Those that don't."""
@@ -107,18 +113,6 @@ class Entries(Check):
     def triples(self) -> Iterator[tuple[Any, Any, Any]]:
         """Holders, keys and values."""
         return ((*pair, value) for pair, value in zip(self.things, self.values, strict=True))
-
-
-class PlainEntries(Entries):
-    """Those with plain values."""
-
-    def holds(self) -> bool:
-        """Likewise; equal ones that are there now are what the next call compares with."""
-        if not all(map(is_, self.now(), self.values)):
-            if not all(map(self.test, self.now(), self.values)):
-                return False
-            self.values = [*self.now()]
-        return True
 
 
 class AbsentEntries(Entries):
@@ -155,7 +149,7 @@ class Guards:
         self.pins = [
             Check(f"{{}} has another {name} than before.", part, is_) for part, name in zip(_PARTS, parts, strict=True)
         ]
-        self.objects, self.plain = Entries(is_), PlainEntries(is_same)
+        self.objects, self.plain = Entries(is_), Entries(is_same)
         self.absent = AbsentEntries(is_, lambda pair: contains(*pair))
         self.cells = Check(_ANOTHER, attrgetter("cell_contents"), is_same)
         self.copies = Check(_REPLACED, _itself, _is_unchanged)  # of dicts of submodules or hooks, lists of parameters

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from millstream.capture.state.attributes import Attributes
-from millstream.capture.state.location import MISSING, Location
+from millstream.capture.state.location import MISSING, Attributes, Location
 from millstream.capture.state.signature import is_same
 
 _BUFFERS = (array.array, bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)

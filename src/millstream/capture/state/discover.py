@@ -15,7 +15,6 @@ found so far. What is missed here shows up while tracing and is added then.
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import io
@@ -31,7 +30,7 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from torch import Generator, Tensor, nn
@@ -41,11 +40,18 @@ from torch.optim import SGD, Optimizer
 from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
 from millstream.capture.effects.registry import PACKAGES
 from millstream.capture.lines import is_ours, is_users, place_of
-from millstream.capture.state.attributes import ClassAttributes, ContextValue, Items, SlotAttributes
+from millstream.capture.state.code import NAMESPACES, Reach, attributes_of, names_of, reach_of
 from millstream.capture.state.contents import Answers, is_bytes, is_container, is_element, size_of
 from millstream.capture.state.executed import Ran
-from millstream.capture.state.location import MISSING, Entry, Location
-from millstream.capture.state.reach import NAMESPACES, Reach, attributes_of, reach_of
+from millstream.capture.state.location import (
+    MISSING,
+    ClassAttributes,
+    ContextValue,
+    Entry,
+    Items,
+    Location,
+    SlotAttributes,
+)
 from millstream.capture.state.signature import SCALARS
 from millstream.errors import CaptureError
 
@@ -78,41 +84,37 @@ _SOURCES = (Iterator, queue.Queue, queue.SimpleQueue)
 """Types that give something else each time, and have it no more."""
 
 
+T = TypeVar("T")
+Named: TypeAlias = list[tuple[str, T]]
+
+
 @dataclass
 class Found:
     """What a function reaches, by name; nothing occurs twice, and disabled scalers do not occur."""
 
-    modules: list[tuple[str, nn.Module]] = field(default_factory=list)  # modules
-    optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)  # optimizers
-    scalers: list[tuple[str, GradScaler]] = field(default_factory=list)  # gradient scalers
-    tensors: list[tuple[str, Tensor]] = field(default_factory=list)  # tensors
-    # attributes of plain objects, classes and functions
-    objects: list[tuple[str, MutableMapping[str, Any]]] = field(default_factory=list)
-    # lists, dicts, sets, deques, arrays, trees of XML and what caches have answered
-    containers: list[tuple[str, Any]] = field(default_factory=list)
+    modules: Named[nn.Module] = field(default_factory=list)
+    optimizers: Named[Optimizer] = field(default_factory=list)
+    scalers: Named[GradScaler] = field(default_factory=list)
+    tensors: Named[Tensor] = field(default_factory=list)
+    objects: Named[MutableMapping[str, Any]] = field(default_factory=list)  # attributes of objects, classes, functions
     instances: list[Any] = field(default_factory=list)  # the objects themselves
-    classes: list[type] = field(default_factory=list)  # classes
-    # attributes of the user's Python modules
-    namespaces: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    # those that have more than ``MAX_ITEMS`` items, of which none was looked at
-    long: list[tuple[str, Any]] = field(default_factory=list)
-    # those, and arrays as large, that the code may look into
-    large: list[tuple[str, Any]] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)  # names in the code
+    classes: list[type] = field(default_factory=list)
+    namespaces: Named[dict[str, Any]] = field(default_factory=list)  # attributes of the user's Python modules
+    containers: Named[Any] = field(default_factory=list)  # also arrays, trees of XML and what caches have answered
+    long: Named[Any] = field(default_factory=list)  # those that have more than ``MAX_ITEMS`` items: none is looked at
+    watched: Named[Any] = field(default_factory=list)  # those of ``containers`` that the code may look into
+    large: Named[Any] = field(default_factory=list)  # likewise of long ones, and arrays as large
+    names: set[str] = field(default_factory=set)  # in the code
     told: set[str] = field(default_factory=set)  # those of them that are strings, as in ``hasattr(x, "name")``
-    sources: list[str] = field(default_factory=list)  # names of iterators and queues that the code may ask
-    # random generators of Python and NumPy, also those whose methods were met
-    generators: list[tuple[str, Any]] = field(default_factory=list)
-    files: list[Any] = field(default_factory=list)  # open files
-    # by id, objects of which nobody can say what they hold, such as hashes
-    opaque: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    # on how many ways a tensor, by id, was met, modules' parameters and buffers and optimizers apart
-    references: Counter[int] = field(default_factory=Counter)
-    watched: list[tuple[str, Any]] = field(default_factory=list)  # those of ``containers`` that the code may look into
-    cached: list[types.FunctionType] = field(default_factory=list)  # functions behind ``functools.lru_cache``
-    codes: set[types.CodeType] = field(default_factory=set)  # code that was looked into
-    functions: dict[int, types.FunctionType] = field(default_factory=dict)  # functions that were looked into, by id
+    cached: list[types.FunctionType] = field(default_factory=list)  # behind ``functools.lru_cache``
+    codes: set[types.CodeType] = field(default_factory=set)  # that were looked into
+    functions: dict[int, types.FunctionType] = field(default_factory=dict)  # likewise, by id
     links: list[Entry] = field(default_factory=list)  # the steps on the way, and what each led to
+    sources: list[str] = field(default_factory=list)  # names of iterators and queues that the code may ask
+    generators: Named[Any] = field(default_factory=list)  # of Python and NumPy, also those whose methods were met
+    files: list[Any] = field(default_factory=list)  # open ones
+    opaque: dict[int, tuple[str, Any]] = field(default_factory=dict)  # by id, of which nobody can say what they hold
+    references: Counter[int] = field(default_factory=Counter)  # on how many ways a tensor, by id, was met by itself
 
 
 def discover(roots: Iterable[tuple[str, Any]], ran: Ran | None = None) -> Found:
@@ -326,22 +328,23 @@ class _Search:
         self._visit_attributes(name, vars(function), frozenset())
         if not self._ran.may_have_run(code) and code not in self._answered:
             return
-        self.found.codes.update(_codes_in(code))
+        names = names_of(code)
+        self.found.codes |= names.codes
         self.found.functions[id(function)] = function
         parent = name.rpartition(".")[0]
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.follow(variable, cell, None)
-        self._read |= _names_read(code)
-        self._name(_names_told(code))
-        self._told |= _names_told(code)
-        for module, variable in _imports_in(code):
+        self._read |= names.read
+        self._name(names.told)
+        self._told |= names.told
+        for module, variable in names.imported:
             if module in sys.modules and is_users(getattr(sys.modules[module], "__file__", None) or "<frozen>"):
                 self.follow(f"{module}.{variable}", vars(sys.modules[module]), variable)
-        for variable in sorted(_names_in(code)):
-            self.names.add(variable)
-            if variable in function.__globals__ and variable in _globals_in(code):
+        self.names |= names.all
+        for variable in sorted(names.all & names.globals):
+            if variable in function.__globals__:
                 self.follow(variable, function.__globals__, variable)
-        for variable in _globals_stored_by(code) - set(function.__globals__):
+        for variable in names.stored.difference(function.__globals__):
             self.found.links.append(Entry(Location(function.__globals__, variable, variable), MISSING))
         for position, default in enumerate(function.__defaults__ or ()):
             self.visit(f"{parent}default[{position}]", default)
@@ -407,8 +410,8 @@ class _Search:
         if hasattr(value, "__dict__"):
             self._visit_attributes(name, vars(value), defaults_of(kind), library)
         slots = SlotAttributes.of(value)
-        if slots.has_slots():
-            self._visit_attributes(name, slots, slots.members(), library)
+        if slots.members:
+            self._visit_attributes(name, slots, frozenset(slots.members), library)
 
     def _visit_attributes(
         self, name: str, holder: MutableMapping[str, Any], defaults: frozenset[str], library: type | None = None
@@ -447,9 +450,6 @@ GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 
 _VISITED = ("torch.optim.lr_scheduler", "torch.distributions")
 """Modules of PyTorch's whose objects users look into; modules and optimizers apart."""
-
-_TELLING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__"})
-"""Names of what takes the names of attributes as strings."""
 
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
 """Attributes of an optimizer; what only wraps one, as ``accelerate`` does, has properties of these names."""
@@ -493,7 +493,7 @@ def _names_of_class(kind: type, ran: Ran) -> frozenset[str]:
     for value in (value for base in kind.__mro__ for value in vars(base).values()):
         function = getattr(value, "fget", None) or getattr(value, "__func__", None) or getattr(value, "wrapped", value)
         if isinstance(function, types.FunctionType) and ran.may_have_run(function.__code__):
-            names |= _names_read(function.__code__)
+            names |= names_of(function.__code__).read
             if reach_of(function.__code__) >= Reach.NAMED:
                 names.add("__dict__")
     return frozenset(names)
@@ -503,70 +503,6 @@ def defaults_of(kind: type) -> frozenset[str]:
     """Names that ``kind`` gives plain values, which an object of it may override."""
     values = {key: value for base in reversed(kind.__mro__) for key, value in vars(base).items()}
     return frozenset(key for key, value in values.items() if not hasattr(type(value), "__get__"))
-
-
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes_in(constant)
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
-
-
-@functools.lru_cache(maxsize=65536)
-def _globals_in(code: types.CodeType) -> frozenset[str]:
-    """Those of the names in some code that are globals: ``step`` of ``optimizer.step()`` is none."""
-    names = frozenset(
-        str(item.argval)
-        for item in dis.get_instructions(code)
-        if item.opname.endswith(("_NAME", "_GLOBAL", "_GLOBALS")) and item.opname != "IMPORT_NAME"
-    )
-    return names.union(*(_globals_in(part) for part in code.co_consts if isinstance(part, types.CodeType)))
-
-
-@functools.lru_cache(maxsize=65536)
-def _names_read(code: types.CodeType) -> frozenset[str]:
-    """Those of the names in some code that are not only called as methods."""
-    names = frozenset(str(item.argval) for item in dis.get_instructions(code) if not _is_method_load(item))
-    return names.union(*(_names_read(part) for part in code.co_consts if isinstance(part, types.CodeType)))
-
-
-@functools.lru_cache(maxsize=65536)
-def _names_told(code: types.CodeType) -> frozenset[str]:
-    """What may be names of attributes among the strings in some code."""
-    strings = (constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier())
-    names = frozenset(strings if not _TELLING.isdisjoint(code.co_names) else ())
-    return names.union(*(_names_told(part) for part in code.co_consts if isinstance(part, types.CodeType)))
-
-
-@functools.lru_cache(maxsize=65536)
-def _imports_in(code: types.CodeType) -> tuple[tuple[str, str], ...]:
-    """What some code takes from modules while it runs: names of both; not relative to where it is."""
-    found, module = [], ""
-    for item in dis.get_instructions(code):
-        if item.opname == "IMPORT_NAME":
-            module = str(item.argval)
-        elif item.opname == "IMPORT_FROM":
-            found.append((module, str(item.argval)))
-    parts = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return (*found, *(each for part in parts for each in _imports_in(part)))
-
-
-def _is_method_load(item: dis.Instruction) -> bool:
-    is_marked = sys.version_info >= (3, 12) and item.opname == "LOAD_ATTR" and bool((item.arg or 0) & 1)
-    return item.opname == "LOAD_METHOD" or is_marked
-
-
-@functools.lru_cache(maxsize=65536)
-def _globals_stored_by(code: types.CodeType) -> frozenset[str]:
-    names = frozenset(str(item.argval) for item in dis.get_instructions(code) if item.opname == "STORE_GLOBAL")
-    return names.union(*(_globals_stored_by(part) for part in code.co_consts if isinstance(part, types.CodeType)))
 
 
 def _package_of(value: Any) -> str:

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from millstream.capture.lines import is_asked_by_user, is_ours, is_pythons, is_users, is_users_own
-from millstream.capture.state.reach import NAMESPACES, Reach, nameable, reach_of
+from millstream.capture.state.code import NAMESPACES, Reach, nameable, reach_of
 from millstream.heap import objects_of_types
 
 T = TypeVar("T")

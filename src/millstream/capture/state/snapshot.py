@@ -21,11 +21,10 @@ from torch import nn
 
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.lines import is_ours
-from millstream.capture.state.attributes import Attributes
 from millstream.capture.state.contents import content_of, has_content, is_container, put_back
 from millstream.capture.state.discover import Found, defaults_of
 from millstream.capture.state.executed import WHOLE, Ran
-from millstream.capture.state.location import MISSING, Location
+from millstream.capture.state.location import MISSING, Attributes, Location
 from millstream.capture.state.signature import SCALARS, is_same
 
 _SCALARS = (*SCALARS, tuple)

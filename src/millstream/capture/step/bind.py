@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from millstream.capture.effects.places import NumberInput, argument_input
 from millstream.capture.guards import native
 from millstream.capture.guards.derive import expect_of_arguments, make_guards
-from millstream.capture.state.attributes import TensorItem
+from millstream.capture.guards.recheck import listing_of
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted, find_mirrored, lift
-from millstream.capture.state.location import Location
+from millstream.capture.state.location import Location, TensorItem
 from millstream.capture.state.signature import (
     RESOLVE_REMEDY,
     Leaf,
@@ -27,8 +26,7 @@ from millstream.capture.state.signature import (
     walk_arguments,
 )
 from millstream.capture.step.graph import Memory, Slot, StepGraph, adopt, is_alike
-from millstream.capture.step.recheck import listing_of
-from millstream.capture.step.request import Gradient, Request, Traced
+from millstream.capture.step.request import Gradient, NumberInput, Request, Traced, argument_input
 from millstream.capture.step.sizes import SizeGuard
 from millstream.capture.trace.patches.optimizers import counts_of, is_number, numbers_of
 from millstream.errors import CaptureError

@@ -14,9 +14,9 @@ from millstream._torch.tensors import call_plainly, storage_id
 from millstream.capture.effects.program import Effects, Output
 from millstream.capture.effects.values import Values
 from millstream.capture.guards.guards import Guards
+from millstream.capture.guards.recheck import Line
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import LEAF, Structure, put_together
-from millstream.capture.step.recheck import Line
 from millstream.capture.step.sizes import SizeGuard, numbers_of
 from millstream.capture.trace.patches.optimizers import is_number
 from millstream.capture.trace.scalars import Questions

@@ -29,7 +29,7 @@ from millstream._torch.hooks import hook_leaf
 from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import next_sequence_number
 from millstream.capture.effects.recorder import recorder_of_thread
-from millstream.capture.lines import here
+from millstream.capture.lines import here, raise_refusal
 from millstream.capture.state.signature import SCALARS, Reference, put_together, take_apart
 from millstream.capture.step.bind import Call
 from millstream.capture.step.graph import StepGraph
@@ -51,13 +51,11 @@ class Region:
     def __enter__(self) -> None:
         recorder = recorder_of_thread()
         if recorder is not None:
-            error = CaptureError(
+            raise_refusal(
+                recorder.questions.refused.append,
                 "The step comes to an eager_region that is not a statement of its own in the function's body.",
-                where=here(),
-                remedy="Write `with ms.eager_region():` into the function that ms.step takes, within no other block.",
+                "Write `with ms.eager_region():` into the function that ms.step takes, within no other block.",
             )
-            recorder.questions.refused.append(error)
-            raise error
         self._note_edge()
 
     def __exit__(

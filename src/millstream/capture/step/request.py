@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from millstream.capture.effects.places import NumberInput
 from millstream.capture.effects.program import Effects, Output
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted
@@ -19,6 +18,27 @@ from millstream.capture.state.signature import Structure
 from millstream.capture.trace.scalars import Questions
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.data_parallel.reducer import Reducer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NumberInput:
+    """A number that a graph reads at run time."""
+
+    location: Location  # where it is kept; of one among the arguments, where the traced call's is
+    label: str  # how the graph's input is called, such as ``lr[0]``
+    device: torch.device  # of that input
+    optimizer: Optimizer | None = None  # that keeps it, if one does
+    is_argument: bool = False  # whether each call brings it
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is none of an optimizer's."""
+        return self.optimizer is None
+
+
+def argument_input(name: str, device: torch.device, value: float) -> NumberInput:
+    """A number among the arguments, in a place of its own, where a stand-in can be put while the step is traced."""
+    return NumberInput(Location([value], 0, name), name, device, is_argument=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from millstream._torch.hooks import OwnHook
 from millstream._torch.modes import ambient
 from millstream._torch.tensors import place_of_implementation
 from millstream.capture.effects.recorder import text_changed
+from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import (
@@ -46,8 +47,6 @@ from millstream.capture.state.signature import (
 )
 from millstream.capture.step.bind import Call, Workshop
 from millstream.capture.step.graph import Build, StepGraph
-from millstream.capture.step.pretended import pretended_state
-from millstream.capture.step.recheck import compare, listing_of
 from millstream.capture.step.request import (
     EagerFirst,
     FirstChange,
@@ -60,7 +59,7 @@ from millstream.capture.step.request import (
 )
 from millstream.capture.step.sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols, form_without_sizes
 from millstream.capture.step.split import lines_for_a_region
-from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of
+from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of, pretended_state
 from millstream.capture.trace.patches.randomness import RandomState
 from millstream.capture.trace.tracer import trace_step, tracing_alone
 from millstream.capture.trace.unsupported import check_modes, check_supported

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from millstream._torch.checkpointing import RandomRecords
 from millstream._torch.hints import current_stream_hint, note_stream_hint
 from millstream._torch.tensors import FakeTensor, is_real, is_unknown
 from millstream._torch.tracing import (
@@ -29,13 +30,20 @@ from millstream._torch.tracing import (
     running_sequence_number,
 )
 from millstream.capture.effects.recorder import Recorder
-from millstream.capture.lines import describe, here, is_ours, is_users, is_users_own, module_path, user_frames
+from millstream.capture.lines import (
+    describe,
+    here,
+    is_ours,
+    is_users,
+    is_users_own,
+    module_path,
+    raise_refusal,
+    user_frames,
+)
 from millstream.capture.state.executed import unwatched
-from millstream.capture.trace.patches.checkpointing import RandomRecords
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, run_with_scalars
 from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
 from millstream.capture.trace.uniform import UniformDraws
-from millstream.errors import CaptureError
 
 aten = torch.ops.aten
 _DATA = vars(torch._C.TensorBase)["data"]
@@ -95,7 +103,7 @@ class FunctionWatch(TorchFunctionMode):
 
     def __init__(
         self,
-        refuse: Callable[[CaptureError], None],
+        refuse: Callable[[Exception], None],
         lifted: set[int],
         recorder: Recorder,
         sizes: TracedSizes | None = None,
@@ -185,9 +193,7 @@ class FunctionWatch(TorchFunctionMode):
             yield
 
     def _fail(self, reason: str, remedy: str) -> NoReturn:
-        error = CaptureError(reason, where=here(), remedy=remedy)
-        self._refuse(error)
-        raise error
+        raise_refusal(self._refuse, reason, remedy)
 
 
 _READ_LATER = frozenset({"item", "__repr__", "__format__"})
@@ -240,26 +246,20 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func not in _LIFTS:
             for tensor in _tensors_in((*args, *kwargs.values())):
                 if is_real(tensor):
-                    self._fail(ForeignTensor(tensor, here()))
+                    foreign = ForeignTensor(tensor, here())
+                    self._refuse(foreign)
+                    raise foreign
         if getattr(func, "overloadpacket", None) is aten.set_:
-            self._fail(
-                CaptureError("The step gives a tensor other memory with set_().", where=here(), remedy="Use copy_().")
-            )
+            self._fail("The step gives a tensor other memory with set_().", "Use copy_().")
         if getattr(func, "namespace", "") in _COLLECTIVES:
             self._fail(
-                CaptureError(
-                    f"The step calls the collective {func.__name__}, which is not captured.",
-                    where=here(),
-                    remedy="Captured are torch.distributed.all_reduce and broadcast, by these names.",
-                )
+                f"The step calls the collective {func.__name__}, which is not captured.",
+                "Captured are torch.distributed.all_reduce and broadcast, by these names.",
             )
         if is_higher_order(func) and func.name() not in _HIGHER_ORDER:
             self._fail(
-                CaptureError(
-                    f"The step uses the higher-order operator {func.name()}, which is not captured.",
-                    where=here(),
-                    remedy="Use torch.where, or write out what it does.",
-                )
+                f"The step uses the higher-order operator {func.name()}, which is not captured.",
+                "Use torch.where, or write out what it does.",
             )
         last = next(iter(reversed(self._graph.nodes)))
         try:
@@ -275,33 +275,28 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._uniform.see(func, args, result, self._graph)
             return result
         except VALUE_NEEDED:
-            self._fail(self._explain(func))
+            self._fail_at(func)
         finally:
             self._note_line(last)
 
     def _run_random(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("generator") is not None:
             self._fail(
-                CaptureError(
-                    "The step draws random numbers from a generator of its own.",
-                    where=here(),
-                    remedy="Use the default generator, seeded by torch.manual_seed.",
-                )
+                "The step draws random numbers from a generator of its own.",
+                "Use the default generator, seeded by torch.manual_seed.",
             )
         return self._randoms.run(operator, args, kwargs)
 
-    def _explain(self, operator: Any) -> CaptureError:
+    def _fail_at(self, operator: Any) -> NoReturn:
+        """Refuse an operator that needs a value."""
         reason = VALUE_READERS.get(self._functions.calling)
         if operator in (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default):
-            return CaptureError(reason or "The step reads a tensor's value.", where=here(), remedy=READ_REMEDY)
+            self._fail(reason or "The step reads a tensor's value.", READ_REMEDY)
         name = self._functions.calling or operator.__name__
-        return CaptureError(
-            f"The shape of a result depends on values ({name}: {operator}).", where=here(), remedy=SHAPE_REMEDY
-        )
+        self._fail(f"The shape of a result depends on values ({name}: {operator}).", SHAPE_REMEDY)
 
-    def _fail(self, error: Exception) -> NoReturn:
-        self._refuse(error)
-        raise error
+    def _fail(self, reason: str, remedy: str) -> NoReturn:
+        raise_refusal(self._refuse, reason, remedy)
 
     def _note_line(self, last: torch.fx.Node) -> None:
         """Give the nodes after ``last`` the user's line; nodes of backward get that of their forward."""

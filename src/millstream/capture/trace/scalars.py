@@ -27,7 +27,7 @@ from torch import Tensor
 
 from millstream._torch.tracing import patched
 from millstream.capture.effects.values import Always, Expression, Leaf, Texts
-from millstream.capture.lines import here
+from millstream.capture.lines import raise_refusal
 from millstream.errors import CaptureError
 
 Numbers: TypeAlias = Sequence[float]
@@ -211,9 +211,7 @@ class GraphScalar(torch.SymFloat):
     def refuse(self, what: str) -> NoReturn:
         """Raise that the step does something for which a value must be known that is not; told also if swallowed."""
         remedy = HOST_REMEDY if self.needs else "Do that outside of the step, after it."
-        error = CaptureError(f"{what} {self.origin}.", where=here(), remedy=remedy)
-        self.questions.refused.append(error)
-        raise error
+        raise_refusal(self.questions.refused.append, f"{what} {self.origin}.", remedy)
 
     def _once(self, what: tuple[Any, ...], other: Any, compute: Callable[[], GraphScalar]) -> GraphScalar:
         key = _key_of(what, other)

@@ -31,8 +31,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from millstream._torch.checkpointing import RandomRecords, checkpoints_reuse_randoms
 from millstream._torch.dynamo import compile_lock
 from millstream._torch.hooks import OwnHook
+from millstream._torch.scaler import is_idle, steps_are_masked
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, is_real, is_same_view, storage_id
 from millstream._torch.tracing import (
     graph_being_traced,
@@ -47,7 +49,7 @@ from millstream.capture.effects.outputs import outputs_recorded
 from millstream.capture.effects.program import Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.effects.values import Always, Nth, holds_token
-from millstream.capture.lines import caller_of, here, is_asked_by_user, place_of
+from millstream.capture.lines import caller_of, here, is_asked_by_user, place_of, raise_refusal
 from millstream.capture.state.discover import discover
 from millstream.capture.state.executed import CodeWatch, Ran, stand_in
 from millstream.capture.state.lift import TRACING, Lifted, become_fake, check_apart, lift
@@ -82,7 +84,6 @@ from millstream.capture.step.request import (
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch, fits
 from millstream.capture.trace.outputs import check_returned
 from millstream.capture.trace.patches.caches import caches_unfilled
-from millstream.capture.trace.patches.checkpointing import RandomRecords, checkpoints_reuse_randoms
 from millstream.capture.trace.patches.data_parallel import TracedSession
 from millstream.capture.trace.patches.optimizers import (
     is_number,
@@ -93,7 +94,6 @@ from millstream.capture.trace.patches.optimizers import (
     widen_counts,
 )
 from millstream.capture.trace.patches.randomness import RandomState, other_generators_refused
-from millstream.capture.trace.patches.scaler import is_idle, steps_are_masked
 from millstream.capture.trace.scalars import GraphScalar, Questions, as_scalar, is_scalar, is_tensor, math_takes_scalars
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.unsupported import check_sources
@@ -325,12 +325,10 @@ class _Tracer:
         if any(frame.f_code is function.__code__ for function in known.cached):  # which has no answer yet
             asked = frame.f_locals.values()
             if any(map(is_scalar, asked)):
-                self._report(
-                    CaptureError(
-                        f"The step calls {frame.f_code.co_name}, which has a cache, with a number that changes.",
-                        where=here(),
-                        remedy="Call what is behind the cache: function.__wrapped__.",
-                    )
+                raise_refusal(
+                    self._note_failure,
+                    f"The step calls {frame.f_code.co_name}, which has a cache, with a number that changes.",
+                    "Call what is behind the cache: function.__wrapped__.",
                 )
             if not any(map(is_type_of_tracing, asked)):  # for which an eager call would bring no answer
                 self._report(StateMissing(f"{frame.f_code.co_name}'s cache"))
@@ -370,12 +368,12 @@ class _Tracer:
     def _on_opaque(self, frame: FrameType, function: Any) -> None:
         name, owner = self.request.found.opaque[id(function.__self__)]
         what, kind = f"{name}.{function.__name__}()", type(owner).__name__
-        call = "Call it outside of the step, or let ms.callback do it, as in ms.callback(digest.update, data)."
         self._report(
             CaptureError(
                 f"The step calls {what}, and nobody can compare what that {kind} holds.",
                 where=f"{frame.f_code.co_filename}:{frame.f_lineno}",
-                remedy="Take it in a with statement, or outside of the step." if "lock" in kind.lower() else call,
+                remedy="Call it outside of the step, take a lock by with, or let ms.callback do it, as in "
+                "ms.callback(digest.update, data).",
             )
         )
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from millstream._torch.collectives import EXCHANGE
 from millstream._torch.data_parallel import why_not_ours
 from millstream._torch.tensors import FakeTensor, real_tensors
-from millstream.capture.lines import here
+from millstream.capture.lines import here, raise_refusal
 from millstream.capture.step.request import FoundLate, StateMissing
 from millstream.data_parallel.buckets import Bucket
 from millstream.data_parallel.exchange import Exchange
@@ -72,13 +72,11 @@ class TracedSession(Session):
             self._report(StateMissing(f"what {reducer.name} uses"))
         if not all(used):
             name = reducer.names[used.index(False)]
-            self._report(
-                CaptureError(
-                    f"{name} of {reducer.name} gets no gradient, and find_unused_parameters=True lets each step decide "
-                    "anew which processes use it.",
-                    where=here(),
-                    remedy="Give DistributedDataParallel static_graph=True if it is the same in every step.",
-                )
+            raise_refusal(
+                self._report,
+                f"{name} of {reducer.name} gets no gradient, and find_unused_parameters=True lets each step decide "
+                "anew which processes use it.",
+                "Give DistributedDataParallel static_graph=True if it is the same in every step.",
             )
         reducer.exchange_use(used, time)
         return frozenset()
@@ -114,12 +112,10 @@ class TracedSession(Session):
 
     def _exchange(self, name: str, issue: Callable[..., Any], tensor: Tensor, group: Any, how: dict[str, Any]) -> None:
         if how.get("async_op") or not isinstance(tensor, FakeTensor):
-            self._report(
-                CaptureError(
-                    f"The step calls {name.partition(' ')[0]} with async_op=True, or on what is no tensor of the step.",
-                    where=here(),
-                    remedy="Call it with async_op=False.",
-                )
+            raise_refusal(
+                self._report,
+                f"The step calls {name.partition(' ')[0]} with async_op=True, or on what is no tensor of the step.",
+                "Call it with async_op=False.",
             )
         like = torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
         with real_tensors():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from millstream._torch.tracing import patched
-from millstream.capture.effects.places import NumberInput
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.effects.values import Returned
-from millstream.capture.lines import here
-from millstream.capture.state.attributes import SequenceItems, Shared
-from millstream.capture.state.location import Location
+from millstream.capture.lines import raise_refusal
+from millstream.capture.state.location import Location, SequenceItems, Shared
+from millstream.capture.step.request import NumberInput
 from millstream.capture.trace.scalars import is_scalar
 from millstream.errors import CaptureError
 
@@ -142,13 +141,11 @@ def schedulers_are_recorded(
         meet(optimizer)
         kind = type(scheduler).__name__
         if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups if not is_scalar(group["lr"])):
-            error = CaptureError(
+            raise_refusal(
+                refuse,
                 f"The step calls {kind}.step(), which writes a learning rate that is a tensor.",
-                where=here(),
-                remedy="Call the scheduler outside of the step, after it, or make the rate a float.",
+                "Call the scheduler outside of the step, after it, or make the rate a float.",
             )
-            refuse(error)
-            raise error
         places = [number.location for _, _, number in numbers_of(optimizer)]
         attributes = [key for key, value in vars(scheduler).items() if is_number(value)]
         call = functools.partial(_step_scheduler, scheduler, places, attributes)
@@ -264,3 +261,48 @@ def device_of(optimizer: Optimizer, group: int) -> torch.device:
     """The device of the parameters of a group."""
     parameters = optimizer.param_groups[group]["params"]
     return parameters[0].device if parameters else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def pretended_state(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Let optimizers that have none have state inside the ``with`` block, as a first step with gradients makes it.
+
+    Parameters, gradients and settings are what they were before, hooks are not called, and learning-rate schedulers
+    count nothing.
+
+    Raises:
+        CaptureError: An optimizer cannot step by itself, as one that takes a closure.
+    """
+    try:
+        for optimizer in optimizers:
+            _make_state(optimizer)
+        yield
+    finally:
+        for optimizer in optimizers:
+            optimizer.state.clear()
+
+
+@torch.no_grad()
+def _make_state(optimizer: Optimizer) -> None:
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    before = [(each, each.detach().clone(), each.grad) for each in parameters]
+    settings = [dict(group) for group in optimizer.param_groups]
+    plain: Any = type(optimizer).step
+    plain = getattr(plain, "__wrapped__", plain)  # without hooks
+    try:
+        for each in parameters:
+            each.grad = torch.zeros_like(each)
+        plain(optimizer)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CaptureError(
+            f"{type(optimizer).__name__} cannot make its state ahead of the first call ({what}).",
+            remedy="Call the step once.",
+        ) from error
+    finally:
+        for each, value, gradient in before:
+            each.copy_(value)
+            each.grad = gradient
+        for group, known in zip(optimizer.param_groups, settings, strict=True):
+            group.clear()
+            group.update(known)

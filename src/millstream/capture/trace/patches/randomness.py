@@ -14,9 +14,7 @@ import numpy as np
 import torch
 
 from millstream._torch.tracing import patched
-from millstream.capture.lines import here
 from millstream.capture.state.discover import Found
-from millstream.errors import CaptureError
 
 _READING = frozenset({"getstate", "setstate", "get_state", "set_state", "get_rng_state", "set_rng_state"})
 
@@ -120,12 +118,10 @@ _CHECKPOINTING = ("torch.utils.checkpoint", "torch.random")
 
 def _refusing(what: str, refuse: Callable[[Exception], None]) -> Callable[..., NoReturn]:
     def raise_refusal(*_: Any, **__: Any) -> NoReturn:
-        error = CaptureError(
+        raise_refusal(
+            refuse,
             f"The step {what}, which a graph would not do again.",
-            where=here(),
-            remedy="Do that outside of the step, or draw with PyTorch's functions.",
+            "Do that outside of the step, or draw with PyTorch's functions.",
         )
-        refuse(error)
-        raise error
 
     return raise_refusal

@@ -1,20 +1,68 @@
-"""Which attributes some code may read by names that do not stand in it: computed ones, or all that an object has."""
+"""Which names stand in some code, and which attributes it may read by others: computed ones, or all of an object."""
 
 from __future__ import annotations
 
 import argparse
 import dis
 import functools
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import IntEnum
 from types import CodeType, FrameType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
-from millstream.capture.state.attributes import SlotAttributes
+from millstream.capture.state.location import SlotAttributes
+
+
+@dataclass
+class Names:
+    """Names in some code and in the code of functions within it. Shared: not to be changed."""
+
+    all: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)  # those that are not only called as methods
+    told: set[str] = field(default_factory=set)  # strings that may be names of attributes
+    globals: set[str] = field(default_factory=set)  # ``step`` of ``optimizer.step()`` is none
+    stored: set[str] = field(default_factory=set)  # globals that it assigns
+    imported: set[tuple[str, str]] = field(default_factory=set)  # while it runs: absolute names of a module, and in it
+    codes: set[CodeType] = field(default_factory=set)
+
+
+@functools.lru_cache(maxsize=65536)
+def names_of(code: CodeType) -> Names:
+    """The names in some code."""
+    found, module = Names(all={*code.co_names}, codes={code}), ""
+    for item in dis.get_instructions(code):
+        operation, name = item.opname, str(item.argval)
+        if not _is_method_load(item):
+            found.read.add(name)
+        if operation == "IMPORT_NAME":
+            module = name
+        elif operation.endswith(("_NAME", "_GLOBAL", "_GLOBALS")):
+            found.globals.add(name)
+        elif operation == "IMPORT_FROM":
+            found.imported.add((module, name))
+        if operation == "STORE_GLOBAL":
+            found.stored.add(name)
+    if not _TELLING.isdisjoint(code.co_names):
+        found.told = {constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier()}
+    for part in (names_of(constant) for constant in code.co_consts if isinstance(constant, CodeType)):
+        for kind, names in vars(found).items():
+            names |= vars(part)[kind]
+    return found
+
+
+def _is_method_load(item: dis.Instruction) -> bool:
+    is_marked = sys.version_info >= (3, 12) and item.opname == "LOAD_ATTR" and bool((item.arg or 0) & 1)
+    return item.opname == "LOAD_METHOD" or is_marked
+
+
+_TELLING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__"})
+"""Names of what takes the names of attributes as strings."""
 
 
 class Reach(IntEnum):
@@ -108,5 +156,5 @@ def attributes_of(value: Any) -> Iterator[Mapping[str, Any]]:
         held = vars(value) if isinstance(value, type) else object.__getattribute__(value, "__dict__")
         if isinstance(held, dict | MappingProxyType):
             yield held
-    if not isinstance(value, type) and (slots := SlotAttributes.of(value)).has_slots():
+    if not isinstance(value, type) and (slots := SlotAttributes.of(value)).members:
         yield slots
