@@ -216,7 +216,7 @@ class Guards:
 
     def pin(self, owner: Any) -> None:
         """Expect an object to keep its class, a class its bases, and a function its code and defaults."""
-        name = getattr(owner, "__qualname__", type(owner).__name__)
+        name = (owner if isinstance(owner, type | FunctionType) else type(owner)).__qualname__
         for part in _FUNCTION if isinstance(owner, FunctionType) else _CLASS if isinstance(owner, type) else _OBJECT:
             self.pins[part].add(owner, name)
 

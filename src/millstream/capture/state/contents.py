@@ -7,7 +7,7 @@ import ctypes
 import gc
 import sys
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
@@ -62,17 +62,17 @@ class Answers:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def items(self) -> list[tuple[Any, Any]]:
-        """What it was asked, and where the answer is."""
-        return [*self._kept.items()]
+    def items(self) -> tuple[list[Any], list[Any]]:
+        """What it was asked, and where the answers are."""
+        return [*self._kept], [*self._kept.values()]
 
-    def has(self, items: list[tuple[Any, Any]]) -> bool:
+    def has(self, asked: list[Any], answers: list[Any]) -> bool:
         """Whether it still gives these answers. What had to make room for another was not forgotten by the user."""
-        gone = [None for key, kept in items if (now := self._kept.get(key)) is not kept and now is not None]
-        if gone or any(key not in self._kept for key, _ in items):
-            info = self._cache.cache_info()
-            return not gone and info.currsize == info.maxsize
-        return True
+        if all(map(is_, map(self._kept.get, asked), answers)):
+            return True
+        info = self._cache.cache_info()
+        is_known = [self._kept.get(key, kept) is kept for key, kept in zip(asked, answers, strict=True)]
+        return info.currsize == info.maxsize and all(is_known)
 
 
 def _is_link(kept: Any) -> bool:
@@ -104,25 +104,25 @@ def content_of(container: Any) -> Any:
         return [(each, each.tag, each.text, each.tail, {**each.attrib}, [*each]) for each in container.iter()]
     if isinstance(container, Answers):
         return container.items()
-    return dict(container) if isinstance(container, MutableMapping) else [*container]
+    return dict(container) if isinstance(container, dict | Attributes) else [*container]
 
 
 def has_content(container: Any, content: Any) -> bool:
     """Whether it holds the same objects, in the same order, or the same bytes."""
+    try:
+        if isinstance(container, dict | Attributes):
+            return _are_same(container, content) and _are_same(container.values(), content.values())
+        if isinstance(container, list | set | deque):
+            return _are_same(container, content)
+    except RuntimeError:  # another thread changes it
+        return False
+    if isinstance(container, Answers):
+        return container.has(*content)
     if isinstance(container, np.ndarray):
         copy, content = content
         is_alike = container.dtype == copy.dtype and container.shape == copy.shape
         return is_alike and np.ndarray.tobytes(container) == content
-    if is_buffer(container) or is_element(container):
-        return bool(content_of(container) == content)
-    if isinstance(container, Answers):
-        return container.has(content)
-    try:
-        if isinstance(container, MutableMapping) and not _are_same(container.values(), content.values()):
-            return False
-        return _are_same(container, content)
-    except RuntimeError:  # another thread changes it
-        return False
+    return bool(content_of(container) == content)
 
 
 def put_back(container: Any, content: Any) -> None:
@@ -142,7 +142,7 @@ def put_back(container: Any, content: Any) -> None:
     elif isinstance(container, dict):
         container.clear()
         container.update(content)
-    elif isinstance(container, MutableMapping):  # attributes
+    elif isinstance(container, Attributes):
         for key in [*content, *(key for key in container if key not in content)]:
             if container.get(key, MISSING) is not content.get(key, MISSING):
                 Location(container, key).set(content.get(key, MISSING))

@@ -279,7 +279,8 @@ class _Search:
                 self.found.cached.append(function)
                 self._answered.add(function.__code__)  # its answer may have been kept from an earlier call
             self.visit(name, value.__wrapped__)
-            self._visit_container(f"{name}()", Answers(value))
+            if not isinstance(function, types.FunctionType) or is_users(function.__code__.co_filename):
+                self._visit_container(f"{name}()", Answers(value))
         elif isinstance(value, tuple | frozenset) or is_container(value):
             self._visit_container(name, value)
         elif isinstance(value, ContextVar):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections import deque
-from collections.abc import Container as Container_
-from collections.abc import Iterator, Mapping, ValuesView
-from types import FunctionType, ModuleType
+import gc
+from collections.abc import Container, Iterator
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +20,7 @@ MOST_SEARCHED = 10_000
 """Objects of a result that are looked into: of many more it can only be said that they are the user's own."""
 
 
-def check_returned(structure: Structure, state: Container_[int]) -> None:
+def check_returned(structure: Structure, state: Container[int]) -> None:
     """Refuse objects with tensors inside that nobody could put together again.
 
     Args:
@@ -35,40 +32,29 @@ def check_returned(structure: Structure, state: Container_[int]) -> None:
             continue
         if isinstance(part.target, Iterator):
             raise CaptureError(f"{name} is an iterator, which gives its items once.", remedy="Return a list.")
-        if _holds_new_tensors(part.target, state, set()):
+        if _holds_new_tensors(part.target, state):
             kind = (
                 "new Parameter"
                 if isinstance(part.target, Tensor)
                 else f"{type(part.target).__name__} with tensors inside"
             )
-            raise CaptureError(
-                f"{name} is a {kind}.",
-                remedy="Return tensors in tuples, lists, dicts or dataclasses.",
-            )
+            raise CaptureError(f"{name} is a {kind}.", remedy="Return tensors in tuples, lists, dicts or dataclasses.")
 
 
-def _holds_new_tensors(value: Any, state: Container_[int], seen: set[int]) -> bool:
+def _holds_new_tensors(value: Any, state: Container[int]) -> bool:
     """Whether tensors, numbers or text made while tracing can be reached from a value without a call."""
-    if is_scalar(value) or is_size(value):
-        return True
-    if isinstance(value, FakeTensor):
-        return id(value) not in state
-    if isinstance(value, str):
-        return holds_token(value)
-    if id(value) in seen or len(seen) > MOST_SEARCHED or isinstance(value, (nn.Module, Optimizer, type, ModuleType)):
-        return False
-    seen.add(id(value))
-    parts: list[Any] = [*getattr(value, "__dict__", {}).values()]
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        parts += (getattr(value, slot, None) for slot in ((slots,) if isinstance(slots, str) else slots))
-    if isinstance(value, (Mapping, ValuesView)):
-        parts += value.values() if isinstance(value, Mapping) else value
-    elif isinstance(value, (tuple, list, deque, set, frozenset)):
-        parts += value
-    elif isinstance(value, functools.partial):
-        parts += (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, FunctionType):
-        with contextlib.suppress(ValueError):  # not assigned yet
-            parts += (cell.cell_contents for cell in value.__closure__ or ())
-    return any(_holds_new_tensors(part, state, seen) for part in parts)
+    waiting, seen = [value], dict[int, Any]()
+    while waiting and len(seen) <= MOST_SEARCHED:
+        value = waiting.pop()
+        if is_scalar(value) or is_size(value) or (isinstance(value, str) and holds_token(value)):
+            return True
+        if isinstance(value, FakeTensor) and id(value) not in state:
+            return True
+        if id(value) not in seen and not isinstance(value, _CLOSED):
+            seen[id(value)] = value
+            # A function leads to all of its globals, too.
+            waiting += (value.__closure__ or ()) if isinstance(value, FunctionType) else gc.get_referents(value)
+    return False
+
+
+_CLOSED = (Tensor, nn.Module, Optimizer, type, ModuleType, CodeType)
