@@ -331,6 +331,9 @@ class _Tracer:
                     "Call what is behind the cache: function.__wrapped__.",
                 )
             if not any(map(is_type_of_tracing, asked)):  # for which an eager call would bring no answer
+                changed = [change for change in self.snapshot.changes() if _is_count(change)]
+                if new := [change.location for change in changed if not is_scalar(change.before)]:
+                    self._report(NumbersChanged(new))
                 self._report(StateMissing(f"{frame.f_code.co_name}'s cache"))
         if not functions and frame.f_code not in known.codes:
             functions = [stand_in(frame)]
@@ -492,10 +495,10 @@ class _Tracer:
         for change in self._note_writes():
             before, after = change.before, change.after
             is_users = change.kind in (Kind.PLAIN, Kind.MODULE)
-            if _is_write(change):
-                if is_number(before) and is_number(after):
-                    counted.append(change)
-                elif change.location.key != "training":
+            if _is_count(change):
+                counted.append(change)
+            elif _is_write(change):
+                if change.location.key != "training":
                     settled.add((change.location, _form_of(before), _form_of(after)))
             elif is_schedulers(after):
                 pass  # it puts it there itself
@@ -811,6 +814,11 @@ def _is_write(change: Change) -> bool:
     if is_scalar(key) or (isinstance(key, str) and holds_token(key)):
         return False
     return is_ours and change.is_entry and not is_schedulers(after) and (is_scalar(after) or isinstance(after, SCALARS))
+
+
+def _is_count(change: Change) -> bool:
+    """Whether a number takes the place of another."""
+    return _is_write(change) and is_number(change.before) and is_number(change.after)
 
 
 def _containers(value: Any) -> Iterator[int]:
