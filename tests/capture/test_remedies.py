@@ -601,7 +601,51 @@ def _(w):
     return by_hand, by_a_block
 
 
+@remedy("registers a hook on a parameter or other state. Change the gradient")
+def _(w):
+    weight = w.model[0].weight
+
+    def hooked(x):
+        weight.register_hook(lambda gradient: gradient * 2)
+        return w.model(x).sum()
+
+    def after(x):
+        loss = w.model(x).sum()
+        loss.backward()
+        weight.grad.mul_(2)
+        return loss
+
+    return hooked, after
+
+
+@remedy("assigns to .data a tensor of another shape")
+def _(w):
+    scale = torch.ones(1)
+
+    def within(x):
+        scale.data = torch.ones(6, 1)
+        return (w.model(x) * scale).sum()
+
+    def before(x):
+        return (w.model(x) * scale).sum()
+
+    before.first = lambda: setattr(scale, "data", torch.ones(6, 1))
+    return within, before
+
+
+@remedy("Compute with shapes and values only")
+def _(w):
+    def address(x):
+        return w.finish(w.model(x).sum() * (x.data_ptr() % 64 + 1))
+
+    def shape(x):
+        return w.finish(w.model(x).sum() * (x.numel() % 64 + 1))
+
+    return address, shape
+
+
 ELSEWHERE = (
+    "numbers from tensors",  # test_step_refusals.py
     "another thread, and was not free",  # of a deadlock that the user's own lock would make
     "Dynamo",  # of ms.compile, in Dynamo's words
     "could not be compiled",  # of the compiler's own faults: what is named is an issue of PyTorch's

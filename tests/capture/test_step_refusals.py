@@ -237,7 +237,7 @@ REFUSED = {
     seeds: ("sets a seed", "seeds", "outside of the step"),
     own_generator: ("generator of its own", "own_generator", "torch.manual_seed"),
     freezes: ("requires_grad changed", "", "out of the step"),
-    hooks: ("registers a hook", "hooks", "outside of the step"),
+    hooks: ("registers a hook", "hooks", "after backward"),
     numpy_input: ("reads a NumPy array", "numpy_input", "pass that"),
 }
 

@@ -128,7 +128,10 @@ class FunctionWatch(TorchFunctionMode):
         if name in _READ_LATER and is_unknown(args[0]):
             return self._read_later(name, *args)
         if name in ("register_hook", "register_post_accumulate_grad_hook") and id(args[0]) in self._lifted:
-            self._fail("The step registers a hook on a parameter or other state.", "Register it outside of the step.")
+            self._fail(
+                "The step registers a hook on a parameter or other state.",
+                "Change the gradient in the step, after backward.",
+            )
         if any(issubclass(type(arg), np.ndarray) for arg in args):
             self._fail(*_NUMPY_READ)
         is_asked_by_user = self._sizes is not None and not is_ours(sys._getframe(1).f_code.co_filename)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from millstream._torch.tracing import patched
+from millstream.capture.lines import raise_refusal
 from millstream.capture.state.discover import Found
 
 _READING = frozenset({"getstate", "setstate", "get_state", "set_state", "get_rng_state", "set_rng_state"})
@@ -117,11 +118,11 @@ _CHECKPOINTING = ("torch.utils.checkpoint", "torch.random")
 
 
 def _refusing(what: str, refuse: Callable[[Exception], None]) -> Callable[..., NoReturn]:
-    def raise_refusal(*_: Any, **__: Any) -> NoReturn:
+    def call(*_: Any, **__: Any) -> NoReturn:
         raise_refusal(
             refuse,
             f"The step {what}, which a graph would not do again.",
             "Do that outside of the step, or draw with PyTorch's functions.",
         )
 
-    return raise_refusal
+    return call
