@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from millstream._torch.tracing import patched
@@ -56,7 +56,8 @@ def _handling(recorder: Recorder) -> Callable[..., None]:
 
     def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
         if _is_others(recorder, logger.name):
-            handling(logger, record)
+            with recorder.active(is_on=False) if recorder.is_active else nullcontext():  # what handlers read is theirs
+                handling(logger, record)
             return
         fields = {key: value for key, value in vars(record).items() if key not in _OF_MOMENT}
         if record.exc_info:

@@ -54,10 +54,10 @@ class Recorder:
         return recorder_of_thread() is self
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """For the length of the context, be what records this thread's step."""
+    def active(self, *, is_on: bool = True) -> Iterator[None]:
+        """For the length of the context, be what records this thread's step, or let nothing record it."""
         before = recorder_of_thread()
-        _active.recorder = self
+        _active.recorder = self if is_on else None
         try:
             yield
         finally:
