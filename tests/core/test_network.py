@@ -130,6 +130,14 @@ def test_nvlink_is_what_fits_the_measured_sweep():
         assert Network(NVLINK).time_ns("all_reduce", each.num_bytes, 2) == pytest.approx(each.time_ns, rel=0.05)
 
 
+def test_nvlink_tells_four_devices_which_it_was_not_fitted_to():
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "collectives_four.json"
+    measured = [each for each in json.loads(path.read_text())["times"] if each["devices"] == 4]
+    assert len(measured) > 10
+    for each in measured:
+        assert Network(NVLINK).time_ns("all_reduce", each["bytes"], 4) == pytest.approx(each["ns"], rel=0.21)
+
+
 # --- a step with collectives -----------------------------------------------------------------------------------------
 
 graphs = st.builds(
