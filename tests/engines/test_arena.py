@@ -12,7 +12,7 @@ from torch import nn
 
 import millstream as ms
 from millstream.engine import BySize, Executable, by_size
-from millstream.engine.arena import HEADROOM, Arena, lay_out
+from millstream.engine.arena import GRAIN_BYTES, HEADROOM, Arena, lay_out
 from millstream.engine.cuda import captured, cuda_graph
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
@@ -52,6 +52,16 @@ def test_who_had_memory_is_told_when_it_grows():
     assert arena.num_bytes
     arena.give_back(large)
     assert not arena.num_bytes
+
+
+def test_small_ones_do_not_grow_on_a_device_that_gives_no_less(monkeypatch):
+    monkeypatch.setitem(GRAIN_BYTES, "cpu", 1000)
+    arena, holder, size = Arena(), Holder(), 0
+    for size in range(0, 1001, 10):
+        assert arena.take(size, "cpu", holder).numel() == size
+    assert (holder.num_released, arena.num_bytes) == (1, 1000)  # the first asked for nothing
+    arena.take(1001, "cpu", holder)
+    assert (holder.num_released, arena.num_bytes) == (2, 2000)
 
 
 def test_it_is_given_up_when_a_second_stream_comes():

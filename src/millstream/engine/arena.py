@@ -16,6 +16,7 @@ from millstream.lower.program import Layout, Program
 from millstream.schedule import assign_offsets
 
 HEADROOM = 16  # an arena that grows takes a sixteenth more than it needs: where sizes rise, it then grows more rarely
+GRAIN_BYTES = {"cuda": 2 << 20}  # PyTorch takes no less from a GPU: small ones, as of a model that decodes, never grow
 
 
 class User(Protocol):
@@ -64,6 +65,8 @@ class Arena(ForkSafeLock):
         """Memory for a user, until they are released or give it back."""
         if self._memory is None or self._memory.numel() < num_bytes:
             grown = num_bytes if self._memory is None else num_bytes + num_bytes // HEADROOM
+            grain = GRAIN_BYTES.get(torch.device(device).type, 1)
+            grown = -(-grown // grain) * grain
             self._release_all()  # before more is taken
             self._memory = torch.empty(grown, dtype=torch.uint8, device=device)
         self._users.add(user)
