@@ -16,7 +16,7 @@ from millstream.insight.host import doings, host_pieces
 from millstream.insight.intervals import complement, flatten, intersect, total, union
 from millstream.insight.records import State
 from millstream.report.idle import to_text
-from tests.insight.virtual import THREAD, is_busy, looked_at, part_at, recordings, short_loops, span_at
+from tests.insight.virtual import THREAD, interrupted, is_busy, looked_at, part_at, recordings, short_loops, span_at
 
 EXAMPLES = int(os.environ.get("MILLSTREAM_FUZZ", "200"))
 DEVICE_CAUSES = {Cause.GRAPH_TAIL, Cause.STREAM_WAIT, Cause.DEVICE_GAP, Cause.UNKNOWN}
@@ -114,3 +114,14 @@ def test_sleep_between_short_steps_is_no_computing_though_other_threads_spin():
     untold = replace(recording, samples=tuple(replace(each, asleep=Asleep.LOCK) for each in recording.samples))
     assert analyse(untold).severity is Severity.NOT_SURE
     assert "a lock" in to_text(analyse(untold)).splitlines()[1]
+
+
+@settings(max_examples=20)
+@given(st.integers(100, 3500), st.integers(300, 4000), st.integers(0, 1 << 30))
+def test_python_too_short_to_be_interrupted_is_told_of_and_is_not_healthy(python, compute, seed):
+    found = analyse(interrupted(python, compute, random.Random(seed), num_looks=500))
+    share = max(python - 200, 0) / (python + compute)
+    assert found.unseen_python == pytest.approx(share, abs=0.1)
+    assert found.severity is (Severity.NOT_SURE if found.unseen_python >= 0.1 else Severity.HEALTHY)
+    text = to_text(found)
+    assert ("too short to be looked into" in text) == (found.unseen_python >= 0.05)

@@ -232,3 +232,22 @@ def looked_at(loop, dice, *, num_looks, mean_us, spins):
     truth = {(each[0], each[2]): 1000 * part for each, part in zip(loop, spent(latest), strict=True)}
     steps = tuple(Step(1000 * at, 1000 * (at + length)) for at in range(0, latest - length, length))
     return Recording(end_ns=1000 * latest, thread=THREAD, steps=steps, samples=tuple(samples)), truth
+
+
+def interrupted(python, compute, dice, *, num_looks):
+    """A loop of Python and then an operator, of so many µs: a look that is planned in Python comes when it is over."""
+    length, samples, latest = python + compute, [], 0
+    stack = (Site("/x/torch/nn/linear.py", 1, "forward"), *line(8))
+    for _ in range(num_looks):
+        due = latest + dice.randint(2000, 6000)
+        held = max(python - due % length, 0)
+        now = due + held
+        ran = 1000 * (now - latest)
+        samples.append(
+            Sample(
+                THREAD, 1000 * latest, 1000 * now, stack, ran, 1000 * held, None, ran, (), 0, Asleep.AWAKE, 1000 * held
+            )
+        )
+        latest = now
+    steps = tuple(Step(1000 * at, 1000 * (at + length)) for at in range(0, latest - length, length))
+    return Recording(end_ns=1000 * latest, thread=THREAD, steps=steps, samples=tuple(samples))

@@ -11,7 +11,7 @@ from typing import Any
 
 from millstream.insight.causes import EXPOSED, REMEDY_FREE, Cause
 from millstream.insight.gaps import Slice, attribute, exposed_ns
-from millstream.insight.host import compute_activities, spans_of
+from millstream.insight.host import compute_activities, spans_of, unseen_python
 from millstream.insight.looking import without_looking
 from millstream.insight.records import Activity, ActivityKind, Loader, Note, Recording, Site, Span, Step
 from millstream.insight.replay import recoverable_ns
@@ -86,6 +86,7 @@ class Findings:
         located_share: What of the charged time has a line.
         why_unreliable: Why there is no verdict; empty where there is one.
         notes: Recompilations and graph breaks.
+        unseen_python: In what part of the window Python code ran in pieces too short to be looked into.
         underfilled_share: What of the window is lost to kernels alone on the device that do not fill it.
     """
 
@@ -104,6 +105,7 @@ class Findings:
     why_unreliable: str = ""
     notes: tuple[Note, ...] = ()
     underfilled_share: float = 0.0
+    unseen_python: float = 0.0
 
     @property
     def window_ns(self) -> int:
@@ -180,6 +182,7 @@ class Findings:
             },
             "unknown": self.idle_by_cause.get(Cause.UNKNOWN, 0) / self.window_ns if self.window_ns else 0.0,
             "located": self.located_share,
+            "unseen_python": self.unseen_python,
             "workers_needed": self.workers_needed,
             "rows": [asdict(row) | {"cause": str(row.cause)} for row in self.rows],
             "notes": [asdict(note) | {"cause": str(note.cause)} for note in self.notes],
@@ -244,6 +247,7 @@ def analyse(recording: Recording) -> Findings:
         why,
         recording.notes,
         _underfilled(recording, start, end),
+        unseen_python(recording, start, end),
     )
     found = _with_bounded_data_gain(found)
     severity, leading = _judge(found)
@@ -442,6 +446,7 @@ def _judge(found: Findings) -> tuple[Severity, Row | None]:
     if unknown > UNSURE and unknown >= gain:
         return Severity.NOT_SURE, None
     if cause is None or gain < MODERATE:
-        return Severity.HEALTHY, None
+        is_seen = not found.recording.is_synchronous or found.unseen_python < UNSURE
+        return (Severity.HEALTHY if is_seen else Severity.NOT_SURE), None
     leading = max((row for row in found.rows if row.cause is cause), key=lambda row: row.idle_ns)
     return (Severity.HIGH if gain >= HIGH else Severity.MODERATE), leading

@@ -28,6 +28,7 @@ _FAR_NS = 1_000_000_000  # time that no look speaks for within so long is unknow
 _LONG_NS = 10_000_000  # time that at least two looks speak for
 _LAUNCHES_WITHIN_NS = 1_000_000  # operators that are called one after another: each launches something
 _WORTH = 0.1  # of a sample's time: less than that is noise of two clocks
+_HELD_NS = 200_000  # what is shorter lies between any two operators
 _IO_FILES = (
     "torch/serialization.py",
     "/pickle.py",
@@ -336,6 +337,27 @@ class _Covered:
     def __contains__(self, span: Span) -> bool:
         at = bisect.bisect_right(self._intervals, span.start_ns, key=lambda interval: interval[0]) - 1
         return at >= 0 and span.end_ns <= self._intervals[at][1]
+
+
+def unseen_python(recording: Recording, start_ns: int, end_ns: int) -> float:
+    """In what part of a window Python code ran in pieces too short to be interrupted, which count as operators.
+
+    A look that comes late because the interpreter was held, and finds the thread in an operator, was planned while
+    Python code ran, or another library's that keeps the interpreter. Looks are planned at any time, so their share is
+    that of the time.
+    """
+    seen = _Covered([span for _, _, span in spans_of(recording)])
+    looks = [each for each in recording.samples if each.thread == recording.thread and start_ns <= each.end_ns < end_ns]
+    late = [
+        each
+        for each in looks
+        if each.held_ns >= _HELD_NS
+        and not each.in_bytecode
+        and sum(ran for ran, _ in each.others) < _HOLDS * (each.end_ns - each.start_ns)
+        and _running_state(each, recording.switch_ns) is State.COMPUTE
+        and Span(each.thread, each.end_ns - each.held_ns, each.end_ns - each.held_ns, Cause.PYTHON) not in seen
+    ]
+    return len(late) / len(looks) if looks else 0.0
 
 
 def compute_activities(recording: Recording) -> tuple[Activity, ...]:

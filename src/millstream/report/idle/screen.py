@@ -5,6 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 
 from millstream.insight import SAMPLED, Cause, Findings, Row, Severity
+from millstream.insight.findings import MODERATE, UNSURE
 from millstream.report.idle.places import code, place
 from millstream.report.idle.remedies import TITLES, remedy
 from millstream.report.words import count, duration, percent, table
@@ -22,6 +23,8 @@ def to_text(found: Findings) -> str:
         lines += [_sum(found)] if found.recording.has_steps else []
         lines += _rows(found)
     lines += _events(found)
+    if found.unseen_python >= MODERATE:
+        lines.append(f"note: {_unseen(found)}, and counts as calling operators")
     lines += [f"note: {caveat}" for caveat in found.recording.caveats if caveat != found.why_unreliable]
     return "\n".join(lines)
 
@@ -56,9 +59,7 @@ def _verdict(found: Findings) -> list[str]:
     if severity is Severity.UNRELIABLE:
         return [f"No verdict: {found.why_unreliable}."]
     if severity is Severity.NOT_SURE:
-        unknown = percent(found.idle_by_cause.get(Cause.UNKNOWN, 0), found.window_ns)
-        why = next((each.detail for each in found.rows if each.cause is Cause.UNKNOWN and each.detail), "")
-        return [f"{severity}  Of {unknown} of the time nobody knows what it was{f': {why}' if why else ''}."]
+        return [f"{severity}  {_why_unsure(found)}."]
     if row is None:
         busy = "the step computes" if found.recording.is_synchronous else "the device is kept busy"
         share = percent(found.window_ns - found.idle_ns, found.window_ns)
@@ -67,6 +68,20 @@ def _verdict(found: Findings) -> list[str]:
     for text in (f"{place(row.site)}  {code(row.site)}   {_count(row, found)}", remedy(row, found)):
         lines += wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
     return lines
+
+
+def _why_unsure(found: Findings) -> str:
+    unknown = found.idle_by_cause.get(Cause.UNKNOWN, 0)
+    if unknown <= UNSURE * found.window_ns:
+        return f"Nothing to gain above 5 % was seen, but {_unseen(found)}"
+    why = next((each.detail for each in found.rows if each.cause is Cause.UNKNOWN and each.detail), "")
+    share = percent(unknown, found.window_ns)
+    return f"Of {share} of the time nobody knows what it was{f': {why}' if why else ''}"
+
+
+def _unseen(found: Findings) -> str:
+    share = percent(found.unseen_python, 1)
+    return f"for about {share} of the time Python code ran in pieces too short to be looked into"
 
 
 def promise(row: Row, found: Findings) -> str:
