@@ -155,3 +155,27 @@ def test_completion_shows_what_is_public_and_nothing_else():
 def test_an_unknown_option_says_where_our_own_go():
     with pytest.raises(ms.ArgumentError, match=r"streams=2, are arguments"):
         ms.compile(torch.nn.Linear(2, 2), options={"streams": 2})
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda: ms.step(abs, stream=2), "streams"),
+        (lambda: ms.compile(abs, enigne="serial"), "engine"),
+        (lambda: ms.feed([], "cpu", dept=3), "depth"),
+        (lambda: ms.compile(abs, options={"max_autotunes": True}), "max_autotune"),
+    ],
+)
+def test_a_slip_in_a_name_is_answered_by_what_was_meant(call, meant):
+    with pytest.raises((TypeError, ms.ArgumentError), match=f"Did you mean '{meant}'"):
+        call()
+
+
+def test_what_is_like_no_name_gets_no_suggestion():
+    with pytest.raises(TypeError, match=r"argument 'zzz'\.$"):
+        ms.step(abs, zzz=2)
+
+
+def test_step_says_of_a_model_what_it_takes():
+    with pytest.raises(ms.ArgumentError, match=r"not a model \(Linear\).*Call ms\.compile\(model\)"):
+        ms.step(torch.nn.Linear(2, 2))

@@ -7,10 +7,17 @@ what to do about it. It carries those as fields, so that a program can read them
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import sys
 import warnings
-from collections.abc import Set
+from collections.abc import Callable, Iterable, Set
 from types import CodeType, TracebackType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class MillstreamError(Exception):
@@ -122,6 +129,30 @@ def skip_frames(traceback: TracebackType | None, own: Set[CodeType]) -> Tracebac
     while traceback is not None and traceback.tb_frame.f_code in own:
         traceback = traceback.tb_next
     return traceback
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question to put after what is said of an unknown name, with a space before; empty where none is like it."""
+    near = difflib.get_close_matches(name, [*known], n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def names_are_suggested(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a function without ``**kwargs`` ask, of an argument that it has not, whether another was meant.
+
+    Python 3.13 does so itself.
+    """
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                told = f"{function.__name__}() got an unexpected keyword argument {name!r}."
+                raise TypeError(told + did_you_mean(name, known))
+        return function(*args, **kwargs)
+
+    return call
 
 
 _INNER = {"millstream", "torch", "contextlib", ""}  # code that PyTorch generates is of no module

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 import millstream as ms
 from millstream.capture import Step
@@ -68,4 +67,4 @@ def test_it_is_set_by_the_environment_where_it_is_left_out(monkeypatch):
 @pytest.mark.parametrize("check", [-1, 1.5, "2x", True])
 def test_what_is_no_number_of_calls_is_refused(check):
     with pytest.raises(ArgumentError, match="check is a number of calls"):
-        ms.step(nn.Identity(), check=check)
+        ms.step(scaled, check=check)

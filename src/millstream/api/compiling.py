@@ -13,7 +13,7 @@ import torch
 from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.model import Builder, Compiled, Compiler, compile_module
 from millstream.engine import ENGINES, HAND_STREAMS, BySize, Executable, Family, OneOfMany, Scheduling, build
-from millstream.errors import ArgumentError
+from millstream.errors import ArgumentError, names_are_suggested
 from millstream.lower import Lowered, LoweredForSizes, check_options
 
 #: A module or a function; what it is compiled to is used like it.
@@ -62,6 +62,7 @@ def compile(model: Model, **settings: Unpack[Settings]) -> Model: ...
 def compile(model: None = None, **settings: Unpack[Settings]) -> Callable[[Model], Model]: ...
 
 
+@names_are_suggested
 def compile(  # noqa: PLR0913  all but the first by name, each with a default
     model: Callable[..., Any] | None = None,
     *,

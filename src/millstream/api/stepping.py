@@ -17,7 +17,7 @@ from millstream.capture.step.program import StepProgram
 from millstream.capture.step.step import P, R, Step
 from millstream.engine import AgreedEngine
 from millstream.engine import build as build_executable
-from millstream.errors import ArgumentError, CaptureError, warn_user
+from millstream.errors import ArgumentError, CaptureError, names_are_suggested, warn_user
 from millstream.lower import Lowered, LoweredForSizes
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def step(fn: Callable[P, R], **settings: Unpack[StepSettings]) -> Step[P, R]: ..
 def step(fn: None = None, **settings: Unpack[StepSettings]) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 
 
+@names_are_suggested
 def step(  # noqa: PLR0913  all but the first by name, each with a default
     fn: Callable[..., Any] | None = None,
     *,
@@ -59,12 +60,14 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
 
     Args:
         fn: The user's function; what it returns comes back detached. Left out, a decorator is returned.
-        engine: As for ``ms.compile``.
-        streams: Likewise.
-        policy: Likewise.
-        memory: Likewise.
-        tune: Likewise.
-        copy_outputs: Likewise.
+        engine: What runs the graph: ``"graph"`` or ``"streams"`` (CUDA only), ``"threads"`` (CPU only), ``"serial"``,
+            or ``None`` for the quickest that the device has.
+        streams: At most so many; ``"auto"`` times several plans and keeps the fastest; ``"manual"`` takes those written
+            by hand in the step.
+        policy: How kernels are put on streams: ``"list"``, ``"slack"``, ``"chains"`` or ``"serial"``; ``None`` chooses.
+        memory: Budget, in bytes as an ``int``, or as a ``float`` a factor of what one stream takes.
+        tune: When a plan is chosen on a GPU: by the first calls, or with ``"background"`` between later ones.
+        copy_outputs: Whether results are the caller's own. With ``False``, on a GPU, the next call overwrites them.
         strict: Raise ``CaptureError`` where otherwise a warning is given and the function runs eagerly.
         max_graphs: At most so many graphs (input shapes, modes, numbers) are kept; the one unused longest is dropped.
         check: Every so many calls, capture the step again and compare: what has changed without being noticed, such as
@@ -80,6 +83,8 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         dynamic: Whether sizes of arguments are symbolic, so that one graph serves all: ``None`` makes those symbolic
             that were seen to change, ``True`` all from the first capture on, ``False`` none.
         options: Options of TorchInductor.
+
+    What it shares with ``ms.compile`` is told there at more length.
 
     Raises:
         ArgumentError: An argument has no meaning; the message lists the choices.
@@ -109,6 +114,11 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     if not callable(fn):
         raise ArgumentError(f"step() takes a function that does a training step, not {type(fn).__name__}.")
     name = getattr(fn, "__name__", type(fn).__name__)
+    if isinstance(fn, torch.nn.Module):
+        raise ArgumentError(
+            f"step() takes a function that does a training step (forward, backward, optimizer), not a model ({name}), "
+            "whose results would have no gradients. Call ms.compile(model), or give step() a function that calls it."
+        )
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
         raise ArgumentError(
             f"step() takes a function that does a training step when it is called; {name} yields or awaits."

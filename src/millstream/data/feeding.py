@@ -30,7 +30,7 @@ from millstream.data.transfer.refills import RefillWatch
 from millstream.data.worker import Worker
 from millstream.data_parallel.roll_call import RollCall, roll_call_of
 from millstream.device import Place, context
-from millstream.errors import ArgumentError, FeedError
+from millstream.errors import ArgumentError, FeedError, names_are_suggested
 
 Device = str | torch.device | Place
 
@@ -61,6 +61,7 @@ class Options:
             raise ArgumentError(f"uneven={self.uneven!r} is none of {', '.join(map(repr, CHOICES))}, nor None.")
 
 
+@names_are_suggested
 def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     loader: Iterable[Any],
     device: Device,

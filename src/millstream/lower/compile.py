@@ -31,7 +31,7 @@ from millstream import progress
 from millstream._torch.symbols import is_symbolic
 from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import traces_unnoticed
-from millstream.errors import ArgumentError, LoweringError, MillstreamError
+from millstream.errors import ArgumentError, LoweringError, MillstreamError, did_you_mean
 from millstream.lower import workarounds
 from millstream.lower.convolutions.ahead import Launch, compiling
 from millstream.lower.convolutions.channels import align_channels, puts_channels_last
@@ -143,9 +143,9 @@ def check_options(options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
             raise ArgumentError(
-                f"TorchInductor has no option {name!r}; torch._inductor.list_options() lists those it has. Options of "
-                "Millstream, such as streams=2, are arguments of ms.compile and ms.step; in torch.compile(..., "
-                'backend="millstream") they stand in options=, too.'
+                f"TorchInductor has no option {name!r}; torch._inductor.list_options() lists those it has."
+                f"{did_you_mean(name, known)} Options of Millstream, such as streams=2, are arguments of ms.compile "
+                'and ms.step; in torch.compile(..., backend="millstream") they stand in options=, too.'
             )
 
 
