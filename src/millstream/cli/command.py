@@ -105,7 +105,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     explain.usage = "%(prog)s [-h] SCRIPT.py:OBJECT [--json] [--save FILE] [--measure] [-- ARG ...] | JOB [option ...]"
     for command, run, add_options in ((train, _train, _add_train_options), (explain, _explain, _add_explain_options)):
-        jobs = command.add_subparsers(metavar="JOB", dest="job", required=True)
+        what = "SCRIPT.py:OBJECT or JOB" if command is explain else "JOB"
+        jobs = command.add_subparsers(metavar=what, dest="job", required=True)
         for name, text, add_sizes in (
             ("char-rnn", "a character LSTM, written as a custom cell, on text", _add_char_rnn_sizes),
             ("digits", "a convolutional network with BatchNorm on scikit-learn's digits", _add_digits_sizes),
