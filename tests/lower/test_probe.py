@@ -5,8 +5,15 @@ import threading
 import pytest
 import torch
 from torch._inductor import cpu_vec_isa
+from torch._inductor.async_compile import AsyncCompile
 
 from millstream.lower import probe
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -41,3 +48,20 @@ def test_it_is_asked_once_in_another_thread(asked):
 def test_it_is_not_asked_for_another_device(asked, monkeypatch, inputs):
     monkeypatch.setattr(threading, "Thread", None)  # to make one would raise
     probe.ask_early(inputs)
+
+
+def test_workers_start_early_for_a_gpu_alone(monkeypatch):
+    started = []
+    monkeypatch.setattr(AsyncCompile, "wakeup", lambda: started.append(True))
+    probe.ask_early([torch.zeros(2, device="meta")])
+    assert not started
+    probe.ask_early([Elsewhere(), 3.0])
+    assert started == [True]
+
+
+def test_who_cannot_start_workers_is_not_told(monkeypatch):
+    def refuse():
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(AsyncCompile, "wakeup", refuse)
+    probe.ask_early([Elsewhere()])

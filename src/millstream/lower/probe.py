@@ -1,7 +1,9 @@
-"""What Inductor asks the C++ compiler before it generates a first kernel for the processor, asked early.
+"""What Inductor does before its first kernel, begun early: while a step is traced, which needs one core.
 
-To know which vector instructions there are, it compiles and loads up to ten small programs and waits for each: 20 s on
-a fresh machine of two cores, 3 s where they are compiled already. That needs one core, and tracing needs another.
+- For the processor it asks the C++ compiler which vector instructions there are: it compiles and loads up to ten small
+  programs and waits for each, 20 s on a fresh machine of two cores, 3 s where they are compiled already.
+- For a GPU it starts processes that compile and load kernels. Until they are there, which takes seconds, it loads one
+  kernel after another itself: of a step that was found on disk, all of them.
 
 Private APIs of Inductor; tried on torch 2.11 and 2.13.
 """
@@ -18,13 +20,23 @@ import torch
 
 
 def ask_early(inputs: Iterable[Any]) -> None:
-    """Let Inductor find out in a thread of its own, if it is about to compile for the processor.
+    """Let Inductor begin, in a thread or processes of its own.
 
     Args:
         inputs: Of what will be compiled; all that is no tensor is passed over.
     """
-    if {value.device.type for value in inputs if isinstance(value, torch.Tensor)} == {"cpu"}:
+    devices = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
+    if devices == {"cpu"}:
         _ask_once()
+    elif "cuda" in devices:
+        _wake_workers()
+
+
+def _wake_workers() -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    with suppress(Exception):  # then they start when Inductor itself needs them
+        AsyncCompile.wakeup()
 
 
 @functools.cache
