@@ -373,7 +373,7 @@ def test_what_does_not_let_itself_be_looked_at():
 
 
 def watch(on_code=lambda frame, functions: None):
-    ran = executed.Ran(attributes=set())
+    ran = executed.Ran(attributes={})
     return ran, executed.CodeWatch(ran, on_code)
 
 

@@ -143,8 +143,7 @@ class Texts:
         Raises:
             TextChanged: One of them is no longer what it was.
         """
-        before, after = map(re.escape, STYLES[self.style])
-        pieces = re.split(f"{before}([0-9]+){after}", text)
+        pieces = self._pattern.split(text)
         if any(holds_token(piece) for piece in pieces):
             raise TextChanged
         made = [self.made[int(number)] for number in pieces[1::2]]
@@ -153,14 +152,16 @@ class Texts:
 
     def outline(self, text: str) -> tuple[Any, ...]:
         """The text's parts, with tokens by their numbers: equal under both styles where nothing depends on them."""
-        before, after = map(re.escape, STYLES[self.style])
-        pieces = re.split(f"{before}([0-9]+){after}", text)
+        pieces = self._pattern.split(text)
         return tuple(int(piece) if index % 2 else piece for index, piece in enumerate(pieces))
 
     def readable(self, text: str) -> str:
         """The same with an ellipsis for each token, for messages."""
-        before, after = map(re.escape, STYLES[self.style])
-        return re.sub(f"{before}[0-9]+{after}", "…", text)
+        return self._pattern.sub("…", text)
+
+    @property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile("([0-9]+)".join(map(re.escape, STYLES[self.style])))
 
 
 def holds_token(text: str) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from millstream.capture.guards.guards import Guards
-from millstream.capture.state.discover import MAX_ITEMS
-from millstream.capture.state.lift import Lifted
+from millstream.capture.state.discover import MAX_ITEMS, defaults_of
+from millstream.capture.state.executed import WHOLE
 from millstream.capture.state.location import MISSING, Location, SequenceItems, Shared
 from millstream.capture.state.signature import SCALARS, Reference, form_of, is_same, kind_of, walk, whole_form_of
 from millstream.capture.step.request import Request, Traced
@@ -77,9 +77,9 @@ def make_guards(
 def _add_readings(guards: Guards, request: Request, traced: Traced, used: Container[int]) -> None:
     """Expect the Python values that the step may have read."""
     lifted = {*_lifted(request)}
-    for entry in traced.reads:
-        if (id(entry.location.holder), entry.location.key) not in lifted:
-            guards.expect(entry.location, entry.value)
+    for location in dict.fromkeys(_attributes_read(traced)):
+        if (id(location.holder), location.key) not in lifted:
+            guards.expect(location, location.get())
     targets = traced.effects.targets
     stored = {write.location for write in traced.effects.writes}  # and not known by a link
     groups = {id(group) for _, optimizer in request.found.optimizers for group in optimizer.param_groups}
@@ -120,6 +120,12 @@ def _add_forms(guards: Guards, request: Request, traced: Traced, used: Container
     """Expect tensors that the graph does not read to look as they do, if the step has looked; and to be tensors."""
     replaced = {location for _, location in traced.replaced}
     watched = {id(gradient.parameter) for gradient in request.gradients}
+    registered = {
+        (id(holder), name)
+        for (_, name), module in traced.attributes.items()
+        for holder in (module._parameters, module._buffers)
+        if name in holder
+    }
     linked: dict[int, list[Location]] = {}
     for link in traced.used.links:
         if isinstance(link.value, Tensor):
@@ -131,16 +137,36 @@ def _add_forms(guards: Guards, request: Request, traced: Traced, used: Container
                 guards.expect_form(Location([tensor], 0, entry.name), whole_form_of)
             continue
         is_looked_at = id(tensor) in traced.looked_at
-        locations = {*linked.get(id(tensor), ()), *_read_of(entry, traced)}
+        read = (at for at in entry.locations if (id(at.holder), at.key) in registered)
+        locations = {*linked.get(id(tensor), ()), *read}
         if is_looked_at:
             locations |= {*entry.locations} or {Location([tensor], 0, entry.name)}
         for location in locations - replaced:
             guards.expect_form(location, whole_form_of if is_looked_at else kind_of)
 
 
-def _read_of(entry: Lifted, traced: Traced) -> list[Location]:
-    """Where a module holds a tensor and the step has read that attribute."""
-    return [location for location in entry.locations if (id(location.holder), location.key) in traced.registered]
+def _attributes_read(traced: Traced) -> Iterator[Location]:
+    """Attributes of modules that the step has read, or looked for in vain, and that select what it does."""
+    for (_, name), module in traced.attributes.items():
+        for key in [*vars(module)] if name in WHOLE else [name]:
+            if _selects_behaviour(module, key):
+                yield Location(vars(module), key)
+
+
+def _selects_behaviour(module: nn.Module, name: str) -> bool:
+    """Whether to check on each call that a plain attribute of this very object is unchanged, or still absent."""
+    kind, held = type(module), vars(module)
+    if name == "forward" or name.startswith("__"):
+        return name == "forward"
+    if name in held:
+        return isinstance(held[name], (*SCALARS, tuple))
+    if any(name in held.get(part, ()) for part in ("_parameters", "_buffers", "_modules")):
+        return False
+    if not hasattr(kind, name):
+        return True
+    is_torch = kind.__module__.startswith("torch.nn.modules")
+    is_default = not is_torch and name in defaults_of(kind) and name not in vars(nn.Module)
+    return is_default and isinstance(getattr(kind, name), (*SCALARS, tuple))
 
 
 def expect_of_arguments(request: Request, traced: Traced) -> list[tuple[int, Callable[[Any], Any], Any]]:

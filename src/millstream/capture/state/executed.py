@@ -6,6 +6,7 @@ code would read need not be the same in each call.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import os
@@ -43,8 +44,8 @@ class Ran:
     """What ran; ``None`` where nobody has watched."""
 
     codes: set[CodeType] | None = None  # code of functions
-    # attributes that were read, each with the id of its module; ``__dict__`` stands for all of them
-    attributes: set[tuple[int, str]] | None = None
+    # of modules, by id and name of the attribute that was read; ``__dict__`` stands for all of them
+    attributes: dict[tuple[int, str], nn.Module] | None = None
     # by id, objects any of whose attributes may have been read, by code that computes their names
     computed: dict[int, Any] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)  # names of environment variables that were read
@@ -56,12 +57,35 @@ class Ran:
     def has_read(self, module: nn.Module, name: str) -> bool:
         """Whether that attribute was read."""
         read = self.attributes
-        return read is None or not read.isdisjoint((id(module), key) for key in (name, *WHOLE))
+        return read is None or any((id(module), key) in read for key in (name, *WHOLE))
 
     def note_read(self, module: nn.Module, name: str, reader: FrameType) -> None:
         """An attribute is read; not ``__dict__`` by PyTorch, which looks for parameters there."""
         if self.attributes is not None and (name != "__dict__" or not is_ours(reader.f_code.co_filename)):
-            self.attributes.add((id(module), name))
+            self.attributes[id(module), name] = module
+
+
+@contextlib.contextmanager
+def record_module_reads(on_forward: Callable[[nn.Module], None], ran: Ran) -> Iterator[None]:
+    """Note which attributes of modules this thread reads, or looks for in vain: the graph depends on them.
+
+    ``on_forward`` is told of every module that is about to be called. For the length of the context ``nn.Module`` has a
+    ``__getattribute__`` of its own.
+    """
+    thread = threading.get_ident()
+
+    def read(module: nn.Module, name: str) -> Any:
+        if threading.get_ident() == thread:
+            ran.note_read(module, name, sys._getframe(1))
+            if name == "forward":
+                on_forward(module)
+        return object.__getattribute__(module, name)
+
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
 
 
 class CodeWatch:

@@ -1,4 +1,4 @@
-"""The Python side of a step: which attributes it reads, which it changes, and how to put everything back.
+"""The Python side of a step: what it changes, and how to put everything back.
 
 Tracing runs the user's function once on tensors without values. Whatever it writes into Python objects meanwhile must
 not stay, and what it would have changed in every call must be found, because a replayed graph changes tensors only.
@@ -6,28 +6,19 @@ not stay, and what it would have changed in every call must be found, because a 
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from types import CellType, FunctionType
 from typing import Any
 
-from torch import nn
-
 from millstream._torch.tensors import FakeTensor
-from millstream.capture.lines import is_ours
 from millstream.capture.state.contents import content_of, has_content, is_container, put_back
-from millstream.capture.state.discover import Found, defaults_of
-from millstream.capture.state.executed import WHOLE, Ran
+from millstream.capture.state.discover import Found
 from millstream.capture.state.location import MISSING, Attributes, Location
-from millstream.capture.state.signature import SCALARS, is_same
-
-_SCALARS = (*SCALARS, tuple)
+from millstream.capture.state.signature import is_same
 
 
 class Kind(Enum):
@@ -182,64 +173,3 @@ def _is_changed(after: Any, before: Any) -> bool:
     # While tracing, FX puts wrappers in the place of functions marked by torch.fx.wrap; so do our own patches.
     is_wrapper = isinstance(after, FunctionType) and vars(after).get("__wrapped__", after) is before
     return not is_wrapper and not is_same(after, before)
-
-
-@contextlib.contextmanager
-def record_module_reads(
-    on_forward: Callable[[nn.Module], None], ran: Ran
-) -> Iterator[dict[tuple[int, str], tuple[nn.Module, str]]]:
-    """Note which plain attributes of modules the code in this context reads: the graph depends on them.
-
-    ``on_forward`` is told of every module that is about to be called, and ``ran`` of every attribute.
-
-    For the length of the context ``nn.Module`` has a ``__getattribute__`` of its own.
-    """
-    reads: dict[tuple[int, str], tuple[nn.Module, str]] = {}
-
-    thread = threading.get_ident()
-
-    def read(module: nn.Module, name: str) -> Any:
-        try:
-            value = object.__getattribute__(module, name)
-        except AttributeError:
-            if threading.get_ident() == thread and not name.startswith("__"):
-                if _is_nowhere(module, name):
-                    reads[id(module), name] = (module, name)  # it may be given one later
-                else:
-                    ran.note_read(module, name, sys._getframe(1))
-            raise
-        if threading.get_ident() != thread:
-            return value
-        ran.note_read(module, name, sys._getframe(1))
-        if name == "forward":
-            on_forward(module)
-        if name in WHOLE and not is_ours(sys._getframe(1).f_code.co_filename):
-            entries = object.__getattribute__(module, "__dict__").items()
-            reads.update(((id(module), key), (module, key)) for key, entry in entries if isinstance(entry, _SCALARS))
-        if name == "forward" or (isinstance(value, _SCALARS) and not name.startswith("__")):
-            reads[id(module), name] = (module, name)
-        return value
-
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
-    try:
-        yield reads
-    finally:
-        del nn.Module.__getattribute__
-
-
-def _is_nowhere(module: nn.Module, name: str) -> bool:
-    """Whether what Python did not find is no parameter, buffer or submodule either."""
-    attributes = object.__getattribute__(module, "__dict__")
-    return not any(name in attributes.get(part, ()) for part in ("_parameters", "_buffers", "_modules"))
-
-
-def selects_behaviour(module: nn.Module, name: str) -> bool:
-    """Whether to check on each call that the attribute ``name`` of this very object is unchanged, or still absent."""
-    if name == "forward":
-        return True
-    if name in vars(module):
-        return True
-    if not hasattr(type(module), name):
-        return True
-    is_torch = type(module).__module__.startswith("torch.nn.modules")
-    return not is_torch and name in defaults_of(type(module)) and name not in vars(nn.Module)

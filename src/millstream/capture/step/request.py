@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from millstream.capture.effects.program import Effects, Output
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted
-from millstream.capture.state.location import Entry, Location
+from millstream.capture.state.location import Location
 from millstream.capture.state.signature import Structure
 from millstream.capture.trace.scalars import Questions
 from millstream.capture.trace.sizes import TracedSizes
@@ -92,12 +92,10 @@ class Traced:
     outputs: list[Output]  # its tensors and numbers
     questions: Questions  # what the program asked about the numbers
     used: Found  # what the code reaches that ran
-    reads: list[Entry]  # module attributes that the program read
+    attributes: dict[tuple[int, str], nn.Module]  # that it read of modules, see ``Ran``
     effects: Effects  # what to do on the host after every replay
     looked_at: set[int]  # by id, state of which the program read a shape or other metadata, or used the values
     asked: set[int]  # by id, tensors of which it read what arguments and inputs are not compared by otherwise
-    # by id of the dict and key, parameters and buffers that the program read as attributes of modules
-    registered: set[tuple[int, str]]
     variables: set[str]  # names of environment variables that it read
     optimizers: list[Optimizer]  # those that stepped
     writes_arguments: bool  # whether the graph writes to an argument

@@ -51,9 +51,9 @@ from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.effects.values import Always, Nth, holds_token
 from millstream.capture.lines import caller_of, here, is_asked_by_user, place_of, raise_refusal
 from millstream.capture.state.discover import discover
-from millstream.capture.state.executed import CodeWatch, Ran, stand_in
+from millstream.capture.state.executed import CodeWatch, Ran, record_module_reads, stand_in
 from millstream.capture.state.lift import TRACING, Lifted, become_fake, check_apart, lift
-from millstream.capture.state.location import MISSING, Entry, Location
+from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import (
     SCALARS,
     Reference,
@@ -69,8 +69,6 @@ from millstream.capture.state.snapshot import (
     Kind,
     Snapshot,
     is_type_of_tracing,
-    record_module_reads,
-    selects_behaviour,
 )
 from millstream.capture.step.request import (
     FirstChange,
@@ -172,7 +170,7 @@ class _Tracer:
     left: list[bool] = field(default_factory=list)
     structure: Structure | None = None
     failure: Exception | None = None
-    ran: Ran = field(default_factory=lambda: Ran(attributes=set()))
+    ran: Ran = field(default_factory=lambda: Ran(attributes={}))
     numbers: list[Any] = field(default_factory=list)
     looked_at: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
@@ -214,7 +212,7 @@ class _Tracer:
             ):
                 self.snapshot = Snapshot(request.found)
                 with (
-                    record_module_reads(self._on_forward, self.ran) as reads,
+                    record_module_reads(self._on_forward, self.ran),
                     self._optimizers_watched(),
                     caches_unfilled(request.found.cached, lambda name: self._report(StateMissing(f"{name}'s cache"))),
                 ):
@@ -244,7 +242,7 @@ class _Tracer:
         if used:
             raise CaptureError(f"The step draws from {used}, which a graph cannot repeat.", remedy=SIDE_EFFECT_REMEDY)
         try:
-            return self._finish(gm, reads)
+            return self._finish(gm)
         except CaptureError:
             raise
         except Exception as error:
@@ -701,22 +699,12 @@ class _Tracer:
         for (target, _), value in zip(self.copies, values, strict=True):
             self._memory_of(target).copy_(value)
 
-    def _registered_reads(self) -> set[tuple[int, str]]:
-        modules = {id(module): module for _, root in self.request.found.modules for module in root.modules()}
-        return {
-            (id(holder), name)
-            for owner, name in self.ran.attributes or ()
-            if owner in modules
-            for holder in (modules[owner]._parameters, modules[owner]._buffers)
-            if name in holder
-        }
-
     def _inputs(self) -> Iterator[Tensor]:
         yield from (entry.tensor for entry in self.request.state)
         yield from self.homes
         yield from self.request.arguments
 
-    def _finish(self, gm: fx.GraphModule, reads: dict[tuple[int, str], tuple[nn.Module, str]]) -> Traced:
+    def _finish(self, gm: fx.GraphModule) -> Traced:
         assert self.structure is not None
         used = discover(self.request.roots, self.ran)
         check_sources(used)
@@ -780,15 +768,10 @@ class _Tracer:
             outputs=self.outputs,
             questions=self.questions,
             used=used,
-            reads=[
-                Entry(Location(vars(module), name), vars(module).get(name, MISSING))
-                for module, name in reads.values()
-                if selects_behaviour(module, name)
-            ],
+            attributes=self.ran.attributes or {},
             effects=self.effects,
             looked_at=self.looked_at,
             asked=self.asked,
-            registered=self._registered_reads(),
             variables=self.ran.variables,
             optimizers=self.stepped,
             writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in self.replaced),
