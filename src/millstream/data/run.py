@@ -102,6 +102,7 @@ class Run:
         self._inside_lock = threading.Lock()
         self._inside = 0  # the thread that is inside the source
         self._was_told_to_leave = False
+        self._is_submitted = False  # to the worker
         self._waits = True  # who leaves, until it was tried
         self._has_asked = False  # for a batch that has not come
         self.num_forks = Forks.count
@@ -132,21 +133,19 @@ class Run:
         Raises:
             BaseException: What ``iter`` raised.
         """
-        self._modes = read_modes()
-        self._pipeline.stays_in_step = self._source.wants_step
-        self.join_stream()
-        is_submitted, error = False, None
+        error = None
         try:
+            self._modes = read_modes()
+            self._pipeline.stays_in_step = self._source.wants_step
+            self.join_stream()
             if in_caller or self._worker is None:
                 self._source.begin()
             if self._worker is not None:
                 self._worker.submit(partial(self._work, begins=not in_caller))
-                is_submitted = True
+                self._is_submitted = True
                 if not in_caller and (error := self._begun.get()) is not None:
                     raise error
         except BaseException:
-            if not is_submitted:
-                self._leave_source()
             self.leave()
             raise
         finally:
@@ -188,7 +187,8 @@ class Run:
         self._inside = threading.get_ident()
         error = None
         try:
-            self._context.run(self._source.begin)
+            if not self._stopped.is_set():
+                self._context.run(self._source.begin)
         except BaseException as caught:  # noqa: BLE001 - it is raised where the pass begins
             error = caught.with_traceback(skip_frames(caught.__traceback__, _OWN))
         with self._inside_lock:
@@ -243,13 +243,14 @@ class Run:
         number = source.num_pulled
         times = profiler.watch(number) if number >= profiler.next_due else None
         waited = self._worker is None or pipeline.asked > pipeline.sent
-        self._inside = threading.get_ident()
-        if not self._inbox.empty():
-            self._send_what_waits()
         try:
-            found = source.pull(waited=waited)
-        except StopIteration:
-            found = None
+            self._inside = threading.get_ident()
+            if not self._inbox.empty():
+                self._send_what_waits()
+            try:
+                found = source.pull(waited=waited)
+            except StopIteration:
+                found = None
         finally:
             with self._inside_lock:
                 self._inside = 0
@@ -400,7 +401,7 @@ class Run:
             self._inbox.put(Message.CLOSED)
             self._ready.put(None)  # another thread may be waiting for a batch
             self._stopped.set()
-            if self._worker is None:
+            if self._worker is None or not self._is_submitted:
                 if not self._inside:  # else this is called in the source, and whoever asks that goes on
                     self._leave_source()
             elif self._waits and not self._worker.is_current():  # as where the source does this, or a collection

@@ -93,6 +93,8 @@ class Worker:
                 raise
             self._jobs, self._thread = jobs, thread
         self._jobs.put(job)
+        if self._has_ended:  # meanwhile, by another thread
+            self._jobs.put(None)
 
     def is_current(self) -> bool:
         """Whether this is called in the thread."""

@@ -301,8 +301,8 @@ class BufferPool:
             if (lease := held()) is not None:
                 if lease.memory.home != batch.stream:
                     self._foreign[id(lease)] = held, lease.memory, batch
+                batch.buffer.forget_layout()  # first: an interrupt may come between
                 batch.buffer.segments[number] = None
-                batch.buffer.forget_layout()
                 batch.kept.add(number)
                 self.num_kept += 1
             if batch.num_left.pop() == 0:
