@@ -242,9 +242,9 @@ def write(path: Path, device: str, usual_exit_s: float, rows: list[str]) -> None
     path.write_text(
         f"""# What feeds leave behind
 
-Device {device}, {os.cpu_count()} processors, Python {sys.version.split()[0]}, torch {torch.__version__}, commit \
-{commit.strip() or "unknown"}; `make soak`. What a process holds after {WARM_EPOCHS} epochs and after the last, and how
-long it takes to end (one without a feed: {usual_exit_s:.2f} s).
+`make soak` on a {device} device, {os.cpu_count()} processors, Python {sys.version.split()[0]},
+torch {torch.__version__}, commit {commit.strip() or "unknown"}. What a process holds after {WARM_EPOCHS} epochs and
+after the last, and how long it takes to end (one without a feed: {usual_exit_s:.2f} s).
 
 | {" | ".join(names)} |
 |{" --- |" * len(names)}
