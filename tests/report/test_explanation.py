@@ -302,3 +302,14 @@ def test_sizes_of_one_program_have_a_line_each_and_the_most_called_is_told_of_wh
     assert wholes == ["  for int64 [4, 1]", "  for int64 [4, 70]"]
     assert Explanation("train", (alone, many[0])).text().count("one program for") == 0
     assert many[1].to_dict()["one_size"]["calls"] == 9
+
+
+def test_sizes_that_have_no_line_are_counted():
+    def text_of(number, num_untold):
+        sizes = [OneSize(0, (length,), 2, is_planned=False, num_untold=num_untold) for length in range(number)]
+        return Explanation("train", tuple(report_of(PLAN, one_size=each) for each in sizes)).text()
+
+    assert "one program for 1500 sizes" in text_of(20, 1480)
+    assert "… and 1480 sizes called more rarely\n" in text_of(20, 1480)
+    assert "… and 2 sizes called more rarely; .to_dict() has everything" in text_of(22, 0)
+    assert "more rarely" not in text_of(20, 0)

@@ -75,14 +75,17 @@ def _at_sizes(one: Any, number: int, size: int | None) -> Iterator[tuple[Executa
         yield from [(one, None)] if size is None else []
         return
     known = one.calls()
+    waiting = [(values, calls) for values, calls in one.open_calls() if size is None or size in values]
+    told = waiting[: max(MOST_SIZES - len(known), 0)]
+    num_untold = len(waiting) - len(told)
     for values, calls, executable in known:
         own_bytes = 0 if executable.shares_memory else executable.peak_bytes
         held = one.arena.num_bytes, own_bytes, executable.object_bytes
         if size is None or size in values:
-            yield executable, OneSize(number, values, calls, *held)
-    waiting = [(values, calls) for values, calls in one.open_calls() if size is None or size in values]
-    for values, calls in waiting[: max(MOST_SIZES - len(known), 0)]:
-        yield one.open_at(values), OneSize(number, values, calls, one.arena.num_bytes, is_planned=False)
+            yield executable, OneSize(number, values, calls, *held, num_untold=num_untold)
+    for values, calls in told:
+        of_size = OneSize(number, values, calls, one.arena.num_bytes, is_planned=False, num_untold=num_untold)
+        yield one.open_at(values), of_size
     if not known and not waiting and size is None:
         yield from ((executable, None) for executable in one)
 

@@ -27,6 +27,7 @@ class OneSize:
         own_bytes: What this one holds beside that.
         object_bytes: About what its CUDA graph takes.
         is_planned: It has a plan of its own, as a size has that was called some times.
+        num_untold: How many sizes of the program have no report, being called more rarely.
     """
 
     program: int
@@ -36,6 +37,7 @@ class OneSize:
     own_bytes: int = 0
     object_bytes: int = 0
     is_planned: bool = True
+    num_untold: int = 0
 
 
 def by_program(programs: Sequence[ProgramReport]) -> Iterator[list[ProgramReport]]:
@@ -66,13 +68,14 @@ def summary(reports: Sequence[ProgramReport]) -> list[str]:
         name, calls = shorten(", ".join(each.inputs), 60), str(calls_of(each))
         rows.append((name, calls, kernels, plan, size(each.peak_bytes), told))
     head = ("size", "calls", "kernels", "plan", "peak memory", "time")
-    lines = [f"{first.graph.name}: one program for {count(len(reports), 'size')}"]
-    lines += table(head, rows, right={1, 2, 4})
-    if len(reports) > MOST_SIZES:
-        lines.append(
-            f"  … and {count(len(reports) - MOST_SIZES, 'size')} called more rarely; .to_dict() has everything"
-        )
     sizes = [each.one_size for each in reports if each.one_size is not None]
+    num_untold = max(each.num_untold for each in sizes)
+    number = len(reports) + num_untold
+    lines = [f"{first.graph.name}: one program for {count(number, 'size')}"]
+    lines += table(head, rows, right={1, 2, 4})
+    if number > len(rows):
+        elsewhere = "" if num_untold else "; .to_dict() has everything"
+        lines.append(f"  … and {count(number - len(rows), 'size')} called more rarely{elsewhere}")
     shared, own = max(each.shared_bytes for each in sizes), sum(each.own_bytes for each in sizes)
     objects = sum(each.object_bytes for each in sizes)
     held = [f"{size(shared)} that they have in turn", f"{size(own)} that they hold for themselves"]
