@@ -25,6 +25,7 @@ from millstream.insight import (
     Step,
     analyse,
 )
+from millstream.report.idle import picture as report_picture
 from millstream.report.idle import to_page, to_picture, to_trace
 from millstream.report.idle.drawing import COLOURS
 from tests.insight.virtual import LIBRARY, THREAD, USER, line, serial_recording, with_stall
@@ -481,6 +482,19 @@ def test_picture_is_wellformed_and_has_the_verdict_and_every_long_piece_of_the_m
     colours = Counter(each.get("fill") for each in picture.iter("{http://www.w3.org/2000/svg}rect"))
     assert colours[COLOURS[Cause.PYTHON]] == 1 + len(found.steps) + 2  # legend, bars, its gap and the thread's row
     assert len(to_picture(found)) < len(to_page(found))
+
+
+def test_picture_cuts_no_line_off(monkeypatch):
+    found = analyse(serial_recording(*PLANTED[Cause.PYTHON], steps=STEPS))
+
+    def said():
+        texts = ElementTree.fromstring(to_picture(found)).iter("{http://www.w3.org/2000/svg}text")
+        return [each.text for each in texts if each.get("class") == "say"]
+
+    whole = said()
+    monkeypatch.setattr(report_picture, "_FITS", 60)
+    assert max(map(len, said())) <= 60 < max(map(len, whole))
+    assert " ".join(said()).split() == " ".join(whole).split()
 
 
 def test_what_runs_a_script_is_no_line_of_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from html import escape
 
 from millstream.insight import Findings
@@ -11,6 +12,7 @@ from millstream.report.idle.screen import to_text
 from millstream.report.words import duration
 
 _LINE, _TOP, _BARS, _CHARACTER = 17, 22, 176, 6.6  # pixels
+_FITS = int((WIDTH - 8) / 7.3)  # characters of what is said, in a font of one width
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0, section 2.2
 _STYLE = """
 svg { color: #222 } text { font: 11px sans-serif; fill: currentColor }
@@ -19,12 +21,17 @@ svg { color: #222 } text { font: 11px sans-serif; fill: currentColor }
 """
 
 
+def _fitting(line: str) -> list[str]:
+    """A line in pieces that fit the picture."""
+    return textwrap.wrap(line, _FITS, subsequent_indent="  ", drop_whitespace=False, break_on_hyphens=False)
+
+
 def to_picture(found: Findings) -> str:
     """The report as a picture that needs nothing else."""
     said = [line for line in to_text(found).splitlines() if line.strip()]
     table = next((number for number, line in enumerate(said) if line.lstrip().startswith("cause ")), len(said))
     lines, y = [], _TOP
-    for line in said[: max(table, 1)]:
+    for line in (part for whole in said[: max(table, 1)] for part in _fitting(whole)):
         lines.append(f"<text class='say' xml:space='preserve' x='4' y='{y}'>{_text(line)}</text>")
         y += _LINE
     if found.steps:
