@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from millstream.capture import Step
+from millstream.errors import CaptureError
 from tests.capture.worlds import assert_same, interpret
 
 
@@ -80,3 +81,26 @@ def test_a_cache_too_small_ends_in_eager_mode():
     with pytest.warns(UserWarning, match="creates new state .ones's cache. again and again"):
         for _ in range(25):
             assert captured(torch.zeros(1)).tolist() == [2]
+
+
+@pytest.mark.parametrize("maxsize", [None, 1, 0])
+def test_calls_without_the_cache_serve_numbers_that_change_and_those_with_it_are_named(maxsize):
+    @functools.lru_cache(maxsize=maxsize)
+    def scale(number):
+        return torch.full((1,), 0.5) / (1 + number)
+
+    without = Step(lambda x, number: x * scale.__wrapped__(number), build=interpret, strict=True)
+    for number in range(4):
+        assert_same(without(torch.ones(1), number), torch.full((1,), 0.5) / (1 + number))
+    assert len(without.graphs) <= 2
+    assert scale.cache_info().misses == 0
+
+    def step(x, number):
+        first = x * scale.__wrapped__(number)
+        return first * scale(number)
+
+    with_it = Step(step, build=interpret, strict=True)
+    with_it(torch.ones(1), 0)
+    with pytest.raises(CaptureError, match="scale, which has a cache") as caught:
+        with_it(torch.ones(1), 1)
+    assert caught.value.where == f"{__file__}:{step.__code__.co_firstlineno + 2}"

@@ -1,7 +1,9 @@
 """Each remedy that a fallback names, followed: before, the step falls back with that reason; after, it is captured."""
 
 import contextlib
+import functools
 import hashlib
+import itertools
 import sys
 import types
 import warnings
@@ -644,6 +646,23 @@ def _(w):
     return address, shape
 
 
+@remedy("has a cache, with a number that changes")
+def _(w):
+    @functools.lru_cache
+    def factor(number):
+        return 1 / (1 + number)
+
+    def through_the_cache(x, number):
+        return w.finish(w.model(x).sum() * factor(number))
+
+    def without(x, number):
+        return w.finish(w.model(x).sum() * factor.__wrapped__(number))
+
+    numbers = itertools.count()
+    w.arguments = lambda: (w.x.clone(), next(numbers))
+    return through_the_cache, without
+
+
 ELSEWHERE = (
     "numbers from tensors",  # test_step_refusals.py
     "another thread, and was not free",  # of a deadlock that the user's own lock would make
@@ -671,7 +690,6 @@ ELSEWHERE = (
     "Keep x.resolve_conj()",  # test_step_refusals.py
     "has another shape, dtype or layout",  # test_step_gradients.py
     "is out of date",  # test_step_check.py
-    "has a cache, with a number",  # test_step_values.py
     "cuts, pads or compares text",  # test_effects.py
     "very value",  # test_step_values.py
     "draws from",  # test_step_refusals.py

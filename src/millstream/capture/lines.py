@@ -124,9 +124,9 @@ def last_place(stack_trace: str) -> str:
     return ":".join(found[-1]) if found else ""
 
 
-def here() -> str:
-    """``file:line`` of the user's innermost line."""
-    for filename, line, _ in user_frames():
+def here(*, num_left_out: int = 0) -> str:
+    """``file:line`` of the user's innermost line, or with so many frames left out."""
+    for filename, line, _ in user_frames()[num_left_out:]:
         return f"{filename}:{line}"
     return ""
 

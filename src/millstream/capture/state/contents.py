@@ -36,6 +36,11 @@ def is_element(value: Any) -> bool:
     return module is not None and isinstance(value, module.Element)
 
 
+def without_cache(cache: Any) -> Any:
+    """The function that ``functools.lru_cache`` has wrapped, or that of the method."""
+    return getattr(cache.__wrapped__, "__func__", cache.__wrapped__)
+
+
 class Answers:
     """What a function behind ``functools.lru_cache`` has answered so far; one cache has one object of this kind.
 

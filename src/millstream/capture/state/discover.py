@@ -41,7 +41,7 @@ from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks
 from millstream.capture.effects.registry import PACKAGES
 from millstream.capture.lines import is_ours, is_users, place_of
 from millstream.capture.state.code import NAMESPACES, Reach, attributes_of, names_of, reach_of
-from millstream.capture.state.contents import Answers, is_bytes, is_container, is_element, size_of
+from millstream.capture.state.contents import Answers, is_bytes, is_container, is_element, size_of, without_cache
 from millstream.capture.state.executed import Ran
 from millstream.capture.state.location import (
     MISSING,
@@ -106,7 +106,7 @@ class Found:
     large: Named[Any] = field(default_factory=list)  # likewise of long ones, and arrays as large
     names: set[str] = field(default_factory=set)  # in the code
     told: set[str] = field(default_factory=set)  # those of them that are strings, as in ``hasattr(x, "name")``
-    cached: list[types.FunctionType] = field(default_factory=list)  # behind ``functools.lru_cache``
+    cached: list[Any] = field(default_factory=list)  # what ``functools.lru_cache`` has made of functions
     codes: set[types.CodeType] = field(default_factory=set)  # that were looked into
     functions: dict[int, types.FunctionType] = field(default_factory=dict)  # likewise, by id
     links: list[Entry] = field(default_factory=list)  # the steps on the way, and what each led to
@@ -274,9 +274,9 @@ class _Search:
         elif isinstance(value, functools.cached_property):
             self.visit(name, value.func)
         elif isinstance(value, functools._lru_cache_wrapper):
-            function = getattr(value.__wrapped__, "__func__", value.__wrapped__)  # of a method
+            function = without_cache(value)
             if isinstance(function, types.FunctionType):
-                self.found.cached.append(function)
+                self.found.cached.append(value)
                 self._answered.add(function.__code__)  # its answer may have been kept from an earlier call
             self.visit(name, value.__wrapped__)
             if not isinstance(function, types.FunctionType) or is_users(function.__code__.co_filename):

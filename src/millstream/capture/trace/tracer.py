@@ -49,7 +49,8 @@ from millstream.capture.effects.outputs import outputs_recorded
 from millstream.capture.effects.program import Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.effects.values import Always, Nth, holds_token
-from millstream.capture.lines import caller_of, here, is_asked_by_user, place_of, raise_refusal
+from millstream.capture.lines import caller_of, here, is_asked_by_user, place_of
+from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import discover
 from millstream.capture.state.executed import CodeWatch, Ran, record_module_reads, stand_in
 from millstream.capture.state.lift import TRACING, Lifted, become_fake, check_apart, lift
@@ -81,7 +82,7 @@ from millstream.capture.step.request import (
 )
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch, fits
 from millstream.capture.trace.outputs import check_returned
-from millstream.capture.trace.patches.caches import caches_unfilled
+from millstream.capture.trace.patches.caches import CachesUnfilled
 from millstream.capture.trace.patches.data_parallel import TracedSession
 from millstream.capture.trace.patches.optimizers import (
     is_number,
@@ -211,10 +212,12 @@ class _Tracer:
                 traceable([optimizer for _, optimizer in request.found.optimizers]),
             ):
                 self.snapshot = Snapshot(request.found)
+                cached = request.found.cached
+                self.caches = CachesUnfilled(cached, lambda name: self._report(StateMissing(f"{name}'s cache")))
                 with (
                     record_module_reads(self._on_forward, self.ran),
                     self._optimizers_watched(),
-                    caches_unfilled(request.found.cached, lambda name: self._report(StateMissing(f"{name}'s cache"))),
+                    self.caches if cached else contextlib.nullcontext(),
                 ):
                     self.homes = self._make_homes()
                     inputs = [*state, *self.homes, *numbers, *request.arguments]
@@ -258,7 +261,7 @@ class _Tracer:
             given = put_together(structure, spread_same(structure, self.request.arguments).__next__)
             args, kwargs = given
             self.recorder.given = frozenset(_containers(given))
-            cached = {function.__code__ for function in self.request.found.cached}
+            cached = {without_cache(cache).__code__ for cache in self.request.found.cached}
             with CodeWatch(
                 self.ran,
                 self._on_code,
@@ -320,13 +323,15 @@ class _Tracer:
         """Before code runs that discovery has not seen look at it, too; stop before code that asks an iterator."""
         request = self.request
         known = request.found
-        if any(frame.f_code is function.__code__ for function in known.cached):  # which has no answer yet
+        if self.caches.is_for_cache(frame, known.cached):  # which has no answer yet
             asked = frame.f_locals.values()
             if any(map(is_scalar, asked)):
-                raise_refusal(
-                    self._note_failure,
-                    f"The step calls {frame.f_code.co_name}, which has a cache, with a number that changes.",
-                    "Call what is behind the cache: function.__wrapped__.",
+                self._report(
+                    CaptureError(
+                        f"The step calls {frame.f_code.co_name}, which has a cache, with a number that changes.",
+                        where=here(num_left_out=1),
+                        remedy="Call the function without its cache, as in function.__wrapped__(number).",
+                    )
                 )
             if not any(map(is_type_of_tracing, asked)):  # for which an eager call would bring no answer
                 changed = [change for change in self.snapshot.changes() if _is_count(change)]
