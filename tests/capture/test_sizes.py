@@ -320,6 +320,20 @@ def test_sizes_without_a_plan_of_their_own_are_explained():
 
 
 @torch.no_grad()
+def test_programs_for_one_size_are_explained_by_the_size_that_changes():
+    compiled = ms.compile(nn.Linear(8, 4))
+    for rows in (8, 5, 1):  # of which 8 and 1 have programs for themselves
+        compiled(torch.randn(rows, 8))
+    for rows in (8, 5, 1):
+        assert [each.inputs for each in ms.explain(compiled, size=rows).programs] == [(f"float32 [{rows}, 8]",)]
+    with pytest.raises(ms.ArgumentError, match="has run with size=4"):
+        ms.explain(compiled, size=4)
+    for size in ("a", 8.0, True):
+        with pytest.raises(ms.ArgumentError, match="must be an integer"):
+            ms.explain(compiled, size=size)
+
+
+@torch.no_grad()
 def test_many_sizes_that_come_again_get_executables_later_and_later(monkeypatch):
     monkeypatch.setattr(by_size, "MOST_SIZES", 4)
     monkeypatch.setitem(by_size.OPEN_CALLS, "cpu", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from millstream.engine import AgreedEngine, BySize, Executable
 from millstream.engine.traced import trace_run, why_not_trace
 from millstream.errors import ArgumentError, LoweringError
 from millstream.graph import Role
-from millstream.lower.program import Program
+from millstream.lower.program import Layout, Program
 from millstream.report import Arrivals, CommunicationReport, Explanation, OneSize, ProgramReport
 from millstream.report.sizes import MOST_SIZES
 
@@ -38,11 +39,14 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
     Args:
         compiled: A result of ``ms.compile`` or ``ms.step`` that has been called (a step twice).
         measure: Whether to measure each kernel.
-        size: Of programs that serve many sizes, only those at which a size that changes has this value.
+        size: Only programs at this value of a size that changes, such as the batch's rows. Programs for one size are
+            told by the dimensions in which their inputs differ from those of others; a single one by any dimension.
 
     Raises:
         ArgumentError: It is something else, or no program has been called with that size.
     """
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+        raise ArgumentError(f"size is {size!r}; it must be an integer, such as the number of rows of a batch.")
     compiled = _function_of(compiled)
     if isinstance(compiled, Step):
         notes = [f"Python between graphs, at lines {first} to {last}" for first, last in compiled.regions]
@@ -56,15 +60,15 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
         compiler = _compiled(compiled).compiler
         name, fallbacks = compiler.name, tuple(compiler.fallbacks)
         made = [(one, ()) for graph in compiler.graphs for one in graph.executables]
+    static = None if size is None else _at_one_size([one for one, _ in made], size)
     programs = tuple(
         replace(_report(executable, effects, measure=measure), one_size=one_size)
         for number, (one, effects) in enumerate(made)
         for executable, one_size in _at_sizes(one, number, size)
+        if one_size is not None or static is None or executable in static
     )
     if size is not None and not programs:
-        raise ArgumentError(
-            f"No program of {name} for many sizes has run with size={size}: call it with that size first."
-        )
+        raise ArgumentError(f"No program of {name} has run with size={size}: call it with that size first.")
     communication = () if size is not None else _communications(compiled, measure=measure)
     return Explanation(name, programs, fallbacks, communication)
 
@@ -72,7 +76,7 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
 def _at_sizes(one: Any, number: int, size: int | None) -> Iterator[tuple[Executable, OneSize | None]]:
     """The executables of a program, at all sizes or at those with a given value, and what is known of each."""
     if not isinstance(one, BySize):
-        yield from [(one, None)] if size is None else []
+        yield one, None
         return
     known = one.calls()
     waiting = [(values, calls) for values, calls in one.open_calls() if size is None or size in values]
@@ -88,6 +92,23 @@ def _at_sizes(one: Any, number: int, size: int | None) -> Iterator[tuple[Executa
         yield one.open_at(values), of_size
     if not known and not waiting and size is None:
         yield from ((executable, None) for executable in one)
+
+
+def _at_one_size(made: Sequence[Any], size: int) -> list[Executable]:
+    """Programs for one size that have it where their inputs and those of others differ."""
+    alike: dict[Any, list[tuple[tuple[int, ...], Executable | None]]] = {}
+    for number, one in enumerate(made):
+        for executable, one_size in _at_sizes(one, number, None):
+            shapes = [layout.size for layout in _input_layouts(executable.lowered.program)]
+            key = executable.lowered.phase, *map(len, shapes)
+            static = executable if one_size is None and one is executable else None
+            alike.setdefault(key, []).append((tuple(itertools.chain(*shapes)), static))
+    found = []
+    for group in alike.values():
+        dimensions = [*zip(*(sizes for sizes, _ in group), strict=True)]
+        changing = [len({*values}) > 1 or len(group) == 1 for values in dimensions]
+        found += [static for sizes, static in group if static and size in itertools.compress(sizes, changing)]
+    return found
 
 
 def _report(executable: Executable, effects: Sequence[str] = (), *, measure: bool = False) -> ProgramReport:
@@ -146,11 +167,16 @@ def _communication(engine: AgreedEngine, *, measure: bool) -> CommunicationRepor
 
 
 def _describe_inputs(program: Program) -> Iterator[str]:
+    for layout in _input_layouts(program):
+        yield f"{str(layout.dtype).removeprefix('torch.')} {list(layout.size)}"
+
+
+def _input_layouts(program: Program) -> Iterator[Layout]:
     for name in program.inputs:
         if name is None or program.graph.buffer_of[name].role is not Role.INPUT:
             continue
         if (layout := program.layout(name)) is not None:
-            yield f"{str(layout.dtype).removeprefix('torch.')} {list(layout.size)}"
+            yield layout
 
 
 def executables(compiled: Any) -> list[Executable]:
