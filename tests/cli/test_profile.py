@@ -170,6 +170,16 @@ def test_reports_are_saved_compared_and_held_against_bounds(tmp_path, capsys, mo
     assert "as fast" in compare(report, report)
 
 
+@pytest.mark.parametrize("code", [0, 4])
+def test_without_a_verdict_no_condition_fails_a_script(tmp_path, capsys, monkeypatch, code):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\nsys.exit({code})\n")
+    assert main(["profile", "--fail-if", "idle>20%", "--fail-if", "step<1ms", str(script)]) == code
+    told = capsys.readouterr().err
+    assert "cannot tell whether idle>20%, step<1ms holds: no step was seen" in told
+
+
 def test_bad_options_are_told_before_the_script_runs(tmp_path, capsys):
     script = tmp_path / "s.py"
     script.write_text("print('ran')")

@@ -33,7 +33,7 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
         fail_if: Conditions such as ``idle>20%`` under which a script that succeeds gives ``EXIT_CONDITION``.
 
     Returns:
-        The script's exit code, unless a condition holds.
+        The script's exit code, unless a condition holds; without a verdict none does.
 
     Raises:
         ArgumentError: There is no such script, a condition is none, or a file cannot be written.
@@ -61,6 +61,10 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
     for path in save:
         run.save(path)
         print(f"saved {path}", file=sys.stderr)
+    if conditions and run.findings.why_unreliable:
+        texts = ", ".join(each.text for each in conditions)
+        print(f"millstream: cannot tell whether {texts} holds: {run.findings.why_unreliable}", file=sys.stderr)
+        return code
     broken = [each.text for each in conditions if each.holds(run.to_dict())]
     if broken:
         print(f"millstream: {', '.join(broken)} holds", file=sys.stderr)
