@@ -12,8 +12,8 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Set
-from types import CodeType, TracebackType
+from collections.abc import Callable, Iterable, Mapping, Set
+from types import CodeType, MappingProxyType, TracebackType
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -137,22 +137,31 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def names_are_suggested(function: Callable[P, R]) -> Callable[P, R]:
+def names_are_suggested(
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Have a function without ``**kwargs`` ask, of an argument that it has not, whether another was meant.
 
     Python 3.13 does so itself.
+
+    Args:
+        elsewhere: By names of arguments that others take, a sentence that says where they belong.
     """
-    known = inspect.signature(function).parameters
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in known:
-                told = f"{function.__name__}() got an unexpected keyword argument {name!r}."
-                raise TypeError(told + did_you_mean(name, known))
-        return function(*args, **kwargs)
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = inspect.signature(function).parameters
 
-    return call
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in known:
+                    told = f"{function.__name__}() got an unexpected keyword argument {name!r}."
+                    raise TypeError(told + (f" {elsewhere[name]}" if name in elsewhere else did_you_mean(name, known)))
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 _INNER = {"millstream", "torch", "contextlib", ""}  # code that PyTorch generates is of no module

@@ -589,11 +589,26 @@ def test_a_limit_below_one_batch_is_an_error_in_its_place(make_feed):
         ({"transform": 3}, "transform is 3"),
         ({"transform": 3, "channels_last": True}, "transform is 3"),
         ({"cast": "bfloat16"}, "cast is 'bfloat16'"),
+        ({"pad_last": "x"}, "pad_last is 'x'; it must be True or False"),
+        ({"prefetch": "no"}, "prefetch is 'no'; it must be True or False"),
+        ({"channels_last": 1}, "channels_last is 1; it must be True or False"),
     ],
 )
 def test_options_that_are_none(options, message):
     with pytest.raises(ArgumentError, match=message):
         feed([], "cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        *[(name, "option of the DataLoader") for name in ("batch_size", "num_workers", "prefetch_factor", "shuffle")],
+        *[(name, "A feed needs none") for name in ("pin_memory", "non_blocking")],
+    ],
+)
+def test_options_of_loaders_and_copies_are_sent_where_they_belong(name, told):
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'\. .*{told}"):
+        feed([], "cpu", **{name: 2})
 
 
 def test_a_feed_that_casts_can_be_pickled():

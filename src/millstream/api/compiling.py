@@ -62,7 +62,7 @@ def compile(model: Model, **settings: Unpack[Settings]) -> Model: ...
 def compile(model: None = None, **settings: Unpack[Settings]) -> Callable[[Model], Model]: ...
 
 
-@names_are_suggested
+@names_are_suggested()
 def compile(  # noqa: PLR0913  all but the first by name, each with a default
     model: Callable[..., Any] | None = None,
     *,

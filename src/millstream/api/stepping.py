@@ -34,7 +34,7 @@ def step(fn: Callable[P, R], **settings: Unpack[StepSettings]) -> Step[P, R]: ..
 def step(fn: None = None, **settings: Unpack[StepSettings]) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 
 
-@names_are_suggested
+@names_are_suggested()
 def step(  # noqa: PLR0913  all but the first by name, each with a default
     fn: Callable[..., Any] | None = None,
     *,

@@ -20,7 +20,7 @@ from millstream.data.lengths import Lengths, Value
 from millstream.data.pipeline import IN_STEP, Pipeline
 from millstream.data.profiler import Profiler
 from millstream.data.run import Run
-from millstream.data.shaping import Shaper, make_transform
+from millstream.data.shaping import Shaper, check_switches, make_transform
 from millstream.data.source import Position, Source, begins_in_caller, is_stored
 from millstream.data.stats import Stats
 from millstream.data.together import CHOICES, Together
@@ -33,6 +33,16 @@ from millstream.device import Place, context
 from millstream.errors import ArgumentError, FeedError, names_are_suggested
 
 Device = str | torch.device | Place
+
+
+_OF_LOADERS = "batch_size shuffle sampler batch_sampler num_workers collate_fn drop_last persistent_workers".split()
+_ELSEWHERE = {
+    **dict.fromkeys(_OF_LOADERS, "It is an option of the DataLoader: give it to that."),
+    "prefetch_factor": "It is an option of the DataLoader; depth= is the number of batches that a feed has under way.",
+    "pin_memory": "A feed needs none: it pins the memory that it copies from by itself.",
+    "non_blocking": "A feed needs none: its copies run beside the computation anyway.",
+}
+"""Arguments of PyTorch's DataLoader and ``Tensor.to``, and what a feed says of them."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +67,12 @@ class Options:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}, {meaning}.")
+        check_switches(pad_last=self.pad_last, prefetch=self.prefetch)
         if self.uneven is not None and self.uneven not in CHOICES:
             raise ArgumentError(f"uneven={self.uneven!r} is none of {', '.join(map(repr, CHOICES))}, nor None.")
 
 
-@names_are_suggested
+@names_are_suggested(_ELSEWHERE)
 def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     loader: Iterable[Any],
     device: Device,

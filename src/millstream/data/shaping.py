@@ -162,6 +162,17 @@ def num_valid(batch: Any) -> int | None:
 # --- on the device ---------------------------------------------------------------------------------------------------
 
 
+def check_switches(**given: Any) -> None:
+    """Check options that are on or off.
+
+    Raises:
+        ArgumentError: One of them is something else.
+    """
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name} is {value!r}; it must be True or False.")
+
+
 def make_transform(cast: torch.dtype | None, channels_last: bool, transform: Transform | None) -> Transform | None:
     """One function for all that is done to a batch on the device; ``None`` when that is nothing.
 
@@ -175,6 +186,7 @@ def make_transform(cast: torch.dtype | None, channels_last: bool, transform: Tra
     """
     if cast is not None and not isinstance(cast, torch.dtype):
         raise ArgumentError(f"cast is {cast!r}; it must be a dtype, such as torch.bfloat16.")
+    check_switches(channels_last=channels_last)
     if transform is not None and not callable(transform):
         raise ArgumentError(f"transform is {transform!r}; it must be a function of a batch.")
     if cast is None and not channels_last:
