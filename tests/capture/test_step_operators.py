@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
+import millstream as ms
 from millstream.capture import Step
 from millstream.errors import CaptureError
 from tests.capture.worlds import World, check, interpret
@@ -169,3 +170,25 @@ def test_a_triton_kernel_is_named_as_such():
         Step(step, build=interpret, strict=True)(torch.ones(3))
     assert caught.value.where.startswith(__file__)
     assert "custom_op" in caught.value.remedy
+
+
+SCALE = 2.0
+
+
+@torch.library.triton_op("millstream_tests::expanded", mutates_args=())
+def expanded(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALE
+
+
+def test_what_is_expanded_later_is_noticed_also_by_another_step(monkeypatch, tmp_path):
+    """Also by one that would find the program on disk."""
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("MILLSTREAM_WARM_START", "1")
+    step, other = (ms.step(lambda x: expanded(x) + 1, strict=True) for _ in range(2))
+    x = torch.ones(2)
+    for scale in (2.0, 3.0, 5.0, 2.0):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        assert step(x).tolist() == [scale + 1] * 2
+    assert len(step.graphs) == 3
+    monkeypatch.setitem(globals(), "SCALE", 7.0)
+    assert other(x).tolist() == [8.0] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._library.simple_registry import singleton
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 #: While an object of it lives, modes and subclasses of this thread see no operators.
@@ -29,6 +30,14 @@ def is_composite(operator: Any) -> bool:
     if not torch._C._dispatch_has_kernel(name):  # of TorchScript's alone
         return False
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+
+
+def is_expanded_later(operator: Any) -> bool:
+    """Whether Python of the user's takes the place of an operator when it meets AOT autograd, as of ``triton_op``."""
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace in ("aten", "prims"):
+        return False
+    entry = singleton.get(f"{operator.namespace}::{operator._opname}")
+    return entry is not None and bool(entry.torch_dispatch_rules._data)
 
 
 def find_modes() -> list[Any]:

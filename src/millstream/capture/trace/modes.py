@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream._torch.checkpointing import RandomRecords
 from millstream._torch.hints import current_stream_hint, note_stream_hint
+from millstream._torch.operators import is_expanded_later
 from millstream._torch.tensors import FakeTensor, is_real, is_unknown
 from millstream._torch.tracing import (
     VALUE_NEEDED,
@@ -223,13 +224,21 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         refuse: Told of each refusal, because the user's function may swallow the exception.
         functions: The function mode in force, for the names of what users call.
         randoms: Random results of checkpointed regions.
+        write_numbers_down: Has the graph depend on the user's numbers as they are.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, refuse: Callable[[Exception], None], functions: FunctionWatch, randoms: RandomRecords) -> None:
+    def __init__(
+        self,
+        refuse: Callable[[Exception], None],
+        functions: FunctionWatch,
+        randoms: RandomRecords,
+        write_numbers_down: Callable[[], None],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._refuse = refuse
+        self._write_numbers_down = write_numbers_down
         self._functions = functions
         self._randoms = randoms
         self._graph = graph_being_traced()
@@ -243,6 +252,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # user's may lead to their code.
         if getattr(func, "namespace", "") in _PYTORCHS and all(issubclass(kind, FakeTensor) for kind in types):
             return unwatched(self._dispatch, func, args, kwargs or {})
+        if is_expanded_later(func):  # its Python is called once more, and reads numbers as they are then
+            self._write_numbers_down()
         return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -173,6 +173,7 @@ class _Tracer:
     failure: Exception | None = None
     ran: Ran = field(default_factory=lambda: Ran(attributes={}))
     numbers: list[Any] = field(default_factory=list)
+    users_scalars: list[GraphScalar] = field(default_factory=list)
     looked_at: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
     graded: set[int] = field(default_factory=set)
@@ -279,7 +280,7 @@ class _Tracer:
         def body() -> Sequence[Tensor]:
             functions = FunctionWatch(self._note_failure, watched, self.recorder, self.sizes)
             with (
-                OperatorWatch(self._note_failure, functions, randoms),
+                OperatorWatch(self._note_failure, functions, randoms, self._write_numbers_down),
                 functions,
                 functions.from_numpy_refused(),
                 checkpoints_reuse_randoms(randoms),
@@ -434,11 +435,19 @@ class _Tracer:
         try:
             for index, (place, value, tensor) in enumerate(zip(places, values, tensors, strict=True)):
                 is_users = numbers[index].is_users
-                place.set(GraphScalar(value, tensor, Nth(index), self.questions, is_users=is_users))
+                scalar = GraphScalar(value, tensor, Nth(index), self.questions, is_users=is_users)
+                if is_users:
+                    self.users_scalars.append(scalar)
+                place.set(scalar)
             yield tensors
         finally:
             for place, value in zip(places, values, strict=True):
                 place.set(value)
+
+    def _write_numbers_down(self) -> None:
+        """Let the graph depend on the user's numbers as they are."""
+        for scalar in self.users_scalars:
+            scalar.plain()
 
     def _on_forward(self, module: nn.Module) -> None:
         """Stop at a module that the request does not have."""

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from millstream import errors as millstream_errors
 from millstream._torch.hints import stream_hint_of
+from millstream._torch.operators import is_expanded_later
 from millstream._torch.symbols import NUMBERS, expression_of
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.lower import workarounds
@@ -174,6 +175,8 @@ def _target(target: Any) -> str:
         return target
     if isinstance(target, torch._ops.OpOverload):
         is_own = target.namespace not in ("aten", "prims", "prim", "inductor")
+        if is_own and is_expanded_later(target):
+            raise NotKept(f"the graph has {target} in it, in whose place Python is called")
         return f"{target} {target._schema}" if is_own else str(target)
     if getattr(target, "__module__", None) in _PLAIN_MODULES and hasattr(operator, getattr(target, "__name__", "")):
         return f"{target.__module__}.{target.__name__}"
