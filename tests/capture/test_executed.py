@@ -250,6 +250,30 @@ def test_what_is_read_in_other_ways(way):
         assert step(torch.ones(1)).item() == value
 
 
+IMPORTS = [
+    "import settings; return x * settings.scale",
+    "import settings.inner; return x * settings.inner.scale",
+    "import settings.inner as mine; return x * mine.scales[0]",
+    "from settings import inner; return x * inner.Held.scale",
+    "from . import inner; return x * inner.scale",
+    "from .inner import scale; return x * scale",
+]
+
+
+@pytest.mark.parametrize("way", IMPORTS)
+def test_what_is_read_from_modules_imported_within_the_function(way, monkeypatch):
+    package, inner = types.ModuleType("settings"), types.ModuleType("settings.inner")  # the first is of no file
+    package.inner, package.__path__, inner.__file__ = inner, [], __file__
+    inner.scales, inner.Held = [1.0], type("Held", (), {})
+    for module in (package, inner):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(f"def function(x): {way}", held := {"__name__": "settings.outer", "__package__": "settings"})
+    step = Step(lambda x: held["function"](x), build=interpret, strict=True)
+    for value in (1.0, 2.0, 3.0):
+        package.scale = inner.scale = inner.scales[0] = inner.Held.scale = value
+        assert step(torch.ones(1)).item() == value
+
+
 def test_vmap_with_a_number():
     step = Step(lambda x: torch.func.vmap(lambda row: row * 2.0)(x).sum(), build=interpret)
     with warnings.catch_warnings():

@@ -28,26 +28,31 @@ class Names:
     told: set[str] = field(default_factory=set)  # strings that may be names of attributes
     globals: set[str] = field(default_factory=set)  # ``step`` of ``optimizer.step()`` is none
     stored: set[str] = field(default_factory=set)  # globals that it assigns
-    imported: set[tuple[str, str]] = field(default_factory=set)  # while it runs: absolute names of a module, and in it
+    # while it runs: how many packages up, the module's name from there, and the name in it or nothing
+    imported: set[tuple[int, str, str]] = field(default_factory=set)
     codes: set[CodeType] = field(default_factory=set)
 
 
 @functools.lru_cache(maxsize=65536)
 def names_of(code: CodeType) -> Names:
     """The names in some code."""
-    found, module = Names(all={*code.co_names}, codes={code}), ""
+    found, level, module = Names(all={*code.co_names}, codes={code}), 0, ""
+    loaded: deque[Any] = deque([0, None], maxlen=2)  # what the last two instructions load; an import's level is first
     for item in dis.get_instructions(code):
         operation, name = item.opname, str(item.argval)
         if not _is_method_load(item):
             found.read.add(name)
         if operation == "IMPORT_NAME":
-            module = name
+            level, module = int(loaded[0]), name
+            found.imported.add((level, module, ""))
         elif operation.endswith(("_NAME", "_GLOBAL", "_GLOBALS")):
             found.globals.add(name)
         elif operation == "IMPORT_FROM":
-            found.imported.add((module, name))
+            found.imported.add((level, module, name))
         if operation == "STORE_GLOBAL":
             found.stored.add(name)
+        if operation != "EXTENDED_ARG":
+            loaded.append(item.argval)
     if not _TELLING.isdisjoint(code.co_names):
         found.told = {constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier()}
     for part in (names_of(constant) for constant in code.co_consts if isinstance(constant, CodeType)):

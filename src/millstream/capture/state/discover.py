@@ -16,6 +16,7 @@ found so far. What is missed here shows up while tracing and is added then.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import io
 import operator
@@ -296,7 +297,7 @@ class _Search:
             self.follow(f"{name}.{content}", vars(value), content)
             self._visit_object(name, value)
         elif isinstance(value, types.ModuleType):
-            if is_users(getattr(value, "__file__", None) or "<frozen>"):
+            if _is_users_module(value):
                 self._plain.append(_Plain(name, vars(value)))
                 self.found.namespaces.append((name, vars(value)))
         elif isinstance(value, type):
@@ -338,9 +339,8 @@ class _Search:
         self._read |= names.read
         self._name(names.told)
         self._told |= names.told
-        for module, variable in names.imported:
-            if module in sys.modules and is_users(getattr(sys.modules[module], "__file__", None) or "<frozen>"):
-                self.follow(f"{module}.{variable}", vars(sys.modules[module]), variable)
+        for level, path, variable in sorted(names.imported):
+            self._visit_import("." * level + path, function.__globals__.get("__package__"), variable)
         self.names |= names.all
         for variable in sorted(names.all & names.globals):
             if variable in function.__globals__:
@@ -354,6 +354,20 @@ class _Search:
         wrapped = vars(function).get("__wrapped__")
         if wrapped is not None:
             self.visit(name, wrapped)
+
+    def _visit_import(self, path: str, package: str | None, variable: str) -> None:
+        """Look at a module that code imports while it runs, at the packages that hold it, or at a variable in it."""
+        with suppress(ImportError, ValueError):  # a relative name beyond the package
+            path = importlib.util.resolve_name(path, package)
+        if variable:
+            module = sys.modules.get(path)
+            if module is not None and _is_users_module(module):
+                self.follow(f"{path}.{variable}", vars(module), variable)
+            return
+        while path:
+            if path in sys.modules:
+                self.visit(path, sys.modules[path])
+            path = path.rpartition(".")[0]
 
     def _name(self, names: Iterable[str]) -> None:
         """Take attributes of these names to be read."""
@@ -504,6 +518,15 @@ def defaults_of(kind: type) -> frozenset[str]:
     """Names that ``kind`` gives plain values, which an object of it may override."""
     values = {key: value for base in reversed(kind.__mro__) for key, value in vars(base).items()}
     return frozenset(key for key, value in values.items() if not hasattr(type(value), "__get__"))
+
+
+def _is_users_module(module: types.ModuleType) -> bool:
+    """Whether a module of Python is the user's or a library's of theirs; also one that was made without a file."""
+    held = vars(module)
+    if file := held.get("__file__"):
+        return is_users(file)
+    is_made = type(module) is types.ModuleType and held.get("__spec__") is None
+    return is_made and module.__name__.partition(".")[0] not in {*PACKAGES, *sys.stdlib_module_names, "torch"}
 
 
 def _package_of(value: Any) -> str:
