@@ -1,5 +1,8 @@
 """What a loop gets from a feed is what it gets without one: each kind of source, run plainly and through a feed."""
 
+import contextlib
+import itertools
+import json
 import logging
 import queue
 import random
@@ -338,6 +341,67 @@ def test_a_shuffled_loader_resumes_on_its_permutation(make_feed, after, generato
             assert torch.equal(torch.get_rng_state(), rng)  # what was drawn to skip batches is undone
         rest.append(batch.tolist())
     assert whole[after:] == rest
+
+
+WORKERS = {"inline": {}, "new": {"num_workers": 1}, "kept": {"num_workers": 1, "persistent_workers": True}}
+
+
+@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+@pytest.mark.parametrize(("shuffle", "prefetch"), [(True, True), (True, False), (False, True)])
+def test_a_resumed_epoch_has_its_rows_whichever_workers_are_kept(generator, epoch, shuffle, prefetch):
+    def make(workers):
+        own = torch.Generator().manual_seed(4) if generator else None
+        return DataLoader(TensorDataset(torch.arange(12)), 2, shuffle, generator=own, **WORKERS[workers])
+
+    def rows(batches):
+        return [batch.tolist() for (batch,) in batches]
+
+    for workers in ("kept", "new"):
+        torch.manual_seed(11)
+        loader = make(workers)
+        epochs = [rows(loader) for _ in range(4)]
+        after = torch.get_rng_state()
+        torch.manual_seed(11)
+        fed = feed(make(workers), "cpu", prefetch=prefetch)
+        for _ in range(epoch):
+            list(fed)
+        seen = rows(itertools.islice(fed, 2))
+        state, rng = json.loads(json.dumps(fed.state_dict())), torch.get_rng_state()
+        list(fed)  # its loader has moved on
+        feeds = {into: feed(make(into), "cpu", prefetch=prefetch) for into in WORKERS} | {"same loader": fed}
+        for into, again in feeds.items():
+            torch.manual_seed(12)
+            again.load_state_dict(state)
+            torch.set_rng_state(rng)
+            batches = iter(again)
+            rest = rows([next(batches)])
+            assert torch.equal(torch.get_rng_state(), rng)  # what was drawn to skip batches is undone
+            assert seen + rest + rows(batches) == epochs[epoch], into
+            if into in (workers, "same loader"):
+                assert [rows(again) for _ in range(epoch + 1, 4)] == epochs[epoch + 1 :]
+                assert torch.equal(torch.get_rng_state(), after)
+
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        return iter(range(6))
+
+
+def test_a_warning_tells_that_the_random_numbers_of_kept_workers_are_not_in_a_state():
+    def make():
+        return feed(DataLoader(Rows(), batch_size=2, **WORKERS["kept"]), "cpu")
+
+    fed = make()
+    for epoch in range(2):
+        batches = iter(fed)
+        next(batches)
+        state = fed.state_dict()
+        list(batches)
+        again = make()
+        again.load_state_dict(state)
+        with pytest.warns(FallbackWarning, match="persistent_workers") if epoch else contextlib.nullcontext():
+            assert [batch.tolist() for batch in again] == [[2, 3], [4, 5]]
 
 
 # --- a loader still

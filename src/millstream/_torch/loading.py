@@ -1,11 +1,13 @@
-"""Where a DataLoader waits, and where its workers make a batch. Tried on torch 2.11 and 2.13."""
+"""Where a DataLoader waits, where workers make a batch, and when it draws their seed. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import dataloader
+import torch
+from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import fetch
 
 NEXT: tuple[type, str] = (dataloader._BaseDataLoaderIter, "__next__")
@@ -38,3 +40,40 @@ def item_maker(iterator: Any) -> Callable[..., Any] | None:
         if hasattr(function, "__code__"):
             return function  # type: ignore[no-any-return]
     return None
+
+
+def has_workers(loader: Any) -> bool:
+    """Whether the next pass uses worker processes of one before, and so draws no seed for them."""
+    loader = _unwrap(loader)
+    return (
+        isinstance(loader, DataLoader)
+        and bool(loader.persistent_workers and loader.num_workers)
+        and loader._iterator is not None
+    )
+
+
+def drop_workers(loader: Any) -> None:
+    """End persistent worker processes: the next pass starts new ones, and draws a seed for them."""
+    _unwrap(loader)._iterator = None
+
+
+@contextmanager
+def seed_drawn_aside(loader: Any) -> Iterator[None]:
+    """``iter(loader)`` draws the seed for its workers from a copy of its generator, and moves the latter no further."""
+    loader = _unwrap(loader)
+    if not isinstance(loader, DataLoader):
+        yield
+        return
+    given = loader.generator
+    loader.generator = (torch.default_generator if given is None else given).clone_state()
+    try:
+        yield
+    finally:
+        loader.generator = given
+
+
+def _unwrap(loader: Any) -> Any:
+    """The DataLoader in a loader of accelerate."""
+    while (inner := vars(loader).get("base_dataloader") if hasattr(loader, "__dict__") else None) is not None:
+        loader = inner
+    return loader

@@ -11,22 +11,24 @@ Reading ahead can change what a source yields in three ways, and each is noticed
 
 **Resuming.** The state of the source itself is that of a batch which nobody has seen yet, so the state after each pull
 travels with the batch. A source without a state is asked anew and what had been delivered is dropped; for that the
-generators from which its sampler drew are put back to where they were.
+generators from which its sampler drew are put back to where they were. A DataLoader draws a seed when it starts
+workers, and none in the passes after that with ``persistent_workers``: a resumed pass draws one where the first did.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from millstream._torch.loading import drop_workers, has_workers, seed_drawn_aside
 from millstream.data.generators import DrawWatch, Snapshot, find_own, is_snapshot
 from millstream.data.transfer.refills import RefillWatch, copy_batch
-from millstream.errors import ArgumentError
+from millstream.errors import ArgumentError, warn_user
 
 VERSION = 1
 
@@ -54,6 +56,7 @@ class Position:
         rows: Rows of a full batch, once known.
         rowed: Of each of its leaves, whether it had so many: of a shorter batch these are the ones that are shorter.
         draws: Where the generators stood from which the present pass's sampler drew, if it did.
+        kept_workers: Whether the present pass began with worker processes of one before, and drew no seed for them.
     """
 
     def __init__(self) -> None:
@@ -61,6 +64,7 @@ class Position:
         self.rows: int | None = None
         self.rowed: tuple[bool, ...] | None = None
         self.draws: dict[str, Any] | None = None
+        self.kept_workers = False
         self._loaded: BatchInfo | None = None  # as long as it is the info, nothing was delivered since a state came
 
     @property
@@ -75,7 +79,7 @@ class Position:
 
     def finish(self, loader: Any) -> None:
         """The pass is over: the next one begins at the beginning."""
-        self.draws = None
+        self.draws, self.kept_workers = None, False
         self._go_to(0, take_state(loader) if is_stateful(loader) else None)
 
     def _go_to(self, position: int, source: Any) -> None:
@@ -94,7 +98,7 @@ class Position:
         if not self.position:
             self.rows = self.rowed = None  # batches may be of another size than those of the last pass
         if not is_loaded:
-            self.draws = None
+            self.draws, self.kept_workers = None, False
         source = copy.deepcopy(self.info.source) if is_loaded else None  # a copy: the source may go on with the object
         return self.position, source, self.draws if is_loaded else None
 
@@ -114,6 +118,8 @@ class Position:
             state["rowed"] = list(self.rowed)
         if self.draws is not None and self.position:
             state["generators"] = self.draws
+        if self.kept_workers and self.position:
+            state["kept_workers"] = True
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,6 +135,7 @@ class Position:
         self.rows = state["rows"]
         self.rowed = tuple(state["rowed"]) if "rowed" in state else None
         self.draws = state.get("generators")
+        self.kept_workers = state.get("kept_workers", False)
         self._loaded = self.info
 
 
@@ -141,6 +148,7 @@ def _check(state: Any) -> None:
         or not ("rows" in state and (state["rows"] is None or _is_count(state["rows"])))
         or not isinstance(state.get("rowed", []), list)
         or not is_snapshot(state.get("generators"))
+        or not isinstance(state.get("kept_workers", False), bool)
     ):
         raise ArgumentError(f"This is not the state of a feed (version {VERSION}): {state!r:.200}")
 
@@ -223,15 +231,20 @@ class Source:
     def begin(self) -> None:
         """Make the iterator, resuming if the position says so."""
         loader, position, state = self._loader, self._position, self._state
-        if self._stood is not None and state is None:
+        starting: AbstractContextManager[None] = nullcontext()
+        if state is None and (self._stood is not None or position.kept_workers):
             self._now = Snapshot.take()
-            Snapshot.load(self._stood).restore(find_own(loader))
+            Snapshot.load(self._stood or {}).restore(find_own(loader))
+            starting = self._match_workers()
+        elif not self._skip:
+            position.kept_workers = has_workers(loader)
         self._begun = Snapshot.take(find_own(loader))
         stateful = loader if is_stateful(loader) else None
         if stateful is not None and state is not None:
             stateful.load_state_dict(state)
             self._skip = 0
-        iterator = iter(loader)
+        with starting:
+            iterator = iter(loader)
         self.is_own_iterator = iterator is loader
         if stateful is None and not self.is_own_iterator and is_stateful(iterator):
             stateful = iterator
@@ -246,6 +259,21 @@ class Source:
         if self.is_own_iterator:
             position.forget_loaded()
         self._iterator = iterator
+
+    def _match_workers(self) -> AbstractContextManager[None]:
+        """Have ``iter`` draw a seed for worker processes if the pass that is resumed did."""
+        loader = self._loader
+        if not self._position.kept_workers:
+            if has_workers(loader):
+                drop_workers(loader)
+            return nullcontext()
+        if isinstance(getattr(loader, "dataset", None), IterableDataset):
+            warn_user(
+                "The pass to resume had workers of an earlier one (persistent_workers=True), whose own random numbers "
+                "are not in the feed's state: if the IterableDataset draws any in them, other rows come now. Draw from "
+                "a seed of the epoch there, or use StatefulDataLoader."
+            )
+        return nullcontext() if has_workers(loader) else seed_drawn_aside(loader)
 
     def pull(self, *, waited: bool) -> tuple[Any, BatchInfo]:
         """The next batch to deliver, and what travels with it.
