@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from millstream.data import feed, num_valid
 from millstream.errors import FallbackWarning
-from tests.data.conftest import WAYS, feed_threads
+from tests.data.conftest import WAYS, WITH_WORKER, feed_threads
 
 DRAWS = {
     "torch": lambda: torch.rand(2),
@@ -226,7 +226,53 @@ def test_slices_of_one_tensor_are_not_copied():
         def __iter__(self):
             return iter(data.split(4))
 
-    assert [batch.data_ptr() for batch in feed(Slices(), "cpu")] == [part.data_ptr() for part in data.split(4)]
+    fed, parts = feed(Slices(), "cpu"), data.split(4)
+    first = list(fed)
+    assert all(map(torch.equal, first, parts))
+    assert [batch.data_ptr() for batch in first[4:]] == [part.data_ptr() for part in parts[4:]]
+    assert [batch.data_ptr() for batch in fed] == [part.data_ptr() for part in parts]
+
+
+@WITH_WORKER
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+def test_batches_of_refilled_buffers_may_be_kept(make_feed, num_buffers, draws):
+    class Refilled:
+        def __iter__(self):
+            for batch in refilled(num_buffers, "tensor"):
+                if draws:  # so that it is asked only when the loop waits
+                    torch.rand(())
+                yield batch
+
+    fed = make_feed(Refilled(), 2)
+    for _ in range(2):
+        assert [batch.tolist() for batch in list(fed)] == [[float(i)] * 5 for i in range(30)]
+
+
+def test_without_a_thread_batches_are_the_sources_own_on_the_cpu():
+    buffer = torch.zeros(3)
+    assert all(batch is buffer for batch in feed((buffer for _ in range(4)), "cpu", prefetch=False))
+
+
+@pytest.mark.parametrize(
+    ("make", "keeps_strides"),
+    [
+        (lambda data: data.mT, True),
+        (lambda data: data[:, 1:3], True),
+        (lambda data: data[:1].expand(4, 6), True),
+        (lambda data: data[:0], True),
+        (lambda data: data.flatten().unfold(0, 5, 2), False),
+        (lambda data: data.to_sparse(), False),
+    ],
+    ids=["transposed", "columns", "expanded", "empty", "windows", "sparse"],
+)
+def test_a_copied_batch_is_like_the_sources(make, keeps_strides):
+    data = make(torch.arange(24.0).view(4, 6))
+    (batch,) = feed(iter([data]), "cpu")
+    assert torch.equal(batch.to_dense(), data.to_dense())
+    assert batch is not data
+    if keeps_strides:
+        assert batch.stride() == data.stride()
 
 
 def test_windows_of_one_tensor_that_overlap_arrive_as_they_are():

@@ -246,13 +246,14 @@ class Feed:
         look_ahead = None if worker is not None else int(looks_ahead)
         # Of a list all batches are there, and none is made where another was, nor by any random numbers.
         is_list = type(self.loader) in (list, tuple)
+        # What workers send is in memory of its own; without a thread all is as in the plain loop.
+        may_refill = is_on_cpu and not is_list and look_ahead != 0 and not begins_in_caller(self.loader)
         source = Source(
             self.loader,
             self._position,
             self._draws.begin_pass(may_draw=not is_list),
-            self._refills.begin_pass() if is_on_cpu and not is_list else None,
+            self._refills.begin_pass() if may_refill else None,
             partial(self._shaper.shape, self._position) if self._shaper.is_needed else None,
-            in_step=look_ahead == 0,
         )
         in_step, num_buffers = 0 if is_list else IN_STEP, engine.transfer.num_buffers
         profiler.begin_pass(has_worker=worker is not None)

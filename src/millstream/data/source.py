@@ -6,7 +6,7 @@ Reading ahead can change what a source yields in three ways, and each is noticed
   a loop that draws from them, too. The second pull of a pass, in which the loop waits, tells whether it does. A source
   that begins later is noticed later: a generator that moved during a pull makes the next one wait for the loop again.
 - *Refilled buffers.* Memory that a source yields again is overwritten by its next pull. On the way to a device every
-  batch is staged before; on the CPU batches are copied from when two of them were seen to share memory.
+  batch is staged before; on the CPU batches are copied until it is known that no two share memory, and if they do.
 - *Modes.* Gradients, inference mode and autocast are those of the loop when it asked last.
 
 **Resuming.** The state of the source itself is that of a batch which nobody has seen yet, so the state after each pull
@@ -197,7 +197,6 @@ class Source:
         draws: Notices that it draws random numbers.
         refills: Notices that it refills its buffers, where batches are not copied anyway.
         shape: What is done to each batch, if anything is.
-        in_step: Whether it is asked only when the loop waits, in any case.
 
     Attributes:
         take: Takes the source's present state.
@@ -213,11 +212,9 @@ class Source:
         draws: DrawWatch,
         refills: RefillWatch | None = None,
         shape: Shape | None = None,
-        *,
-        in_step: bool = False,
     ) -> None:
         self._loader, self._position = loader, position
-        self._draws, self._refills, self._shape, self._in_step = draws, refills, shape, in_step
+        self._draws, self._refills, self._shape = draws, refills, shape
         self._skip, self._state, self._stood = position.begin()
         self._count = position.position
         self._iterator: Iterator[Any] | None = None  # what ``iter`` gave; ``None`` before ``begin`` and after ``close``
@@ -331,10 +328,9 @@ class Source:
         """A batch on the CPU that the source's next pull does not overwrite."""
         if refills.refills:
             self.wants_step = self._draws.wants_step
-            return batch if self.wants_step or self._in_step else copy_batch(batch)
-        if refills.look(batch):
+        elif refills.look(batch):
             self.wants_step = True  # until the loop is done with all that was not copied
-        return batch
+        return copy_batch(batch) if refills.copies else batch
 
     def close(self) -> None:
         """Forget the iterator: a DataLoader ends its worker processes when it dies."""

@@ -7,28 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.data.transfer.layout import extent_bytes
+from millstream.data.transfer.layout import extent_bytes, narrow_repeats
 from millstream.tree import as_tensor, tree_flatten
+
+MAX_SPREAD = 4
+"""A tensor that spans more than so many times its own bytes gets other strides when it is copied."""
 
 
 class RefillWatch:
     """Notices a source that yields memory again which it has yielded before, and copies its batches then.
 
-    The first pulls of a pass are remembered as long as it takes for every buffer to come round once; no batch can have
-    been overwritten by then that the loop may still use, since the first two are pulled in step.
+    The first pulls of a pass are remembered as long as it takes for every buffer to come round once. Until that is over
+    for the first time batches are copied, too: the loop may keep them, and when one comes again it is too late.
 
     Args:
         look_back: How many batches may be pulled and not done with.
 
     Attributes:
         refills: Whether it was seen to do so.
+        copies: Whether its batches are to be copied: it refills, or that is not known.
         is_watching: Whether batches are still to be looked at, or copied.
     """
 
     def __init__(self, look_back: int) -> None:
         self._look_back = look_back
         self.refills = False
-        self.is_watching = True
+        self.copies = self.is_watching = True
         self._seen: list[tuple[list[Tensor], list[tuple[int, int]]]] = []  # alive, so that no address means two things
 
     def begin_pass(self) -> RefillWatch:
@@ -44,6 +48,7 @@ class RefillWatch:
         self.refills = any(start < last and first < end for start, end in spans for first, last in before)
         self._seen.append((leaves, spans))
         self.is_watching = self.refills or len(self._seen) <= self._look_back
+        self.copies = self.refills or (self.copies and self.is_watching)
         if self.refills or not self.is_watching:
             self._seen = []
         return self.refills
@@ -67,5 +72,24 @@ def copy_batch(batch: Any) -> Any:
 
 
 def _copy(leaf: Any) -> Any:
-    is_plain = isinstance(leaf, Tensor) and not leaf.requires_grad
-    return leaf.clone() if is_plain else leaf
+    if not isinstance(leaf, Tensor) or leaf.requires_grad:
+        return leaf
+    if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_nested:
+        return leaf.clone()
+    # With the same strides, so that a compiled step serves the batches that are not copied, too.
+    once = narrow_repeats(leaf)
+    if _overlaps(once) or extent_bytes(once.dtype, tuple(once.size()), once.stride()) > MAX_SPREAD * once.nbytes:
+        return leaf.clone()
+    new = torch.empty_strided(once.size(), once.stride(), dtype=once.dtype, device=once.device)
+    return new.copy_(once).expand(leaf.size())
+
+
+def _overlaps(leaf: Tensor) -> bool:
+    """Whether elements may share memory."""
+    end = 0
+    for stride, size in sorted(zip(leaf.stride(), leaf.size(), strict=True)):
+        if size > 1:
+            if stride <= end:
+                return True
+            end += stride * (size - 1)
+    return False
