@@ -257,21 +257,39 @@ IMPORTS = [
     "from settings import inner; return x * inner.Held.scale",
     "from . import inner; return x * inner.scale",
     "from .inner import scale; return x * scale",
+    "import sys; return x * sys.modules['settings'].scale",
+    "import sys; return x * sys.modules['.'.join(['settings', 'inner'])].scale",
+    "import importlib; return x * importlib.import_module('.inner', 'settings').scale",
+    "return x * globals()['scale']",
+    "return x * globals().get('scales')[0]",
+    "return x * (scale if 'scale' in globals() else 1.0)",
 ]
 
 
 @pytest.mark.parametrize("way", IMPORTS)
-def test_what_is_read_from_modules_imported_within_the_function(way, monkeypatch):
+def test_what_is_read_from_modules_that_the_function_finds(way, monkeypatch):
     package, inner = types.ModuleType("settings"), types.ModuleType("settings.inner")  # the first is of no file
     package.inner, package.__path__, inner.__file__ = inner, [], __file__
     inner.scales, inner.Held = [1.0], type("Held", (), {})
     for module in (package, inner):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(f"def function(x): {way}", held := {"__name__": "settings.outer", "__package__": "settings"})
+    held = {"__name__": "settings.outer", "__package__": "settings", "scales": inner.scales}
+    exec(f"def function(x): {way}", held)
     step = Step(lambda x: held["function"](x), build=interpret, strict=True)
     for value in (1.0, 2.0, 3.0):
-        package.scale = inner.scale = inner.scales[0] = inner.Held.scale = value
+        held["scale"] = package.scale = inner.scale = inner.scales[0] = inner.Held.scale = value
         assert step(torch.ones(1)).item() == value
+
+
+COMPUTED = ["globals()['sc' + name]", "globals()[name]", "globals().get(name)", "[*globals().values()][0]", "(lambda: globals())()"]
+
+
+@pytest.mark.parametrize("way", COMPUTED)
+def test_a_global_whose_name_is_computed_is_refused(way):
+    exec(compile(f"def function(x, name='scale'): return x * len([{way}])", "users.py", "exec"), held := {"scale": 1})
+    with pytest.raises(CaptureError, match="a global whose name it computes") as caught:
+        Step(held["function"], build=interpret, strict=True)(torch.ones(1))
+    assert "users.py:1" in str(caught.value)
 
 
 def test_vmap_with_a_number():

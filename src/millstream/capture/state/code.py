@@ -66,8 +66,30 @@ def _is_method_load(item: dis.Instruction) -> bool:
     return item.opname == "LOAD_METHOD" or is_marked
 
 
-_TELLING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__"})
+_TELLING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__", "globals"})
 """Names of what takes the names of attributes as strings."""
+
+
+def finds_modules(names: Names) -> bool:
+    """Whether some code finds modules by ``importlib.import_module`` or ``sys.modules``."""
+    is_listed = "modules" in names.read and ("sys" in names.all or "modules" in names.globals)
+    return is_listed or not names.all.isdisjoint(("import_module", "__import__"))
+
+
+def computes_a_global(frame: FrameType) -> bool:
+    """Whether a frame that is calling ``globals()`` looks there for anything but a name that stands in the code."""
+    items = [item for item in dis.get_instructions(frame.f_code) if item.opname != "EXTENDED_ARG"]
+    before = [item for item in items if item.offset < frame.f_lasti and item.opname not in _CALLING]
+    after, told = [item for item in items if item.offset > frame.f_lasti], "LOAD_CONST"
+    first, second, third = (after * 3)[:3]  # a return may be all there is
+    if first.opname == "CONTAINS_OP":  # "name" in globals()
+        return before[-2].opname != told
+    if first.opname in ("LOAD_METHOD", "LOAD_ATTR"):  # globals().get("name")
+        return first.argval != "get" or second.opname != told or third.opname not in _CALLING
+    return first.opname != told or not second.opname.startswith("BINARY_")  # globals()["name"]
+
+
+_CALLING = frozenset({"PRECALL", "CALL", "PUSH_NULL"})
 
 
 class Reach(IntEnum):

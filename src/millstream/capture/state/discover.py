@@ -27,7 +27,7 @@ import threading
 import types
 import weakref
 from collections import ChainMap, Counter, UserDict, UserList, deque
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,8 +40,8 @@ from torch.optim import SGD, Optimizer
 
 from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
 from millstream.capture.effects.registry import PACKAGES
-from millstream.capture.lines import is_ours, is_users, place_of
-from millstream.capture.state.code import NAMESPACES, Reach, attributes_of, names_of, reach_of
+from millstream.capture.lines import is_ours, is_users, is_users_own, place_of
+from millstream.capture.state.code import NAMESPACES, Reach, attributes_of, finds_modules, names_of, reach_of
 from millstream.capture.state.contents import Answers, is_bytes, is_container, is_element, size_of, without_cache
 from millstream.capture.state.executed import Ran
 from millstream.capture.state.location import (
@@ -341,11 +341,16 @@ class _Search:
         self._told |= names.told
         for level, path, variable in sorted(names.imported):
             self._visit_import("." * level + path, function.__globals__.get("__package__"), variable)
+        if finds_modules(names):
+            for path, module in list(sys.modules.items()):
+                if isinstance(module, types.ModuleType) and _is_users_module(module, is_users_own):
+                    self.visit(path, module)
         self.names |= names.all
-        for variable in sorted(names.all & names.globals):
+        told = names.told if "globals" in names.globals else set()
+        for variable in sorted(told | names.all & names.globals):
             if variable in function.__globals__:
                 self.follow(variable, function.__globals__, variable)
-        for variable in names.stored.difference(function.__globals__):
+        for variable in (told | names.stored).difference(function.__globals__):
             self.found.links.append(Entry(Location(function.__globals__, variable, variable), MISSING))
         for position, default in enumerate(function.__defaults__ or ()):
             self.visit(f"{parent}default[{position}]", default)
@@ -520,11 +525,11 @@ def defaults_of(kind: type) -> frozenset[str]:
     return frozenset(key for key, value in values.items() if not hasattr(type(value), "__get__"))
 
 
-def _is_users_module(module: types.ModuleType) -> bool:
+def _is_users_module(module: types.ModuleType, is_theirs: Callable[[str], bool] = is_users) -> bool:
     """Whether a module of Python is the user's or a library's of theirs; also one that was made without a file."""
     held = vars(module)
     if file := held.get("__file__"):
-        return is_users(file)
+        return is_theirs(file)
     is_made = type(module) is types.ModuleType and held.get("__spec__") is None
     return is_made and module.__name__.partition(".")[0] not in {*PACKAGES, *sys.stdlib_module_names, "torch"}
 

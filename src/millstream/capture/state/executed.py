@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from millstream.capture.lines import is_asked_by_user, is_ours, is_pythons, is_users, is_users_own
-from millstream.capture.state.code import NAMESPACES, Reach, nameable, reach_of
+from millstream.capture.state.code import NAMESPACES, Reach, computes_a_global, nameable, reach_of
 from millstream.heap import objects_of_types
 
 T = TypeVar("T")
@@ -160,6 +160,8 @@ class CodeWatch:
             if code not in self._met or code in self._again:
                 self._note(frame)
         elif event == "c_call":
+            if arg is globals and computes_a_global(frame) and is_users_own(frame.f_code.co_filename):
+                self._on_impure(frame, "a global whose name it computes", False)
             if arg.__name__ in _NAMES:
                 self._note_impure(frame, arg)
             if id(arg.__self__) in self._opaque() and arg.__name__ not in _BALANCED:
