@@ -41,7 +41,7 @@ from torch.optim import SGD, Optimizer
 from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
 from millstream.capture.effects.registry import PACKAGES
 from millstream.capture.lines import is_ours, is_users, is_users_own, place_of
-from millstream.capture.state.code import NAMESPACES, Reach, attributes_of, finds_modules, names_of, reach_of
+from millstream.capture.state.code import NAMESPACES, Names, Reach, attributes_of, finds_modules, names_of, reach_of
 from millstream.capture.state.contents import Answers, is_bytes, is_container, is_element, size_of, without_cache
 from millstream.capture.state.executed import Ran
 from millstream.capture.state.location import (
@@ -339,12 +339,7 @@ class _Search:
         self._read |= names.read
         self._name(names.told)
         self._told |= names.told
-        for level, path, variable in sorted(names.imported):
-            self._visit_import("." * level + path, function.__globals__.get("__package__"), variable)
-        if finds_modules(names):
-            for path, module in list(sys.modules.items()):
-                if isinstance(module, types.ModuleType) and _is_users_module(module, is_users_own):
-                    self.visit(path, module)
+        self._visit_imports(names, function.__globals__.get("__package__"))
         self.names |= names.all
         told = names.told if "globals" in names.globals else set()
         for variable in sorted(told | names.all & names.globals):
@@ -359,6 +354,15 @@ class _Search:
         wrapped = vars(function).get("__wrapped__")
         if wrapped is not None:
             self.visit(name, wrapped)
+
+    def _visit_imports(self, names: Names, package: str | None) -> None:
+        """Look at modules that code imports while it runs, or finds: those of the user's own."""
+        for level, path, variable in sorted(names.imported):
+            self._visit_import("." * level + path, package, variable)
+        if finds_modules(names):
+            for path, module in list(sys.modules.items()):
+                if isinstance(module, types.ModuleType) and _is_users_module(module, is_users_own):
+                    self.visit(path, module)
 
     def _visit_import(self, path: str, package: str | None, variable: str) -> None:
         """Look at a module that code imports while it runs, at the packages that hold it, or at a variable in it."""
