@@ -584,6 +584,55 @@ def test_an_interrupt_at_any_moment_does_not_lock_a_feed(make_feed, when, monkey
     assert interrupt_everywhere(run, "/threading.py", "/data/worker.py", "/data/run.py", "/data/feeding.py")
 
 
+@pytest.mark.parametrize("make_feed", WAYS, indirect=True)
+def test_after_an_interrupt_in_next_an_iterator_goes_on_in_the_next_pass(make_feed, monkeypatch):
+    """In batches that are pulled in step, in a later one, and where there is no more."""
+    monkeypatch.setattr(importlib.import_module("millstream.data.run"), "JOIN_S", 0.1)  # for a lock that Ctrl-C has met
+
+    class Counting:
+        """Unlike a generator, an iterator of one's own goes on after an interrupt."""
+
+        def __init__(self):
+            self.numbers = iter(range(5))
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return torch.tensor(float(next(self.numbers)))
+
+    def run(interrupter, num_before):
+        fed, got, errors = make_feed(Counting(), transform=torch.neg), [], []
+        passing = iter(fed)
+        before = [-int(next(passing)) for _ in range(num_before)]
+
+        def go_on():
+            try:
+                got.extend(-number for number in values(fed))
+            except BaseException as error:  # noqa: BLE001 - in a thread nobody would see it
+                errors.append(error)
+
+        with contextlib.suppress(KeyboardInterrupt, StopIteration):
+            before.append(-int(interrupter.run(lambda: next(passing))))
+        assert num_before == 5 or fed.state_dict()["position"] == len(before)
+        other = threading.Thread(target=go_on, daemon=True)
+        other.start()
+        other.join(20)
+        assert not other.is_alive(), interrupter.where
+        assert not errors, (interrupter.where, errors)
+        # Without a worker the batch that was being made may be lost, as in a plain loop.
+        expected = list(range(5))
+        is_lost = make_feed.inline and before + got != expected
+        del expected[len(before) : len(before) + is_lost]
+        assert before + got == expected, interrupter.where
+        fed.close()
+
+    names = "run.py", "feeding.py", "pipeline.py", "source.py", "generators.py", "transfer/base.py"
+    files = [f"/data/{name}" for name in names]
+    for num_before in (0, 1, 3, 5):
+        assert interrupt_everywhere(lambda interrupter, n=num_before: run(interrupter, n), *files)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_neither_hangs_nor_feeds_from_the_parents_pass():
     done = run_python(

@@ -80,11 +80,18 @@ class Pipeline:
         self.asked = self.pulled = self.staged = self.sent = 0
         self.is_over = self.is_closed = self.stays_in_step = False
         self._depth, self._look_ahead, self._in_step = depth, look_ahead, in_step
+        self._num_buffers = num_buffers
         self._room = num_buffers  # no more batches can be sent; perhaps fewer, if the user holds some of a pass before
         self._keeps_source = False  # whether the batch that is staged needs the source's memory until it is sent
         self.max_bytes = max_bytes
         self._sizes: deque[int] = deque()  # bytes of the batches from ``_first`` on; only if they are bounded
         self._first = 0
+
+    def anew(self) -> Pipeline:
+        """One like this, at the beginning."""
+        anew = Pipeline(self._depth, self.max_bytes, self._look_ahead, self._in_step, self._num_buffers)
+        anew.stays_in_step = self.stays_in_step
+        return anew
 
     # --- events ------------------------------------------------------------------------------------------------------
 

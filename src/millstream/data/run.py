@@ -13,7 +13,8 @@ threads would only take the interpreter's lock from each other. Without a worker
 carries out the same instructions itself.
 
 After Ctrl-C in ``next`` the pass is over, and the position is that of the batch handed out last. A loader that is an
-iterator itself goes on in the next pass with what was pulled from it.
+iterator itself goes on in the next pass with what was pulled from it; without a worker nobody can tell how far that
+had come, so it is dropped, and the iterator is asked anew.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import contextvars
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,14 +87,13 @@ class Run:
         self._source, self._transfer, self._pipeline = source, transfer, pipeline
         self._worker, self._profiler = worker, profiler
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # ``None``: no more will come
+        self._open_queue()
         self._begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._modes = NEW_THREAD  # the loop's, when it asked last
         self._thread_modes = ThreadModes()
         self._context = contextvars.copy_context()
         self._pulled: Item | None = None
         self._staged: Item | None = None
-        self._next: Item | None = None  # there, and not handed out when it was asked for last; the consumer's
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None  # of that error, as it was when it arose
         self._stopped = Flag()
@@ -105,6 +106,7 @@ class Run:
         self._is_submitted = False  # to the worker
         self._waits = True  # who leaves, until it was tried
         self._has_asked = False  # for a batch that has not come
+        self._is_torn = False  # without a worker: the consumer makes a batch, or an interrupt came while it did
         self.num_forks = Forks.count
         self.has_ended = False  # the consumer has got everything, and there was no error
         self.is_left = False  # nothing more will be handed out
@@ -153,7 +155,27 @@ class Run:
 
     def join_stream(self) -> None:
         """The consumer's present stream is the pass's."""
+        if self._is_torn:
+            self._start_over()
         self._transfer.begin_pass(self._stopped, partial(self._inbox.put, Message.FREED))
+
+    def _open_queue(self) -> None:
+        self._ready: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # ``None``: no more will come
+        # The one that the consumer took last; it is the next until it is handed out. Compiled code moves it there: an
+        # interrupt between taking and keeping it would lose it, and the worker waits until the consumer asks again.
+        self._taken: deque[Item | None] = deque(maxlen=1)
+        self._take = map(self._taken.append, iter(self._ready.get, object()))
+
+    def _start_over(self) -> None:
+        """Forget what was under way when an interrupt came, but the source."""
+        self._finish_staging()
+        self._pulled = self._staged = self._error = self._traceback = None
+        self._has_asked = False
+        self._inbox = queue.SimpleQueue()
+        self._open_queue()
+        self._pipeline = self._pipeline.anew()
+        self._transfer.end_pass()
+        self._is_torn = False  # not before: another interrupt may come
 
     # --- carrying out instructions -----------------------------------------------------------------------------------
 
@@ -226,11 +248,11 @@ class Run:
                 return self._pull(left)
             return self._stage(left) if left[0] is Do.STAGE else self._send(left)
         except BaseException as error:
+            if not isinstance(error, Exception) and self._worker is None:
+                raise  # it is the consumer's at once, not its next pass's
             self._fail(error)
             self._pipeline.take_back(left)
             self._pipeline.end(left[0])
-            if not isinstance(error, Exception) and self._worker is None:
-                raise
             return False
 
     def _pull(self, left: Sequence[Do]) -> bool:
@@ -320,16 +342,16 @@ class Run:
         """
         if self.num_forks != Forks.count:
             raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
-        transfer, profiler, item = self._transfer, self._profiler, self._next
+        transfer, profiler, taken, item = self._transfer, self._profiler, self._taken, None
         asked_ns = time.perf_counter_ns()
         try:
+            self._is_torn = self._worker is None
             self._modes = NEW_THREAD if self._worker is None else read_modes()
-            if item is None or item.pending is None:
-                item = self._next = self._wait_for_item(asked_ns) if self._ready.empty() else self._ready.get()
-                if item is None:
-                    self._raise_end()
-                if not self._has_asked and (item.times is not None or profiler.is_open):
-                    profiler.ask(transfer.mark, asked_ns, due=item.times is not None)
+            if not taken or ((item := taken[0]) is not None and item.pending is None):
+                self._take_next(asked_ns)
+            if (item := taken[0]) is None:
+                self._raise_end()
+            assert item.pending is not None
             try:
                 item.batch = transfer.deliver(item.pending)
             except StopIteration as error:
@@ -343,23 +365,39 @@ class Run:
                 self._has_asked = False
             else:  # not before: the feed's thread would take the interpreter's lock away meanwhile
                 self._inbox.put(Message.ASKED)
+            self._is_torn = False
             return item
         except BaseException as error:
             # Memory that is short may be there when this batch, which is still the next, is asked for again.
             is_kept = item is not None and isinstance(error, torch.OutOfMemoryError)
-            if not (is_kept or isinstance(error, NotNowError)):
+            if is_kept or isinstance(error, NotNowError):
+                self._is_torn = False
+            else:
                 self.leave(forever=isinstance(error, Exception))
             raise
         finally:
-            del self, item  # an error's traceback must not lead back to the error
+            del self, item, taken  # an error's traceback must not lead back to the error
 
-    def _wait_for_item(self, asked_ns: int) -> Item | None:
+    def _take_next(self, asked_ns: int) -> None:
+        item = None
+        try:
+            if self._ready.empty():
+                self._wait_for_item(asked_ns)
+                return
+            next(self._take)
+            item, profiler = self._taken[0], self._profiler
+            if item is not None and not self._has_asked and (item.times is not None or profiler.is_open):
+                profiler.ask(self._transfer.mark, asked_ns, due=item.times is not None)
+        finally:
+            del self, item
+
+    def _wait_for_item(self, asked_ns: int) -> None:
         transfer, item, is_inline = self._transfer, None, self._worker is None
         try:
             transfer.ask()
             if not self._has_asked:
-                self._has_asked = True
                 self._inbox.put(Message.ASKED)
+                self._has_asked = True  # not before: after an interrupt the worker had better be asked twice than never
             due = True  # whether the coming step may be measured: of a batch that is not there yet, nobody knows
             if is_inline:
                 item = self._staged or self._pulled
@@ -370,7 +408,7 @@ class Run:
             if is_inline or self._inside:
                 with transfer.spare_captures:
                     self._carry_out() if is_inline else self._send_what_waits()
-            return self._ready.get()
+            next(self._take)
         finally:
             del self, item
 
@@ -425,12 +463,15 @@ class Run:
 
     def _leave_source(self) -> None:
         """Forget the iterator: a DataLoader ends its worker processes when that dies. Whoever asks the source."""
-        for item in (self._pulled, self._staged):
-            if item is not None and item.pending is not None:
-                self._transfer.finish(item.pending)
+        self._finish_staging()
         self._pulled = self._staged = None
         self._source.close()
         self._over.set()
+
+    def _finish_staging(self) -> None:
+        for item in (self._pulled, self._staged):
+            if item is not None and item.pending is not None:
+                self._transfer.finish(item.pending)
 
     def _end(self) -> None:
         """Drop what was not handed out, once the consumer has left and nobody is inside the source; once."""
@@ -450,7 +491,7 @@ class Run:
             while True:
                 self._ready.get_nowait()
         self._ready.put(None)  # the same
-        self._next = None
+        self._taken.append(None)  # in place of a batch
         self._error = self._traceback = None  # which nobody has asked for leads to the source, and to its workers
         self._profiler.close()
         self._transfer.end_pass()
