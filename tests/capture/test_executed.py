@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import functools
+import string
 import sys
 import types
 import warnings
@@ -238,11 +239,53 @@ def by_one_of_two_closures():
     return model, lambda value: setattr(worlds[1], "scale", value)
 
 
-OTHERS = [by_attribute_of_a_function, by_cache, by_thread, past_the_module, by_hook, by_one_of_two_closures]
+def by_kept_method():
+    table, row = {"a": 1.0}, [1.0]
+    get, item = table.get, row.__getitem__
+    return (lambda x: x * get("a") * item(0) ** 0), functools.partial(table.__setitem__, "a")
+
+
+def by_views():
+    table = {"a": 1.0}
+    values, proxy = table.values(), types.MappingProxyType(table)
+    return (lambda x: x * sum(values) * proxy["a"] / sum(values)), functools.partial(table.__setitem__, "a")
+
+
+def by_dispatch():
+    @functools.singledispatch
+    def ask(key):
+        return 1.0
+
+    return (lambda x: x * ask(1)), lambda value: ask.register(int, lambda key: value)
+
+
+def by_template():
+    template = string.Template("1")
+    return (lambda x: x * float(template.template)), lambda value: setattr(template, "template", str(value))
+
+
+def by_arguments_of_the_process():
+    return (lambda x: x * float(sys.argv[-1])), lambda value: sys.argv.__setitem__(-1, str(value))
+
+
+OTHERS = [
+    by_attribute_of_a_function,
+    by_cache,
+    by_thread,
+    past_the_module,
+    by_hook,
+    by_one_of_two_closures,
+    by_kept_method,
+    by_views,
+    by_dispatch,
+    by_template,
+    by_arguments_of_the_process,
+]
 
 
 @pytest.mark.parametrize("way", OTHERS)
-def test_what_is_read_in_other_ways(way):
+def test_what_is_read_in_other_ways(way, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
     function, change = way()
     step = Step(lambda x: function(x), build=interpret, strict=True)
     for value in (1.0, 2.0, 3.0):

@@ -16,6 +16,7 @@ found so far. What is missed here shows up while tracing and is added then.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import inspect
 import io
@@ -66,7 +67,7 @@ _OF_PYTHON = frozenset(
     multiprocessing.synchronize.Event weakref.WeakKeyDictionary weakref.WeakValueDictionary _weakrefset.WeakSet
     configparser.RawConfigParser configparser.SectionProxy email.message.Message contextlib._BaseExitStack
     graphlib.TopologicalSorter hmac.HMAC asyncio.locks.Lock asyncio.locks.Condition logging.LoggerAdapter
-    xml.etree.ElementTree.ElementTree xml.dom.Node
+    xml.etree.ElementTree.ElementTree xml.dom.Node string.Template
     """.split()
 )
 """Classes of Python's library that are looked into as a user's own: what their methods read and change counts."""
@@ -225,8 +226,8 @@ class _Search:
         """Look at ``value``, once."""
         if isinstance(value, Tensor):
             self.found.references[id(value)] += 1
-        if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, GENERATORS):
-            value = value.__self__  # as in ``from random import random``
+        if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, _BOUND):
+            value = value.__self__  # as in ``from random import random`` and ``get = table.get``
         if isinstance(value, (Generator, *_LOCKS)) or type(value).__module__ in _OPAQUE:
             self.found.opaque.setdefault(id(value), (name, value))
             return
@@ -284,6 +285,10 @@ class _Search:
                 self._visit_container(f"{name}()", Answers(value))
         elif isinstance(value, tuple | frozenset) or is_container(value):
             self._visit_container(name, value)
+        elif isinstance(value, _VIEWS):
+            for held in gc.get_referents(value):
+                if isinstance(held, dict) and "__module__" not in held:  # of a class, which is met by itself
+                    self.visit(name, held)
         elif isinstance(value, ContextVar):
             self.follow(f"{name}.get()", ContextValue.of(value), "value")
         elif isinstance(value, weakref.ref):  # and no link, which would keep it alive
@@ -359,6 +364,8 @@ class _Search:
         """Look at modules that code imports while it runs, or finds: those of the user's own."""
         for level, path, variable in sorted(names.imported):
             self._visit_import("." * level + path, package, variable)
+        if "argv" in names.read and "sys" in names.all:
+            self.follow("sys.argv", vars(sys), "argv")
         if finds_modules(names):
             for path, module in list(sys.modules.items()):
                 if isinstance(module, types.ModuleType) and _is_users_module(module, is_users_own):
@@ -390,6 +397,7 @@ class _Search:
                 if isinstance(cell.cell_contents, (types.FunctionType, types.MethodType, functools.partial)):
                     self.visit(name, cell.cell_contents)
         self.visit(name, vars(function).get("__wrapped__"))
+        self.visit(f"{name}.registry", vars(function).get("registry"))  # of ``functools.singledispatch``
 
     def _visit_container(self, name: str, value: Any) -> None:
         if isinstance(value, dict) and is_users(_file_of(type(value))):
@@ -469,8 +477,14 @@ class _Search:
                     self._unread.append((f"{prefix}.{attribute}", vars(module), attribute))
 
 
+_VIEWS = (*map(type, ({}.keys(), {}.values(), {}.items())), types.MappingProxyType)
+"""Kinds of views of a dict."""
+
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 """Kinds of random generators whose numbers a graph would not draw again."""
+
+_BOUND = (*GENERATORS, dict, list, set, deque)
+"""Kinds of objects to which methods in C that are kept lead."""
 
 _VISITED = ("torch.optim.lr_scheduler", "torch.distributions")
 """Modules of PyTorch's whose objects users look into; modules and optimizers apart."""

@@ -217,12 +217,16 @@ class CodeWatch:
         return any(owner is each for each in objects_of_types([type(owner)]))  # or ``gc.freeze()`` hides it
 
     def _is_asked_again(self, code: CodeType) -> bool:
-        return code is _ENVIRONMENT or code in self._always
+        return code is _ENVIRONMENT or code in _SETTINGS or code in self._always
 
     def _note(self, frame: FrameType) -> None:
         code = frame.f_code
         if code is _ENVIRONMENT and frame.f_locals.get("self") is os.environ:
             self._note_variable(frame)
+        if code in _SETTINGS and threading.get_ident() == self._thread:
+            asking = _beyond_library(frame) if code in _LISTING else frame.f_back
+            if asking is not None and is_users_own(asking.f_code.co_filename):
+                self._on_impure(asking, _SETTINGS[code], False)
         if code is _SAVE and threading.get_ident() == self._thread and frame.f_back is not None:
             self._on_impure(frame.f_back, "a file", True)
         waiting, is_new = self._functions.get(id(code), []), id(code) not in self._met or code in self._always
@@ -264,6 +268,7 @@ IMPURE: dict[Any, str] = {
     **dict.fromkeys((datetime.date.today, os.times), "a clock"),
     **dict.fromkeys((open, os.open, os.listdir, os.scandir, os.stat, input), "a file"),
     os.urandom: "the system's randomness",
+    torch.get_num_threads: "torch.get_num_threads()",
 }
 """Functions in C that give something else each time, and what they read."""
 
@@ -316,6 +321,17 @@ def _writer_kinds() -> set[type]:
 _SAVE = torch.save.__code__
 
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
+
+_LISTING = {
+    getattr(type(os.environ), name).__code__: "which environment variables there are"
+    for name in ("__iter__", "__len__")
+}
+
+_SETTINGS = _LISTING | {
+    getattr(torch, name).__code__: f"torch.{name}()"
+    for name in ("are_deterministic_algorithms_enabled", "get_float32_matmul_precision", "initial_seed")
+}
+"""Code that gives settings which no guard compares, and what it reads; asked by the user's own code itself."""
 
 
 def _beyond_library(frame: FrameType | None) -> FrameType | None:
