@@ -509,7 +509,10 @@ def test_a_profiler_is_left_alone():
             scaled(torch.ones(1))
     finally:
         profiler.disable()
-    assert ran.codes is None
+    if sys.version_info >= (3, 12):  # where it is no profiler by sys.setprofile, so that there is room for both
+        assert scaled.__code__ in ran.codes
+    else:
+        assert ran.codes is None
     assert any("scaled" in str(entry.code) for entry in profiler.getstats())
 
 
