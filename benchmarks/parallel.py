@@ -450,6 +450,17 @@ def build_hand_graph(problem: Training, batches: list[Any]) -> tuple[Call, Train
     return call, side
 
 
+def join_group(kind: str) -> torch.device:
+    """Become one of the processes that torchrun has started; returns this one's device."""
+    if kind == "cpu":
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
+    return device
+
+
 def main() -> None:
     cases = {case.name: case for case in CASES}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -461,13 +472,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     prepare_torch()
-    rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
-    else:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+    device = join_group(options.device)
     answer = measure(cases[options.case], options.sides.split(","), device, options.rounds, tiny=options.tiny)
     if answer is not None:
         print(json.dumps(answer), flush=True)

@@ -14,7 +14,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import millstream as ms
 from benchmarks.harness import prepare_torch
 from benchmarks.networks import Transformer
+from benchmarks.parallel import join_group
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 
 VOCABULARY, ROWS, MULTIPLE = 1000, 8, 64
@@ -89,12 +89,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     prepare_torch()
-    rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=300))
+    device = join_group(options.device)
+    rank = dist.get_rank()
     choice, generator = random.Random(rank), torch.Generator().manual_seed(rank)
     lengths = [MULTIPLE * -(-choice.randint(1, 512) // MULTIPLE) for _ in range(options.steps)]
     data = [torch.randint(VOCABULARY, (ROWS, each + 1), generator=generator).to(device) for each in lengths]
