@@ -36,7 +36,7 @@ def is_expanded_later(operator: Any) -> bool:
     """Whether Python of the user's takes the place of an operator when it meets AOT autograd, as of ``triton_op``."""
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace in ("aten", "prims"):
         return False
-    entry = singleton.get(f"{operator.namespace}::{operator._opname}")
+    entry = singleton._data.get(f"{operator.namespace}::{operator._opname}")  # ``find`` would make one
     return entry is not None and bool(entry.torch_dispatch_rules._data)
 
 
