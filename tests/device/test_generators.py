@@ -152,3 +152,22 @@ def test_what_is_captured_draws_from_the_given_generator_or_in_an_exchange():
     with generators._DrawFrom(given, exchanged):
         torch.native_dropout(torch.ones(3), 0.5, True)
     assert len(entered) == 1
+
+
+@pytest.mark.parametrize(
+    ("is_taken", "without", "kind"), [(True, "", "Exchange"), (True, "pytorch#176752", "Aside"), (False, "", "Aside")]
+)
+def test_states_are_exchanged_where_pytorch_needs_it_unless_switched_off(default, monkeypatch, is_taken, without, kind):
+    monkeypatch.setattr(generators, "_IS_TAKEN_AWAY", is_taken)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setenv("MILLSTREAM_WITHOUT", without)
+    graph, own = Graph(default), default.state
+    aside = generators.aside(graph)
+    assert type(aside).__name__ == kind
+    with aside.begin():
+        graph.capture_begin()
+    assert default.state.is_capturing == (kind == "Aside")  # then a draw of any thread is PyTorch's error
+    graph.capture_end()
+    aside.end()
+    assert default.state is own
+    default.draw()

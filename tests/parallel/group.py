@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 DEADLINE = 60.0
-"""Seconds that a check may take: longer with more than four processes, by as much, and twice as long on GPUs."""
+"""Seconds that a check may take; with more than four processes, longer by as much."""
 
 TIMEOUT = timedelta(seconds=40)
 """After which a process that waits for another gives up."""
@@ -31,7 +31,7 @@ class Group:
     def __init__(self, size, backend="gloo", **environment):
         self.backend, self._environment = backend, environment
         self.size, self._processes, self._answers = size, [], queue.Queue()
-        self._deadline = DEADLINE * max(1, size / 4) * (2 if backend == "nccl" else 1)
+        self._deadline = DEADLINE * max(1, size / 4)
 
     def run(self, check, *args):
         """Run a function of a module of checks in all processes, and return what each of them returns."""

@@ -6,10 +6,12 @@ can be exchanged. So all threads get another state for that time, which goes on 
 draws from the generator's own, which every graph reads when it is replayed.
 
 Private APIs, tried on torch 2.11; later versions need nothing of this.
+``MILLSTREAM_WITHOUT=pytorch#176752`` switches it off.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -18,12 +20,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+ISSUE = "pytorch#176752"
 _IS_TAKEN_AWAY = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 
 def aside(graph: torch.cuda.CUDAGraph) -> Aside:
     """How to capture a graph on the current device without taking its default generator away from other threads."""
-    return Exchange(graph) if _IS_TAKEN_AWAY and isinstance(graph, torch.cuda.CUDAGraph) else Aside()
+    is_wanted = _IS_TAKEN_AWAY and ISSUE not in os.environ.get("MILLSTREAM_WITHOUT", "")
+    return Exchange(graph) if is_wanted and isinstance(graph, torch.cuda.CUDAGraph) else Aside()
 
 
 class Aside:
