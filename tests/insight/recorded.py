@@ -93,6 +93,8 @@ def read(path):
             return stacks[value]
         if name == "others":
             return tuple((ran, stacks[number]) for ran, number in value)
+        if name == "held_ns":
+            return tuple(value)
         if name == "site":
             return None if value is None else sites[value]
         return ENUMS[name](value) if name in ENUMS else value

@@ -1,13 +1,14 @@
 """Causes against an oracle that looks at every nanosecond; ``MILLSTREAM_FUZZ=10000`` tries so many recordings."""
 
 import itertools
+import math
 import os
 import random
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millstream.insight import Asleep, Cause, Severity, analyse
@@ -116,12 +117,19 @@ def test_sleep_between_short_steps_is_no_computing_though_other_threads_spin():
     assert "a lock" in to_text(analyse(untold)).splitlines()[1]
 
 
-@settings(max_examples=20)
-@given(st.integers(100, 1500), st.integers(300, 500), st.integers(0, 1 << 30))  # shorter than any time between looks
-def test_python_too_short_to_be_interrupted_is_told_of_and_is_not_healthy(python, compute, seed):
-    found = analyse(interrupted(python, compute, random.Random(seed), num_looks=2000))
+@settings(max_examples=40)
+@given(st.integers(100, 4900), st.integers(50, 12_000), st.integers(2000, 20_000), st.integers(0, 1 << 30))
+@example(4000, 4000, 4000, 0)  # looks as far apart as steps, or half of that, or twice
+@example(3000, 5000, 4000, 1)
+@example(500, 1500, 4000, 2)
+@example(4900, 50, 2000, 3)
+@example(3000, 3000, 10_000, 4)
+def test_python_too_short_to_be_interrupted_is_told_of_and_is_not_healthy(python, compute, interval, seed):
+    found = analyse(interrupted(python, compute, random.Random(seed), num_looks=1000, interval_us=interval))
     share = max(python - 200, 0) / (python + compute)
-    assert found.unseen_python == pytest.approx(share, abs=0.1)
+    num_planned = sum(len(each.held_ns) for each in found.recording.samples)
+    chance = 5 * math.sqrt(share * (1 - share) / num_planned)
+    assert found.unseen_python == pytest.approx(share, abs=chance + 5 / num_planned)
     assert found.severity is (Severity.NOT_SURE if found.unseen_python >= 0.1 else Severity.HEALTHY)
     text = to_text(found)
     assert ("too short to be looked into" in text) == (found.unseen_python >= 0.05)

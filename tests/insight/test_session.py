@@ -175,7 +175,7 @@ def test_sampler_forgets_threads_that_are_gone_and_sees_the_main_thread_among_ma
         threads = [threading.Thread(target=hold.wait) for _ in range(20)]
         for thread in threads:
             thread.start()
-        look = sampler._look(-1, 0, 0, 0)
+        look = sampler._look(-1, 0, 0, (0,))
         assert len(look.threads) == MAX_THREADS
         assert mine in {each.ident for each in look.threads}
         hold.set()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from millstream.insight import Activity, Asleep, Cause, Launch, Recording, Sample, Site, Span, Step, StreamWait
 from millstream.insight.records import State
+from millstream.trace.agenda import Agenda
 
 THREAD = 7
 USER = "/home/user/train.py"
@@ -234,19 +235,18 @@ def looked_at(loop, dice, *, num_looks, mean_us, spins):
     return Recording(end_ns=1000 * latest, thread=THREAD, steps=steps, samples=tuple(samples)), truth
 
 
-def interrupted(python, compute, dice, *, num_looks):
+def interrupted(python, compute, dice, *, num_looks, interval_us=4000, look_us=50):
     """A loop of Python and then an operator, of so many µs: a look that is planned in Python comes when it is over."""
     length, samples, latest = python + compute, [], 0
     stack = (Site("/x/torch/nn/linear.py", 1, "forward"), *line(8))
+    agenda = Agenda(0, 1000 * interval_us, dice)
     for _ in range(num_looks):
-        due = latest + dice.randint(2000, 6000)
-        held = max(python - due % length, 0)
-        now = due + held
-        ran = 1000 * (now - latest)
+        agenda.skip_to(1000 * (latest + look_us))
+        due = agenda.due_ns // 1000
+        now = due + max(python - due % length, 0)
+        held, ran = agenda.take(1000 * now), 1000 * (now - latest)
         samples.append(
-            Sample(
-                THREAD, 1000 * latest, 1000 * now, stack, ran, 1000 * held, None, ran, (), 0, Asleep.AWAKE, 1000 * held
-            )
+            Sample(THREAD, 1000 * latest, 1000 * now, stack, ran, held[0], None, ran, (), 0, Asleep.AWAKE, held)
         )
         latest = now
     steps = tuple(Step(1000 * at, 1000 * (at + length)) for at in range(0, latest - length, length))

@@ -343,21 +343,22 @@ def unseen_python(recording: Recording, start_ns: int, end_ns: int) -> float:
     """In what part of a window Python code ran in pieces too short to be interrupted, which count as operators.
 
     A look that comes late because the interpreter was held, and finds the thread in an operator, was planned while
-    Python code ran, or another library's that keeps the interpreter. Looks are planned at any time, so their share is
-    that of the time.
+    Python code ran, or another library's that keeps the interpreter; so were all that were planned until it was made.
+    Looks are planned at any time, whatever the program does, so the share of these is that of the time: of ``n`` of
+    them, within a standard deviation of ``sqrt(share * (1 - share) / n)`` or less.
     """
     seen = _Covered([span for _, _, span in spans_of(recording)])
     looks = [each for each in recording.samples if each.thread == recording.thread and start_ns <= each.end_ns < end_ns]
-    late = [
-        each
+    num_late = sum(
+        held_ns >= _HELD_NS
+        and Span(each.thread, each.end_ns - held_ns, each.end_ns - held_ns, Cause.PYTHON) not in seen
         for each in looks
-        if each.held_ns >= _HELD_NS
-        and not each.in_bytecode
+        if not each.in_bytecode
         and sum(ran for ran, _ in each.others) < _HOLDS * (each.end_ns - each.start_ns)
         and _running_state(each, recording.switch_ns) is State.COMPUTE
-        and Span(each.thread, each.end_ns - each.held_ns, each.end_ns - each.held_ns, Cause.PYTHON) not in seen
-    ]
-    return len(late) / len(looks) if looks else 0.0
+        for held_ns in each.held_ns
+    )
+    return num_late / max(sum(len(each.held_ns) for each in looks), 1)
 
 
 def compute_activities(recording: Recording) -> tuple[Activity, ...]:

@@ -90,7 +90,8 @@ class Sample:
         others: For each other Python thread that ran meanwhile, how long and where.
         ready_ns: Time that it was ready and no processor was free; ``None`` where the system does not say.
         asleep: Whether it slept when it was looked at; ``None`` where the system does not say.
-        held_ns: How long somebody held the interpreter from the planned moment on; 0 where that is not known.
+        held_ns: How long somebody held the interpreter from the planned moment on, and from each later one that was
+            planned for a look, too, and came meanwhile; 0 where that is not known.
     """
 
     thread: int
@@ -104,7 +105,7 @@ class Sample:
     others: tuple[tuple[int, Stack], ...] = ()
     ready_ns: int | None = None
     asleep: Asleep | None = None
-    held_ns: int = 0
+    held_ns: tuple[int, ...] = (0,)
 
 
 class ActivityKind(StrEnum):

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from millstream.insight import Asleep, Sample, Site
+from millstream.trace.agenda import Agenda
 from millstream.trace.frames import RawStack, is_between_instructions, key_of, sites_of, take_stack
 
 HERTZ, NUM_FIRST = 250, 5_000
@@ -50,11 +51,15 @@ class ThreadLook(NamedTuple):
 
 
 class Look(NamedTuple):
-    """All threads at one moment, ``late_ns`` after it was planned; of that the interpreter was held for ``held_ns``."""
+    """All threads at one moment, ``late_ns`` after it was planned.
+
+    ``held_ns`` says how long somebody held the interpreter from that moment on, and from each later one that was
+    planned for a look, too, and came meanwhile.
+    """
 
     at_ns: int
     late_ns: int
-    held_ns: int
+    held_ns: tuple[int, ...]
     process_ns: int
     threads: tuple[ThreadLook, ...]
 
@@ -104,15 +109,16 @@ class Sampler:
     def _run(self) -> None:
         usual_ns, num_looks = FIRST_NS, 0
         mine, began_ns = threading.get_ident(), time.thread_time_ns()
-        due = time.perf_counter_ns()
+        agenda = Agenda(time.perf_counter_ns(), usual_ns)
         while not self._stopped.is_set():
             begin, waited_ns = time.perf_counter_ns(), self._ready_ns(mine)
-            if due > begin:
-                time.sleep((due - begin) / 1e9)
+            agenda.skip_to(begin)
+            if agenda.due_ns > begin:
+                time.sleep((agenda.due_ns - begin) / 1e9)
             now, before_ns = time.perf_counter_ns(), time.thread_time_ns()
-            own_ns = self._ready_ns(mine) - waited_ns + WAKING_NS  # for a processor
-            held_ns = max(now - due - own_ns, 0) if due > begin and waited_ns >= 0 else 0
-            self.looks.append(self._look(mine, now, now - due, held_ns))
+            late_ns, own_ns = now - agenda.due_ns, self._ready_ns(mine) - waited_ns + WAKING_NS  # for a processor
+            held_ns = agenda.take(now - own_ns if waited_ns >= 0 else 0)
+            self.looks.append(self._look(mine, now, late_ns, held_ns))
             num_looks += 1
             if self.is_hurried:
                 self.hurried_ns += time.thread_time_ns() - before_ns
@@ -122,12 +128,10 @@ class Sampler:
                 usual_ns = max(1_000_000_000 // hertz, round(price_ns / MOST_SHARE))
             if self._on_look is not None:
                 self._on_look()
-            interval_ns = 1_000_000_000 // HERTZ if self.is_hurried else usual_ns
-            over = time.perf_counter_ns()
-            due = due + interval_ns if due + interval_ns > over else over + interval_ns
+            agenda.interval_ns = 1_000_000_000 // HERTZ if self.is_hurried else usual_ns
         self.busy_ns = time.thread_time_ns() - began_ns
 
-    def _look(self, mine: int, now: int, late_ns: int, held_ns: int) -> Look:
+    def _look(self, mine: int, now: int, late_ns: int, held_ns: tuple[int, ...]) -> Look:
         frames = sys._current_frames()
         frames.pop(mine, None)
         if len(frames) > MAX_THREADS:
