@@ -94,8 +94,18 @@ def multiply_by_zero():
         torch.testing.assert_close(results, weighted(x), rtol=0, atol=0, equal_nan=True)
 
 
+def reorder_loops_of_several_updates():
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode
+
+    outer, inner = (ForeachKernelSchedulerNode.__new__(ForeachKernelSchedulerNode) for _ in range(2))
+    outer.snodes, inner.snodes = [inner], []
+    with lowering():
+        assert not outer.reorder_loops_by_dep_pair(None, None)
+
+
 SHOWN_BY = {
     "pytorch#167313": lambda: test_patterns.test_what_is_added_is_scaled("product first"),
+    "pytorch#176591": reorder_loops_of_several_updates,
     "pytorch#180848": sum_what_was_pooled,
     "pytorch#183988": shuffle,
     "pytorch#184232": view_a_part,
@@ -146,7 +156,15 @@ def test_pytorch_does_without(issue, monkeypatch):
             SHOWN_BY[issue]()
 
 
-PROGRAMS = [shuffle, sum_what_was_pooled, view_a_part, multiply_by_zero, train_complex_parameters, unpool_channels_last]
+PROGRAMS = [
+    reorder_loops_of_several_updates,
+    shuffle,
+    sum_what_was_pooled,
+    view_a_part,
+    multiply_by_zero,
+    train_complex_parameters,
+    unpool_channels_last,
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -51,10 +51,7 @@ def describe_failure(error: Exception) -> Failure:
 
 
 def other_tries(error: Exception) -> tuple[dict[str, Any], ...]:
-    """Options of Inductor's to try with in turn after it has failed: they leave out what it was about.
-
-    PyTorch 2.11 asserts while it reorders the loops of a kernel that updates several parameters at once.
-    """
+    """Options of Inductor's to try with in turn after it has failed: they leave out what it was about."""
     if isinstance(error, MillstreamError):
         return ()
     if _passes(error, _PASSES):

@@ -16,6 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from millstream.lower.workarounds import (
     pytorch_167313,
+    pytorch_176591,
     pytorch_180848,
     pytorch_183988,
     pytorch_184232,
@@ -36,6 +37,7 @@ __all__ = ["WORKAROUNDS", "JointPasses", "Workaround", "decompose", "lowering", 
 
 WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_167313.WORKAROUND,
+    pytorch_176591.WORKAROUND,
     pytorch_180848.WORKAROUND,
     pytorch_183988.WORKAROUND,
     pytorch_184232.WORKAROUND,
