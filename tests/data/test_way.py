@@ -1,6 +1,7 @@
 """How far somebody has to go who follows one batch through the library."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -52,3 +53,33 @@ def test_batches_that_look_alike_are_described_once(virtual_feed, monkeypatch, m
     fed, _ = virtual_feed([make() for _ in range(6)], 2, "eager")
     assert len(list(fed)) == 6
     assert len(described) == 1
+
+
+class Inbox:
+    """What the loop puts into a run's inbox, on its way there."""
+
+    def __init__(self, inbox):
+        self.inbox, self.seen = inbox, []
+        self.empty, self.get = inbox.empty, inbox.get
+
+    def put(self, message):
+        self.seen.append(message)
+        self.inbox.put(message)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["held until the next", "dropped before"])
+def test_next_wakes_the_thread_only_where_the_drop_of_a_batch_does_not(virtual_feed, keeps):
+    fed, _ = virtual_feed([[torch.ones(8)]] * 12, 2, "eager")
+    passing = iter(fed)
+    batch = next(passing)
+    run = passing._run
+    run._inbox = inbox = Inbox(run._inbox)
+    for _ in range(6):
+        if not keeps:
+            del batch
+        until = time.monotonic() + 10
+        while (run._ready.empty() or run._pipeline.waits_for_memory is not keeps) and time.monotonic() < until:
+            time.sleep(0)  # for the thread to do what it can
+        inbox.seen.clear()
+        batch = next(passing)
+        assert bool(inbox.seen) is not keeps

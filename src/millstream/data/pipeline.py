@@ -47,6 +47,7 @@ class Message(Enum):
     ASKED = auto()  #: the consumer asks for the next batch, and so is done with the one before
     FREED = auto()  #: memory for a batch came back
     CLOSED = auto()  #: the consumer has left
+    LOOK = auto()  #: nothing by itself; whoever sleeps is to see what was noted
 
 
 class Pipeline:
@@ -67,6 +68,7 @@ class Pipeline:
         is_over: Whether nothing more will be pulled.
         is_closed: Whether nothing more is wanted.
         stays_in_step: Whether only what is waited for is pulled from now on.
+        waits_for_memory: Whether a batch is staged that can be sent when memory comes back, which a message tells.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Pipeline:
         num_buffers: float = math.inf,
     ) -> None:
         self.asked = self.pulled = self.staged = self.sent = 0
-        self.is_over = self.is_closed = self.stays_in_step = False
+        self.is_over = self.is_closed = self.stays_in_step = self.waits_for_memory = False
         self._depth, self._look_ahead, self._in_step = depth, look_ahead, in_step
         self._num_buffers = num_buffers
         self._room = num_buffers  # no more batches can be sent; perhaps fewer, if the user holds some of a pass before
@@ -102,7 +104,7 @@ class Pipeline:
                 self.asked += 1
             elif message is Message.FREED:
                 self._room += 1
-            else:
+            elif message is Message.CLOSED:
                 self.is_closed = True
         todo: list[Do] = []
         while True:
@@ -127,6 +129,7 @@ class Pipeline:
                 todo.append(Do.END)
             else:
                 todo.append(Do.WAIT)
+            self.waits_for_memory = self.staged > self.sent and self._room <= 0
             return todo
 
     def pulled_bytes(self, num_bytes: int) -> None:

@@ -87,6 +87,7 @@ class Run:
         self._source, self._transfer, self._pipeline = source, transfer, pipeline
         self._worker, self._profiler = worker, profiler
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._notes: deque[Message] = deque()  # messages for a thread that wakes up anyway
         self._open_queue()
         self._begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._modes = NEW_THREAD  # the loop's, when it asked last
@@ -172,6 +173,7 @@ class Run:
         self._pulled = self._staged = self._error = self._traceback = None
         self._has_asked = False
         self._inbox = queue.SimpleQueue()
+        self._notes.clear()
         self._open_queue()
         self._pipeline = self._pipeline.anew()
         self._transfer.end_pass()
@@ -220,18 +222,21 @@ class Run:
 
     def _carry_out(self) -> None:
         """Do what the pipeline says; without a worker, until there is something to hand out."""
-        pipeline, inbox, is_inline = self._pipeline, self._inbox, self._worker is None
+        pipeline, inbox, notes, is_inline = self._pipeline, self._inbox, self._notes, self._worker is None
         messages: list[Message] = []
         while True:
             while not inbox.empty():
                 messages.append(inbox.get())
+            while notes:
+                messages.append(notes.popleft())
             todo = pipeline.next(messages)
             messages = []
             for i, do in enumerate(todo):
                 if do is Do.WAIT:
                     if is_inline and pipeline.sent >= pipeline.asked:
                         return
-                    messages.append(inbox.get())
+                    if not notes:  # looked at last: what is noted after this sees that the thread is to be woken
+                        messages.append(inbox.get())
                     break
                 if do is Do.END:
                     if is_inline:
@@ -352,10 +357,7 @@ class Run:
             if (item := taken[0]) is None:
                 self._raise_end()
             assert item.pending is not None
-            try:
-                item.batch = transfer.deliver(item.pending)
-            except StopIteration as error:
-                raise never_the_end(error) from error
+            item.batch = self._deliver(item.pending)
             if item.info.num_valid is not None:
                 set_num_valid(item.batch, item.info.num_valid)
             profiler.num_batches += 1
@@ -364,7 +366,11 @@ class Run:
             if self._has_asked:
                 self._has_asked = False
             else:  # not before: the feed's thread would take the interpreter's lock away meanwhile
-                self._inbox.put(Message.ASKED)
+                self._notes.append(Message.ASKED)
+                # To wake it costs as much as all else. Where it waits for memory, it wakes up when the loop drops the
+                # batch before, as a rule at once.
+                if not self._pipeline.waits_for_memory:
+                    self._inbox.put(Message.LOOK)
             self._is_torn = False
             return item
         except BaseException as error:
@@ -377,6 +383,12 @@ class Run:
             raise
         finally:
             del self, item, taken  # an error's traceback must not lead back to the error
+
+    def _deliver(self, pending: PendingBatch) -> Any:
+        try:
+            return self._transfer.deliver(pending)
+        except StopIteration as error:  # of what a user has registered
+            raise never_the_end(error) from error
 
     def _take_next(self, asked_ns: int) -> None:
         item = None
