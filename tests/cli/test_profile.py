@@ -58,7 +58,7 @@ def test_output_random_numbers_and_exit_code_are_the_scripts(run):
     plain, profiled = run(body, plain=True, **options), run(body, **options)
     assert profiled.stdout == plain.stdout
     assert profiled.returncode == plain.returncode == 7
-    assert "of a step" in profiled.stderr
+    assert "profiling cost" in profiled.stderr
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_output_random_numbers_and_exit_code_are_the_scripts(run):
         ("train(5)\nraise ValueError('broken')", 1, "ValueError: broken"),
         ("train(5)\nraise KeyboardInterrupt", 130, "KeyboardInterrupt"),
         ("train(5)\nsys.exit('no more')", 1, "no more"),
-        ("train(5)\nsys.exit(-1)", 255, "of a step"),
+        ("train(5)\nsys.exit(-1)", 255, "profiling cost"),
         ("print('nothing')", 0, "no step was seen"),
         ("train(1)", 0, "too few"),
-        ("import threading\nthreading.Thread(target=train, args=(8,)).start()", 0, "of a step"),
+        ("import threading\nthreading.Thread(target=train, args=(8,)).start()", 0, "profiling cost"),
         (
             "from concurrent.futures import ThreadPoolExecutor as E\ne = E(1)\ne.submit(train, 8).result()",
             0,
-            "of a step",
+            "profiling cost",
         ),
         ("syntax error", 1, "SyntaxError"),
     ],
@@ -87,42 +87,79 @@ def test_however_it_ends_there_is_a_report(body, code, said, tmp_path, capsys, m
     assert main(["profile", str(script)]) == code
     told = capsys.readouterr().err
     assert said in told
-    assert "of a step" in told or "No verdict" in told
+    assert "profiling cost" in told or "No verdict" in told
     assert "millstream/cli/running.py" not in told  # a traceback begins in the script
     assert (sys.argv, sys.path) == before
 
 
-def test_forked_child_reports_nothing(run):
+def test_forked_child_reports_nothing_unless_it_profiles_itself(run):
     done = run(
         """
         import os
+        import millstream as ms
         train(5)
         child = os.fork()
         if child == 0:
-            train(3)
-            print("child")
+            with ms.profile() as p:
+                train(6)
+            print("child", len(p.findings.recording.steps))
             sys.exit(5)
         print("child gave", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         """
     )
     assert done.returncode == 0
-    assert sorted(done.stdout.split("\n")) == ["", "child", "child gave 5"]
-    assert done.stderr.count("of a step") == 1
+    assert sorted(done.stdout.split("\n")) == ["", "child 5", "child gave 5"]
+    assert done.stderr.count("profiling cost") == 1
 
 
-def test_other_profiler_of_the_script_works_as_ever(tmp_path, capsys, monkeypatch):
+SCHEDULE = "schedule=torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=2)"
+
+
+@pytest.mark.parametrize(
+    ("body", "out"),
+    [
+        (
+            f"""
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], {SCHEDULE}) as profiler:
+                for _ in range(9):
+                    train(1)
+                    profiler.step()
+            print(any("addmm" in event.key for event in profiler.key_averages()))
+            """,
+            "True",
+        ),
+        (
+            """
+            import cProfile
+            with cProfile.Profile() as profiler:
+                train(5)
+            print(any(entry.code is train.__code__ for entry in profiler.getstats()))
+            """,
+            "True",
+        ),
+        (
+            """
+            import millstream as ms
+            @ms.profile
+            def short():
+                train(5)
+            short()
+            with ms.profile() as p:
+                short()
+            print(len(p.findings.recording.steps))
+            """,
+            "4",
+        ),
+    ],
+)
+def test_other_profiler_of_the_script_works_as_ever(body, out, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     script = tmp_path / "script.py"
-    body = """
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            train(5)
-        print(any("addmm" in event.key for event in profiler.key_averages()))
-        """
     script.write_text(textwrap.dedent(STEPS) + textwrap.dedent(body))
     assert main(["profile", str(script)]) == 0
     told = capsys.readouterr()
-    assert told.out == "True\n"
-    assert "of a step" in told.err
+    assert told.out == f"{out}\n"
+    assert "profiling cost" in told.err
 
 
 def test_interrupt_from_outside_is_the_scripts_and_reported(tmp_path):
@@ -145,7 +182,7 @@ def test_interrupt_from_outside_is_the_scripts_and_reported(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "of a step" in told
+    assert "profiling cost" in told
 
 
 def test_reports_are_saved_compared_and_held_against_bounds(tmp_path, capsys, monkeypatch):

@@ -89,12 +89,32 @@ def test_patch_of_somebody_else_made_meanwhile_stays():
         torch.save = before
 
 
-def test_profile_within_a_profile_is_refused_and_the_outer_goes_on():
+def test_profile_within_a_profile_reports_its_own_time():
+    before = look()
     with ms.profile() as outer:
-        with pytest.raises(ArgumentError, match="profiled already"), ms.profile():
-            pass
         train()
-    assert outer.findings.recording.steps
+        with ms.profile() as inner:
+            train()
+        between = look()
+        train()
+    assert look() == before != between
+    outer, inner = outer.findings.recording, inner.findings.recording
+    assert (len(outer.steps), len(inner.steps)) == (17, 5)
+    assert outer.steps[6:11] == inner.steps
+    assert all(inner.start_ns <= each.end_ns <= inner.end_ns for each in (*inner.spans, *inner.samples))
+    assert [loader.num_batches for loader in (*outer.loaders, *inner.loaders)] == [18, 6]
+
+
+def test_profiles_of_two_threads_may_overlap():
+    before = look()
+    first, second = ms.profile(), ms.profile()
+    with first:
+        second.__enter__()
+    train()
+    second.__exit__(None, None, None)
+    assert look() == before
+    assert not first.findings.recording.has_steps
+    assert len(second.findings.recording.steps) == 5
 
 
 def test_profile_is_read_after_it_is_over(tmp_path):
@@ -114,13 +134,22 @@ def test_decorated_function_returns_its_result_and_is_reported(capsys):
         return steps
 
     assert work(2) == 2
-    assert "of a step" in capsys.readouterr().err
+    assert "profiling cost" in capsys.readouterr().err
 
 
 def test_saved_profile_is_written_when_it_is_over(tmp_path):
     with ms.profile(save=tmp_path / "run.html"):
         train()
     assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
+
+
+def test_two_optimizers_that_take_turns_make_one_step():
+    one, other = (torch.optim.SGD([torch.zeros(1, requires_grad=True)]) for _ in range(2))
+    with ms.profile() as run:
+        for _ in range(10):
+            one.step()
+            other.step()
+    assert len(run.findings.recording.steps) == 9
 
 
 def test_loop_without_optimizer_is_counted_by_batches():
@@ -156,7 +185,7 @@ def test_event_of_another_thread_that_comes_late_does_no_harm(monkeypatch):
     session.start()
     gc.collect()
     gc.collect()
-    log = session._log
+    log = session._watch.log
     original = frames.sites_of
 
     def sites_of(stack):

@@ -26,7 +26,7 @@ from millstream.insight import (
     analyse,
 )
 from millstream.report.idle import picture as report_picture
-from millstream.report.idle import to_page, to_picture, to_trace
+from millstream.report.idle import to_page, to_picture, to_text, to_trace
 from millstream.report.idle.drawing import COLOURS
 from tests.insight.virtual import LIBRARY, THREAD, USER, line, serial_recording, with_stall
 
@@ -506,3 +506,15 @@ def test_what_runs_a_script_is_no_line_of_it():
     assert not recording.knows_line((runner, starter))
     module = Site(f"{LIBRARY}pkg/train.py", 8, "main")
     assert recording.user_site((module, Site("<frozen runpy>", 88, "_run_code"), runner)) == module
+
+
+@pytest.mark.parametrize(("num_looks", "num_hooked", "is_told"), [(4, 0, False), (5, 0, True), (0, 6, True)])
+def test_run_too_short_for_looks_has_no_verdict_unless_hooks_tell(num_looks, num_hooked, is_told):
+    steps = tuple(Step(at * MS, (at + 1) * MS) for at in range(12))
+    looks = tuple(Sample(THREAD, at * MS, (at + 1) * MS, line(5), MS, 0, True) for at in range(11 - num_looks, 11))
+    spans = tuple(Span(THREAD, at * MS, (at + 1) * MS, Cause.IN_PROCESS, line(6)) for at in range(12)[-num_hooked:])
+    spans = spans if num_hooked else ()
+    found = analyse(Recording(thread=THREAD, end_ns=12 * MS, steps=steps, samples=looks, spans=spans))
+    assert (found.severity is not Severity.UNRELIABLE) == is_told
+    assert ("too short to be looked into (4 looks)" in to_text(found)) == (not is_told)
+    assert ("does not compute" in to_text(found)) == is_told

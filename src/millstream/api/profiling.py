@@ -112,15 +112,17 @@ def profile(function: Callable[P, R] | None = None, *, save: str | Path | None =
         @ms.profile
         def train(): ...
 
-    From the command line, of any script: ``millstream profile train.py``. Without a GPU, the device is the CPU itself:
-    what does not compute is idle. The code that runs is not changed: its results and random numbers are the same.
+    From the command line, of any script: ``millstream profile train.py``. A profile within another one, as in a script
+    under that command, reports its own time; on a GPU, the outer one alone has the device's side. Without a GPU, the
+    device is the CPU itself: what does not compute is idle. The code that runs is not changed: its results and random
+    numbers are the same.
 
     Args:
         function: What to profile, where it is used as a decorator.
         save: A file to write the report into, as ``Profile.save`` does.
 
     Raises:
-        ArgumentError: ``save`` has another suffix. On entering: this process is being profiled already.
+        ArgumentError: ``save`` has another suffix.
     """
     if save is not None:
         check_writable(save)

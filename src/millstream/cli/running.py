@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
 from millstream.errors import ArgumentError
@@ -44,8 +45,8 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
         else:
             sys.path[0:1] = [os.path.dirname(os.path.realpath(target))]  # noqa: PTH120 - as Python does
             module = ModuleType("__main__")
-            module.__file__ = target
-            module.__dict__["__builtins__"] = __builtins__
+            module.__file__, module.__loader__ = target, SourceFileLoader("__main__", target)
+            vars(module).update(__builtins__=__builtins__, __annotations__={}, __cached__=None)
             sys.modules["__main__"] = module
             exec(compile(source, target, "exec"), vars(module))  # noqa: S102 - the user's own script, as Python runs it
         _join_threads()

@@ -12,6 +12,7 @@ from typing import Any
 from millstream.insight.causes import EXPOSED, REMEDY_FREE, Cause
 from millstream.insight.gaps import Slice, attribute, exposed_ns
 from millstream.insight.host import compute_activities, spans_of, unseen_python
+from millstream.insight.intervals import intersect, total
 from millstream.insight.looking import without_looking
 from millstream.insight.records import Activity, ActivityKind, Loader, Note, Recording, Site, Span, Step
 from millstream.insight.replay import recoverable_ns
@@ -27,6 +28,8 @@ WHOLE_RUN = frozenset((Cause.IO, Cause.GC, Cause.COMPILE, Cause.ALLOCATOR, Cause
 """Causes that hooks see in the whole run, whatever window the device's profiler had."""
 DATA = (Cause.DATA_WAIT, Cause.IN_PROCESS)
 LEAST_STEPS = 3
+LEAST_LOOKS = 5
+"""Into the steps, on a CPU: what takes half of the time is missed by so many once in thirty runs."""
 MAX_WARM_UP = 10
 
 
@@ -269,7 +272,18 @@ def _why_unreliable(recording: Recording, steps: Sequence[Step]) -> str:
         return f"{len(recording.steps)} steps are too few to tell them from their warm-up"
     if not recording.is_complete:
         return recording.caveats[0] if recording.caveats else "the recording is not complete"
-    return "" if recording.is_synchronous else _why_launches_do_not_match(recording)
+    return _why_too_few_looks(recording, steps) if recording.is_synchronous else _why_launches_do_not_match(recording)
+
+
+def _why_too_few_looks(recording: Recording, steps: Sequence[Step]) -> str:
+    """Whether looks are to tell of more than hooks do, and are too few for that."""
+    start, end = steps[0].start_ns, steps[-1].end_ns
+    looks = sum(each.thread == recording.thread and start < each.end_ns <= end for each in recording.samples)
+    hooked = total(intersect([(begin, over) for begin, over, _ in spans_of(recording)], [(start, end)]))
+    if looks >= LEAST_LOOKS or 2 * hooked >= end - start:
+        return ""
+    length = f"{len(steps)} steps in {(end - start) / 1e6:.3g} ms"
+    return f"{length} are too short to be looked into ({looks} looks): let it run for a second or more"
 
 
 def _why_launches_do_not_match(recording: Recording) -> str:

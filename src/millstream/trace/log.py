@@ -37,9 +37,13 @@ class Log:
     breaks: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=1000))
     num_events: int = 0
 
-    def settled(self) -> Log:
-        """A copy to be read: another thread may still be about to write its last event."""
-        deques = {name: getattr(self, name).copy() for name in ("spans", "marks", "batches", "breaks")}
+    def between(self, start_ns: int, end_ns: int) -> Log:
+        """A copy of what ended within some time, to be read: other threads may go on to write."""
+        when = {"spans": 2, "marks": 1, "batches": 1, "breaks": 0}
+        deques = {
+            name: deque(event for event in getattr(self, name).copy() if start_ns <= event[at] <= end_ns)
+            for name, at in when.items()
+        }
         return replace(self, **deques, loaders=self.loaders.copy(), num_batches=self.num_batches.copy())
 
     def add_span(self, start_ns: int, cause: Cause, detail: str = "", depth: int = 2) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -115,6 +115,8 @@ class Sampler:
             agenda.skip_to(begin)
             if agenda.due_ns > begin:
                 time.sleep((agenda.due_ns - begin) / 1e9)
+                if self._stopped.is_set():
+                    break
             now, before_ns = time.perf_counter_ns(), time.thread_time_ns()
             late_ns, own_ns = now - agenda.due_ns, self._ready_ns(mine) - waited_ns + WAKING_NS  # for a processor
             held_ns = agenda.take(now - own_ns if waited_ns >= 0 else 0)
@@ -122,14 +124,14 @@ class Sampler:
             num_looks += 1
             if self.is_hurried:
                 self.hurried_ns += time.thread_time_ns() - before_ns
+            self.busy_ns = time.thread_time_ns() - began_ns
             if num_looks % NUM_PRICED == 0:
-                price_ns = (time.thread_time_ns() - began_ns) / num_looks
+                price_ns = self.busy_ns / num_looks
                 hertz = HERTZ if num_looks < NUM_FIRST else HERTZ_LATER
                 usual_ns = max(1_000_000_000 // hertz, round(price_ns / MOST_SHARE))
             if self._on_look is not None:
                 self._on_look()
             agenda.interval_ns = 1_000_000_000 // HERTZ if self.is_hurried else usual_ns
-        self.busy_ns = time.thread_time_ns() - began_ns
 
     def _look(self, mine: int, now: int, late_ns: int, held_ns: tuple[int, ...]) -> Look:
         frames = sys._current_frames()
@@ -222,13 +224,13 @@ def _addresses_of_interpreter() -> range:
     return range(begin, begin + _RUNTIME_BYTES)
 
 
-def samples_of(looks: deque[Look], thread: int) -> list[Sample]:
+def samples_of(looks: Iterable[Look], thread: int) -> list[Sample]:
     """What the looks say of one thread, each for the time since the one before."""
     found: list[Sample] = []
     before: Look | None = None
     ran: dict[int, int] = {}
     ready = -1
-    for look in list(looks):
+    for look in looks:
         mine = next((each for each in look.threads if each.ident == thread), None)
         if before is not None and mine is not None and thread in ran:
             cpu_ns = mine.cpu_ns - ran[thread] if mine.cpu_ns >= 0 and ran[thread] >= 0 else None

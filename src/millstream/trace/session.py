@@ -2,8 +2,10 @@
 
 **Contract**
 - Output, exit code, random numbers and results of what runs are untouched.
-- There is one session in a process; children that are forked write down nothing but how long their batches took.
-- After ``stop`` nothing of the session is left in the process.
+- Sessions of one process may lie within each other, or overlap: they share hooks and sampler, and each reports its own
+  time. The device's profiler is the first one's.
+- Children that are forked write down nothing but how long their batches took, unless they have a session of their own.
+- After the last ``stop`` nothing of them is left in the process.
 """
 
 from __future__ import annotations
@@ -12,17 +14,17 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
 import torch
 
-from millstream.errors import ArgumentError
 from millstream.insight import Cause, Recording, Sample, Span, Step
+from millstream.locks import ForkSafeLock
 from millstream.trace import frames, stacks
-from millstream.trace.device import DeviceWindow
+from millstream.trace.device import DeviceWindow, Recorded
 from millstream.trace.hooks import Hooks
 from millstream.trace.log import Log, clock
 from millstream.trace.notes import notes_of
@@ -37,7 +39,41 @@ NUM_SLICES = 20
 """A run without steps is cut into so many pieces, to say at least what they waited for."""
 LEAST_MARKS, LEAST_STEPS = 3, 3
 
-_lock = threading.Lock()
+
+class _Watch:
+    """Hooks and sampler of this process."""
+
+    def __init__(self, places: tuple[tuple[Waiter, ...], ...]) -> None:
+        self.log, self.pid, self.num_users = Log(), os.getpid(), 0
+        self.hooks = Hooks(self.log, *places)
+        self.sampler = Sampler(self.hooks.watch_compiler)
+        self.sampler.start()
+
+    def close(self) -> None:
+        self.sampler.stop()
+        self.hooks.close()
+        self.hooks.worker_times.close()
+
+
+_guard = ForkSafeLock()
+_watches: list[_Watch] = []
+"""None, or the one of this process; a forked child has its parent's, which is of no use to it."""
+
+
+def _enter(places: tuple[tuple[Waiter, ...], ...]) -> _Watch:
+    with _guard.lock:
+        if not _watches or _watches[0].pid != os.getpid():
+            _watches[:] = [_Watch(places)]
+        _watches[0].num_users += 1
+        return _watches[0]
+
+
+def _leave(watch: _Watch) -> None:
+    with _guard.lock:
+        watch.num_users -= 1
+        if not watch.num_users:
+            watch.close()
+            _watches.clear()
 
 
 class Session:
@@ -61,32 +97,25 @@ class Session:
         uses_device: bool = True,
     ) -> None:
         self._script, self._places = script, (waiters, steppers, compilers)
-        has_device = uses_device and torch.cuda.is_available()
-        self._device = DeviceWindow(self._count_compiles, self._hurry) if has_device else None
-        self._log = Log()
+        self._uses_device = uses_device and torch.cuda.is_available()
+        self._device: DeviceWindow | None = None
         self._pid = os.getpid()
-        self._hooks: Hooks | None = None
+        self._watch: _Watch | None = None
 
     def start(self) -> None:
-        """Begin to watch.
-
-        Raises:
-            ArgumentError: Another session of this process is watching.
-        """
-        if not _lock.acquire(blocking=False):
-            raise ArgumentError("This process is being profiled already: leave out the inner one.")
-        self._hooks = hooks = Hooks(self._log, *self._places)
-        if self._device is not None:
-            hooks.on_step, hooks.on_batch = self._device.on_step, self._device.on_batch
-        self._sampler = Sampler(hooks.watch_compiler)
+        """Begin to watch."""
+        self._pid = os.getpid()
+        self._watch = watch = _enter(self._places)
+        if self._uses_device and watch.hooks.on_step is None:
+            self._device = DeviceWindow(lambda: watch.hooks.num_compiles, self._hurry)
+            watch.hooks.on_step, watch.hooks.on_batch = self._device.on_step, self._device.on_batch
         self._began_unix_ns, self._began_ns = time.time_ns(), clock()
-        self._sampler.start()
+        self._before = watch.sampler.busy_ns, watch.sampler.hurried_ns, watch.log.num_events
+        self._batches_before = watch.log.num_batches.copy()
 
     def _hurry(self, is_on: bool) -> None:
-        self._sampler.is_hurried = is_on
-
-    def _count_compiles(self) -> int:
-        return self._hooks.num_compiles if self._hooks is not None else 0
+        if self._watch is not None:
+            self._watch.sampler.is_hurried = is_on
 
     @property
     def is_inherited(self) -> bool:
@@ -95,32 +124,38 @@ class Session:
 
     def stop(self) -> Recording:
         """Watch no more, and say what was seen."""
-        assert self._hooks is not None, "not started"
-        hooks, ended_ns = self._hooks, clock()
-        self._sampler.stop()
+        assert self._watch is not None, "not started"
+        watch, ended_ns = self._watch, clock()
+        self._log = watch.log.between(self._began_ns, ended_ns)
+        batch_ns = watch.hooks.worker_times.median_ns()
+        if self._device is not None:
+            watch.hooks.on_step = watch.hooks.on_batch = None
+            self._hurry(False)
+        _leave(watch)  # before what was seen is read, which is no part of the run
         thread = self._find_thread()
-        hooks.close()  # before what they saw is read, which is no part of the run
-        self._log = self._log.settled()
         device = self._device.close(thread) if self._device is not None else None
-        batch_ns = hooks.worker_times.median_ns()
-        hooks.worker_times.close()
-        _lock.release()
+        if device is None and self._uses_device:
+            device = Recorded(None, torch.cuda.get_device_name(), "the profile around this one has its profiler")
         steps, caveats = self._find_steps(thread)
         has_steps = len(steps) >= LEAST_STEPS
         if not has_steps:
             if steps:
                 caveats = [f"{len(steps)} steps are too few to tell them from their warm-up", *caveats]
             steps = _cut(self._began_ns, ended_ns)
-        samples = samples_of(self._sampler.looks, thread)
+        looks = [look for look in watch.sampler.looks.copy() if self._began_ns <= look.at_ns <= ended_ns]
+        samples = samples_of(looks, thread)
         caveats += _why_sparse(samples, steps)
         windows = self._device.spans if self._device is not None else []
         windows_ns = sum(span.end_ns - span.start_ns for span in windows)
-        always_ns = self._sampler.busy_ns - self._sampler.hurried_ns + self._log.num_events * _event_ns()
+        sampler_ns = watch.sampler.busy_ns - self._before[0]
+        hurried_ns = watch.sampler.hurried_ns - self._before[1]
+        always_ns = sampler_ns - hurried_ns + (watch.log.num_events - self._before[2]) * _event_ns()
         in_process = [end - start for _, start, end, cause, _, _ in self._log.spans if cause is Cause.IN_PROCESS]
         own_ns = int(median(in_process)) if in_process else 0
         loaders = [
-            replace(loader, batch_ns=batch_ns if loader.num_workers else own_ns, num_batches=self._log.num_batches[key])
+            replace(loader, batch_ns=batch_ns if loader.num_workers else own_ns, num_batches=number)
             for key, loader in self._log.loaders.items()
+            if (number := self._log.num_batches[key] - self._batches_before[key])
         ]
         recording = Recording(
             script=self._script,
@@ -140,7 +175,7 @@ class Session:
             num_cores=_num_cores(),
             switch_ns=round(sys.getswitchinterval() * 1e9),
             library_roots=frames.library_roots(),
-            cost_share=(always_ns + self._sampler.hurried_ns + windows_ns) / max(ended_ns - self._began_ns, 1),
+            cost_share=(always_ns + hurried_ns + windows_ns) / max(ended_ns - self._began_ns, 1),
             always_on_share=always_ns / max(ended_ns - self._began_ns - windows_ns, 1),
             caveats=tuple(caveats),
             rank=int(os.environ.get("RANK", "0")),
@@ -163,9 +198,7 @@ class Session:
 
     def _find_steps(self, thread: int) -> tuple[list[Step], list[str]]:
         """Steps, from the end of one to the end of the next, and what is to be said of them."""
-        counts = Counter(optimizer for ident, _, optimizer in self._log.marks if ident == thread)
-        first = counts.most_common(1)[0][0] if counts else None
-        marks = [at for ident, at, optimizer in self._log.marks if ident == thread and optimizer == first]
+        marks = _in_turn([(at, optimizer) for ident, at, optimizer in self._log.marks if ident == thread])
         batches = [at for ident, at in self._log.batches if ident == thread]
         # A captured step's optimizer is seen while it is captured, and never again.
         has_ended = len(batches) >= LEAST_MARKS and marks and marks[-1] < (batches[0] + batches[-1]) / 2
@@ -176,6 +209,21 @@ class Session:
         if marks or batches:
             return [], [f"{max(len(marks), len(batches))} steps are too few to tell them from their warm-up"]
         return [], ["no step was seen: neither did an optimizer step nor a DataLoader give batches"]
+
+
+def _in_turn(marks: list[tuple[int, int]]) -> list[int]:
+    """When an optimizer stepped: the one with the most steps, and those that step before or after it, but not between.
+
+    Two that take turns, as in a GAN, make one step together; a new one for each phase of a run follows the last.
+    """
+    times: dict[int, list[int]] = defaultdict(list)
+    for at, optimizer in marks:
+        times[optimizer].append(at)
+    kept: list[list[int]] = []
+    for found in sorted(times.values(), key=len, reverse=True):
+        if all(found[-1] < other[0] or other[-1] < found[0] for other in kept):
+            kept.append(found)
+    return sorted(at for found in kept for at in found)
 
 
 def _between(marks: list[int]) -> list[Step]:

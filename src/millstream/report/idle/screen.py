@@ -48,6 +48,8 @@ def _headline(found: Findings) -> str:
     if not recording.has_steps:
         length = duration(recording.end_ns - recording.start_ns)
         return f"{recording.script}: {length}, {headline_facts(found)}.  Unreliable."
+    if recording.is_synchronous and found.why_unreliable:  # what was not seen is not idle
+        return f"{recording.script}: a step takes {duration(found.step_ns)}; {headline_facts(found)}.  Unreliable."
     idle, step = duration(found.idle_ns / len(found.steps)), duration(found.step_ns)
     reliable = "Unreliable." if found.why_unreliable else "Reliable."
     share = percent(found.idle_ns, found.window_ns)
