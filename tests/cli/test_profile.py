@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from millstream.cli import main
 from millstream.cli.profile import EXIT_CONDITION
 from millstream.errors import ArgumentError
+from millstream.insight import Recording, Sample, Step, analyse
 from millstream.report.idle import Condition, compare
 
 STEPS = """
@@ -197,6 +199,8 @@ def test_reports_are_saved_compared_and_held_against_bounds(tmp_path, capsys, mo
     assert "idle>20% holds" in capsys.readouterr().err
     report = json.loads(data.read_text())
     assert report["num_steps"] == 9
+    documented = Path(__file__, "../../../docs/idle.md").resolve().read_text(encoding="utf-8")
+    assert all(f"`{key}`" in documented for key in (*report, *report["rows"][0]))
     assert report["idle"] > 0.2
     text = page.read_text()
     assert "<script" not in text
@@ -222,6 +226,7 @@ def test_bad_options_are_told_before_the_script_runs(tmp_path, capsys):
     script.write_text("print('ran')")
     for options, said in (
         (["--fail-if", "speed>3"], "is no condition"),
+        (["--fail-if", "slower>3%"], "takes two reports"),
         (["--save", "report.pdf"], "must end with"),
         (["--save", str(tmp_path / "no" / "r.html")], "no folder"),
     ):
@@ -252,7 +257,7 @@ def test_syncs_lists_lines_and_keeps_the_exit_code(tmp_path, capsys, monkeypatch
     assert [row["count"] for row in rows] == [3]
 
 
-@pytest.mark.parametrize("text", ["idle", "idle>20", "step>20%", "step>fast ms", "data 5%", "idle>1.2.3%", ""])
+@pytest.mark.parametrize("text", ["idle", "idle>20", "step>20%", "step>5", "data>1s", "data 5%", "idle>1.2.3%", ""])
 def test_condition_that_is_none_is_refused(text):
     with pytest.raises(ArgumentError, match=r"condition|bounded|number"):
         Condition.parse(text)
@@ -265,3 +270,27 @@ def test_condition_compares_shares_and_lengths():
     assert Condition.parse("data>=20%").holds(report)
     assert not Condition.parse("host waits>0%").holds(report)
     assert Condition.parse("step>40ms").holds(report)
+    assert Condition.parse("Step <= 0.05 s").holds(report)
+    assert not Condition.parse("step>50000us").holds(report)
+
+
+def test_comparison_fails_where_the_second_report_is_slower(tmp_path, capsys):
+    steps = tuple(Step(at * 10**8, (at + 1) * 10**8) for at in range(12))
+    looks = tuple(Sample(0, step.start_ns, step.end_ns, (), 10**8, 0, False) for step in steps)
+    report = analyse(Recording("train.py", end_ns=12 * 10**8, steps=steps, samples=looks)).to_dict()
+    reports = {"before": report, "after": report | {"usual_step_ns": 106e6}, "bad": report | {"why_unreliable": "lost"}}
+    for name, each in reports.items():
+        (tmp_path / name).write_text(json.dumps(each))
+
+    def compared(condition, *names):
+        return main(["profile", "--fail-if", condition, "--compare", *(str(tmp_path / name) for name in names)])
+
+    assert compared("slower>5%", "before", "after") == EXIT_CONDITION
+    assert "slower>5% holds" in capsys.readouterr().err
+    assert compared("slower>7%", "before", "after") == 0
+    assert compared("step>105ms", "before", "after") == EXIT_CONDITION
+    assert compared("slower>5%", "after", "before") == 0
+    assert compared("slower>5%", "bad", "after") == 0
+    told = capsys.readouterr()
+    assert "note: before is unreliable: lost" in told.out
+    assert "cannot tell whether slower>5% holds: lost" in told.err

@@ -145,7 +145,7 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "the line, its time, what to do, and what that would give. All that follows SCRIPT is the script's own.",
     )
     own = "[-h] [-m] [--save FILE] [--fail-if COND] SCRIPT.py [ARG ...]"
-    profile.usage = f"%(prog)s {own} | --compare BEFORE AFTER | --merge FILE FILE ..."
+    profile.usage = f"%(prog)s {own} | [--fail-if COND] --compare BEFORE AFTER | --merge FILE FILE ..."
     profile.set_defaults(run=_profile)
     profile.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     profile.add_argument(
@@ -161,7 +161,8 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="COND",
         action="append",
         default=[],
-        help="exit with 3 where the report says so, as in 'idle>20%%', 'data>5%%' or 'step>120ms'",
+        help="exit with 3 where the report says so, as in 'idle>20%%', 'data>5%%' or 'step>120ms', and with --compare "
+        "where AFTER does, or 'slower>5%%'; may be repeated",
     )
     profile.add_argument(
         "--merge", type=Path, nargs="+", metavar="FILE", help=".json reports of the ranks of one run; runs nothing"
@@ -378,7 +379,8 @@ def _profile(arguments: argparse.Namespace) -> int:
     if arguments.merge:
         return merge_files(arguments.merge)
     if arguments.compare:
-        return compare_files(*arguments.compare)
+        before, after = arguments.compare
+        return compare_files(before, after, arguments.fail_if)
     if not arguments.target:
         raise ArgumentError("say which script to run: millstream profile script.py [ARG ...]")
     return profile(

@@ -15,7 +15,7 @@ from millstream.api.profiling import Profile, check_writable, trace_syncs
 from millstream.cli.running import run_script
 from millstream.errors import ArgumentError
 from millstream.insight.ranks import merge
-from millstream.report.idle import Condition, compare, ranks
+from millstream.report.idle import SLOWER, Condition, compare, ranks
 
 EXIT_FAILED = 1
 PATIENCE_S = 10.0  # for the reports of other ranks
@@ -38,7 +38,9 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
     Raises:
         ArgumentError: There is no such script, a condition is none, or a file cannot be written.
     """
-    conditions = [Condition.parse(text) for text in fail_if]
+    conditions = _parse(fail_if)
+    if any(each.name == SLOWER for each in conditions):
+        raise ArgumentError(f"{SLOWER!r} takes two reports: millstream profile --fail-if COND --compare BEFORE AFTER")
     for path in save:
         check_writable(path)
     save = [_of_rank(path) for path in save]
@@ -61,14 +63,25 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
     for path in save:
         run.save(path)
         print(f"saved {path}", file=sys.stderr)
-    if conditions and run.findings.why_unreliable:
-        texts = ", ".join(each.text for each in conditions)
-        print(f"millstream: cannot tell whether {texts} holds: {run.findings.why_unreliable}", file=sys.stderr)
-        return code
-    broken = [each.text for each in conditions if each.holds(run.to_dict())]
+    held = _held_against(conditions, run.to_dict())
+    return code or held
+
+
+def _parse(texts: list[str]) -> list[Condition]:
+    return [Condition.parse(text) for text in texts]
+
+
+def _held_against(conditions: list[Condition], report: dict, before: dict | None = None) -> int:
+    """An exit code, and in words why it is not 0."""
+    for each in (before or report, report):
+        if conditions and each["why_unreliable"]:
+            texts = ", ".join(condition.text for condition in conditions)
+            print(f"millstream: cannot tell whether {texts} holds: {each['why_unreliable']}", file=sys.stderr)
+            return 0
+    broken = [each.text for each in conditions if each.holds(report, before)]
     if broken:
         print(f"millstream: {', '.join(broken)} holds", file=sys.stderr)
-    return EXIT_CONDITION if broken and code == 0 else code
+    return EXIT_CONDITION if broken else 0
 
 
 def _of_rank(path: Path) -> Path:
@@ -128,10 +141,11 @@ def list_syncs(target: str, arguments: list[str], *, as_module: bool, save: Path
     return code
 
 
-def compare_files(before: Path, after: Path) -> int:
-    """Print what has changed from one saved report to another."""
-    print(compare(_read(before), _read(after)))
-    return 0
+def compare_files(before: Path, after: Path, fail_if: list[str]) -> int:
+    """Print what has changed from one saved report to another; a condition is of the other one."""
+    conditions, was, now = _parse(fail_if), _read(before), _read(after)
+    print(compare(was, now), flush=True)
+    return _held_against(conditions, now, was)
 
 
 def _read(path: Path) -> dict:

@@ -27,6 +27,8 @@ caught one of them by chance."""
 WHOLE_RUN = frozenset((Cause.IO, Cause.GC, Cause.COMPILE, Cause.ALLOCATOR, Cause.COMMUNICATION))
 """Causes that hooks see in the whole run, whatever window the device's profiler had."""
 DATA = (Cause.DATA_WAIT, Cause.IN_PROCESS)
+REPORT_VERSION = 1
+"""Of ``to_dict``: another one when a key changes its meaning or goes."""
 LEAST_STEPS = 3
 LEAST_LOOKS = 5
 """Into the steps, on a CPU: what takes half of the time is missed by so many once in thirty runs."""
@@ -169,6 +171,7 @@ class Findings:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON; times in nanoseconds, shares from 0 to 1."""
         return {
+            "version": REPORT_VERSION,
             "script": self.recording.script,
             "device": self.recording.device,
             "severity": str(self.severity),

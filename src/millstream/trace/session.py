@@ -240,7 +240,8 @@ def _why_sparse(samples: list[Sample], steps: list[Step]) -> list[str]:
         return []
     seen = sum(sample.end_ns - sample.start_ns for sample in samples if sample.end_ns > steps[0].start_ns)
     whole = steps[-1].end_ns - steps[0].start_ns
-    return [f"the sampler saw {seen / whole:.0%} of the time"] if whole and seen < 0.9 * whole else []
+    share = f"{seen / max(whole, 1):.0%}".replace("%", " %")
+    return [f"looks tell of {share} of the time only"] if seen < 0.9 * whole else []
 
 
 def _event_ns(depth: int = PRICED_DEPTH) -> int:

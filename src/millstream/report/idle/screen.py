@@ -5,6 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 
 from millstream.insight import SAMPLED, Cause, Findings, Row, Severity
+from millstream.insight.causes import REMEDY_FREE
 from millstream.insight.findings import MODERATE, UNSURE
 from millstream.report.idle.places import code, place
 from millstream.report.idle.remedies import TITLES, remedy
@@ -42,14 +43,15 @@ def headline_facts(found: Findings) -> str:
 
 def _headline(found: Findings) -> str:
     recording = found.recording
+    name = recording.script or "this run"
     if not found.steps:
-        return f"{recording.script}: {duration(recording.end_ns - recording.start_ns)}, {recording.device}."
+        return f"{name}: {duration(recording.end_ns - recording.start_ns)}, {recording.device}."
     whose = "The CPU does not compute for" if recording.is_synchronous else "GPU idle"
     if not recording.has_steps:
         length = duration(recording.end_ns - recording.start_ns)
-        return f"{recording.script}: {length}, {headline_facts(found)}.  Unreliable."
+        return f"{name}: {length}, {headline_facts(found)}.  Unreliable."
     if recording.is_synchronous and found.why_unreliable:  # what was not seen is not idle
-        return f"{recording.script}: a step takes {duration(found.step_ns)}; {headline_facts(found)}.  Unreliable."
+        return f"{name}: a step takes {duration(found.step_ns)}; {headline_facts(found)}.  Unreliable."
     idle, step = duration(found.idle_ns / len(found.steps)), duration(found.step_ns)
     reliable = "Unreliable." if found.why_unreliable else "Reliable."
     share = percent(found.idle_ns, found.window_ns)
@@ -126,7 +128,7 @@ def _rows(found: Findings) -> list[str]:
             place(row.site) + (f" in {place(row.inside)}" if row.inside is not None else ""),
             _count(row, found),
             percent(row.share, 1),
-            "" if row.is_rare else percent(row.recoverable_share, 1),
+            "" if row.is_rare or row.cause in REMEDY_FREE else percent(row.recoverable_share, 1),
         )
         for row in shown
     ]
