@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, swap_contents
+from millstream.capture.lines import here
 from millstream.capture.state.discover import Found, walk_parameters
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import is_lazy_view
@@ -128,10 +130,11 @@ LONGEST_WAIT = 300.0
 
 
 def _stand_in_for(thread: int) -> type[FakeTensor]:
-    """A class of fake tensors that are so for one thread only; others wait until the tensors are real again.
+    """A class of fake tensors that are so for one thread only; others wait until the trace has ended.
 
     What another thread does with such a tensor comes here before PyTorch's C++ code has looked into it, so that after
-    the wait it finds the real tensor in the same object.
+    the wait it finds the real tensor in the same object. Where there is none, as the step has made and stored the
+    tensor, an error says so: what was there before is there again.
     """
 
     class TracedTensor(FakeTensor):
@@ -148,6 +151,12 @@ def _stand_in_for(thread: int) -> type[FakeTensor]:
                     remedy="Do not hold a lock here that the step waits for.",
                 )
             TRACING.lock.release()
+            if any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
+                raise CaptureError(
+                    "This tensor was made by a step that another thread has captured, and has no values.",
+                    where=here(),
+                    remedy="Take it anew from where you have it.",
+                )
             return func(*args, **(kwargs or {}))
 
     return TracedTensor
@@ -159,13 +168,15 @@ def become_fake(
     mode: FakeTensorMode,
     devices: Mapping[int, torch.device],
     last: Sequence[Tensor] = (),
-) -> Iterator[None]:
+) -> Iterator[type[FakeTensor]]:
     """For the length of the context, make ``tensors`` fake: same objects, no values, autograd leaves as before.
 
     Other threads that use one of them wait until the context ends, which holds ``TRACING`` for that.
 
     Gradients of the tensors are fake too where they are among ``tensors``, and absent otherwise. Whatever happens,
     afterwards every tensor is what it was; the fake gradients and contents are gone.
+
+    Yields the class of what other threads wait for, for what is computed from them.
 
     Args:
         tensors: Distinct tensors.
@@ -192,7 +203,7 @@ def become_fake(
             swap_contents(tensor, fake)
             vars(tensor).update(extra)
             swapped.append((tensor, fake))
-        yield
+        yield kind
     finally:
         for tensor, fake in reversed(swapped):
             swap_contents(tensor, fake)

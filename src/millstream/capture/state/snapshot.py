@@ -171,5 +171,5 @@ def _take_out(containers: Iterable[tuple[str, Any, list[Any]]]) -> None:
 
 def _is_changed(after: Any, before: Any) -> bool:
     # While tracing, FX puts wrappers in the place of functions marked by torch.fx.wrap; so do our own patches.
-    is_wrapper = isinstance(after, FunctionType) and vars(after).get("__wrapped__", after) is before
+    is_wrapper = type(after) is FunctionType and vars(after).get("__wrapped__", after) is before
     return not is_wrapper and not is_same(after, before)

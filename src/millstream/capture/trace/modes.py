@@ -108,8 +108,10 @@ class FunctionWatch(TorchFunctionMode):
         lifted: set[int],
         recorder: Recorder,
         sizes: TracedSizes | None = None,
+        kind: type[FakeTensor] = FakeTensor,
     ) -> None:
         super().__init__()
+        self._kind = kind
         self._sizes = sizes
         self._refuse = refuse
         self._lifted = lifted
@@ -151,13 +153,20 @@ class FunctionWatch(TorchFunctionMode):
         before, self.calling = self.calling, name
         try:
             if next(_scalars_in((*args, *kwargs.values())), None) is not None:
-                return run_with_scalars(func, args, kwargs)
-            result = func(*args, **kwargs)
+                return self._for_this_thread(run_with_scalars(func, args, kwargs))
+            result = self._for_this_thread(func(*args, **kwargs))
             if is_asked_by_user and (attribute in GIVE_SIZES or type(result) in ARE_SIZES):
                 return self._see_sizes(attribute, args[0], result)
             return result
         finally:
             self.calling = before
+
+    def _for_this_thread(self, result: Any) -> Any:
+        """Let other threads, which may find it where the program puts it, not compute with what has no values."""
+        for each in result if type(result) in (tuple, list) else (result,):
+            if type(each) is FakeTensor:
+                each.__class__ = self._kind
+        return result
 
     def _see_sizes(self, attribute: str, tensor: Tensor, result: Any) -> Any:
         assert self._sizes is not None

@@ -6,6 +6,10 @@ another answer needs another graph; whoever takes it for a plain ``float`` gets 
 ``HostScalar`` stands for what ``.item()`` gives: nobody knows its value yet, so that only arithmetic and text can be
 made of it.
 
+They stand in the very objects that have the numbers, where other threads meet them, too. To everybody but the thread
+that traces, and to that after the trace, they are the plain numbers: nothing is asked, and nothing becomes part of the
+graph.
+
 **Contract**
 - A graph depends on the value of a number only through its tensor and through the questions in ``Questions``.
 - Like a Python number, and unlike a tensor, a scalar never changes the dtype of a floating-point result; nor does a
@@ -14,10 +18,16 @@ made of it.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import gc
+import json
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeGuard
 
@@ -27,8 +37,10 @@ from torch import Tensor
 
 from millstream._torch.tracing import patched
 from millstream.capture.effects.values import Always, Expression, Leaf, Texts
-from millstream.capture.lines import raise_refusal
+from millstream.capture.lines import here, raise_refusal
+from millstream.capture.state.location import MISSING
 from millstream.errors import CaptureError
+from millstream.heap import objects_of_types
 
 Numbers: TypeAlias = Sequence[float]
 """Values of all numbers that a graph reads, in the order in which they were lifted."""
@@ -45,6 +57,9 @@ class Questions:
     asked: list[tuple[Callable[[Numbers], Any], Any]] = field(default_factory=list)  # questions and the answers
     refused: list[CaptureError] = field(default_factory=list)  # what it asked of values that nobody knows yet
     texts: Texts = field(default_factory=Texts)  # text made of them
+    thread: int | None = field(default_factory=threading.get_ident)  # that traces; ``None`` after the trace
+    # gives what was there before the program put a number that nobody knows yet there; ``MISSING`` where it did not
+    before: Callable[[Any], Any] = lambda number: MISSING
 
     def allow(self, numbers: Numbers) -> bool:
         """Whether a program with these numbers would get the same answers, so that the graph holds for it."""
@@ -96,6 +111,15 @@ class GraphScalar(torch.SymFloat):
         self._known: dict[tuple[Any, ...], tuple[Any, GraphScalar]] = {}
         self._asked: dict[tuple[Any, ...], Any] = {}
 
+    @property
+    def is_asked_by_others(self) -> bool:
+        """Whether anybody but the traced program is at work: another thread, or who has kept it beyond the trace."""
+        return threading.get_ident() != self.questions.thread
+
+    def outside(self) -> Any:
+        """What it is to others."""
+        return self.value
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """What ``isinstance`` finds, beside the type: programs ask whether they were given a number."""
@@ -105,7 +129,7 @@ class GraphScalar(torch.SymFloat):
     def is_whole(self) -> bool:
         """Whether the number is an integer, and not one by chance."""
         answer = isinstance(self.value, int | np.integer)
-        if self.is_users:
+        if self.is_users and not self.is_asked_by_others:
             of = self.of
             self._ask((GraphScalar,), None, lambda numbers: isinstance(of(numbers), int | np.integer), answer)
         return answer
@@ -129,6 +153,8 @@ class GraphScalar(torch.SymFloat):
 
     def plain(self) -> int | float:
         """The present value, on which the graph depends from here on."""
+        if self.is_asked_by_others:
+            return self.outside()  # type: ignore[no-any-return]
         self._ask((), None, self.of, self.value)
         return int(self.value) if self.is_whole else float(self.value)  # NumPy's are of other types
 
@@ -144,6 +170,39 @@ class GraphScalar(torch.SymFloat):
     def __hash__(self) -> int:
         return hash(float(self))
 
+    def __getattr__(self, name: str) -> Any:
+        """What numbers have besides: ``bit_length()``, ``real``."""
+        number = self.outside() if self.is_asked_by_others else self.value
+        if name == "node" and self.is_asked_by_others:  # PyTorch, which would compute with what it does not know
+            raise CaptureError(
+                "PyTorch was given a number of a step that another thread captures just now.",
+                where=here(),
+                remedy="Give it int(number) or float(number).",
+            )
+        if name.startswith("__") or not hasattr(number, name):
+            raise AttributeError(f"'{type(number).__name__}' object has no attribute '{name}'")
+        return getattr(self.plain(), name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self.plain(), dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        number = self.plain()
+        return type(number), (number,)
+
+    def __copy__(self) -> Any:
+        return self.plain() if self.is_asked_by_others else self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__copy__()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A function of PyTorch's that takes it in a tensor's place."""
+        return run_with_scalars(func, args, kwargs or {})
+
     def __repr__(self) -> str:
         return self._text(repr)
 
@@ -151,15 +210,17 @@ class GraphScalar(torch.SymFloat):
         return self._text(str)
 
     def __format__(self, spec: str) -> str:
-        if self.is_known:
+        if self.is_known and not self.is_asked_by_others:
             format(self.value, spec)  # for its error
         return self._text(lambda value: format(value, spec))
 
     def _text(self, make: Callable[[Any], str]) -> str:
+        if self.is_asked_by_others:
+            return make(self.outside())
         of = self.of
         return self.questions.texts.token(lambda values: make(of(values)), self.needs)
 
-    def __round__(self, digits: int | None = None) -> GraphScalar:
+    def __round__(self, digits: int | None = None) -> Any:
         return self.apply(
             lambda value: round(value, digits),
             lambda tensor: torch.round(tensor, decimals=digits or 0),
@@ -167,13 +228,13 @@ class GraphScalar(torch.SymFloat):
             is_whole=self.is_whole if digits is not None else True,
         )
 
-    def __neg__(self) -> GraphScalar:
+    def __neg__(self) -> Any:
         return self.apply(operator.neg, is_whole=self.is_whole)
 
-    def __pos__(self) -> GraphScalar:
-        return self
+    def __pos__(self) -> Any:
+        return self.plain() if self.is_asked_by_others else self
 
-    def __abs__(self) -> GraphScalar:
+    def __abs__(self) -> Any:
         return self.apply(abs, is_whole=self.is_whole)
 
     def apply(
@@ -183,8 +244,10 @@ class GraphScalar(torch.SymFloat):
         *,
         what: tuple[Any, ...] = (),
         is_whole: bool = False,
-    ) -> GraphScalar:
+    ) -> Any:
         """A function of the number, its form for tensors if that is another, and what kind of number it gives."""
+        if self.is_asked_by_others:
+            return function(self.outside())
         of, tensor = self.of, self.tensor
         return self._once(
             what or (function,),
@@ -221,6 +284,8 @@ class GraphScalar(torch.SymFloat):
 
     def _ask(self, what: tuple[Any, ...], other: Any, of: Callable[[Numbers], Any], answer: Any) -> None:
         """Remember a question, once."""
+        if self.is_asked_by_others:
+            return
         key = _key_of(what, other)
         if key not in self._asked:
             self._asked[key] = other
@@ -258,15 +323,28 @@ class HostScalar(GraphScalar):
 
     @property
     def is_whole(self) -> bool:
-        return self._is_whole
+        return isinstance(self.outside(), int | np.integer) if self.is_asked_by_others else self._is_whole
+
+    def outside(self) -> Any:
+        """What was there before: for others the call that brings this number has not ended."""
+        number = self.questions.before(self)
+        if number is MISSING:
+            raise CaptureError(
+                "This number is known only after the call of a step that captures it in another thread.",
+                where=here(),
+                remedy="Read it again after that call.",
+            )
+        return number.outside() if is_scalar(number) else number
 
     def in_graph(self) -> Tensor:
         if self.tensor is None:
             self.refuse("The step computes with")
         return self.tensor
 
-    def plain(self) -> NoReturn:
-        self.refuse("The step makes a plain number of")
+    def plain(self) -> Any:
+        if self.is_asked_by_others:
+            return self.outside()
+        return self.refuse("The step makes a plain number of")
 
 
 HOST_REMEDY = (
@@ -318,6 +396,8 @@ def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callabl
         return function(right, left) if swapped else function(left, right)
 
     def method(self: GraphScalar, other: Any) -> Any:
+        if self.is_asked_by_others:
+            return combine(self.outside(), other)
         if is_tensor(other):
             return combine(self.as_tensor_for(other), other)
         own, other = self.of, as_scalar(other)
@@ -344,6 +424,8 @@ def _comparing(function: Callable[[Any, Any], Any]) -> Callable[[GraphScalar, An
     """Make the method for a comparison."""
 
     def method(self: GraphScalar, other: Any) -> Any:
+        if self.is_asked_by_others:
+            return function(self.outside(), other)
         if is_tensor(other):
             return function(self.as_tensor_for(other), other)
         own, other = self.of, as_scalar(other)
@@ -369,9 +451,33 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(GraphScalar, f"__{_name}__", _comparing(getattr(operator, _name)))
 
 
-def _refusing(what: str) -> Callable[[HostScalar], NoReturn]:
+def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the method for what needs the plain number."""
+    return lambda self, *others: function(self.plain(), *others)
+
+
+for _name in ("lshift", "rshift", "and", "or", "xor"):
+    _function = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
+    setattr(GraphScalar, f"__{_name}__", _of_plain(_function))
+    setattr(GraphScalar, f"__r{_name}__", _of_plain(lambda own, other, function=_function: function(other, own)))
+for _name, _function in {
+    "divmod": divmod,
+    "rdivmod": lambda own, other: divmod(other, own),
+    "invert": operator.invert,
+    "trunc": math.trunc,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "complex": complex,
+}.items():
+    setattr(GraphScalar, f"__{_name}__", _of_plain(_function))
+for _name in ("is_integer", "as_integer_ratio", "conjugate", "hex"):  # which the parent class has
+    setattr(GraphScalar, _name, _of_plain(lambda number, name=_name: getattr(number, name)()))
+
+
+def _refusing(name: str, what: str) -> Callable[[HostScalar], Any]:
     """Make the method for what needs a value."""
-    return lambda self: self.refuse(what)
+    function = getattr(operator, name) if name == "index" else getattr(builtins, name)
+    return lambda self: function(self.outside()) if self.is_asked_by_others else self.refuse(what)
 
 
 for _name, _what in {
@@ -381,7 +487,7 @@ for _name, _what in {
     "bool": "The step branches on",
     "hash": "The step looks something up by",
 }.items():
-    setattr(HostScalar, f"__{_name}__", _refusing(_what))
+    setattr(HostScalar, f"__{_name}__", _refusing(_name, _what))
 
 
 _TAKE_TENSORS = frozenset(
@@ -395,6 +501,8 @@ _TAKE_TENSORS = frozenset(
 
 def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a PyTorch function, some of whose arguments are graph scalars, in a form that takes tensors for them."""
+    if any(is_scalar(value) and value.is_asked_by_others for value in (*args, *kwargs.values())):
+        return function(*map(_plain_of, args), **{key: _plain_of(value) for key, value in kwargs.items()})
     name = getattr(function, "__name__", "")
     if name.startswith("_foreach_"):
         return _run_foreach(name.removeprefix("_foreach_"), function, args, kwargs)
@@ -413,16 +521,17 @@ def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     def as_tensor(value: Any) -> Any:
         return value.as_tensor_for(like) if is_scalar(value) else value
 
-    def as_number(value: Any) -> Any:
-        return value.plain() if is_scalar(value) else value
-
     if plain.strip("_") in _TAKE_TENSORS:
         try:
             return function(*map(as_tensor, args), **{key: as_tensor(value) for key, value in kwargs.items()})
         except TypeError:  # not in this combination
             pass
     # Takes numbers only: the graph then belongs to this value, which is written down.
-    return function(*map(as_number, args), **{key: as_number(value) for key, value in kwargs.items()})
+    return function(*map(_plain_of, args), **{key: _plain_of(value) for key, value in kwargs.items()})
+
+
+def _plain_of(value: Any) -> Any:
+    return value.plain() if is_scalar(value) else value
 
 
 @contextlib.contextmanager
@@ -443,6 +552,39 @@ def math_takes_scalars() -> Iterator[None]:
         for name in _OF_MATH:
             patches.enter_context(patched(math, name, taking(name)))
         yield
+
+
+@contextlib.contextmanager
+def json_takes_scalars() -> Iterator[None]:
+    """For the length of the context, ``json`` writes a scalar as the number that it is."""
+    original = json.JSONEncoder.default
+
+    def default(encoder: json.JSONEncoder, value: Any) -> Any:
+        return value.plain() if is_scalar(value) else original(encoder, value)
+
+    json.JSONEncoder.default = default  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        json.JSONEncoder.default = original  # type: ignore[method-assign]
+
+
+def give_back(questions: Questions) -> None:
+    """After a trace, put numbers where other threads have kept what stood for them: ``log.append(trainer.count)``."""
+    questions.thread = None
+    if len(sys._current_frames()) == 1:
+        return
+    kept = [each for each in objects_of_types([GraphScalar, HostScalar]) if each.questions is questions]
+    for holder in gc.get_referrers(*kept) if kept else ():
+        if isinstance(holder, list | deque):
+            items: Iterable[tuple[Any, Any]] = enumerate([*holder])
+        else:
+            holder = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+            items = [*holder.items()]
+        for key, value in items:
+            if is_scalar(value) and value.questions is questions:
+                with contextlib.suppress(CaptureError):  # there was none before
+                    holder[key] = value.plain()
 
 
 _OF_MATH = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tanh", "pow")

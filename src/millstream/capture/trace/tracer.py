@@ -93,7 +93,17 @@ from millstream.capture.trace.patches.optimizers import (
     widen_counts,
 )
 from millstream.capture.trace.patches.randomness import RandomState, other_generators_refused
-from millstream.capture.trace.scalars import GraphScalar, Questions, as_scalar, is_scalar, is_tensor, math_takes_scalars
+from millstream.capture.trace.patches.signals import signals_wait
+from millstream.capture.trace.scalars import (
+    GraphScalar,
+    Questions,
+    as_scalar,
+    give_back,
+    is_scalar,
+    is_tensor,
+    json_takes_scalars,
+    math_takes_scalars,
+)
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.unsupported import check_sources
 from millstream.errors import CaptureError, DataParallelError
@@ -138,10 +148,12 @@ def trace_step(request: Request) -> Traced:
     """
     tracer = _Tracer(request)
     try:
-        with tracing_alone():
+        with tracing_alone(), signals_wait():
             return tracer.trace()
     finally:
+        questions = tracer.questions
         vars(tracer).clear()  # its methods, given to what watches, would keep the arguments until the next collection
+        give_back(questions)
 
 
 @contextlib.contextmanager
@@ -179,6 +191,7 @@ class _Tracer:
     graded: set[int] = field(default_factory=set)
     exchanges: list[Any] = field(default_factory=list)
     sizes: TracedSizes | None = None
+    kind: type[FakeTensor] = FakeTensor
 
     def __post_init__(self) -> None:
         self.questions.texts.style = self.request.style
@@ -205,10 +218,11 @@ class _Tracer:
             with (
                 no_compiled_modules(),
                 plain_recurrence(),
-                become_fake([*state, *before, *request.arguments], self.mode, request.mirrored, fakes),
+                become_fake([*state, *before, *request.arguments], self.mode, request.mirrored, fakes) as self.kind,
                 self.mode,
                 self._numbers_replaced() as numbers,
                 math_takes_scalars(),
+                json_takes_scalars(),
                 unchecked_distributions(),
                 traceable([optimizer for _, optimizer in request.found.optimizers]),
             ):
@@ -222,9 +236,12 @@ class _Tracer:
                 ):
                     self.homes = self._make_homes()
                     inputs = [*state, *self.homes, *numbers, *request.arguments]
+                    self.questions.before = self._before
                     try:
                         gm = self._record(inputs)
                     finally:
+                        unknown = {id(change.after): change.before for change in self.snapshot.changes()}
+                        self.questions.before = lambda number: unknown.get(id(number), MISSING)
                         self.snapshot.restore()
         except (CaptureError, DataParallelError, StateMissing, FoundLate, NumbersChanged, FirstChange, ServesOnce):
             raise
@@ -278,7 +295,7 @@ class _Tracer:
             return result
 
         def body() -> Sequence[Tensor]:
-            functions = FunctionWatch(self._note_failure, watched, self.recorder, self.sizes)
+            functions = FunctionWatch(self._note_failure, watched, self.recorder, self.sizes, self.kind)
             with (
                 OperatorWatch(self._note_failure, functions, randoms, self._write_numbers_down),
                 functions,
@@ -443,6 +460,10 @@ class _Tracer:
         finally:
             for place, value in zip(places, values, strict=True):
                 place.set(value)
+
+    def _before(self, number: Any) -> Any:
+        """What was where the step has put ``number``; asked by other threads."""
+        return next((change.before for change in self.snapshot.changes() if change.after is number), MISSING)
 
     def _write_numbers_down(self) -> None:
         """Let the graph depend on the user's numbers as they are."""

@@ -1,0 +1,344 @@
+"""Other threads and handlers of signals that use the very objects that a step reads and writes while it is traced."""
+
+import copy
+import ctypes
+import json
+import math
+import os
+import pickle
+import select
+import signal
+import threading
+import traceback
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from millstream.capture import Step
+from millstream.errors import CaptureError
+from tests.capture.worlds import interpret
+
+_C = ctypes.CDLL(None)  # functions of ``os`` that write are effects, which a step may not have
+_raise = getattr(_C, "raise")
+PATIENCE = 60  # seconds until a thread that should not wait is said to hang
+
+
+class Meanwhile:
+    """Does something in another thread, whenever a step that is being traced calls ``pause``, which waits for that."""
+
+    def __init__(self, act, patience=PATIENCE):
+        self._patience = patience
+        (self._asked, self._ask), (self._answered, self._answer) = os.pipe(), os.pipe()
+        self._act = act
+        self.outcomes = []
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        os.close(self._ask)
+        self._thread.join(PATIENCE)
+        for end in (self._asked, self._answered, self._answer):
+            os.close(end)
+
+    def _serve(self):
+        while os.read(self._asked, 1):
+            try:
+                self.outcomes.append(self._act())
+            except BaseException:  # noqa: BLE001 - raised in another thread
+                self.outcomes.append(traceback.format_exc())
+            os.write(self._answer, b"!")
+
+    def pause(self):
+        if torch.compiler.is_compiling():
+            _C.write(self._ask, b"?", 1)
+            if select.select([self._answered], [], [], self._patience)[0]:
+                os.read(self._answered, 1)
+
+
+class Slots:
+    __slots__ = ("n",)
+
+
+class Module(nn.Module):
+    n = 0
+
+
+def make_step(world, body, pause):
+    world.model = nn.Linear(4, 2)
+    world.optimizer = torch.optim.Adam(world.model.parameters(), 0.5)
+
+    def step(x):
+        loss = world.model(x).square().mean()
+        loss.backward()
+        world.optimizer.step()
+        world.optimizer.zero_grad()
+        result = body(world)
+        pause()
+        return loss if result is None else loss + result
+
+    return Step(step, build=interpret)
+
+
+READS = {
+    "text": str,
+    "shown": repr,
+    "formatted": lambda n: f"{n:6.2f}",
+    "percent": lambda n: "%.2f" % n,  # noqa: UP031
+    "sum": lambda n: (n + 1, 1 + n, n - 0.5, 0.5 - n, n * n, n**2, 2**n, n / 4, 7 // n, n % 2, -n, +n, abs(n)),
+    "comparison": lambda n: (n == 2, n != 2, n < 3, n >= 3, bool(n), sorted([n, 1]), max(n, 1), n in (2, 3)),
+    "type": lambda n: (isinstance(n, int), isinstance(n, float), isinstance(n, str)),
+    "plain": lambda n: (int(n), float(n), complex(n), round(n), round(n, 1), math.floor(n), math.sqrt(n)),
+    "looked up": lambda n: {1: "a", 2: "b", 3: "c"}.get(n, "d"),
+    "copied": lambda n: (copy.copy(n), copy.deepcopy([n]), pickle.loads(pickle.dumps(n))),
+    "JSON": lambda n: json.dumps({"n": n}),
+    "method": lambda n: (n.as_integer_ratio(), n.real, n.imag, divmod(7, n), divmod(n, 2)),
+    "array": lambda n: (np.asarray([n, 1]).dtype, (np.ones(2) * n).tolist()),
+    "tensor": lambda n: (torch.ones(2) * n).tolist(),
+}
+"""What people do with numbers."""
+
+WHOLE = {
+    "index": lambda n: ("abcdefgh"[n], "x" * n, [*range(n)], "abc"[:n]),
+    "bits": lambda n: (n & 1, n | 4, n ^ 1, 1 & n, n << 1, 1 << n, n >> 1, ~n, n.bit_length()),
+}
+"""And with whole numbers alone."""
+
+counted = 1
+
+
+def test_numbers_of_a_step_are_plain_to_other_threads():
+    """Whatever holds them, before and after the step has counted on."""
+    global counted  # noqa: PLW0603
+    counted = cell = 1
+    world = types.SimpleNamespace(n=1, table={"n": 1}, items=[1], slots=Slots(), module=Module(), rate=0.5, early=[])
+    world.slots.n = world.module.n = 1
+
+    def count(world):
+        nonlocal cell
+        global counted  # noqa: PLW0603
+        world.n += 1
+        world.table["n"] += 1
+        world.items[0] += 1
+        world.slots.n += 1
+        world.module.n += 1
+        world.rate += 0.25
+        counted += 1
+        cell += 1
+
+    def look():
+        held = [world.n, world.table["n"], world.items[0], world.slots.n, world.module.n, counted, cell, world.rate]
+        held.append(world.optimizer.param_groups[0]["lr"])
+        return [
+            {name: repr(read(n)) for name, read in (READS if isinstance(n, float) else READS | WHOLE).items()}
+            for n in held
+        ]
+
+    with Meanwhile(look) as meanwhile:
+        step = make_step(world, count, meanwhile.pause)
+        for _ in range(2):
+            step(torch.ones(3, 4))
+    assert not step.fallbacks
+    assert len(step.graphs) == 1
+    expected = [{name: repr(read(3)) for name, read in (READS | WHOLE).items()}] * 7
+    expected += [{name: repr(read(n)) for name, read in READS.items()} for n in (1.0, 0.5)]
+    assert len(meanwhile.outcomes) > 1  # before the numbers were known to change, and then
+    for outcome in meanwhile.outcomes:
+        assert outcome == expected
+    assert (world.n, world.table, world.items, counted, cell, world.rate) == (3, {"n": 3}, [3], 3, 3, 1.0)
+
+
+def test_numbers_that_another_thread_keeps_are_plain_numbers_in_the_end():
+    world, kept, others = types.SimpleNamespace(n=1), [], types.SimpleNamespace(table={})
+
+    def count(world):
+        world.n += 1
+
+    def keep():
+        kept.append(world.n)
+        others.last = others.table["n"] = world.n
+        return kept[0] * 2
+
+    with Meanwhile(keep) as meanwhile:
+        step = make_step(world, count, meanwhile.pause)
+        for _ in range(2):
+            step(torch.ones(3, 4))
+    assert meanwhile.outcomes == [6, 6]
+    assert kept == [3, 3]
+    assert {*map(type, (*kept, others.last, others.table["n"]))} == {int}
+    assert len(step.graphs) == 1
+
+
+def test_a_value_of_a_later_moment_is_what_it_was():
+    world = types.SimpleNamespace(last=0.0, scale=torch.full((), 3.0))
+
+    def read(world):
+        world.last = (world.scale * 2).item()
+
+    def look():
+        return f"{world.last:.1f} {round(world.last)}", world.last + 1, json.dumps(world.last), float(world.last)
+
+    with Meanwhile(look) as meanwhile:
+        step = make_step(world, read, meanwhile.pause)
+        for _ in range(2):
+            step(torch.ones(3, 4))
+    assert {*meanwhile.outcomes} == {("6.0 6", 7.0, "6.0", 6.0)}
+    assert step.graphs
+    assert world.last == 6.0
+
+
+def test_a_tensor_that_a_step_has_made_is_an_error_in_another_thread():
+    world = types.SimpleNamespace(kept=torch.zeros(2))
+
+    def keep(world):
+        world.kept = torch.ones(2) * 2
+
+    def look():
+        with pytest.raises(CaptureError, match=r"no values\. At .*test_shared_objects.py:\d+\. Take it anew"):
+            world.kept.sum().item()
+        return world.kept.sum().item()
+
+    with Meanwhile(look, patience=0.2) as meanwhile:
+        step = make_step(world, keep, meanwhile.pause)
+        for _ in range(2):
+            step(torch.ones(3, 4))
+    assert {*meanwhile.outcomes} <= {4.0, 0.0}
+    assert world.kept.tolist() == [2.0, 2.0]
+    assert step.graphs
+
+
+def test_a_number_that_pytorch_cannot_take_is_an_error_that_says_what_it_takes():
+    world = types.SimpleNamespace(n=1)
+
+    def count(world):
+        world.n += 1
+
+    def look():
+        try:
+            return torch.full((1,), world.n).item()
+        except CaptureError as error:
+            return torch.full((1,), int(world.n)).item() if "int(number)" in error.remedy else error
+
+    with Meanwhile(look) as meanwhile:
+        step = make_step(world, count, meanwhile.pause)
+        for _ in range(2):
+            step(torch.ones(3, 4))
+    assert meanwhile.outcomes == [3, 3]
+
+
+# --- handlers of signals ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def handle():
+    """Sets handlers, and puts those back that there were."""
+    before = {}
+
+    def set_handler(number, handler):
+        before.setdefault(number, signal.signal(number, handler))
+
+    yield set_handler
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def signals():
+    """Something that sends signals from within a step that is being traced, once, and counts how often it was asked."""
+    waiting, send = os.pipe()
+    passed, note = os.pipe()
+
+    class Signals:
+        def prepare(self, *numbers):
+            os.write(send, bytes(numbers))
+
+        def pause(self):
+            if torch.compiler.is_compiling():
+                while select.select([waiting], [], [], 0)[0]:
+                    _raise(os.read(waiting, 1)[0])
+                _C.write(note, b"!", 1)
+
+        def num_passed(self):
+            return len(os.read(passed, 99)) if select.select([passed], [], [], 0)[0] else 0
+
+    yield Signals()
+    for end in (waiting, send, passed, note):
+        os.close(end)
+
+
+def test_a_handler_finds_and_leaves_what_is_real(handle, signals):
+    world = types.SimpleNamespace(n=0, stop=False, seen=[])
+
+    def count(world):
+        world.n += 1
+        return 100.0 if world.stop else 0.0
+
+    def stop(number, frame):
+        world.stop = True
+        world.seen.append((number, f"{world.n}", type(world.n), world.model.weight.sum().item()))
+
+    handle(signal.SIGUSR1, stop)
+    handle(signal.SIGUSR2, stop)
+    step = make_step(world, count, signals.pause)
+    signals.prepare(signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1)
+    step(torch.ones(3, 4))
+    weight = world.model.weight.sum().item()
+    assert step(torch.ones(3, 4)) > 100
+    assert step(torch.ones(3, 4)) > 100
+    assert sorted(world.seen) == [(number, "1", int, weight) for number in (signal.SIGUSR1, signal.SIGUSR2)]
+    assert world.stop
+    assert world.n == 3
+    assert len(step.graphs) == 1
+    assert signal.getsignal(signal.SIGUSR1) is stop
+
+
+def test_what_a_handler_raises_comes_from_the_call_with_everything_as_before(handle, signals):
+    class TooLateError(Exception):
+        pass
+
+    def fail(number, frame):
+        raise TooLateError
+
+    world = types.SimpleNamespace(n=0)
+
+    def count(world):
+        world.n += 1
+
+    handle(signal.SIGALRM, fail)
+    step = make_step(world, count, signals.pause)
+    signals.prepare(signal.SIGALRM)
+    step(torch.ones(3, 4))
+    before = world.model.weight.tolist()
+    with pytest.raises(TooLateError):
+        step(torch.ones(3, 4))
+    assert world.n == 1
+    assert world.model.weight.tolist() == before
+    step(torch.ones(3, 4))
+    assert world.n == 2
+    assert len(step.graphs) == 1
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_an_interrupt_waits_and_a_second_one_does_not(presses, signals):
+    world = types.SimpleNamespace(n=0)
+
+    def count(world):
+        world.n += 1
+
+    step = make_step(world, count, signals.pause)
+    signals.prepare(*[signal.SIGINT] * presses)
+    step(torch.ones(3, 4))
+    before = world.model.weight.tolist()
+    with pytest.raises(KeyboardInterrupt):
+        step(torch.ones(3, 4))
+    assert signals.num_passed() == (presses == 1)
+    assert world.n == 1
+    assert world.model.weight.tolist() == before
+    step(torch.ones(3, 4))
+    assert world.n == 2
+    assert len(step.graphs) == 1
