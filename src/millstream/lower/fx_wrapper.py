@@ -95,6 +95,7 @@ class GeneratedKernel:
     Attributes:
         arguments: One entry per call argument, in order.
         tuner: The Triton tuner that launches it, or ``None`` for C++.
+        definition: Its source, as Inductor writes it into a wrapper.
         function: What a launch calls: ``tuner.run`` or a ``NativeKernel``.
     """
 
@@ -105,6 +106,7 @@ class GeneratedKernel:
             compiled.run if self.tuner is not None else NativeKernel(name, compiled, body)
         )
         self.arguments = arguments
+        self.definition = body
 
     def __call__(self, *args: Any) -> None:
         if any(isinstance(arg, torch._subclasses.FakeTensor) for arg in args):

@@ -1,7 +1,7 @@
 """Lowered programs kept on disk, so that a later process finds them instead of lowering again.
 
-``key.py`` says what a program depends on, ``encoding.py`` writes one as JSON and reads it, ``records.py`` brings both
-to a file.
+``key.py`` says what a program depends on, ``encoding.py`` writes one as JSON and reads it, ``tuners.py`` does so with
+its Triton kernels, and ``records.py`` brings all to a file.
 """
 
 from millstream.lower.kept.records import Record, open_record

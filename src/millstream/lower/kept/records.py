@@ -32,6 +32,7 @@ from millstream.graph import Kernel
 from millstream.lower.fx_wrapper import SOURCES, GeneratedKernel, Sources
 from millstream.lower.kept.encoding import Decoder, Encoder
 from millstream.lower.kept.key import NotKept, describe_graph, describe_settings
+from millstream.lower.kept.tuners import encode_tuners, offer_tuners
 from millstream.lower.program import Program
 from millstream.lower.translate import module_path, source_line
 
@@ -135,6 +136,7 @@ class Record:
                     _with_lines(program, lambda kernel: places.get((kernel.source, kernel.module), NO_LINE))
                 ),
                 "sources": [sources.prologue, sources.imported, sources.files, sources.cpp],
+                "tuners": encode_tuners({kernel.tuner: kernel.definition for kernel in kernels}.items()),
                 "strides": encoder.encode(strides),
                 "symbols": list(self.symbols),
                 "guards": guards_of(self.symbols) if self.symbols else "",
@@ -199,6 +201,7 @@ def _found_in(
         return found and replace(found, added=tuple(attributes[name] for name in content["added"]))
     if not hold_guards(content["guards"], [symbols[name] for name in content["symbols"]]):
         return None
+    offer_tuners(content["tuners"])
     prologue, imported, files, cpp = content["sources"]
     kernels = Sources(prologue, tuple(map(tuple, imported)), tuple(map(tuple, files)), tuple(map(tuple, cpp)))
     functions = {
