@@ -106,10 +106,11 @@ def tree_flatten(batch: Any, *, is_whole: Callable[[Any], bool] = lambda node: F
     leaves: list[Any] = []
     try:
         unflatten = _flatten(batch, leaves, {}, is_whole)
+    except RecursionError:
+        raise FeedError("A container in the batch holds itself, or they are nested too deeply.") from None
     except _UnknownError as unknown:
         node = unknown.node
-        name = next((name for each, name in _walk(batch, "batch") if each is node), "batch")
-        kind = type(node)
+        name, kind = find_name(batch, node), type(node)
         if _hides_tensors(node):
             raise FeedError(
                 f"{name} is an array of objects with tensors among them; let the source yield a list."
@@ -146,6 +147,11 @@ def name_leaf(batch: Any, index: int) -> str:
         if i == index:
             return name
     raise IndexError(index)
+
+
+def find_name(batch: Any, node: Any) -> str:
+    """The same for a container or a leaf of ``batch``."""
+    return next((name for each, name in _walk(batch, "batch") if each is node), "batch")
 
 
 def as_tensor(leaf: Any) -> Any:
@@ -302,10 +308,10 @@ def _flatten(node: Any, leaves: list[Any], ragged: dict[int, Any], is_whole: Cal
 
 
 def _walk(node: Any, name: str) -> Iterator[tuple[Any, str]]:
-    """Everything in the tree that is not a branch, and its name."""
+    """Everything in the tree, and its name."""
+    yield node, name
     sort = _sort(node)
     if not callable(sort):
-        yield node, name
         return
     branch = _open(node, sort)
     for child, label in zip(branch.children, branch.label_children(), strict=True):

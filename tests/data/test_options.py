@@ -345,7 +345,7 @@ def sequences(*lengths):
 def test_rows_of_sequences_are_sequences(make_feed, kind):
     batches = [[sequences(2, 3, 2)[kind]], [sequences(1, 1, 1)[kind]], [sequences(9, 9)[kind]]]
     assert len(list(make_feed(batches[:1] * 2, pad_last=True))) == 2
-    with pytest.raises(FeedError, match="cannot be padded"):
+    with pytest.raises(FeedError, match=r"batch\[0\] is a .* cannot be padded"):
         list(make_feed(batches, pad_last=True))
 
 
@@ -625,8 +625,11 @@ def test_sparse_tensors_are_cast_and_cannot_be_padded():
     assert torch.equal(batch.to_dense().float(), torch.eye(4))
     (own,) = feed([torch.eye(4).to_mkldnn()], "cpu", cast=torch.float16)  # which has its own numbers, and stays so
     assert own.is_mkldnn
-    with pytest.raises(FeedError, match=r"torch\.sparse_coo cannot be padded"):
+    with pytest.raises(FeedError, match=r"batch\[1\] is a tensor of .*sparse_coo, which cannot be padded"):
         list(feed([[torch.ones(4), sparse], [torch.ones(2), torch.eye(2).to_sparse()]], "cpu", pad_last=True))
+    weights = torch.eye(2).to_sparse()  # which have as many rows as the last batch by chance
+    *_, last = feed([[torch.ones(4), weights], [torch.ones(2), weights]], "cpu", pad_last=True)
+    assert last[1] is weights
 
 
 def test_on_the_cpu_a_slow_transform_is_not_called_staging():

@@ -605,42 +605,6 @@ def test_a_batch_without_any_bytes(virtual_feed):
     assert got[1:3] == ["nothing", ()]
 
 
-# --- tensors of all sorts
-
-
-ODD = {
-    "transposed": torch.arange(6.0).view(2, 3).t(),
-    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "expanded": torch.arange(3).view(3, 1).expand(3, 4),
-    "sliced": torch.arange(24).view(4, 6)[::2, 1::2],
-    "scalar": torch.tensor(3.5, dtype=torch.float64),
-    "bool": torch.tensor([True, False]),
-    "bfloat16": torch.randn(5).bfloat16(),
-    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
-    "negative view": torch.randn(3, dtype=torch.complex64).conj().imag,
-    "sparse": torch.eye(3).to_sparse(),
-    "parameter": torch.nn.Parameter(torch.ones(2)),
-    "needs gradient": torch.ones(2, requires_grad=True),
-}
-
-
-@pytest.mark.parametrize("leaf", ODD.values(), ids=ODD)
-def test_tensors_of_all_sorts_arrive_as_to_would_bring_them(virtual_feed, leaf):
-    fed, device = virtual_feed([{"odd": leaf, "plain": torch.ones(3)}] * 4)
-    for batch in fed:
-        device.synchronize()
-        got = batch["odd"]
-        assert type(got) is type(leaf)
-        assert got.layout == leaf.layout
-        assert got.requires_grad == leaf.requires_grad
-        if leaf.layout is torch.strided:
-            expected = leaf if 0 in leaf.stride() else torch.empty_like(leaf)
-            assert (got.dtype, got.size(), got.stride()) == (expected.dtype, expected.size(), expected.stride())
-            assert torch.equal(got, leaf)
-        else:
-            assert torch.equal(got.to_dense(), leaf.to_dense())
-
-
 def test_aliases_and_expanded_tensors_arrive_as_such(virtual_feed):
     x = torch.arange(6.0).view(2, 3)
     fed, device = virtual_feed([{"x": x, "again": x, "turned": x.t(), "wide": x[:, :1].expand(2, 500)}] * 3)

@@ -62,6 +62,31 @@ def test_numbers_and_trees_on_the_cpu():
     assert later.result().tolist() == [0.0, 0.0]
 
 
+class Boxes(torch.Tensor):
+    """A subclass as those of torchvision."""
+
+
+@pytest.mark.filterwarnings("ignore:.*(Quantized|quantization|deprecated)")
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_mkldnn,
+        lambda x: x.as_subclass(Boxes),
+        lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.quint8),
+    ],
+    ids=["sparse", "mkldnn", "subclass", "quantized"],
+)
+def test_tensors_that_are_more_than_bytes_come_back_as_they_are(fetcher, make):
+    value = make(torch.eye(3))
+    for got in (fetcher.put([value]).result(DEADLINE_S), fetch([value]).result(DEADLINE_S)):
+        assert type(got[0]) is type(value)
+        assert got[0] is not value
+        assert (got[0].layout, got[0].is_quantized) == (value.layout, value.is_quantized)
+        dense = got[0] if got[0].layout is torch.strided else got[0].to_dense()
+        assert (dense.dequantize() if dense.is_quantized else dense).tolist() == torch.eye(3).tolist()
+
+
 class Graph:
     place = "device"
 

@@ -14,7 +14,7 @@ from millstream.data.lengths import Lengths
 from millstream.data.source import Position
 from millstream.data.transfer.base import Transform
 from millstream.errors import ArgumentError, FeedError
-from millstream.tree import Unflatten, as_tensor, tree_flatten
+from millstream.tree import Unflatten, as_tensor, find_name, tree_flatten
 
 
 class Shaper:
@@ -81,22 +81,24 @@ def pad_rows(batch: Any, rows: int, full: int, rowed: Sequence[bool] | None = No
         rowed: What ``have_rows`` says of a full batch. Without, or if that has another structure: all with ``rows``.
 
     Raises:
-        FeedError: There are packed sequences or jagged tensors.
+        FeedError: Packed sequences, jagged or sparse tensors have these rows.
     """
     leaves, unflatten = _split_like(batch, rows, rowed)
-    return unflatten([_pad(leaf, rows, full, of) for leaf, of in zip(leaves, _fit(rowed, leaves), strict=True)])
+    padded = []
+    for leaf, is_rowed in zip(leaves, _fit(rowed, leaves), strict=True):
+        needs_rows = is_rowed and rows > 0 and _count(leaf) == rows
+        if needs_rows and (_is_of_sequences(leaf) or (isinstance(leaf, Tensor) and leaf.layout is not torch.strided)):
+            kind = type(leaf).__name__ if _is_of_sequences(leaf) else f"tensor of the layout {leaf.layout}"
+            raise FeedError(f"{find_name(batch, leaf)} is a {kind}, which cannot be padded; pad it in the source.")
+        padded.append(_pad(leaf, full - rows) if needs_rows else leaf)
+    return unflatten(padded)
 
 
-def _pad(leaf: Any, rows: int, full: int, is_rowed: bool) -> Any:
+def _pad(leaf: Any, missing: int) -> Any:
     if type(leaf) in (list, tuple):
-        return leaf + leaf[-1:] * (full - rows) if is_rowed and rows else leaf
-    if _is_of_sequences(leaf) or (isinstance(leaf, Tensor) and leaf.layout is not torch.strided):
-        kind = type(leaf).__name__ if _is_of_sequences(leaf) else f"tensor of the layout {leaf.layout}"
-        raise FeedError(f"A {kind} cannot be padded; pad it in the source.")
+        return leaf + leaf[-1:] * missing
     tensor = as_tensor(leaf)
-    if not isinstance(tensor, Tensor) or not tensor.dim() or len(tensor) != rows or not rows or not is_rowed:
-        return leaf
-    return torch.cat([tensor, tensor[-1:].expand(full - rows, *tensor.shape[1:])])
+    return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])]) if isinstance(tensor, Tensor) else leaf
 
 
 def _fit(rowed: Sequence[bool] | None, leaves: Sequence[Any]) -> Sequence[bool]:

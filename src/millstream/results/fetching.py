@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.data.transfer.layout import LeafSpec, describe_apart, narrow_repeats, plan_layout, view_leaf
+from millstream.data.transfer.layout import LeafSpec, describe_apart, is_plain, narrow_repeats, plan_layout, view_leaf
 from millstream.device import DeviceContext, Place, Stream, StreamMarker, context, wait_until_reached
 from millstream.errors import ArgumentError, DeviceError, FeedError, never_the_end, skip_frames
 from millstream.results.ring import Ring, RingClosed, Stretch
@@ -307,10 +307,7 @@ class Fetcher:
             isinstance(leaf, Tensor)
             and leaf.device == self.context.torch_device
             and self.context.place.kind != "cpu"
-            and leaf.layout is torch.strided
-            and not (leaf.is_quantized or leaf.is_nested)
-            # Those that wrap other tensors have no memory of their own, or not all that they are.
-            and type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__
+            and (is_plain(leaf) or type(leaf) is torch.nn.Parameter)
         )
 
     # --- the fetcher's own thread ------------------------------------------------------------------------------------
@@ -482,7 +479,8 @@ def _flatten(value: Any) -> tuple[list[Any], Unflatten]:
 def _bring(leaf: Any) -> Any:
     """A leaf that is on the host, or that only its own method can bring there."""
     if isinstance(leaf, Tensor):
-        return leaf.detach().to("cpu", copy=True)
+        leaf = leaf.detach()
+        return leaf.clone() if leaf.is_cpu else leaf.cpu()
     if not hasattr(leaf, "to"):
         return copy.copy(leaf)
     try:

@@ -14,7 +14,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,6 +192,11 @@ def view_leaf(memory: Tensor, start: int, spec: LeafSpec) -> Tensor:
 def see_source(leaf: Tensor, num_bytes: int) -> Tensor:
     """The bytes of host memory from the first element of a leaf on, whether or not all of them are of its storage."""
     return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(leaf.data_ptr()), dtype=torch.uint8)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether it is a tensor that is all said by its bytes, dtype, sizes and strides."""
+    return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_nested
 
 
 def narrow_repeats(tensor: Tensor) -> Tensor:

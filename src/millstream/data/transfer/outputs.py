@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence, Set
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from millstream.data.transfer.base import Transform
-from millstream.data.transfer.layout import view_leaves
+from millstream.data.transfer.layout import is_plain, view_leaves
 from millstream.device import DeviceContext, Stream, StreamMarker
 from millstream.device.driver import see_alike, whole_storage
-from millstream.tree import as_tensor, tree_flatten
+from millstream.tree import Unflatten, as_tensor, name_leaf, tree_flatten
 
 if TYPE_CHECKING:
     from millstream.data.transfer.device import DeviceBatch, DeviceTransfer
@@ -29,7 +30,7 @@ def can_be_staged(leaf: Any) -> bool:
     Others (tensor subclasses, sparse, quantized or gradient-tracking tensors, objects with a ``to``) are moved by their
     own ``to`` when they are handed out: right, if not hidden.
     """
-    return _is_plain(leaf) and leaf.is_cpu and not leaf.requires_grad
+    return is_plain(leaf) and leaf.is_cpu and not leaf.requires_grad
 
 
 def keep_resident(context: DeviceContext, others: dict[int, Any]) -> tuple[StreamMarker, Stream] | None:
@@ -41,7 +42,7 @@ def keep_resident(context: DeviceContext, others: dict[int, Any]) -> tuple[Strea
     if not resident:
         return None
     for i in resident:
-        if _is_plain(others[i]) and not others[i].requires_grad:
+        if is_plain(others[i]) and not others[i].requires_grad:
             others[i] = others[i].clone()
     stream = context.current_stream()
     return StreamMarker(context, stream, timing=False), stream
@@ -57,16 +58,19 @@ def apply(transfer: DeviceTransfer, transform: Transform, pending: DeviceBatch, 
     assert buffer is not None
     buffer.leaves = buffer.leaves or view_leaves(pending.layout, memories)
     leaves = dict(zip(pending.staged, (leaf.detach() for leaf in buffer.leaves), strict=True))
-    foreign = {leaf.untyped_storage().data_ptr() for leaf in pending.others.values() if _is_plain(leaf)}
+    foreign = {leaf.untyped_storage().data_ptr() for leaf in pending.others.values() if is_plain(leaf)}
     if pending.made is not None:
         copy_stream.wait_event(pending.made[0].event)
     with transfer.context.on(copy_stream):
         try:
-            leaves |= {i: _bring(leaf, transfer.device) for i, leaf in pending.others.items()}
+            leaves |= pending.others
+            others = pending.others.items()
+            moving = {i: leaf for i, leaf in others if not (isinstance(leaf, Tensor) and leaf.requires_grad)}
+            leaves |= _move_all(moving, transfer.device, pending.unflatten, len(leaves))
             batch = transform(pending.unflatten([leaves[i] for i in range(len(leaves))]))
             made, pending.unflatten = tree_flatten(batch)
             made = [as_tensor(leaf) for leaf in made]
-            made = [leaf.resolve_conj().resolve_neg() if _is_plain(leaf) else leaf for leaf in made]
+            made = [leaf.resolve_conj().resolve_neg() if is_plain(leaf) else leaf for leaf in made]
         finally:
             if pending.copy is not None:
                 pending.copy[1].event.record(copy_stream)
@@ -94,7 +98,7 @@ def _lend(
     pending.others = others = {}
     found: dict[int, list[int]] = {}  # by storage, the results that lie there
     for i, leaf in enumerate(made):
-        lies_here = _is_plain(leaf) and leaf.device == transfer.device
+        lies_here = is_plain(leaf) and leaf.device == transfer.device
         storage = leaf.untyped_storage() if lies_here else None
         if storage is not None and storage.nbytes() and storage.data_ptr() not in foreign:
             found.setdefault(storage.data_ptr(), []).append(i)
@@ -125,9 +129,9 @@ def complete(transfer: DeviceTransfer, pending: DeviceBatch, stream: Stream) -> 
     tensors: dict[int, Any] = dict(pending.tensors or {})
     if pending.made is not None:
         tensors |= _take_over(pending, pending.made, stream, transfer.context)
-    for i, leaf in pending.others.items():
-        if i not in tensors:
-            tensors[i] = _move(_copy(leaf) if i in pending.hidden else leaf, transfer.device)
+    others = pending.others.items()
+    moving = {i: _copy(leaf) if i in pending.hidden else leaf for i, leaf in others if i not in tensors}
+    tensors |= _move_all(moving, transfer.device, pending.unflatten, len(tensors) + len(moving))
     if pending.hidden:
         # WAR: what the transform has made is in memory of the copy stream, or seen in the buffer.
         marker = StreamMarker(transfer.context, stream, timing=False)  # others get its event when it is gone
@@ -159,11 +163,7 @@ def _take_over(
 
 
 def _may_hide_memory(leaf: Any, device: torch.device) -> bool:
-    return not _is_plain(leaf) and (not isinstance(leaf, Tensor) or leaf.device == device)
-
-
-def _is_plain(leaf: Any) -> bool:
-    return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_nested
+    return not is_plain(leaf) and (not isinstance(leaf, Tensor) or leaf.device == device)
 
 
 def _copy(leaf: Any) -> Any:
@@ -177,9 +177,18 @@ def _copy(leaf: Any) -> Any:
     return made
 
 
-def _bring(leaf: Any, device: torch.device) -> Any:
-    """A leaf on the device, for a transform: tensors that require gradients would lose what made them."""
-    return leaf if isinstance(leaf, Tensor) and leaf.requires_grad else _move(leaf, device)
+def _move_all(leaves: dict[int, Any], device: torch.device, unflatten: Unflatten, count: int) -> dict[int, Any]:
+    """Move some leaves of a batch, which has so many in all, by their own ``to``; an error says which."""
+    moved = {}
+    for i, leaf in leaves.items():
+        try:
+            moved[i] = _move(leaf, device)
+        except Exception as error:
+            with suppress(Exception):  # of types that users have registered
+                name = name_leaf(unflatten([torch.empty(0, device="cpu")] * count), i)
+                error.add_note(f"Raised when {name} was moved to {device} by its own ``to``.")
+            raise
+    return moved
 
 
 def _move(leaf: Any, device: torch.device) -> Any:

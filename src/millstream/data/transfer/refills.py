@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.data.transfer.layout import extent_bytes, narrow_repeats
+from millstream.data.transfer.layout import extent_bytes, is_plain, narrow_repeats
 from millstream.tree import as_tensor, tree_flatten
 
 MAX_SPREAD = 4
@@ -59,7 +59,7 @@ def _tensors(batch: Any) -> list[Any]:
 
 
 def _span(leaf: Tensor) -> tuple[int, int]:
-    if leaf.layout is not torch.strided or leaf.is_nested or not leaf.is_cpu or not leaf.numel():
+    if not (is_plain(leaf) and leaf.is_cpu and leaf.numel()):
         return 0, 0
     start = leaf.data_ptr()
     return start, start + extent_bytes(leaf.dtype, tuple(leaf.size()), leaf.stride())
@@ -74,7 +74,7 @@ def copy_batch(batch: Any) -> Any:
 def _copy(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or leaf.requires_grad:
         return leaf
-    if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_nested:
+    if not is_plain(leaf):
         return leaf.clone()
     # With the same strides, so that a compiled step serves the batches that are not copied, too.
     once = narrow_repeats(leaf)
