@@ -11,13 +11,23 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millstream.insight import Asleep, Cause, Severity, analyse
+from millstream.insight import Asleep, Cause, Recording, Sample, Severity, Span, analyse
 from millstream.insight.gaps import attribute, find_gaps
 from millstream.insight.host import doings, host_pieces
 from millstream.insight.intervals import complement, flatten, intersect, total, union
 from millstream.insight.records import State
 from millstream.report.idle import to_text
-from tests.insight.virtual import THREAD, interrupted, is_busy, looked_at, part_at, recordings, short_loops, span_at
+from tests.insight.virtual import (
+    THREAD,
+    interrupted,
+    is_busy,
+    line,
+    looked_at,
+    part_at,
+    recordings,
+    short_loops,
+    span_at,
+)
 
 EXAMPLES = int(os.environ.get("MILLSTREAM_FUZZ", "200"))
 DEVICE_CAUSES = {Cause.GRAPH_TAIL, Cause.STREAM_WAIT, Cause.DEVICE_GAP, Cause.UNKNOWN}
@@ -133,3 +143,14 @@ def test_python_too_short_to_be_interrupted_is_told_of_and_is_not_healthy(python
     assert found.severity is (Severity.NOT_SURE if found.unseen_python >= 0.1 else Severity.HEALTHY)
     text = to_text(found)
     assert ("too short to be looked into" in text) == (found.unseen_python >= 0.05)
+
+
+def test_what_comes_after_the_last_look_is_as_that_was_unless_it_is_long():
+    looks = (Sample(THREAD, 0, 5, line(1), 5, 0, True), Sample(THREAD, 5, 9, line(2), 4, 0, True))
+    spans = (Span(THREAD, 9, 12, Cause.IO, line(3)),)
+    recording = Recording(end_ns=20, thread=THREAD, samples=looks, spans=spans)
+    assert [(each.start_ns, each.end_ns, each.stack) for each in doings(recording)][1:] == [
+        (5, 9, line(2)),
+        (12, 20, line(2)),
+    ]
+    assert doings(replace(recording, end_ns=2 * 10**9))[-1].end_ns == 9

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from millstream.insight import (
     Activity,
     ActivityKind,
+    Asleep,
     Cause,
     Launch,
     Loader,
@@ -518,3 +519,25 @@ def test_run_too_short_for_looks_has_no_verdict_unless_hooks_tell(num_looks, num
     assert (found.severity is not Severity.UNRELIABLE) == is_told
     assert ("too short to be looked into (4 looks)" in to_text(found)) == (not is_told)
     assert ("does not compute" in to_text(found)) == is_told
+
+
+def test_checkpoint_with_collections_within_is_counted_once():
+    recording = serial_recording([*launches(4), (Cause.IO, 30 * MS, 44)], [5 * MS] * 4, steps=STEPS)
+    save = next(span for span in recording.spans if span.start_ns > recording.steps[20].start_ns)
+    gc = Span(THREAD, save.start_ns + MS, save.start_ns + 2 * MS, Cause.GC, line(44))
+    row = next(row for row in analyse(replace(recording, spans=(save, gc))).rows if row.cause is Cause.IO)
+    assert (row.is_rare, row.num_steps) == (True, 1)
+
+
+def test_long_waits_in_few_steps_are_told_by_the_step():
+    looks, now, steps = [], 0, []
+    for number in range(60):
+        length = 300 * MS if number % 10 == 5 else 3 * MS
+        state = Asleep.CALL if number % 10 == 5 else Asleep.AWAKE
+        stack = line(7) if state is Asleep.CALL else (Site("/x/torch/nn/linear.py", 1, "forward"), *line(5))
+        for start in range(now, now + length, 3 * MS):
+            ran = 0 if state is Asleep.CALL else 3 * MS
+            looks.append(Sample(THREAD, start, start + 3 * MS, stack, ran, 0, False, ran, (), 0, state))
+        steps.append(Step(now, now := now + length))
+    found = analyse(Recording(end_ns=now, thread=THREAD, steps=tuple(steps), samples=tuple(looks)))
+    assert "5 of 50 steps, 300 ms each" in to_text(found)

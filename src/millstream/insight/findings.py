@@ -395,8 +395,8 @@ def _rare_rows(recording: Recording, common: frozenset[Cause], idles: Mapping[Ca
     """
     begin = recording.steps[0].end_ns if recording.steps else recording.end_ns
     idle: dict[tuple[Cause, Site | None], int] = defaultdict(int)
-    times: dict[tuple[Cause, Site | None], int] = defaultdict(int)
-    whole, latest = recording.end_ns - begin, None
+    times: dict[tuple[Cause, Site | None], set[int]] = defaultdict(set)  # another span within it cuts one into pieces
+    whole = recording.end_ns - begin
     for start, end, span in spans_of(recording):
         if not begin <= span.start_ns < recording.end_ns:
             continue
@@ -405,10 +405,9 @@ def _rare_rows(recording: Recording, common: frozenset[Cause], idles: Mapping[Ca
         elif span.cause in WHOLE_RUN - common:
             key = span.cause, recording.user_site(span.stack)
             idle[key] += round((end - start) * idles.get(span.cause, 1.0))
-            times[key] += span is not latest
-        latest = span
+            times[key].add(span.start_ns)
     return [
-        Row(cause, site, None, times[cause, site], spent, spent / max(whole, 1), 0.0, is_rare=True)
+        Row(cause, site, None, len(times[cause, site]), spent, spent / max(whole, 1), 0.0, is_rare=True)
         for (cause, site), spent in idle.items()
     ]
 

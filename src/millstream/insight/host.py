@@ -240,7 +240,7 @@ def doings(recording: Recording) -> list[Doing]:
     """What samples say of the training thread where no hook saw it, in order; they never overlap.
 
     A look into a hook's span says nothing of the time before that. Such time goes to the next look outside of one, as
-    in any statistic of samples, unless that is far away.
+    in any statistic of samples, unless that is far away; and what comes after the last look goes to that.
     """
     seen = union((start, end) for start, end, _ in spans_of(recording))
     starts = [start for start, _ in seen]
@@ -260,6 +260,10 @@ def doings(recording: Recording) -> list[Doing]:
             continue
         looks.append((sample, free, [each for each in pending if sample.end_ns - each[1] <= _FAR_NS]))
         pending.clear()
+    if looks:  # what comes after the last look is as that was
+        sample, free, near = looks[-1]
+        over = complement(seen, latest, max(recording.end_ns, latest))
+        looks[-1] = sample, free, near + [each for each in pending + over if each[1] - sample.end_ns <= _FAR_NS]
     evidence = _Evidence([sample for sample, _, _ in looks], recording)
     found: list[Doing] = []
     for sample, free, near in looks:
@@ -267,8 +271,9 @@ def doings(recording: Recording) -> list[Doing]:
             state, stack, detail = evidence.sleep(sample)
         else:
             state, stack, detail = _running_state(sample, recording.switch_ns), sample.stack, ""
-        found += (Doing(start, end, state, stack, detail) for start, end in near)
+        found += (Doing(start, end, state, stack, detail) for start, end in near if end <= sample.end_ns)
         found += split_sample(sample, free, recording) if sample.asleep is None else evidence.split(sample, free)
+        found += (Doing(start, end, state, stack, detail) for start, end in near if end > sample.end_ns)
     return list(_with_late_launches(found, recording))
 
 

@@ -14,6 +14,7 @@ from millstream.report.words import count, duration, percent, table
 _WIDTH = 118
 _SHOWN = 8  # rows of the table
 _LEAST = 0.01  # of the window: smaller rows are left out of the table
+_LONG_NS = 100_000_000  # what samples tell of is seen by several of them
 _INDENT = " " * 10
 
 
@@ -103,7 +104,8 @@ def _count(row: Row, found: Findings) -> str:
         return f"{count(row.num_steps, 'time')}, {duration(row.idle_ns / max(row.num_steps, 1))} each"
     if not found.recording.has_steps:
         return f"{duration(row.idle_ns)} in all"
-    if not row.num_steps or (row.cause in SAMPLED and row.num_steps < 0.9 * len(found.steps)):
+    is_seen = row.num_steps >= 0.9 * len(found.steps) or row.idle_ns >= row.num_steps * _LONG_NS
+    if not row.num_steps or (row.cause in SAMPLED and not is_seen):
         return duration(row.idle_ns / len(found.steps)) + " a step"
     return f"{row.num_steps} of {count(len(found.steps), 'step')}, {duration(row.idle_ns / row.num_steps)} each"
 
