@@ -143,6 +143,20 @@ def test_saved_profile_is_written_when_it_is_over(tmp_path):
     assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_are_started_for_each_pass_are_told_of(persistent):
+    loader = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2, num_workers=1, persistent_workers=persistent)
+    with ms.profile() as run:
+        for _ in range(3):
+            for _ in loader:
+                pass
+    starts = [span for span in run.findings.recording.spans if span.cause is Cause.PASS]
+    # Each pass starts workers and waits for its first batch, and ends.
+    assert len(starts) == (5 if persistent else 9)
+    assert run.findings.recording.user_site(starts[0].stack).file == __file__
+    del loader
+
+
 def test_two_optimizers_that_take_turns_make_one_step():
     one, other = (torch.optim.SGD([torch.zeros(1, requires_grad=True)]) for _ in range(2))
     with ms.profile() as run:

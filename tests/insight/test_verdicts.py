@@ -541,3 +541,20 @@ def test_long_waits_in_few_steps_are_told_by_the_step():
         steps.append(Step(now, now := now + length))
     found = analyse(Recording(end_ns=now, thread=THREAD, steps=tuple(steps), samples=tuple(looks)))
     assert "5 of 50 steps, 300 ms each" in to_text(found)
+
+
+@pytest.mark.parametrize(
+    ("ran", "num_workers", "said"), [(0.4, 0, "had 0.8 of 2 proc"), (0.4, 2, "Fewer"), (1, 0, "Fewer")]
+)
+def test_processors_that_others_take_are_told_from_ones_own_threads(ran, num_workers, said):
+    looks = [
+        Sample(
+            THREAD, at * MS, (at + 1) * MS, line(5), MS // 4, 0, False, round(2 * ran * MS), (), MS // 2, Asleep.AWAKE
+        )
+        for at in range(100)
+    ]
+    steps = tuple(Step(at * MS, (at + 5) * MS) for at in range(0, 100, 5))
+    facts = {"loaders": (Loader(num_workers, num_batches=20),), "num_cores": 2, "end_ns": 100 * MS, "thread": THREAD}
+    found = analyse(Recording(steps=steps, samples=tuple(looks), **facts))
+    assert found.leading.cause is Cause.DESCHEDULED
+    assert said in to_text(found)

@@ -13,6 +13,9 @@ from torch.utils.data._utils import fetch
 NEXT: tuple[type, str] = (dataloader._BaseDataLoaderIter, "__next__")
 """What every loop over a DataLoader calls for a batch."""
 
+START: tuple[type, str] = (dataloader._MultiProcessingDataLoaderIter, "__init__")
+"""What starts worker processes: for every pass, unless they are persistent."""
+
 FETCHES: tuple[tuple[type, str], ...] = ((fetch._MapDatasetFetcher, "fetch"), (fetch._IterableDatasetFetcher, "fetch"))
 """What makes a batch, in a worker or in the loop's own process."""
 

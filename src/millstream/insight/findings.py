@@ -24,7 +24,7 @@ UNSURE = 0.10
 RARE = 1 / 8
 """A cause in fewer of the steps is counted per time of the whole run, and not scaled up from a window that may have
 caught one of them by chance."""
-WHOLE_RUN = frozenset((Cause.IO, Cause.GC, Cause.COMPILE, Cause.ALLOCATOR, Cause.COMMUNICATION))
+WHOLE_RUN = frozenset((Cause.PASS, Cause.IO, Cause.GC, Cause.COMPILE, Cause.ALLOCATOR, Cause.COMMUNICATION))
 """Causes that hooks see in the whole run, whatever window the device's profiler had."""
 DATA = (Cause.DATA_WAIT, Cause.IN_PROCESS)
 REPORT_VERSION = 1

@@ -66,6 +66,7 @@ class Hooks:
         self._pid = os.getpid()
         self.worker_times = WorkerTimes()
         self._patches = [Patch(*loading.NEXT, self._watch_next)]
+        self._patches.append(Patch(*loading.START, functools.partial(self._watch_call, Cause.PASS, "")))
         self._patches += [Patch(*place, self._watch_wait) for place in waiters]
         self._patches += [Patch(*place, self._watch_step) for place in steppers]
         self._patches += [Patch(*place, self._watch_compiler) for place in compilers]
@@ -118,11 +119,12 @@ class Hooks:
         def get_batch(iterator: Any) -> Any:
             if os.getpid() != pid:
                 return original(iterator)
-            start = clock()
+            start, cause = clock(), Cause.PASS
             try:
                 batch = original(iterator)
+                cause = Cause.PASS if iterator not in known else Cause.DATA_WAIT
             finally:  # the end of a pass takes time, and is no batch
-                log.add_span(start, Cause.IN_PROCESS if loading.makes_in_process(iterator) else Cause.DATA_WAIT)
+                log.add_span(start, Cause.IN_PROCESS if loading.makes_in_process(iterator) else cause)
             self._tell_of_batch()
             if iterator not in known:
                 known[iterator] = self._note_loader(iterator)

@@ -20,6 +20,7 @@ WIDTH, LEFT, LANE = 1060, 110, 26  # pixels
 COLOURS = {
     Cause.DATA_WAIT: "#e15759",
     Cause.IN_PROCESS: "#c8403f",
+    Cause.PASS: "#ff9d9a",
     Cause.SYNC: "#f28e2b",
     Cause.ALLOCATOR: "#b6992d",
     Cause.COMPILE: "#b07aa1",

@@ -9,6 +9,7 @@ from millstream.report.words import count, duration
 TITLES = {
     Cause.DATA_WAIT: "Waiting for data",
     Cause.IN_PROCESS: "Making batches in the training process",
+    Cause.PASS: "Starting the loader's workers anew for each pass",
     Cause.SYNC: "The host waits for the device, and leaves its queue empty",
     Cause.ALLOCATOR: "Taking device memory from the driver",
     Cause.COMPILE: "Compiling again and again",
@@ -30,6 +31,9 @@ TITLES = {
 }
 
 
+_FEW = 0.75  # of the processors: with more, a process's own threads may be too many
+
+
 def remedy(row: Row, found: Findings) -> str:
     """One or two sentences: the edit, and what was measured that speaks for it."""
     if row.cause in (Cause.DATA_WAIT, Cause.IN_PROCESS):
@@ -41,19 +45,22 @@ def remedy(row: Row, found: Findings) -> str:
     if row.cause is Cause.GIL:
         other = f" ({row.detail})" if row.detail else ""
         return f"Move that thread's work{other} into a process, or let it sleep between pieces."
+    if row.cause is Cause.DESCHEDULED:
+        return _fewer_processes(found)
     if row.cause is Cause.COPY:
         return "DataLoader(..., pin_memory=True) and .to(device, non_blocking=True), or ms.feed(loader, device)."
     return _REMEDIES.get(row.cause, "")
 
 
 _REMEDIES = {
+    Cause.PASS: "DataLoader(..., persistent_workers=True): they, and what they have imported and opened, stay from one "
+    "pass to the next.",
     Cause.SYNC: "Keep the value on the device and read it later: value = ms.fetch(loss), or every 100 steps.",
     Cause.ALLOCATOR: "Leave out torch.cuda.empty_cache(); where memory is short, a smaller batch, or "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
     Cause.GRAPH_BREAK: "Move what breaks the graph (print, .item(), a library's call) out of the compiled function.",
     Cause.GC: "gc.freeze() after the model is built, and gc.disable() with a gc.collect() every some hundred steps.",
     Cause.IO: "Write in a thread (copy the state first), like distributed.checkpoint.async_save, or less often.",
-    Cause.DESCHEDULED: "Fewer threads and workers (torch.set_num_threads, num_workers), or fewer other processes here.",
     Cause.WAITING: "Do it in a thread, or leave it out.",
     Cause.PYTHON: "Do it in a thread or process of its own, with tensor operations, or less often.",
     Cause.LAUNCH: "One graph of the whole step: @ms.step on it, or torch.compile(mode='reduce-overhead').",
@@ -62,6 +69,15 @@ _REMEDIES = {
     Cause.COMMUNICATION: "Whether it transfers, or waits for another rank, only the reports of all ranks tell "
     "(millstream profile --merge). Transfer: overlap it with the backward pass, or take larger batches.",
 }
+
+
+def _fewer_processes(found: Findings) -> str:
+    looks = [each for each in found.recording.samples if each.process_ns is not None]
+    ran = sum(each.process_ns or 0 for each in looks) / max(sum(each.end_ns - each.start_ns for each in looks), 1)
+    cores, has_workers = found.recording.num_cores, found.loader is not None and found.loader.num_workers
+    if looks and not has_workers and ran < _FEW * cores:
+        return f"This process had {ran:.1f} of {count(cores, 'processor')}: others take the rest. Stop those, or wait."
+    return "Fewer threads and workers (torch.set_num_threads, num_workers), or fewer other processes here."
 
 
 def _more_workers(found: Findings) -> str:
