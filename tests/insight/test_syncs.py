@@ -1,13 +1,17 @@
 """The list of what makes the host wait: exact counts at the right lines, and nothing left behind."""
 
 import runpy
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 
 import millstream as ms
 from millstream.insight.syncs import SyncKind
+from millstream.trace import SyncTrace
 
 SCRIPT = Path(__file__).parent / "scripts" / "reads.py"
 
@@ -36,6 +40,24 @@ def test_line_is_the_users_where_a_library_reads():
     row = trace.findings.rows[0]
     assert row.site.file == __file__
     assert row.inside.file.endswith("clip_grad.py")
+
+
+def test_value_on_its_way_to_numpy_is_read_once_and_comparisons_read():
+    x = torch.arange(3.0)
+    with ms.trace_syncs() as trace:
+        x.cpu().numpy()
+        assert torch.allclose(x, x)
+    assert [(row.kind, row.count) for row in trace.findings.rows] == [(SyncKind.READ, 1), (SyncKind.TO_LIST, 1)]
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_threads_are_followed_on_request(follows):
+    before = threading.Thread.run
+    trace = SyncTrace(follows_threads=follows)
+    with trace, ThreadPoolExecutor(1) as executor:
+        assert executor.submit(lambda: torch.ones(3).sum().item()).result() == 3
+    assert threading.Thread.run is before
+    assert sum(row.count for row in trace.findings.rows) == follows
 
 
 def test_trace_leaves_methods_and_results_as_they_were():

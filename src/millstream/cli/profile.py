@@ -11,11 +11,12 @@ import time
 import traceback
 from pathlib import Path
 
-from millstream.api.profiling import Profile, check_writable, trace_syncs
+from millstream.api.profiling import Profile, check_writable
 from millstream.cli.running import run_script
 from millstream.errors import ArgumentError
 from millstream.insight.ranks import merge
-from millstream.report.idle import SLOWER, Condition, compare, ranks
+from millstream.report.idle import SLOWER, Condition, compare, ranks, syncs
+from millstream.trace import SyncTrace
 
 EXIT_FAILED = 1
 PATIENCE_S = 10.0  # for the reports of other ranks
@@ -129,15 +130,17 @@ def merge_files(paths: list[Path]) -> int:
 
 def list_syncs(target: str, arguments: list[str], *, as_module: bool, save: Path | None) -> int:
     """Run a script and list what makes its host wait for the device; returns the script's exit code."""
-    trace = trace_syncs()
+    if save is not None and not save.resolve().parent.is_dir():
+        raise ArgumentError(f"cannot write {save}: there is no folder {save.resolve().parent}")
+    trace = SyncTrace(follows_threads=True)
     with trace:
         code = run_script(target, arguments, as_module=as_module)
     if trace.findings is None:  # a child that the script forked
         return code
     sys.stdout.flush()
-    print(f"\n{trace}", file=sys.stderr)
+    print(f"\n{syncs.to_text(trace.findings)}", file=sys.stderr)
     if save is not None:
-        save.write_text(json.dumps(trace.to_dict(), indent=2) + "\n", encoding="utf-8")
+        save.write_text(json.dumps(syncs.to_dict(trace.findings), indent=2) + "\n", encoding="utf-8")
     return code
 
 

@@ -13,8 +13,8 @@ from millstream.insight.records import Note, Site
 class SyncKind(StrEnum):
     """What happened. The value is what reports print."""
 
-    READ = "read of a value"  #: .item(), float(t), if t:, print(t)
-    TO_LIST = "read of a tensor"  #: .tolist(), .cpu(), .numpy(), copies from the device
+    READ = "read of a value"  #: .item(), float(t), if t:, torch.equal
+    TO_LIST = "read of a tensor"  #: .tolist(), .cpu(), copies from the device
     SIZE = "size from values"  #: masks as indices, nonzero, unique: the host needs the result's size
     TO_DEVICE = "copy to the device"
     PINNED = "pinned memory taken"

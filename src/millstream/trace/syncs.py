@@ -1,8 +1,8 @@
 """Finds every read, copy and wait by looking at each operator: slow, so it makes no claim about times.
 
-Operators are seen by a ``TorchDispatchMode`` of the thread that enters; where the host reads a CPU tensor without an
-operator (``.tolist()``, ``.cpu()``, ``.numpy()``), the method is wrapped. On a machine without a GPU they are the
-calls that would wait for one.
+Operators are seen by a ``TorchDispatchMode`` of the thread that enters, and on request of threads that are started
+later; where the host reads a CPU tensor without an operator (``.tolist()``, ``.cpu()``), the method is wrapped. On a
+machine without a GPU they are the calls that would wait for one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from millstream.trace.log import clock
 from millstream.trace.notes import notes_of
 
 _SIZES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave")
-_READS = ("_local_scalar_dense", "is_nonzero", "equal", "item")
+_READS = ("_local_scalar_dense", "is_nonzero", "equal", "item", "allclose", "_linalg_check_errors")
 _COPIES = ("_to_copy", "copy_")
 _NOT_OF_A_DEVICE = (
     "/torch/utils/data/",
@@ -90,9 +90,14 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
 
 
 class SyncTrace:
-    """Watches the thread that enters, until it leaves; then ``findings`` says what there was."""
+    """Watches the thread that enters, until it leaves; then ``findings`` says what there was.
 
-    def __init__(self) -> None:
+    Args:
+        follows_threads: Watch threads that are started meanwhile, too, each to its end.
+    """
+
+    def __init__(self, *, follows_threads: bool = False) -> None:
+        self._follows_threads = follows_threads
         self.findings: SyncFindings | None = None
         self._events: list[SyncEvent] = []
         self._breaks: list[tuple[int, str]] = []
@@ -109,8 +114,10 @@ class SyncTrace:
         self._watch_compiler()
         self._handle = register_optimizer_step_post_hook(self._on_step)
         self._patches = []
-        for name in ("tolist", "cpu", "numpy"):
+        for name in ("tolist", "cpu"):
             self._patches.append(_MethodPatch(name, self._on_read))
+        if self._follows_threads:
+            self._patches.append(Patch(threading.Thread, "run", self._watch_thread))
         if not self._would_wait:
             for holder, name, kind in (
                 (torch.cuda, "synchronize", SyncKind.SYNCHRONIZE),
@@ -150,6 +157,13 @@ class SyncTrace:
         if tensor.device.type == "cpu" and self._would_wait:  # elsewhere an operator copies, and is seen
             self._tell(SyncKind.TO_LIST, 0, f"Tensor.{name}", False)
 
+    def _watch_thread(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(thread: threading.Thread) -> None:
+            with _Operators(self._tell):
+                original(thread)
+
+        return run
+
     def _watch_call(self, kind: SyncKind, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             start = clock()
@@ -161,7 +175,7 @@ class SyncTrace:
         return call
 
     def _tell(self, kind: SyncKind, took_ns: int, detail: str, is_pageable: bool) -> None:
-        if os.getpid() != self._pid or threading.get_ident() != self._thread:
+        if os.getpid() != self._pid or not (self._follows_threads or threading.get_ident() == self._thread):
             return
         self._watch_compiler()
         stack = _without_machinery(frames.sites_of(frames.take_stack(sys._getframe(2))))

@@ -23,9 +23,10 @@ _REMEDIES = {
 
 def to_text(found: SyncFindings, limit: int = 40) -> str:
     """The list for a terminal."""
-    what = "calls that would wait on a GPU" if found.would_wait else "reads, copies and waits"
     total = sum(row.count for row in found.rows)
-    lines = [f"{total} {what}, on {count(len(found.rows), 'line')}, in {count(found.num_steps, 'optimizer step')}."]
+    would = f"{count(total, 'call')} that would wait on a GPU"
+    what = would if found.would_wait else f"{total} reads, copies and waits"
+    lines = [f"{what}, on {count(len(found.rows), 'line')}, in {count(found.num_steps, 'optimizer step')}."]
     if not found.rows:
         return lines[0]
     cells = [_cells(row, found) for row in found.rows[:limit]]
