@@ -1,11 +1,13 @@
 """Plans on threads: the bits of the serial engine, errors, callers at the same time, and when threads are chosen."""
 
 import copy
+import ctypes
 import dataclasses
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -333,6 +335,27 @@ def test_intra_op_threads_are_divided():
     with intra_op_threads(3):
         threaded(noted)[1](list(inputs))
     assert seen == {("MainThread", 3, False), ("millstream-stream-1", 1, False)}
+
+
+def test_numbers_of_threads_are_those_of_one_thread():
+    torch_cpu = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
+    functions = [getattr(torch_cpu, f"mkl_serv_get_{name}", None) for name in ("max_threads", "dynamic")]
+
+    def numbers():
+        return torch.get_num_threads(), *(function and function() for function in functions)
+
+    with intra_op_threads(3):
+        elsewhere = []
+        other = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert elsewhere != [3]
+    if functions[1]:
+        torch_cpu.MKL_Set_Dynamic(1)  # as before anybody calls torch.set_num_threads
+    before = numbers()
+    with intra_op_threads(3):
+        assert numbers() == (3, functions[0] and 3, before[2])
+    assert numbers() == before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

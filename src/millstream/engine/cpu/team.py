@@ -94,19 +94,16 @@ def _serve(worker: int) -> None:
 
 @contextmanager
 def intra_op_threads(number: int) -> Iterator[None]:
-    """Let PyTorch's operators, and kernels that go by OpenMP's number, use so many threads on this thread.
-
-    PyTorch notes the number for threads to come as well, workers included; both are afterwards what they were.
-    """
+    """Let PyTorch's operators, and kernels that go by OpenMP's number, use so many threads on this thread alone."""
     before = torch.get_num_threads()
     if before == number:
         yield
         return
-    torch.set_num_threads(number)
+    of_mkl = library().use_threads(number, number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        library().use_threads(before, of_mkl)
 
 
 _team = Team()

@@ -242,13 +242,27 @@ struct Worker {
   const std::function<void()>* job = nullptr;
 };
 
-void use_threads(int number) {
-  if (at::get_num_threads() != number) at::set_num_threads(number);
-}
-
 }  // namespace
 
 extern "C" {
+
+// Both for the calling thread alone. PyTorch's `set_num_threads` also notes the number for threads to come, and has MKL
+// take no fewer threads for small products: in the whole process, and for good.
+extern void omp_set_num_threads(int number) __attribute__((weak));
+extern int MKL_Set_Num_Threads_Local(int number) __attribute__((weak));
+
+// Let PyTorch's operators use so many intra-op threads on this thread, and MKL's functions so many; 0 is MKL's default.
+// Returns how many MKL's had.
+int millstream_use_threads(int number, int of_mkl) {
+  if (at::get_num_threads() != number) {  // which PyTorch sets when a thread asks first
+    if (!omp_set_num_threads) {
+      at::set_num_threads(number);
+      return 0;
+    }
+    omp_set_num_threads(number);
+  }
+  return MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(of_mkl) : 0;
+}
 
 Plan* millstream_make(int num_registers, int num_events, int num_streams, PyObject* python) {
   return new Plan(num_registers, num_events, num_streams, python);
@@ -393,7 +407,7 @@ void millstream_run(Plan* plan, Worker** workers, int num_threads) {
   for (size_t stream = 1; stream < plan->streams.size(); stream++) {
     jobs.push_back([&, stream] {
       const at::ThreadLocalStateGuard guard(state);
-      use_threads(num_threads);
+      millstream_use_threads(num_threads, num_threads);
       plan->run_stream(stream);
     });
   }
