@@ -191,7 +191,7 @@ def test_looking_that_makes_steps_much_longer_is_told_of(other, is_told, side):
     others = [Step(edge + number * other, edge + (number + 1) * other) for number in range(count)]
     steps = (*marks, *others) if side == "after" else (*others, *marks)
     run = Recording(steps=steps, thread=7, end_ns=steps[-1].end_ns, cost_share=0.01)
-    recording = Recorded(trace, "virtual").add_to(run, 0)
+    recording = Recorded(trace, "virtual", over=35).add_to(run, 0)
     assert recording.looking_slowed == pytest.approx(100 / other - 1)
     longer_ns = sum(step.end_ns - step.start_ns for step in recording.steps) / 100 * (100 - other)
     assert recording.cost_share == pytest.approx(0.01 + longer_ns / run.end_ns)

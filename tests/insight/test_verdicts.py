@@ -143,6 +143,17 @@ def test_what_the_profiler_takes_is_no_time_of_the_run():
     assert rare[0].share == pytest.approx(9 * MS / run_ns)
 
 
+def test_event_in_one_of_few_steps_of_a_window_is_not_scaled_up_by_them():
+    recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [5 * MS] * 4, steps=5)
+    at = recording.steps[3].start_ns
+    recording = with_stall(recording, Span(THREAD, at, at + 900 * MS, Cause.IO))
+    found = analyse(replace(recording, end_ns=recording.end_ns + 90_000 * MS))  # the window is a part of the run
+    assert [(row.share, row.is_rare) for row in found.rows if row.cause is Cause.IO] == [
+        (pytest.approx(0.01, abs=1e-3), True)
+    ]
+    assert found.severity is Severity.HEALTHY
+
+
 def test_rare_event_that_waits_for_queued_kernels_first_costs_what_the_device_idles():
     recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [5 * MS] * 4, steps=60)
     at = recording.steps[40].start_ns

@@ -25,18 +25,13 @@ import torch
 from millstream.insight import Cause, Recording, Span, Step
 from millstream.insight.alignment import LEAST_SHARE, lines_from
 from millstream.insight.kineto import DeviceTrace, read_trace
+from millstream.trace.agenda import FIRST_STEP, Turn, Windows
 from millstream.trace.hooks import Patch
 from millstream.trace.log import clock
 from millstream.trace.stacks import CallStacks
 
-FIRST_STEP, NUM_STEPS = 10, 20
-"""Window A begins after the warm-up, and is so long."""
-FIRST_LINED_STEP, NUM_LINED_STEPS = FIRST_STEP + NUM_STEPS + 2, 3
-"""The same of window B."""
-NUM_BEFORE = 5
-"""Steps before window A that tell what it costs, where too few come after it."""
-
-
+NUM_BEFORE, NUM_AFTER = 5, 20
+"""Steps before window A that tell what it costs, where fewer than so many come after both."""
 _DETACH = "TEARDOWN_CUPTI"  # Kineto reads it when a trace has been processed
 PATIENCE = 20  # batches without any step: gradients may be accumulated over so many
 
@@ -49,6 +44,7 @@ class Recorded:
         device: Name of the device.
         why_not: Why there is nothing.
         lined: Of window B, with lines.
+        over: Number of the step after which the windows were; ``None`` if there was none.
         other_threads: Of the system's numbers of threads, those of Python's that do not train: what they wait for in
             the driver is no wait of the training thread's.
     """
@@ -60,7 +56,9 @@ class Recorded:
         why_not: str = "",
         lined: DeviceTrace | None = None,
         other_threads: frozenset[int] = frozenset(),
+        over: int | None = None,
     ) -> None:
+        self.over = over
         self.trace, self.device, self.why_not, self.lined = trace, device, why_not, lined
         self.other_threads = other_threads
 
@@ -81,7 +79,7 @@ class Recorded:
                 why = f"only {lined.share:.0%} of the driver's calls were found again with their lines"
                 caveats = (*caveats, f"{why.replace('%', ' %')}: lines come from samples")
         spans = tuple(span for span in spans if span.thread not in self.other_threads)
-        slowed, later_ns = _slowed(recording.steps, steps)
+        slowed, later_ns = _slowed(recording.steps, steps, self.over)
         cost = recording.cost_share
         if cost is not None and slowed is not None and slowed > 0:  # longer steps are a cost, too
             looked_ns = sum(step.end_ns - step.start_ns for step in steps)
@@ -111,16 +109,16 @@ def _steps_within(steps: Sequence[Step], trace: DeviceTrace) -> tuple[Step, ...]
     return tuple(step for step in steps if first <= step.start_ns and step.end_ns <= last)
 
 
-def _slowed(steps: Sequence[Step], within: Sequence[Step]) -> tuple[float | None, float | None]:
+def _slowed(steps: Sequence[Step], within: Sequence[Step], over: int | None) -> tuple[float | None, float | None]:
     """How much longer steps took in the window than outside, and what they take after it on average.
 
     Outside are the steps after both windows, or where those are few, the last ones before the first: the median of
     several tells what a step takes, though the first one of them may still have compiled something. The other number
     is ``None`` where too few steps came after the windows, and both where too few came before, too.
     """
-    after = steps[FIRST_LINED_STEP + NUM_LINED_STEPS + 1 :]
+    after = steps[over + 1 :] if over is not None else ()
     before = [step for step in steps if within and step.end_ns <= within[0].start_ns][-NUM_BEFORE - 1 : -1]
-    has_after = len(after) >= NUM_STEPS
+    has_after = len(after) >= NUM_AFTER
     outside = after if has_after else before
     if not within or len(outside) < NUM_BEFORE:
         return None, None
@@ -160,6 +158,7 @@ class DeviceWindow:
         self._is_starting = False
         self._why_not = ""
         self._device = torch.cuda.get_device_name()
+        self._windows = Windows()
         self._folder: Path | None = None
         self._tree: list[Any] = []
         self._path: list[str] = []
@@ -192,25 +191,22 @@ class DeviceWindow:
         number = self._counts[stepper]
         if self._leader is None and number == FIRST_STEP:
             self._leader = stepper
-        if stepper == self._leader and number <= FIRST_LINED_STEP + NUM_LINED_STEPS:
-            self._at_step(number)
-
-    def _at_step(self, number: int) -> None:
         start = clock()
-        if number == FIRST_STEP:
+        if stepper == self._leader and (turn := self._windows.at_step(number, start)) is not None:
+            self._take(turn, start)
+
+    def _take(self, turn: Turn, start: int) -> None:
+        if turn is Turn.BEGIN:
             self._compiled_before = self._num_compiles()
             self._begin(with_stack=False)
             self._on_times(True)
-        elif number == FIRST_LINED_STEP:
-            if self._times is not None and self._num_compiles() == self._compiled_before:
-                self._begin(with_stack=True)
-        elif number == FIRST_STEP + NUM_STEPS:
+        elif turn is Turn.END:
             self._on_times(False)
             self._end()
-        elif number == FIRST_LINED_STEP + NUM_LINED_STEPS:
+        elif turn is Turn.END_LINED:
             self._end(is_last=True)
-        else:
-            return
+        elif self._times is not None and self._num_compiles() == self._compiled_before:
+            self._begin(with_stack=True)
         self.spans.append(Span(threading.get_ident(), start, clock(), Cause.PROFILER, (), "windows"))
 
     def close(self, thread: int) -> Recorded:
@@ -234,7 +230,8 @@ class DeviceWindow:
             lined = CallStacks(self._tree, written, self._path).add_to(read_trace(written))
         trace = read_trace(json.loads(self._times.read_text(encoding="utf-8")))
         others = (each.native_id for each in threading.enumerate() if each.ident != thread)
-        return Recorded(trace, self._device, lined=lined, other_threads=frozenset(filter(None, others)))
+        other_threads = frozenset(filter(None, others))
+        return Recorded(trace, self._device, lined=lined, other_threads=other_threads, over=self._windows.over)
 
     def _give_way(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """There is one profiler at a time; the script's must not fail because of ours."""
