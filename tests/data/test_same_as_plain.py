@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from millstream.data import feed, num_valid
-from millstream.errors import FallbackWarning
+from millstream.errors import FallbackWarning, FeedError
 from tests.data.conftest import WAYS, WITH_WORKER, feed_threads
 
 DRAWS = {
@@ -427,6 +427,87 @@ def test_a_resumed_epoch_has_its_rows_whichever_workers_are_kept(generator, epoc
             if into in (workers, "same loader"):
                 assert [rows(again) for _ in range(epoch + 1, 4)] == epochs[epoch + 1 :]
                 assert torch.equal(torch.get_rng_state(), after)
+
+
+class Wrapper:
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        yield from self.loader
+
+
+class Lazy:
+    def __init__(self, make_iterator):
+        self.make_iterator = make_iterator
+
+    def __iter__(self):
+        return self.make_iterator()
+
+
+WRAPPERS = {
+    "class": Wrapper,
+    "generator": lambda loader: (batch for batch in Wrapper(loader)),
+    "closure": lambda loader: Lazy(lambda: iter(loader)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("generator", [False, True])
+def test_a_wrapped_loader_resumes_whichever_workers_are_kept(wrap, epoch, generator):
+    def make(workers):
+        own = torch.Generator().manual_seed(4) if generator else None
+        return DataLoader(TensorDataset(torch.arange(12)), 2, shuffle=True, generator=own, **WORKERS[workers])
+
+    torch.manual_seed(11)
+    loader = make("kept")
+    for _ in range(epoch):
+        list(loader)
+    fed = feed(wrap(loader), "cpu")
+    whole = []
+    for (batch,) in fed:
+        whole.append(batch.tolist())
+        if len(whole) == 2:
+            state = json.loads(json.dumps(fed.state_dict()))
+    for into in WORKERS:
+        torch.manual_seed(12)
+        again = feed(wrap(make(into)), "cpu")
+        again.load_state_dict(state)
+        assert whole == whole[:2] + [batch.tolist() for (batch,) in again], into
+
+
+class Draws:
+    """A batch sampler that draws in ``__iter__``, or for each batch."""
+
+    def __init__(self, at_once):
+        self.at_once = at_once
+
+    def __iter__(self):
+        if self.at_once:
+            return iter(torch.randperm(12).view(6, 2).tolist())
+        return (torch.randint(12, (2,)).tolist() for _ in range(6))
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_would_resume_in_another_order_is_refused(at_once):
+    def make(**workers):
+        return feed(DataLoader(TensorDataset(torch.arange(12)), batch_sampler=Draws(at_once), **workers), "cpu")
+
+    fed = make()
+    whole = []
+    for (batch,) in fed:
+        whole.append(batch.tolist())
+        if len(whole) == 2:
+            state, rng = fed.state_dict(), torch.get_rng_state()
+    again = make()
+    again.load_state_dict(state)
+    torch.set_rng_state(rng)
+    assert whole[2:] == [batch.tolist() for (batch,) in again]
+    other = make(num_workers=1)
+    other.load_state_dict(state)
+    with pytest.raises(FeedError, match=r"DataLoader cannot be resumed: .* num_workers"):
+        next(iter(other))
 
 
 class Rows(IterableDataset):

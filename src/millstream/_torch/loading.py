@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from types import FunctionType, GeneratorType
 from typing import Any
 
 import torch
@@ -45,38 +47,62 @@ def item_maker(iterator: Any) -> Callable[..., Any] | None:
     return None
 
 
-def has_workers(loader: Any) -> bool:
+def find_loader(source: Any) -> DataLoader[Any] | None:
+    """The one DataLoader that a source is or wraps; ``None`` if none is found, or several.
+
+    It may be in an attribute, a variable of a generator or one that a function encloses, also of a wrapped wrapper.
+    """
+    sources, seen = [source], {id(source)}
+    for _ in range(4):
+        if found := [each for each in sources if isinstance(each, DataLoader)]:
+            return found[0] if len(found) == 1 else None
+        inner = {id(each): each for each in chain.from_iterable(map(_held_by, sources)) if id(each) not in seen}
+        seen |= inner.keys()
+        sources = [*inner.values()]
+    return None
+
+
+def _held_by(source: Any) -> Iterable[Any]:
+    """What a source may iterate over."""
+    held: Iterable[Any] = ()
+    if isinstance(source, FunctionType):
+        with suppress(ValueError):  # of a variable that has no value yet
+            held = [cell.cell_contents for cell in source.__closure__ or ()]
+    elif isinstance(source, GeneratorType):
+        held = source.gi_frame.f_locals.values() if source.gi_frame is not None else ()
+    else:
+        with suppress(AttributeError):  # of the user's ``__getattr__`` nobody knows what it does
+            held = object.__getattribute__(source, "__dict__").values()
+    return [each for each in held if hasattr(type(each), "__iter__") or isinstance(each, FunctionType)]
+
+
+def has_known_samplers(loader: DataLoader[Any]) -> bool:
+    """Whether its samplers are PyTorch's, which draw from global generators once, when they are first asked.
+
+    Others may draw in ``__iter__``, which is called twice where workers start, and the seed for them is drawn between;
+    or for each batch, of which workers are sent some ahead.
+    """
+    sampler = loader._index_sampler
+    samplers = (sampler, getattr(sampler, "sampler", sampler))
+    return all(type(each).__module__.startswith("torch.utils.data.") for each in samplers)
+
+
+def has_workers(loader: DataLoader[Any]) -> bool:
     """Whether the next pass uses worker processes of one before, and so draws no seed for them."""
-    loader = _unwrap(loader)
-    return (
-        isinstance(loader, DataLoader)
-        and bool(loader.persistent_workers and loader.num_workers)
-        and loader._iterator is not None
-    )
+    return bool(loader.persistent_workers and loader.num_workers) and loader._iterator is not None
 
 
-def drop_workers(loader: Any) -> None:
+def drop_workers(loader: DataLoader[Any]) -> None:
     """End persistent worker processes: the next pass starts new ones, and draws a seed for them."""
-    _unwrap(loader)._iterator = None
+    loader._iterator = None
 
 
 @contextmanager
-def seed_drawn_aside(loader: Any) -> Iterator[None]:
+def seed_drawn_aside(loader: DataLoader[Any]) -> Iterator[None]:
     """``iter(loader)`` draws the seed for its workers from a copy of its generator, and moves the latter no further."""
-    loader = _unwrap(loader)
-    if not isinstance(loader, DataLoader):
-        yield
-        return
     given = loader.generator
     loader.generator = (torch.default_generator if given is None else given).clone_state()
     try:
         yield
     finally:
         loader.generator = given
-
-
-def _unwrap(loader: Any) -> Any:
-    """The DataLoader in a loader of accelerate."""
-    while (inner := vars(loader).get("base_dataloader") if hasattr(loader, "__dict__") else None) is not None:
-        loader = inner
-    return loader

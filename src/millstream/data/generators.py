@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import logging
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from millstream._torch.loading import find_loader
 from millstream.errors import warn_user
 
 _logger = logging.getLogger(__name__)
@@ -57,6 +60,11 @@ class Snapshot:
     def dump_moved(self, later: Snapshot) -> dict[str, Any] | None:
         """Those that have moved until later, as plain data; ``None`` if there are none."""
         return {name: _dump(self._states[name]) for name in self.moved(later)} or None
+
+    def digest(self, names: Iterable[str]) -> str:
+        """A number of some of them, by which two moments can be compared."""
+        states = {name: _dump(self._states.get(name)) for name in sorted(names)}
+        return hashlib.sha256(json.dumps(states).encode()).hexdigest()
 
     @staticmethod
     def load(data: dict[str, Any]) -> Snapshot:
@@ -127,10 +135,11 @@ def _tell(generators: str, number: int) -> None:
     )
 
 
-def find_own(loader: Any) -> list[torch.Generator]:
-    """The generators that a loader and its samplers were given."""
+def find_own(source: Any) -> list[torch.Generator]:
+    """The generators that a loader and its samplers were given; or a source, and a DataLoader in it."""
+    loader = source if (inner := find_loader(source)) is None else inner
     sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    holders = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    holders = (source, loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
     found = [getattr(holder, "generator", None) for holder in holders]
     unique = {id(each): each for each in found if isinstance(each, torch.Generator)}
     return [each for each in unique.values() if each is not torch.default_generator]

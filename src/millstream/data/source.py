@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from millstream._torch.loading import drop_workers, has_workers, seed_drawn_aside
+from millstream._torch.loading import drop_workers, find_loader, has_known_samplers, has_workers, seed_drawn_aside
 from millstream.data.generators import DrawWatch, Snapshot, find_own, is_snapshot
 from millstream.data.transfer.refills import RefillWatch, copy_batch
-from millstream.errors import ArgumentError, warn_user
+from millstream.errors import ArgumentError, FeedError, warn_user
 
 VERSION = 1
 
@@ -56,6 +56,7 @@ class Position:
         rows: Rows of a full batch, once known.
         rowed: Of each of its leaves, whether it had so many: of a shorter batch these are the ones that are shorter.
         draws: Where the generators stood from which the present pass's sampler drew, if it did.
+        drawn: Where these stood after that, as a digest.
         kept_workers: Whether the present pass began with worker processes of one before, and drew no seed for them.
     """
 
@@ -64,6 +65,7 @@ class Position:
         self.rows: int | None = None
         self.rowed: tuple[bool, ...] | None = None
         self.draws: dict[str, Any] | None = None
+        self.drawn: str | None = None
         self.kept_workers = False
         self._loaded: BatchInfo | None = None  # as long as it is the info, nothing was delivered since a state came
 
@@ -79,8 +81,11 @@ class Position:
 
     def finish(self, loader: Any) -> None:
         """The pass is over: the next one begins at the beginning."""
-        self.draws, self.kept_workers = None, False
+        self._forget_draws()
         self._go_to(0, take_state(loader) if is_stateful(loader) else None)
+
+    def _forget_draws(self) -> None:
+        self.draws, self.drawn, self.kept_workers = None, None, False
 
     def _go_to(self, position: int, source: Any) -> None:
         self.info = BatchInfo(position, source, self.num_valid)
@@ -98,7 +103,7 @@ class Position:
         if not self.position:
             self.rows = self.rowed = None  # batches may be of another size than those of the last pass
         if not is_loaded:
-            self.draws, self.kept_workers = None, False
+            self._forget_draws()
         source = copy.deepcopy(self.info.source) if is_loaded else None  # a copy: the source may go on with the object
         return self.position, source, self.draws if is_loaded else None
 
@@ -117,7 +122,7 @@ class Position:
         if self.rowed is not None:
             state["rowed"] = list(self.rowed)
         if self.draws is not None and self.position:
-            state["generators"] = self.draws
+            state["generators"], state["drawn"] = self.draws, self.drawn
         if self.kept_workers and self.position:
             state["kept_workers"] = True
         return state
@@ -134,7 +139,7 @@ class Position:
         self._go_to(state["position"], state["source"])
         self.rows = state["rows"]
         self.rowed = tuple(state["rowed"]) if "rowed" in state else None
-        self.draws = state.get("generators")
+        self.draws, self.drawn = state.get("generators"), state.get("drawn")
         self.kept_workers = state.get("kept_workers", False)
         self._loaded = self.info
 
@@ -148,6 +153,7 @@ def _check(state: Any) -> None:
         or not ("rows" in state and (state["rows"] is None or _is_count(state["rows"])))
         or not isinstance(state.get("rowed", []), list)
         or not is_snapshot(state.get("generators"))
+        or not isinstance(state.get("drawn", ""), str | None)
         or not isinstance(state.get("kept_workers", False), bool)
     ):
         raise ArgumentError(f"This is not the state of a feed (version {VERSION}): {state!r:.200}")
@@ -224,24 +230,25 @@ class Source:
         self.wants_step = draws.in_step
         self._begun: Snapshot | None = None  # where generators stood before the start
         self._now: Snapshot | None = None  # where they are to be put back when a resumed pass has begun
+        self._starting = ExitStack()  # until the first pull, in which a generator calls ``iter``
 
     def begin(self) -> None:
         """Make the iterator, resuming if the position says so."""
         loader, position, state = self._loader, self._position, self._state
-        starting: AbstractContextManager[None] = nullcontext()
+        inner = find_loader(loader)
         if state is None and (self._stood is not None or position.kept_workers):
             self._now = Snapshot.take()
             Snapshot.load(self._stood or {}).restore(find_own(loader))
-            starting = self._match_workers()
+            if inner is not None:
+                self._match_workers(inner)
         elif not self._skip:
-            position.kept_workers = has_workers(loader)
+            position.kept_workers = inner is not None and has_workers(inner)
         self._begun = Snapshot.take(find_own(loader))
         stateful = loader if is_stateful(loader) else None
         if stateful is not None and state is not None:
             stateful.load_state_dict(state)
             self._skip = 0
-        with starting:
-            iterator = iter(loader)
+        iterator = iter(loader)
         self.is_own_iterator = iterator is loader
         if stateful is None and not self.is_own_iterator and is_stateful(iterator):
             stateful = iterator
@@ -257,20 +264,40 @@ class Source:
             position.forget_loaded()
         self._iterator = iterator
 
-    def _match_workers(self) -> AbstractContextManager[None]:
+    def _match_workers(self, loader: DataLoader[Any]) -> None:
         """Have ``iter`` draw a seed for worker processes if the pass that is resumed did."""
-        loader = self._loader
         if not self._position.kept_workers:
             if has_workers(loader):
                 drop_workers(loader)
-            return nullcontext()
-        if isinstance(getattr(loader, "dataset", None), IterableDataset):
+            return
+        if isinstance(loader.dataset, IterableDataset):
             warn_user(
                 "The pass to resume had workers of an earlier one (persistent_workers=True), whose own random numbers "
                 "are not in the feed's state: if the IterableDataset draws any in them, other rows come now. Draw from "
                 "a seed of the epoch there, or use StatefulDataLoader."
             )
-        return nullcontext() if has_workers(loader) else seed_drawn_aside(loader)
+        if not has_workers(loader):
+            self._starting.enter_context(seed_drawn_aside(loader))
+
+    def _check_start(self) -> None:
+        """The pass has begun as the one to resume did.
+
+        Raises:
+            FeedError: It has drawn other numbers. Where samplers are PyTorch's, only what else is drawn in the first
+                pull, such as augmentations, may be different.
+        """
+        position, loader = self._position, find_loader(self._loader)
+        if self._now is None or position.draws is None or position.drawn is None:
+            return
+        if loader is not None and has_known_samplers(loader):
+            return
+        if Snapshot.take(find_own(self._loader)).digest(position.draws) != position.drawn:
+            raise FeedError(
+                f"The {type(self._loader).__name__} cannot be resumed: it has begun by drawing other random numbers "
+                "than the pass to resume, so its rows would come in another order. Is it made as it was then, with "
+                "the same num_workers and persistent_workers? A DataLoader with one of PyTorch's samplers can be "
+                "resumed whichever they are, as can a loader with a state_dict and load_state_dict."
+            )
 
     def pull(self, *, waited: bool) -> tuple[Any, BatchInfo]:
         """The next batch to deliver, and what travels with it.
@@ -301,8 +328,11 @@ class Source:
         number, before = self.num_pulled, None
         begun, self._begun = self._begun, None
         try:
-            for _ in range(self._skip if begun is not None else 0):
+            for number_skipped in range(self._skip if begun is not None else 0):
                 next(iterator)
+                if number_skipped == 0:
+                    self._starting.close()
+                    self._check_start()
             # What was drawn to skip batches is undone: the loop has its own generators, or has restored them.
             is_resumed = self._now is not None
             self._restore_now()
@@ -311,8 +341,11 @@ class Source:
             batch = next(iterator)
             if begun is not None and not is_resumed:
                 # What the start has moved: the sampler, and the loader that draws a seed for its workers.
-                self._position.draws = begun.dump_moved(Snapshot.take(find_own(self._loader)))
+                here = Snapshot.take(find_own(self._loader))
+                self._position.draws = draws = begun.dump_moved(here)
+                self._position.drawn = here.digest(draws) if draws is not None else None
         finally:
+            self._starting.close()
             self._restore_now()
         if before is not None:
             self._draws.look(number, before.moved(Snapshot.take()), waited=waited)
@@ -334,6 +367,7 @@ class Source:
 
     def close(self) -> None:
         """Forget the iterator: a DataLoader ends its worker processes when it dies."""
+        self._starting.close()
         self._iterator = None
         self.take = _no_state
 
