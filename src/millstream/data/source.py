@@ -279,7 +279,7 @@ class Source:
         if not has_workers(loader):
             self._starting.enter_context(seed_drawn_aside(loader))
 
-    def _check_start(self) -> None:
+    def _check_start(self, begun: Snapshot) -> None:
         """The pass has begun as the one to resume did.
 
         Raises:
@@ -291,7 +291,8 @@ class Source:
             return
         if loader is not None and has_known_samplers(loader):
             return
-        if Snapshot.take(find_own(self._loader)).digest(position.draws) != position.drawn:
+        here = Snapshot.take(find_own(self._loader))
+        if begun.moved(here) and here.digest(position.draws) != position.drawn:
             raise FeedError(
                 f"The {type(self._loader).__name__} cannot be resumed: it has begun by drawing other random numbers "
                 "than the pass to resume, so its rows would come in another order. Is it made as it was then, with "
@@ -328,11 +329,12 @@ class Source:
         number, before = self.num_pulled, None
         begun, self._begun = self._begun, None
         try:
-            for number_skipped in range(self._skip if begun is not None else 0):
+            if begun is not None and self._skip:
                 next(iterator)
-                if number_skipped == 0:
-                    self._starting.close()
-                    self._check_start()
+                self._starting.close()
+                self._check_start(begun)
+                for _ in range(self._skip - 1):
+                    next(iterator)
             # What was drawn to skip batches is undone: the loop has its own generators, or has restored them.
             is_resumed = self._now is not None
             self._restore_now()
