@@ -4,6 +4,7 @@ import gc
 import random
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -155,6 +156,29 @@ def test_workers_that_are_started_for_each_pass_are_told_of(persistent):
     assert len(starts) == (5 if persistent else 9)
     assert run.findings.recording.user_site(starts[0].stack).file == __file__
     del loader
+
+
+def test_steps_that_the_user_tells_of_count_alone():
+    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with ms.profile() as outer, ms.profile() as run:
+        for _ in range(5):
+            sgd.step()
+            sgd.step()
+            run.step()
+    assert len(run.findings.recording.steps) == len(outer.findings.recording.steps) == 4
+
+
+def test_thread_that_works_is_looked_at_where_nothing_steps():
+    def work():
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            sum(range(1000))
+
+    with ms.profile() as run:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert run.findings.recording.thread == thread.ident
 
 
 def test_two_optimizers_that_take_turns_make_one_step():

@@ -569,3 +569,30 @@ def test_processors_that_others_take_are_told_from_ones_own_threads(ran, num_wor
     found = analyse(Recording(steps=steps, samples=tuple(looks), **facts))
     assert found.leading.cause is Cause.DESCHEDULED
     assert said in to_text(found)
+
+
+@pytest.mark.parametrize(
+    ("num_looks", "is_synchronous", "is_judged"), [(60, True, True), (40, True, False), (60, False, False)]
+)
+def test_run_without_steps_is_judged_as_a_whole_where_enough_was_seen(num_looks, is_synchronous, is_judged):
+    looks = tuple(
+        Sample(THREAD, at * MS, (at + 1) * MS, line(7), 0, 0, False, 0, (), 0, Asleep.CALL)
+        if at % 2
+        else Sample(
+            THREAD, at * MS, (at + 1) * MS, (Site("/x/torch/nn/linear.py", 1, "forward"), *line(5)), MS, 0, False
+        )
+        for at in range(num_looks)
+    )
+    slices = tuple(Step(at * num_looks * MS // 20, (at + 1) * num_looks * MS // 20) for at in range(20))
+    facts = {
+        "thread": THREAD,
+        "end_ns": num_looks * MS,
+        "steps": slices,
+        "samples": looks,
+        "caveats": ("no step was seen",),
+    }
+    found = analyse(Recording("serve.py", has_steps=False, is_synchronous=is_synchronous, **facts))
+    text = to_text(found)
+    assert (found.severity is Severity.HIGH) == is_judged
+    assert ("50 % of the run (30 ms of 60 ms" in text and "60 ms → about 30 ms (2×)" in text) == is_judged
+    assert ("No verdict: no step was seen." in text) != is_judged

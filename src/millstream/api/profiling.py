@@ -47,6 +47,10 @@ class Profile:
         if not self._session.is_inherited:  # a forked child has nothing to report
             self.findings = analyse(self._session.stop())
 
+    def step(self) -> None:
+        """A step is over: for loops without an optimizer, such as a server's. Then steps are from call to call."""
+        self._session.mark_step()
+
     def __str__(self) -> str:
         return to_text(self._known())
 

@@ -27,6 +27,8 @@ caught one of them by chance."""
 WHOLE_RUN = frozenset((Cause.PASS, Cause.IO, Cause.GC, Cause.COMPILE, Cause.ALLOCATOR, Cause.COMMUNICATION))
 """Causes that hooks see in the whole run, whatever window the device's profiler had."""
 DATA = (Cause.DATA_WAIT, Cause.IN_PROCESS)
+LEAST_LOOKS_AT_RUN = 50
+"""Into a run without steps: then it is judged as a whole."""
 REPORT_VERSION = 1
 """Of ``to_dict``: another one when a key changes its meaning or goes."""
 LEAST_STEPS = 3
@@ -261,8 +263,10 @@ def analyse(recording: Recording) -> Findings:
 
 
 def steady_steps(recording: Recording) -> tuple[Step, ...]:
-    """The steps after the first few, which allocate, compile and start workers."""
+    """The steps after the first few, which allocate, compile and start workers; without any, all of the run."""
     steps = recording.steps
+    if not recording.has_steps:
+        return steps
     if len(steps) < LEAST_STEPS:
         return ()
     return steps[min(max(len(steps) // 5, 1), MAX_WARM_UP) :]
@@ -271,6 +275,8 @@ def steady_steps(recording: Recording) -> tuple[Step, ...]:
 def _why_unreliable(recording: Recording, steps: Sequence[Step]) -> str:
     if not recording.steps:
         return "no step was seen: neither an optimizer stepped nor a DataLoader gave batches"
+    if not recording.has_steps and (not recording.is_synchronous or _num_looks(recording, steps) < LEAST_LOOKS_AT_RUN):
+        return recording.caveats[0] if recording.caveats else "no step was seen"
     if not steps:
         return f"{len(recording.steps)} steps are too few to tell them from their warm-up"
     if not recording.is_complete:
@@ -278,10 +284,15 @@ def _why_unreliable(recording: Recording, steps: Sequence[Step]) -> str:
     return _why_too_few_looks(recording, steps) if recording.is_synchronous else _why_launches_do_not_match(recording)
 
 
+def _num_looks(recording: Recording, steps: Sequence[Step]) -> int:
+    start, end = steps[0].start_ns, steps[-1].end_ns
+    return sum(each.thread == recording.thread and start < each.end_ns <= end for each in recording.samples)
+
+
 def _why_too_few_looks(recording: Recording, steps: Sequence[Step]) -> str:
     """Whether looks are to tell of more than hooks do, and are too few for that."""
     start, end = steps[0].start_ns, steps[-1].end_ns
-    looks = sum(each.thread == recording.thread and start < each.end_ns <= end for each in recording.samples)
+    looks = _num_looks(recording, steps)
     hooked = total(intersect([(begin, over) for begin, over, _ in spans_of(recording)], [(start, end)]))
     if looks >= LEAST_LOOKS or 2 * hooked >= end - start:
         return ""

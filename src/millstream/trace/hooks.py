@@ -220,11 +220,15 @@ class Hooks:
         return call
 
     def _on_step(self, optimizer: Any, *_: Any) -> None:
+        self.mark_step(id(optimizer))
+
+    def mark_step(self, stepper: int) -> None:
+        """A step is over; ``stepper`` tells those that count together."""
         if os.getpid() != self._pid:
             return
-        self._log.add_mark(optimizer)
+        self._log.add_mark(stepper)
         if self.on_step is not None:
-            self.on_step(id(optimizer))
+            self.on_step(stepper)
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":

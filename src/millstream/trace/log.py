@@ -13,6 +13,7 @@ from millstream.trace.frames import RawStack, take_stack
 
 MAX_EVENTS = 200_000
 
+TOLD = 0
 clock = time.perf_counter_ns
 
 
@@ -22,7 +23,7 @@ class Log:
 
     Attributes:
         spans: Thread, begin, end, cause, stack, detail.
-        marks: Optimizer steps: thread, when, which optimizer.
+        marks: Steps: thread, when, and the optimizer's ``id``, or ``TOLD`` by the user.
         batches: Batches that a loop got: thread, when.
         loaders: By name of the place where items are made: the loader.
         breaks: Graph breaks: when, and the text.
@@ -52,9 +53,9 @@ class Log:
         self.spans.append((threading.get_ident(), start_ns, clock(), cause, stack, detail))
         self.num_events += 1
 
-    def add_mark(self, optimizer: object) -> None:
-        """An optimizer has stepped."""
-        self.marks.append((threading.get_ident(), clock(), id(optimizer)))
+    def add_mark(self, stepper: int) -> None:
+        """An optimizer has stepped, or the user says so."""
+        self.marks.append((threading.get_ident(), clock(), stepper))
         self.num_events += 1
 
     def add_batch(self) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -26,9 +27,9 @@ from millstream.locks import ForkSafeLock
 from millstream.trace import frames, stacks
 from millstream.trace.device import DeviceWindow, Recorded
 from millstream.trace.hooks import Hooks
-from millstream.trace.log import Log, clock
+from millstream.trace.log import TOLD, Log, clock
 from millstream.trace.notes import notes_of
-from millstream.trace.sampler import Sampler, samples_of
+from millstream.trace.sampler import Look, Sampler, samples_of
 
 Waiter = tuple[type, str]
 """A class, and the name of its function in which a loop waits for data."""
@@ -113,6 +114,11 @@ class Session:
         self._before = watch.sampler.busy_ns, watch.sampler.hurried_ns, watch.log.num_events
         self._batches_before = watch.log.num_batches.copy()
 
+    def mark_step(self) -> None:
+        """A step is over. Where a user says so, nothing else counts."""
+        if self._watch is not None:
+            self._watch.hooks.mark_step(TOLD)
+
     def _hurry(self, is_on: bool) -> None:
         if self._watch is not None:
             self._watch.sampler.is_hurried = is_on
@@ -132,7 +138,8 @@ class Session:
             watch.hooks.on_step = watch.hooks.on_batch = None
             self._hurry(False)
         _leave(watch)  # before what was seen is read, which is no part of the run
-        thread = self._find_thread()
+        looks = [look for look in watch.sampler.looks.copy() if self._began_ns <= look.at_ns <= ended_ns]
+        thread = self._find_thread(looks)
         device = self._device.close(thread) if self._device is not None else None
         if device is None and self._uses_device:
             device = Recorded(None, torch.cuda.get_device_name(), "the profile around this one has its profiler")
@@ -142,7 +149,6 @@ class Session:
             if steps:
                 caveats = [f"{len(steps)} steps are too few to tell them from their warm-up", *caveats]
             steps = _cut(self._began_ns, ended_ns)
-        looks = [look for look in watch.sampler.looks.copy() if self._began_ns <= look.at_ns <= ended_ns]
         samples = samples_of(looks, thread)
         caveats += _why_sparse(samples, steps)
         windows = self._device.spans if self._device is not None else []
@@ -181,24 +187,31 @@ class Session:
             rank=int(os.environ.get("RANK", "0")),
             unix_minus_clock_ns=self._began_unix_ns - self._began_ns,
             has_steps=has_steps,
-            is_complete=has_steps,
         )
         frames.forget()
         stacks.forget()
         return recording if device is None else device.add_to(recording, self._began_unix_ns - self._began_ns)
 
-    def _find_thread(self) -> int:
-        """The thread that trains: who steps optimizers, or else who gets batches, or else the main thread."""
+    def _find_thread(self, looks: Sequence[Look]) -> int:
+        """The thread that trains: who steps, or else who gets batches, or else who runs, the main thread preferred."""
         for events in (self._log.marks, self._log.batches):
             counts = Counter(event[0] for event in events)
             if counts:
                 return counts.most_common(1)[0][0]
-        main = threading.main_thread().ident
-        return main if main is not None else threading.get_ident()
+        main = threading.main_thread().ident or threading.get_ident()
+        ran: dict[int, list[int]] = defaultdict(list)
+        for each in (each for look in looks for each in look.threads if each.cpu_ns >= 0):
+            ran[each.ident].append(each.cpu_ns)
+        spent = {ident: times[-1] - times[0] for ident, times in ran.items()}
+        busiest = max(spent, key=spent.__getitem__, default=main)
+        return busiest if spent.get(busiest, 0) > 2 * spent.get(main, 0) else main
 
     def _find_steps(self, thread: int) -> tuple[list[Step], list[str]]:
         """Steps, from the end of one to the end of the next, and what is to be said of them."""
-        marks = _in_turn([(at, optimizer) for ident, at, optimizer in self._log.marks if ident == thread])
+        told = [at for ident, at, stepper in self._log.marks if ident == thread and stepper == TOLD]
+        if len(told) >= LEAST_MARKS:
+            return _between(told), []
+        marks = _in_turn([(at, stepper) for ident, at, stepper in self._log.marks if ident == thread])
         batches = [at for ident, at in self._log.batches if ident == thread]
         # A captured step's optimizer is seen while it is captured, and never again.
         has_ended = len(batches) >= LEAST_MARKS and marks and marks[-1] < (batches[0] + batches[-1]) / 2
@@ -208,7 +221,9 @@ class Session:
             return _between(batches), ["no optimizer stepped: a step is from one batch to the next"]
         if marks or batches:
             return [], [f"{max(len(marks), len(batches))} steps are too few to tell them from their warm-up"]
-        return [], ["no step was seen: neither did an optimizer step nor a DataLoader give batches"]
+        return [], [
+            "no step was seen: neither did an optimizer step nor a DataLoader give batches, and nobody called p.step()"
+        ]
 
 
 def _in_turn(marks: list[tuple[int, int]]) -> list[int]:

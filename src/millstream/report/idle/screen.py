@@ -48,9 +48,13 @@ def _headline(found: Findings) -> str:
     if not found.steps:
         return f"{name}: {duration(recording.end_ns - recording.start_ns)}, {recording.device}."
     whose = "The CPU does not compute for" if recording.is_synchronous else "GPU idle"
-    if not recording.has_steps:
+    if not recording.has_steps and found.why_unreliable:
         length = duration(recording.end_ns - recording.start_ns)
         return f"{name}: {length}, {headline_facts(found)}.  Unreliable."
+    if not recording.has_steps:
+        idle, length = duration(found.idle_ns), duration(found.window_ns)
+        share = percent(found.idle_ns, found.window_ns)
+        return f"{whose} {share} of the run ({idle} of {length}; {headline_facts(found)}).  Reliable."
     if recording.is_synchronous and found.why_unreliable:  # what was not seen is not idle
         return f"{name}: a step takes {duration(found.step_ns)}; {headline_facts(found)}.  Unreliable."
     idle, step = duration(found.idle_ns / len(found.steps)), duration(found.step_ns)
@@ -94,9 +98,10 @@ def promise(row: Row, found: Findings) -> str:
     if row.is_rare:
         return f"It takes {percent(row.share, 1)} of the run."
     gain = sum(each.recoverable_share for each in found.rows if each.cause is row.cause)
-    before = found.usual_step_ns
+    before = found.usual_step_ns if found.recording.has_steps else found.window_ns
     after = before * (1 - min(gain, 0.999))
-    return f"Fixing it: {duration(before)} → about {duration(after)} a step ({before / after:.3g}×)."
+    of = " a step" if found.recording.has_steps else ""
+    return f"Fixing it: {duration(before)} → about {duration(after)}{of} ({before / after:.3g}×)."
 
 
 def _count(row: Row, found: Findings) -> str:
