@@ -806,3 +806,35 @@ def test_an_error_that_nobody_asks_for_any_more_keeps_nothing_alive(make_feed):
     assert is_over.wait(10)
     gc.collect()
     assert seen[0]() is None
+
+
+def test_a_second_thread_that_asks_a_pass_is_refused_and_takes_nothing(make_feed):
+    def source():
+        yield torch.tensor(0)
+        is_inside.set()
+        assert may_go_on.wait(20)
+        yield from map(torch.tensor, range(1, 4))
+
+    is_inside, may_go_on, got = threading.Event(), threading.Event(), []
+    passing = iter(make_feed(source()))
+    got.append(next(passing).item())
+    other = threading.Thread(target=lambda: got.append(next(passing).item()))
+    other.start()
+    assert is_inside.wait(20)
+    with pytest.raises(FeedError, match="by another thread"):
+        next(passing)
+    may_go_on.set()
+    other.join(20)
+    got += [batch.item() for batch in passing]
+    assert got == [*range(4)]
+
+
+def test_a_source_that_asks_its_own_pass_is_told_so(make_feed):
+    def source():
+        yield torch.tensor(0)
+        with pytest.raises(FeedError, match="by the source itself"):
+            next(passing)
+        yield torch.tensor(1)
+
+    passing = iter(make_feed(source()))
+    assert [batch.item() for batch in passing] == [0, 1]

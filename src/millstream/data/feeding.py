@@ -440,6 +440,7 @@ class _Pass(Iterator[Any]):
             if self.handle.is_over:
                 self._refuse()
             item = self._next()
+            run = self._run
         except BaseException as error:
             self._end(error)
             if isinstance(error, StopIteration):
@@ -448,7 +449,7 @@ class _Pass(Iterator[Any]):
         finally:
             del self  # an error's traceback must not lead back to the error
         # In one, without a call that an interrupt could come after: the batch is the user's, and the position follows.
-        batch, item.batch, item.pending, position.info = item.batch, None, None, item.info
+        batch, item.batch, item.pending, position.info, run.is_asked = item.batch, None, None, item.info, False
         return batch
 
     def _refuse(self) -> None:

@@ -111,6 +111,7 @@ class Run:
         self.num_forks = Forks.count
         self.has_ended = False  # the consumer has got everything, and there was no error
         self.is_left = False  # nothing more will be handed out
+        self.is_asked = False  # somebody is in ``next_item``, or about to take what it gave
 
     @property
     def is_over(self) -> bool:
@@ -156,6 +157,7 @@ class Run:
 
     def join_stream(self) -> None:
         """The consumer's present stream is the pass's."""
+        self.is_asked = False  # where an interrupt came at the very end
         if self._is_torn:
             self._start_over()
         self._transfer.begin_pass(self._stopped, partial(self._inbox.put, Message.FREED))
@@ -342,14 +344,15 @@ class Run:
 
         Raises:
             StopIteration: The pass is over.
-            FeedError: It began in another process.
+            FeedError: It began in another process, or somebody asks already.
             BaseException: What the source raised, with the source's traceback, once.
         """
-        if self.num_forks != Forks.count:
-            raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
         transfer, profiler, taken, item = self._transfer, self._profiler, self._taken, None
-        asked_ns = time.perf_counter_ns()
+        if self.is_asked or self.num_forks != Forks.count:
+            self._refuse()
         try:
+            self.is_asked = True  # between the look and this no other thread has its turn
+            asked_ns = time.perf_counter_ns()
             self._is_torn = self._worker is None
             self._modes = NEW_THREAD if self._worker is None else read_modes()
             if not taken or ((item := taken[0]) is not None and item.pending is None):
@@ -374,6 +377,7 @@ class Run:
             self._is_torn = False
             return item
         except BaseException as error:
+            self.is_asked = False
             # Memory that is short may be there when this batch, which is still the next, is asked for again.
             is_kept = item is not None and isinstance(error, torch.OutOfMemoryError)
             if is_kept or isinstance(error, NotNowError):
@@ -383,6 +387,14 @@ class Run:
             raise
         finally:
             del self, item, taken  # an error's traceback must not lead back to the error
+
+    def _refuse(self) -> NoReturn:
+        if self.num_forks != Forks.count:
+            raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
+        raise FeedError(
+            "This pass is just being asked for a batch, by another thread or by the source itself. Let one thread ask, "
+            "and put what it gets into a queue.Queue for others."
+        )
 
     def _deliver(self, pending: PendingBatch) -> Any:
         try:
