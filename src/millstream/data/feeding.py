@@ -440,7 +440,7 @@ class _Pass(Iterator[Any]):
             if self.handle.is_over:
                 self._refuse()
             item = self._next()
-            run = self._run
+            run: Any = self._run
         except BaseException as error:
             self._end(error)
             if isinstance(error, StopIteration):
