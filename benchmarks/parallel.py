@@ -1,7 +1,7 @@
 """Suite ``parallel``: a step whose gradients are reduced between GPUs of one host, a process each, by torchrun.
 
 All sides of a case share the processes, as in the other suites. They are timed in turn, in all processes at once; the
-slowest process counts.
+slowest process counts. Only ``ddp compile`` is built and timed after the others, whose kernels it would slow.
 
 - ``one gpu``: our step of the bare model in each process, nothing reduced; its ratio is the efficiency
 - ``ddp compile``: torch.compile on the DistributedDataParallel model, and the optimizer as PyTorch gives it
@@ -54,9 +54,10 @@ from millstream.insight.records import Activity, ActivityKind
 
 WHOLE_STATE = "whole state"
 BASELINES = ("one gpu", "ddp compile", "hand graph", WHOLE_STATE)
+LAST = ("ddp compile",)  # its collectives' own stream slows all kernels of a process from then on (decision 0031)
 SHARDED = "sharded"  # the last word of such a case's name
 WARM_STEPS = 12  # ours has settled by then
-SAMPLE_MS = 20.0
+SAMPLE_MS = 60.0  # a sample begins with a barrier, which processes do not leave at the same time
 LIMIT_S, END_S = 900.0, 30.0  # of a case; of its processes to end when told to
 TIMEOUT = timedelta(seconds=300)  # of a collective: one process may compile for long while another has a cached result
 TRACED_STEPS = 6
@@ -176,6 +177,72 @@ def compare(case: str, size: int, answer: dict[str, Any]) -> list[Row]:
 # --- in each of the processes -----------------------------------------------------------------------------------------
 
 
+class Sides:
+    """What is built and timed of a case in one of the processes, as in all others at the same time."""
+
+    def __init__(self, problem: Training, device: torch.device) -> None:
+        self.problem, self.device = problem, device
+        self.batches = [tuple(x[other_rows(x)] for x in batch) for batch in problem.batches]
+        self.calls: dict[str, Callable[[], Any]] = {}
+        self.answers: dict[str, dict[str, Any]] = {}
+        self.steps: dict[str, Call] = {}
+        self.losses: dict[str, list[float]] = {}
+        # Kept: a graph captured by hand keeps none of the memory it was captured with.
+        self.trainees: dict[str, Trainee] = {}
+
+    def add(self, side: str) -> None:
+        """Build a side, and run it until it has settled."""
+        start = time.perf_counter()
+        failure, before, batches = "", reserved_bytes(self.device), self.batches
+        try:
+            step, self.trainees[side] = build(self.problem, side, batches)
+            taken = [step(*batches[number % len(batches)]).detach().clone() for number in range(WARM_STEPS)]
+            self.losses[side] = [loss.item() for loss in taken[:JUDGED]]
+        except Exception as error:  # noqa: BLE001 - a side's failure is a result
+            traceback.print_exc()
+            failure = brief(error)
+        failed = [text for text in told_by_all(failure) if text]
+        if failed:
+            self.answers[side] = {"failure": failed[0]}
+            return
+        self.steps[side] = step
+        call = self.calls[side] = lambda: step(*batches[1])
+        self.answers[side] = {"times": [], "build_s": time.perf_counter() - start}
+        taken.clear()
+        held = peak_bytes(call, self.device, before)
+        self.answers[side]["peak_bytes"] = None if held is None else max(told_by_all(held))
+        first_ms = sample_ms(call, self.device, 10)
+        if dist.get_rank() == 0:  # for who watches
+            told = f"{first_ms:.3f} ms, built in {self.answers[side]['build_s']:.0f} s"
+            print(f"{self.problem.case.name}, {side}: {told}", file=sys.stderr)
+
+    def time(self, sides: Sequence[str], rounds: int) -> None:
+        """Time sides in turn."""
+        names = [side for side in sides if side in self.calls]
+        number_of = {side: max(told_by_all(calls_in_a_sample(self.calls[side], self.device))) for side in names}
+        for first in range(rounds):
+            for position in range(len(names)):
+                side = names[(first + position) % len(names)]
+                taken_ms = sample_ms(self.calls[side], self.device, number_of[side])
+                self.answers[side]["times"].append(max(told_by_all(taken_ms)))
+
+    def describe(self) -> tuple[dict[str, Any], str]:
+        """Facts and a note of ours."""
+        step, name = self.steps["ours"], self.problem.case.name
+        facts, note = described(name, step)
+        try:
+            facts["exposed_us"], told = communication(self.calls["ours"], step, self.device)
+        except Exception as error:  # noqa: BLE001 - what was timed counts without it
+            traceback.print_exc()
+            told = f"communication not measured: {brief(error)}"
+        note = f"{told}; {note}"
+        if WHOLE_STATE in self.calls:
+            optimizers = (self.trainees[side].optimizer for side in ("ours", WHOLE_STATE))
+            own, whole = (max(told_by_all(state_bytes(each))) for each in optimizers)
+            note = f"optimizer state {own / whole:.3f} of the whole, {own / 2**20:.0f} MiB; {note}"
+        return facts, note
+
+
 def measure(
     case: TrainingCase, sides: list[str], device: torch.device, rounds: int, *, tiny: bool
 ) -> dict[str, Any] | None:
@@ -185,56 +252,21 @@ def measure(
         ``sides``: for each its milliseconds, in the order they were taken, and seconds to build, or its failure;
         ``wrong``: what is wrong with ours; ``facts`` and ``note`` of ours. ``None`` but in the first process.
     """
-    problem = case.make(device, tiny=tiny)
-    rank = dist.get_rank()
-    batches = [tuple(x[other_rows(x)] for x in batch) for batch in problem.batches]
-    calls: dict[str, Callable[[], Any]] = {}
-    answers: dict[str, dict[str, Any]] = {}
-    steps: dict[str, Call] = {}
-    trainees: dict[str, Trainee] = {}  # kept: a graph captured by hand keeps none of the memory it was captured with
-    losses: dict[str, list[float]] = {}
-    for side in sides:
-        start = time.perf_counter()
-        failure, before = "", reserved_bytes(device)
-        try:
-            steps[side], trainees[side] = build(problem, side, batches)
-            taken = [steps[side](*batches[number % len(batches)]).detach().clone() for number in range(WARM_STEPS)]
-            losses[side] = [loss.item() for loss in taken[:JUDGED]]
-        except Exception as error:  # noqa: BLE001 - a side's failure is a result
-            traceback.print_exc()
-            failure = brief(error)
-        failed = [text for text in told_by_all(failure) if text]
-        if failed:
-            answers[side] = {"failure": failed[0]}
-            continue
-        calls[side] = lambda step=steps[side]: step(*batches[1])
-        answers[side] = {"times": [], "build_s": time.perf_counter() - start}
-        taken.clear()
-        held = peak_bytes(calls[side], device, before)
-        answers[side]["peak_bytes"] = None if held is None else max(told_by_all(held))
-        first_ms = sample_ms(calls[side], device, 10)
-        if rank == 0:  # for who watches
-            print(f"{case.name}, {side}: {first_ms:.3f} ms, built in {answers[side]['build_s']:.0f} s", file=sys.stderr)
-    wrong = fault(problem, losses["ours"], trainees["ours"].model, batches) if "ours" in calls else ""
-    number_of = {side: max(told_by_all(calls_in_a_sample(calls[side], device))) for side in calls}
-    names = list(calls)
-    for first in range(rounds):
-        for position in range(len(names)):
-            side = names[(first + position) % len(names)]
-            taken_ms = sample_ms(calls[side], device, number_of[side])
-            answers[side]["times"].append(max(told_by_all(taken_ms)))
-    facts, note = described(case.name, steps["ours"]) if "ours" in calls else ({}, "")
-    if "ours" in calls:
-        try:
-            facts["exposed_us"], told = communication(calls["ours"], steps["ours"], device)
-        except Exception as error:  # noqa: BLE001 - what was timed counts without it
-            traceback.print_exc()
-            told = f"communication not measured: {brief(error)}"
-        note = f"{told}; {note}"
-    if WHOLE_STATE in calls and "ours" in calls:
-        own, whole = (max(told_by_all(state_bytes(trainees[side].optimizer))) for side in ("ours", WHOLE_STATE))
-        note = f"optimizer state {own / whole:.3f} of the whole, {own / 2**20:.0f} MiB; {note}"
-    return {"sides": answers, "wrong": wrong, "facts": facts, "note": note} if rank == 0 else None
+    mine = Sides(case.make(device, tiny=tiny), device)
+    first, last = ([side for side in sides if (side in LAST) == is_last] for is_last in (False, True))
+    facts, note, wrong = {}, "", ""
+    for side in first:
+        mine.add(side)
+    mine.time(first, rounds)
+    if "ours" in mine.calls:
+        facts, note = mine.describe()
+    for side in last:
+        mine.add(side)
+    mine.time(last, rounds)
+    if "ours" in mine.calls:
+        wrong = fault(mine.problem, mine.losses["ours"], mine.trainees["ours"].model, mine.batches)
+    answer = {"sides": mine.answers, "wrong": wrong, "facts": facts, "note": note}
+    return answer if dist.get_rank() == 0 else None
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -82,10 +82,16 @@ def backward_like(log):
         mean, _ = torch.var_mean(one, 0)
         buffer.copy_(0.9 * sent + mean)
         for weight, gradient in zip((c, b, a), grads, strict=True):
-            weight.copy_(weight - 0.1 * gradient)
+            weight.copy_(0.99 * weight - 0.1 * gradient)
         return [loss, grads[1], c.t() * 2, three]
 
     return step, [first, *buckets], [*w, buffer, x]
+
+
+def factors(segment):
+    """By what plain numbers it multiplies."""
+    nodes = segment.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    return [node.args[1] for node in nodes]
 
 
 @pytest.mark.parametrize("max_cuts", [1, 2, 3, 8])
@@ -114,8 +120,22 @@ def test_what_a_later_collective_needs_does_not_hold_up_an_earlier_one():
         len(segment.graph.graph.find_nodes(op="call_function", target=mm)) for segment in (first, second, third)
     ]
     assert products == [4, 2, 2]  # three forward and one gradient; then one to go back and one gradient each
-    assert not any(segment.waits for segment in (first, second, third))
-    assert set(last.waits) == {0, 1, 2, 3}
+    assert [segment.waits for segment in (first, second, third)] == [(0,), (), ()]
+    assert set(last.waits) == {1, 2, 3}
+
+
+def test_statistics_of_what_is_broadcast_first_are_updated_where_they_are_made():
+    step, _, inputs = backward_like([])
+    _, first, *_, last = cut(functional(step, *inputs), 8).segments
+    assert 0.9 in factors(first)
+    assert 0.9 not in factors(last)
+
+
+def test_weight_decay_is_computed_where_the_optimizer_is():
+    step, _, inputs = backward_like([])
+    *before, last = [segment for segment in cut(functional(step, *inputs), 8).segments if segment.graph]
+    assert 0.99 in factors(last)
+    assert not any(0.99 in factors(segment) for segment in before)
 
 
 def test_collective_that_needs_another_comes_after_it():

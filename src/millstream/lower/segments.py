@@ -10,7 +10,9 @@
 
 **Steps**
 1. Find after which segment each collective begins: as many as come in one go share a segment (``groups``).
-2. Put what a collective needs before it, what needs a result of one last, and the rest as early as it can be.
+2. Put what a collective needs before it, what needs a result of one last, and the rest as early as it can be. So is
+   what needs results of those alone that begin at the start, as buffers do: statistics are updated where they are made.
+   What comes from inputs alone moves to where it is read.
 3. Write each segment's graph. What crosses are results of kernels: views are made again where they are used. Values
    that are exchanged are copied into the collective's memory by the segment that ends before it.
 """
@@ -257,11 +259,12 @@ class _Cutter:
                 segment_of[node] = segment_of[node.args[0]]
             elif node in deadlines:
                 segment_of[node] = max(deadlines[node], 0)
-            elif needs[node]:
+            elif any(starts[each] > AT_START for each in needs[node]):
                 segment_of[node] = last
             else:
                 there = (self._earliest(argument, segment_of, starts) for argument in node.all_input_nodes)
                 segment_of[node] = max(there, default=0)
+        self._put_off(segment_of, deadlines)
         readers: dict[fx.Node, int] = defaultdict(int)
         for node in self._nodes:
             for root in (root for argument in node.all_input_nodes for root in self._roots(argument)):
@@ -270,6 +273,36 @@ class _Cutter:
             target, value = node.all_input_nodes
             segment_of[node] = max(self._earliest(value, segment_of, starts), readers[target])
         return segment_of
+
+    def _put_off(self, segment_of: dict[fx.Node, int], deadlines: dict[fx.Node, int]) -> None:
+        """Move what comes from inputs of the graph alone to where it is read first: weight decay to the optimizer's.
+
+        Before, it would cross, as a copy as large as all parameters that no kernel of the optimizer is fused with.
+        """
+        from_inputs: set[fx.Node] = set()
+        for node in self._nodes:
+            known = node in self._place or node.op == "get_attr"
+            if known or (
+                node.target is not EXCHANGE
+                and node not in deadlines
+                and not _is_random(node)
+                and from_inputs.issuperset(node.all_input_nodes)
+            ):
+                from_inputs.add(node)
+        for node in reversed(self._nodes):
+            if node in segment_of and node in from_inputs and node.target is not operator.getitem:
+                segment_of[node] = max(segment_of[node], self._first_read(node, segment_of))
+        for node in self._nodes:
+            if node in segment_of and node.target is operator.getitem:
+                segment_of[node] = segment_of[node.args[0]]
+
+    def _first_read(self, node: fx.Node, segment_of: dict[fx.Node, int]) -> int:
+        """The first segment in which ``node``, or a view or part of it, is read; 0 if a result or a write is."""
+        numbers = []
+        for user in node.users:
+            is_part = user in self._remade or user.target is operator.getitem
+            numbers.append(self._first_read(user, segment_of) if is_part else segment_of.get(user, 0))
+        return min(numbers, default=0)
 
     def _is_computed(self, node: fx.Node) -> bool:
         """Whether a node stands for a kernel: not for an input, a view, a collective, or the write of an input."""
@@ -447,6 +480,10 @@ def _is_view(node: fx.Node) -> bool:
         and target.is_view
         and isinstance(node.meta.get("val"), Tensor)
     )
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _is_size(node: fx.Node) -> bool:
