@@ -71,11 +71,9 @@ def test_network_is_that_of_as_many_processes_to_a_host_as_torchrun_says(told, p
 
 def test_all_ranks_of_any_number_have_the_same_plans():
     plans = [captured(size, rank) for size, rank in ((2, 0), (4096, 0), (4096, 4095))]
-    digests = set()
-    for plan, costs in plans:
-        both = plan, plan_beside(plan.graph), plan_graph(plan.graph, costs, 3, "list")
-        digests.add(tuple(map(digest, both)))
-    assert len(digests) == 1
+    assert len({(digest(plan), digest(plan_beside(plan.graph))) for plan, _ in plans}) == 1
+    by_cost = [digest(plan_graph(plan.graph, costs, 3, "list")) for plan, costs in plans[1:]]
+    assert len(set(by_cost)) == 1  # among fewer processes collectives cost less, and others may be begun first
     text = "\n".join(outline(plans[0][0])) + "\n"
     if os.environ.get("MILLSTREAM_GOLDEN") == "write":
         GOLDEN.write_text(text, encoding="utf-8")

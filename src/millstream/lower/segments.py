@@ -292,9 +292,9 @@ class _Cutter:
         for node in reversed(self._nodes):
             if node in segment_of and node in from_inputs and node.target is not operator.getitem:
                 segment_of[node] = max(segment_of[node], self._first_read(node, segment_of))
-        for node in self._nodes:
-            if node in segment_of and node.target is operator.getitem:
-                segment_of[node] = segment_of[node.args[0]]
+        for node in segment_of:
+            if node.target is operator.getitem:
+                segment_of[node] = segment_of[node.all_input_nodes[0]]
 
     def _first_read(self, node: fx.Node, segment_of: dict[fx.Node, int]) -> int:
         """The first segment in which ``node``, or a view or part of it, is read; 0 if a result or a write is."""
