@@ -18,6 +18,7 @@ from millstream.errors import ArgumentError
 from millstream.insight import Cause
 from millstream.insight.host import spans_of
 from millstream.trace import Session, frames
+from millstream.trace.log import Log
 from millstream.trace.sampler import MAX_THREADS, Sampler
 
 
@@ -233,6 +234,16 @@ def test_event_of_another_thread_that_comes_late_does_no_harm(monkeypatch):
     monkeypatch.setattr(frames, "sites_of", sites_of)
     recording = session.stop()
     assert sum(span.cause is Cause.GC for span in recording.spans) >= 2
+
+
+def test_events_of_one_place_share_their_stack():
+    log = Log()
+    for _ in range(3):
+        log.add_span(0, Cause.IO, depth=1)
+    log.add_span(0, Cause.IO, depth=1)
+    stacks = [stack for *_, stack, _ in log.spans]
+    assert stacks[0] is stacks[1] is stacks[2]
+    assert frames.sites_of(stacks[3])[0].line == frames.sites_of(stacks[0])[0].line + 1
 
 
 def test_sampler_forgets_threads_that_are_gone_and_sees_the_main_thread_among_many():

@@ -17,6 +17,7 @@ MAX_DEPTH = 64  # frames from the innermost; below that there are launchers only
 RawStack = tuple[tuple[CodeType, int], ...]
 """Code and position of each frame, the innermost first."""
 
+MAX_STACKS = 20_000  # remembered; a program with more of them has them taken anew
 _INTERRUPTIBLE = ("JUMP_BACKWARD", "RESUME", "JUMP_ABSOLUTE")
 _CALLS = ("CALL", "CALL_FUNCTION_EX", "PRECALL", "CALL_KW")
 
@@ -31,12 +32,29 @@ def take_stack(frame: FrameType | None) -> RawStack:
 
 
 def key_of(frame: FrameType | None) -> tuple[int, ...]:
-    """What tells a stack from others: as its frames' code lives on, addresses do, and hash quickly."""
+    """What tells a stack from others: as the code of one that is kept lives on, addresses do, and hash quickly."""
     found: list[int] = []
     while frame is not None and len(found) < 2 * MAX_DEPTH:
         found += (id(frame.f_code), frame.f_lasti)
         frame = frame.f_back
     return tuple(found)
+
+
+class Stacks:
+    """Stacks that were taken, each kept once: many events come from one place, and each frame is a tuple."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], RawStack] = {}
+
+    def take(self, frame: FrameType | None) -> RawStack:
+        """The frames from this one outwards."""
+        key = key_of(frame)
+        stack = self._known.get(key)
+        if stack is None:
+            if len(self._known) >= MAX_STACKS:
+                self._known.clear()
+            stack = self._known[key] = take_stack(frame)
+        return stack
 
 
 @cache

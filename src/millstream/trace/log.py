@@ -9,7 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from millstream.insight import Cause, Loader, Site
-from millstream.trace.frames import RawStack, take_stack
+from millstream.trace.frames import RawStack, Stacks
 
 MAX_EVENTS = 200_000
 
@@ -37,6 +37,7 @@ class Log:
     num_batches: Counter[tuple[Site | None, int]] = field(default_factory=Counter)
     breaks: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=1000))
     num_events: int = 0
+    _stacks: Stacks = field(default_factory=Stacks)
 
     def between(self, start_ns: int, end_ns: int) -> Log:
         """A copy of what ended within some time, to be read: other threads may go on to write."""
@@ -49,7 +50,7 @@ class Log:
 
     def add_span(self, start_ns: int, cause: Cause, detail: str = "", depth: int = 2) -> None:
         """Something has ended; the stack begins ``depth`` frames above."""
-        stack = take_stack(sys._getframe(depth))
+        stack = self._stacks.take(sys._getframe(depth))
         self.spans.append((threading.get_ident(), start_ns, clock(), cause, stack, detail))
         self.num_events += 1
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from millstream.insight import Asleep, Sample, Site
 from millstream.trace.agenda import Agenda
-from millstream.trace.frames import RawStack, is_between_instructions, key_of, sites_of, take_stack
+from millstream.trace.frames import RawStack, Stacks, is_between_instructions, sites_of
 
 HERTZ, NUM_FIRST = 250, 5_000
 """So often at first, for twenty seconds, where a look takes 20 to 80 µs, as the processor's caches are."""
@@ -32,7 +32,6 @@ MOST_SHARE, NUM_PRICED = 0.005, 16
 that they are made every ten milliseconds."""
 MAX_LOOKS = 150_000  # most of an hour; of a longer run the last ones are kept
 MAX_THREADS = 16  # looked at in one look, the main thread first
-MAX_STACKS = 20_000  # remembered; a program with more of them has them taken anew
 _LOCKS = {"x86_64": frozenset((b"202", b"449")), "aarch64": frozenset((b"98", b"449"))}
 """Numbers of the system calls in which a thread waits for a lock (futex, futex_waitv)."""
 _RUNTIME_BYTES = 1 << 20  # of Python's own state, which holds its lock: 0.2 MB in 3.11, 0.6 in 3.12
@@ -83,7 +82,7 @@ class Sampler:
         self.is_hurried = False
         self._on_look = on_look
         self._stopped = threading.Event()
-        self._known: dict[tuple[int, ...], RawStack] = {}
+        self._stacks = Stacks()
         self._latest: dict[int, tuple[int, ThreadLook]] = {}  # by thread: when it was looked at, and what was seen
         self._native_of: dict[int, int] = {}
         self._files: dict[tuple[int, str], int] = {}  # by number of the thread, and name: what the system says of it
@@ -142,8 +141,6 @@ class Sampler:
         threads = [self._look_at(ident, frame, now) for ident, frame in frames.items()]
         if len(self._latest) > 2 * MAX_THREADS or len(self._files) > 4 * MAX_THREADS:
             self._forget_all_but(frames)
-        if len(self._known) > MAX_STACKS:
-            self._known.clear()
         frames.clear()
         return Look(now, late_ns, held_ns, time.process_time_ns(), tuple(threads))
 
@@ -161,10 +158,7 @@ class Sampler:
         has_rested = before is not None and ran_ns == before.cpu_ns >= 0 and frame.f_lasti == before.stack[0][1]
         if before is not None and has_rested and before.asleep is not Asleep.AWAKE:
             return before
-        key = key_of(frame)
-        stack = self._known.get(key)
-        if stack is None:
-            stack = self._known[key] = take_stack(frame)
+        stack = self._stacks.take(frame)
         was_kept = before is None or ran_ns < 0 or ran_ns - before.cpu_ns < KEPT * (now - before_ns)
         ready_ns = self._ready_ns(ident) if was_kept or before is None else before.ready_ns
         look = ThreadLook(ident, stack, ran_ns, ready_ns, self._sleeps_in(ident) if was_kept else Asleep.AWAKE)
