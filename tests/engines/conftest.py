@@ -86,8 +86,8 @@ def device(monkeypatch, host_driver):
         nodes = host_driver.nodes[graph.num_before :]
         graph.entries, graph.exits = nodes[: graph.num_entries], nodes[graph.num_entries :]
 
-    def compile_recorded(program, plan, bound, *, context):
-        run, graph = compile_plan(program, plan, bound, context=context), PretendedGraph.latest
+    def compile_recorded(program, plan, bound, **kwargs):
+        run, graph = compile_plan(program, plan, bound, **kwargs), PretendedGraph.latest
 
         def record(inputs):
             held = [at_address(item) for item in inputs]

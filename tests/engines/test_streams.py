@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import millstream as ms
 from millstream.api import executables
@@ -77,6 +78,23 @@ def test_every_number_of_streams_gives_the_same(policy, memory):
         assert len(run.events) > 1
         for event in run.events:
             context("cpu").release_event(event)
+
+
+@torch.no_grad()
+def test_text_without_numbers_is_compiled_once_for_all_sizes():
+    model = nn.Sequential(nn.Linear(5, 7), nn.Softmax(0))
+    compiled = ms.compile(model, engine="serial", dynamic=True, strict=True)
+    batches = [torch.randn(size, 5) for size in (3, 4, 6)]
+    for x in batches:
+        compiled(x)
+    made = [(each.lowered.program, each.plan) for each in executables(compiled)]
+    assert len({compile_plan(*each).source for each in made}) == len(batches)
+    runs = [compile_plan(*each, repeats=True) for each in made]
+    assert len({run.__code__ for run in runs}) == 1
+    by_size = {program.tensors["arg3_1"].size: run for (program, _), run in zip(made, runs, strict=True)}
+    results = [by_size[tuple(x.shape)]([model[0].weight, model[0].bias, len(x), x])[0] for x in batches]
+    for result, x in zip(results, batches, strict=True):
+        networks.assert_close(result, model(x))
 
 
 def test_observed_kernels_are_launched_by_the_observer():

@@ -17,17 +17,18 @@ it. A graph that is captured from such an input does that in every replay.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import keyword
 import linecache
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from millstream._torch.streams import current_stream_handle
 from millstream._torch.tensors import ALIGNMENT_BYTES, allocator, copy_elements, realign, reinterpret
@@ -86,6 +87,7 @@ def compile_plan(
     context: DeviceContext | None = None,
     observe: Observe | None = None,
     numbers: Numbers | None = None,
+    repeats: bool = False,
 ) -> Run:
     """Compile a plan into a Python function.
 
@@ -97,12 +99,15 @@ def compile_plan(
         context: Lends the streams from 1 on, and events; a plan on one stream needs none.
         observe: Called for every kernel instead of it (one stream only).
         numbers: What the program leaves open until it is called, where it was made with named numbers.
+        repeats: Whether numbers are to stay out of the text: then it is the same at another size, or with other inputs,
+            and Python need not compile it again.
 
     Returns:
         The function; tracebacks through it show its source. With several streams it may leave another one current when
         it raises.
     """
-    return Writer(program, plan, {**program.constants, **(bound or {})}, context, observe, numbers).compile()
+    bound = {**program.constants, **(bound or {})}
+    return Writer(program, plan, bound, context, observe, numbers, repeats=repeats).compile()
 
 
 class Writer:
@@ -116,8 +121,10 @@ class Writer:
         context: DeviceContext | None,
         observe: Observe | None,
         numbers: Numbers | None = None,
+        *,
+        repeats: bool = False,
     ) -> None:
-        self.program, self.plan = program, plan
+        self.program, self.plan, self.repeats = program, plan, repeats
         self.context, self.observe, self.numbers = context, observe, numbers
         self.parallel = plan.num_streams > 1
         self.current = 0  # the stream that is current at this point of the text
@@ -127,6 +134,7 @@ class Writer:
         self.bound = bound
         self.lines: list[str] = []
         self.events: list[Event] = []
+        self.num_numbers = 0  # that were kept out of the text
         self.names: dict[str, str] = {}  # value name -> Python name
         self.live: dict[str, list[str]] = {}  # storage -> Python names of the locals that hold it
 
@@ -160,12 +168,10 @@ class Writer:
 
     def _finish(self, lines: list[str]) -> Run:
         source = "def run(inputs):\n" + "".join(f"    {line}\n" for line in lines)
-        filename = f"<millstream {self.program.graph.name} {next(_numbers)}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        exec(compile(source, filename, "exec"), self.scope)  # noqa: S102  our own text, from a checked plan
+        make_code = _code_of if self.repeats else _code_of.__wrapped__
+        exec(make_code(source, self.program.graph.name), self.scope)  # noqa: S102  our own text, from a checked plan
         run: Any = self.scope.pop("run")  # which holds the scope, and so the arena: in a cycle it would outlive its use
         run.source, run.events = source, self.events
-        weakref.finalize(run, linecache.cache.pop, filename, None)
         return run  # type: ignore[no-any-return]
 
     def _write_inputs(self) -> None:
@@ -221,7 +227,7 @@ class Writer:
 
     def _all_values(self) -> list[Value]:
         trees = [(call.args, call.kwargs) for call in self.program.calls]
-        return [leaf for leaf in tree_leaves((trees, self.program.outputs)) if isinstance(leaf, Value)]
+        return [*_values_in((trees, self.program.outputs))]
 
     def _write_allocation(self, buffer: str, stream: int) -> None:
         if buffer in self.bound:
@@ -229,7 +235,8 @@ class Writer:
         self._enter(stream)
         layout = self.program.layouts[buffer]
         empty = self._global(f"empty_{layout.device.type}", allocator(layout.device))
-        self.lines.append(f"{self._local(buffer)} = {empty}({layout.size}, {layout.stride}, {layout.dtype!r})")
+        size, stride = self._expression(layout.size), self._expression(layout.stride)
+        self.lines.append(f"{self._local(buffer)} = {empty}({size}, {stride}, {layout.dtype!r})")
         self.scope["torch"] = torch
 
     def _write_call(self, kernel: int, stream: int) -> None:
@@ -276,13 +283,21 @@ class Writer:
         """Python text for an argument; a view that is not bound is made on the way and kept while its memory lives."""
         if isinstance(tree, Value):
             return self._value(tree.name)
-        if isinstance(tree, (list, tuple)) and any(isinstance(leaf, Value) for leaf in tree_leaves(tree)):
+        if isinstance(tree, (list, tuple)) and any(_values_in(tree)):
             inner = ", ".join(self._expression(item) for item in tree)
             return f"[{inner}]" if isinstance(tree, list) else f"({inner},)"
+        if self.repeats and type(tree) in (int, float):
+            self.num_numbers += 1
+            self.scope[f"size_{self.num_numbers}"] = tree
+            return f"size_{self.num_numbers}"
         if isinstance(tree, (int, bool, type(None), str)) or (isinstance(tree, float) and tree - tree == 0):
             return repr(tree)
         plain = (int, bool, type(None))
-        if isinstance(tree, (list, tuple)) and all(type(each) in plain or isinstance(each, Named) for each in tree):
+        if (
+            isinstance(tree, (list, tuple))
+            and not self.repeats
+            and all(type(each) in plain or isinstance(each, Named) for each in tree)
+        ):
             return repr(tree)
         return self._global("constant", tree)
 
@@ -301,7 +316,7 @@ class Writer:
             return self.names[name]
         base = self._value(view.base)
         make = self._global("reinterpret", reinterpret)
-        text = f"{make}({base}, {view.size}, {view.stride}, {view.offset})"
+        text = f"{make}({base}, {', '.join(map(self._expression, (view.size, view.stride, view.offset)))})"
         self.lines.append(f"{self._local(name, view.base)} = {text}")
         return self.names[name]
 
@@ -324,6 +339,27 @@ class Writer:
             self.globals[id(value)] = free
             self.scope[free] = value  # also keeps the object, and so its id, alive
         return self.globals[id(value)]
+
+
+def _values_in(tree: Any) -> Iterator[Value]:
+    if isinstance(tree, Value):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _values_in(item)
+    elif isinstance(tree, dict):
+        yield from _values_in([*tree.values()])
+
+
+@functools.lru_cache(8)
+def _code_of(source: str, name: str) -> CodeType:
+    """Compile a text that defines ``run``; as long as that lives, tracebacks through it show the text."""
+    filename = f"<millstream {name} {next(_numbers)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    code = compile(source, filename, "exec")
+    (function,) = (part for part in code.co_consts if isinstance(part, CodeType))
+    weakref.finalize(function, linecache.cache.pop, filename, None)
+    return code
 
 
 def _raw_stream(program: Program) -> Callable[[], int]:

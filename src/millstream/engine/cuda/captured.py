@@ -200,7 +200,7 @@ class Captured:
             bound = self._bound
             if bound is None and plan.layout is not None:
                 bound = bind_arena(program, plan.layout)
-            run = compile_plan(program, plan, bound, context=context)
+            run = compile_plan(program, plan, bound, context=context, repeats=True)
             try:
                 outputs = run(memory)
             finally:
