@@ -235,6 +235,8 @@ def test_bad_options_are_told_before_the_script_runs(tmp_path, capsys):
         assert said in told.err
         assert told.out == ""
     assert main(["profile", "nowhere.py"]) == 2
+    assert main(["profile", "-m", "torch.distributed.run", str(script)]) == 2
+    assert "torchrun ... -m millstream profile" in capsys.readouterr().err
     assert main(["profile"]) == 2
     assert main(["profile", "--compare", str(script), str(script)]) == 2
     assert "is no JSON" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -167,6 +168,12 @@ def test_steps_that_the_user_tells_of_count_alone():
             sgd.step()
             run.step()
     assert len(run.findings.recording.steps) == len(outer.findings.recording.steps) == 4
+
+
+def test_processes_that_do_the_work_are_told_of():
+    with ms.profile() as run:
+        subprocess.run([sys.executable, "-S", "-c", "sum(range(10_000_000))"], check=True)
+    assert run.findings.why_unreliable.startswith("processes that this one started ran for ")
 
 
 def test_thread_that_works_is_looked_at_where_nothing_steps():

@@ -20,6 +20,7 @@ from millstream.trace import SyncTrace
 
 EXIT_FAILED = 1
 PATIENCE_S = 10.0  # for the reports of other ranks
+_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 EXIT_CONDITION = 3  # a --fail-if holds, and the script itself had succeeded
 
 
@@ -37,8 +38,14 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
         The script's exit code, unless a condition holds; without a verdict none does.
 
     Raises:
-        ArgumentError: There is no such script, a condition is none, or a file cannot be written.
+        ArgumentError: There is no such script, it only starts other processes, a condition is none, or a file cannot
+            be written.
     """
+    if as_module and target in _LAUNCHERS:
+        raise ArgumentError(
+            f"{target} only starts other processes: write it in front, as in "
+            "torchrun ... -m millstream profile script.py"
+        )
     conditions = _parse(fail_if)
     if any(each.name == SLOWER for each in conditions):
         raise ArgumentError(f"{SLOWER!r} takes two reports: millstream profile --fail-if COND --compare BEFORE AFTER")

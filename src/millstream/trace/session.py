@@ -112,6 +112,7 @@ class Session:
             watch.hooks.on_step, watch.hooks.on_batch = self._device.on_step, self._device.on_batch
         self._began_unix_ns, self._began_ns = time.time_ns(), clock()
         self._before = watch.sampler.busy_ns, watch.sampler.hurried_ns, watch.log.num_events
+        self._ran_before = _ran_s()
         self._batches_before = watch.log.num_batches.copy()
 
     def mark_step(self) -> None:
@@ -149,6 +150,14 @@ class Session:
             if steps:
                 caveats = [f"{len(steps)} steps are too few to tell them from their warm-up", *caveats]
             steps = _cut(self._began_ns, ended_ns)
+        own_s, others_s = (now - before for now, before in zip(_ran_s(), self._ran_before, strict=True))
+        is_here = has_steps or others_s <= own_s
+        if not is_here:
+            caveats.insert(
+                0,
+                f"processes that this one started ran for {others_s:.1f} s, and were not looked into: profile them, "
+                "with ms.profile() in what they run, or by torchrun -m millstream profile script.py",
+            )
         samples = samples_of(looks, thread)
         caveats += _why_sparse(samples, steps)
         windows = self._device.spans if self._device is not None else []
@@ -187,6 +196,7 @@ class Session:
             rank=int(os.environ.get("RANK", "0")),
             unix_minus_clock_ns=self._began_unix_ns - self._began_ns,
             has_steps=has_steps,
+            is_complete=is_here,
         )
         frames.forget()
         stacks.forget()
@@ -248,6 +258,12 @@ def _between(marks: list[int]) -> list[Step]:
 def _cut(start: int, end: int) -> list[Step]:
     edges = [start + (end - start) * number // NUM_SLICES for number in range(NUM_SLICES + 1)]
     return _between(edges)
+
+
+def _ran_s() -> tuple[float, float]:
+    """Processor time of this process, and of those that it started and waited for."""
+    own = os.times()
+    return own.user + own.system, own.children_user + own.children_system
 
 
 def _why_sparse(samples: list[Sample], steps: list[Step]) -> list[str]:
