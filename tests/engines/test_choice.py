@@ -241,7 +241,8 @@ def test_the_fastest_is_tried_in_all_ways_to_spread_kernels(even, packed, wins):
     assert [tried.plan.spread for tried in trial.tried[-2:]] == [Spread.EVEN, Spread.PACKED]
     assert best.plan == replace(proposals[1].plan, spread=wins)
     assert chosen_of(candidates).spread is wins
-    assert recall(json.loads(json.dumps(note(candidates))), proposals) == (best, candidates)
+    noted = json.loads(json.dumps(note(best, candidates)))
+    assert recall(noted, TOWERS, costs_of(TOWERS), GENEROUS) == (best, candidates)
 
 
 @pytest.mark.parametrize(("factor", "streams"), [(1.2, 1), (1.0, 1), (1 - MARGIN, 1), (1 - 1.1 * MARGIN, 8)])
@@ -336,37 +337,31 @@ def test_a_single_proposal_is_chosen_without_a_trial():
 # --- notes -----------------------------------------------------------------------------------------------------------
 
 
-def test_notes_survive_json_and_are_recalled():
-    proposals = towers()
-    best, candidates = choose(proposals, Trial(), 60)
-    noted = json.loads(json.dumps(note(candidates)))
-    assert recall(noted, proposals) == (best, candidates)
+@pytest.mark.parametrize("factor", [0.5, 2.0])  # several streams win, or one
+def test_notes_survive_json_and_the_one_plan_is_made_again(monkeypatch, factor):
+    best, candidates = choose(towers(), Trial(lambda proposal: factor), 60)
+    noted = json.loads(json.dumps(note(best, candidates)))
+    monkeypatch.setattr(choice, "propose", None)
+    assert recall(noted, TOWERS, costs_of(TOWERS), GENEROUS) == (best, candidates)
 
 
 def test_notes_of_something_else_are_not_recalled():
-    proposals = towers()
-    noted = note(choose(proposals, Trial(), 60)[1])
+    best, candidates = choose(towers(), Trial(), 60)
+    noted = note(best, candidates)
     entries = noted["candidates"]
+    others = [entry for entry in entries if entry["verdict"] != CHOSEN]
+    (chosen,) = (entry for entry in entries if entry["verdict"] == CHOSEN)
     strange = [
+        *({**noted, "candidates": wrong} for wrong in (None, 7, "text", [None], [], others, [*entries, chosen])),
+        *({**noted, "candidates": [{**chosen, name: 1}]} for name in ("colour", "peak_bytes", "predicted_ns")),
+        *({**noted, "candidates": [chosen, {**chosen, name: {}}]} for name in ("policy", "streams")),
+        *({**noted, "recipe": wrong} for wrong in (7, "list", [], ["list", 3], ["list", 7, 1.0, True], None)),
+        {"candidates": entries},
+        {"recipe": best.recipe},
         {},
-        {"candidates": None},
-        {"candidates": 7},
-        {"candidates": "text"},
-        {"candidates": [None]},
-        {"candidates": []},
-        {"candidates": [{**entries[0], "colour": "red"}, *entries[1:]]},
-        {"candidates": entries[:-3]},
-        {"candidates": [*entries, entries[-1]]},
-        {"candidates": entries[::-1]},
-        {"candidates": [{**entry, "verdict": "slower"} for entry in entries]},
-        {"candidates": [{**entry, "verdict": CHOSEN} for entry in entries]},
-        {"candidates": [{**entries[0], "peak_bytes": 1}, *entries[1:]]},
-        {"candidates": [*entries, {**entries[-1], "policy": ["list"]}]},
-        {"candidates": [*entries, {**entries[-1], "streams": {}}]},
     ]
-    assert all(recall(each, proposals) is None for each in strange)
-    slower = propose(TOWERS, costs_of(TOWERS, 11_000), GENEROUS)
-    assert recall(noted, slower) is None
+    assert all(recall(each, TOWERS, costs_of(TOWERS), GENEROUS) is None for each in strange)
+    assert recall(noted, TOWERS, costs_of(TOWERS, 11_000), GENEROUS) is None
 
 
 def test_what_is_planned_is_the_same_in_another_process():

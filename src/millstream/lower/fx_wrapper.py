@@ -306,9 +306,10 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
         super().generate_kernel_call(kernel_name, call_args, **kwargs)
         node = V.graph.scheduler.current_node
         if node is not None:
-            self.lines[-1].origins = tuple(  # type: ignore[union-attr]
-                origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()
-            )
+            parts = (part.node for part in node.get_nodes() if part.node is not None)
+            # Each once: of a kernel that updates all parameters, every part has the origins of all.
+            origins = dict.fromkeys(origin for part in parts for origin in part.get_origins())
+            self.lines[-1].origins = tuple(origins)  # type: ignore[union-attr]
 
     def define_kernel(self, kernel_name: str, kernel_body: str, *args: Any, gpu: bool = True, **kwargs: Any) -> None:
         if not gpu:

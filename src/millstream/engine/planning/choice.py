@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from millstream.check import check_plan
 from millstream.cost import Costs
@@ -179,20 +179,30 @@ def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Pr
     if scheduling.serial or (not by_hand and critical_path_ns(graph, costs) > (1 - MARGIN) * costs.total_ns):
         return proposals
     seen = {serial.steps}
+    for recipe in _recipes(graph, scheduling):
+        proposal = _propose_by(recipe, graph, costs, scheduling, budget)
+        if proposal.plan.num_streams > 1 and proposal.plan.steps not in seen:
+            seen.add(proposal.plan.steps)
+            proposals.append(proposal)
+    return [proposals[0], *sorted(proposals[1:], key=lambda proposal: proposal.predicted_ns)]
+
+
+def _recipes(graph: KernelGraph, scheduling: Scheduling) -> list[Recipe]:
+    """The ways to make a plan with several streams that are considered."""
     counts = STREAM_COUNTS if scheduling.streams is None else (scheduling.streams,)
     policies = TRIED_POLICIES if scheduling.policy is None else (scheduling.policy,)
     if scheduling.policy is None and graph.has_hints:
         policies = (*policies, "manual")
-    for variant, num_streams, policy in product(VARIANTS, counts, policies):
-        if variant is not VARIANTS[0] and policy != policies[0]:
-            continue
-        recipe = Recipe(policy, num_streams, *variant)
-        fewer = len(counts) == 1  # else they are candidates themselves
-        plan = plan_by(recipe, graph, costs, budget, fewer=fewer)
-        if plan.num_streams > 1 and plan.steps not in seen:
-            seen.add(plan.steps)
-            proposals.append(replace(_assess(plan, costs), recipe=recipe))
-    return [proposals[0], *sorted(proposals[1:], key=lambda proposal: proposal.predicted_ns)]
+    return [
+        Recipe(policy, num_streams, *variant)
+        for variant, num_streams, policy in product(VARIANTS, counts, policies)
+        if variant is VARIANTS[0] or policy == policies[0]
+    ]
+
+
+def _propose_by(recipe: Recipe, graph: KernelGraph, costs: Costs, scheduling: Scheduling, budget: int) -> Proposal:
+    fewer = scheduling.streams is not None  # else they are candidates themselves
+    return replace(_assess(plan_by(recipe, graph, costs, budget, fewer=fewer), costs), recipe=recipe)
 
 
 def plan_by(recipe: Recipe, graph: KernelGraph, costs: Costs, budget: int, *, fewer: bool = False) -> Plan:
@@ -328,24 +338,28 @@ def choice_key(program: Program, scheduling: Scheduling) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def note(candidates: Sequence[Candidate]) -> dict[str, object]:
-    """Turn candidates into plain data."""
-    return {"candidates": [asdict(candidate) for candidate in candidates]}
+def note(best: Proposal, candidates: Sequence[Candidate]) -> dict[str, object]:
+    """Turn what was chosen, and what from, into plain data."""
+    return {"recipe": best.recipe, "candidates": [asdict(candidate) for candidate in candidates]}
 
 
-def recall(noted: dict[str, object], proposals: Sequence[Proposal]) -> tuple[Proposal, tuple[Candidate, ...]] | None:
-    """Find the proposal that was chosen before; ``None`` if the note does not fit the proposals."""
+def recall(noted: Mapping[str, Any], graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> Found | None:
+    """Make the plan again that was chosen before, and no other; ``None`` if it does not come out as it was noted."""
     try:
-        read = [Candidate(**entry) for entry in noted["candidates"]]  # type: ignore[attr-defined]
+        read = [Candidate(**entry) for entry in noted["candidates"]]
         candidates = tuple(replace(candidate, spread=Spread(candidate.spread)) for candidate in read)
         hash(candidates)  # who holds what is no number or word has none
+        recipe = None if noted["recipe"] is None else Recipe(*noted["recipe"])
+        (chosen,) = (candidate for candidate in candidates if candidate.is_chosen)
     except (KeyError, TypeError, ValueError):
         return None
-    looks = [replace(candidate, measured_ns=None, verdict="") for candidate in candidates]
-    further = looks[len(proposals) :]
-    others = {other.describe(): other for proposal in reversed(proposals) for other in _spread_otherwise(proposal)}
-    known = [*proposals, *[others.pop(look) for look in further if look in others]]
-    if [proposal.describe() for proposal in known] != looks:
+    serial = plan_serial(graph)
+    if recipe is None:
+        proposal = _assess(serial, costs)
+    elif recipe in _recipes(graph, scheduling):
+        proposal = _propose_by(recipe, graph, costs, scheduling, scheduling.budget_bytes(serial))
+        proposal = replace(proposal, plan=replace(proposal.plan, spread=chosen.spread))
+    else:
         return None
-    chosen = [index for index, candidate in enumerate(candidates) if candidate.is_chosen]
-    return (known[chosen[0]], candidates) if len(chosen) == 1 else None
+    fits = proposal.describe() == replace(chosen, measured_ns=None, verdict="")
+    return (proposal, candidates) if fits else None

@@ -105,17 +105,17 @@ class Planner:
         if serial_ns is None:
             return propose(graph, costs, Scheduling(1))[0], ()
         self.costs = calibrate(costs, serial_ns)
-        proposals = propose(graph, self.costs, self._scheduling)
-        found = recall(noted, proposals)
+        found = recall(noted, graph, self.costs, self._scheduling)
         if found is not None:
             check_plan(found[0].plan)
         else:
+            proposals = propose(graph, self.costs, self._scheduling)
             is_paced = self._scheduling.tune == "background"
             seconds = inf if is_paced else max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S)
             with nullcontext() if is_paced else showing(self._lowered.program.graph.name, "plan chosen"):
                 found = yield from choose_stepwise(proposals, trial, seconds)
             if trial.error is None:
-                self._store.save_choice(key, {"serial_ns": serial_ns, **note(found[1])})
+                self._store.save_choice(key, {"serial_ns": serial_ns, **note(*found)})
         return found
 
     def _known(self) -> MeasuredCosts:
