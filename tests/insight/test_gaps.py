@@ -142,6 +142,7 @@ def test_python_too_short_to_be_interrupted_is_told_of_and_is_not_healthy(python
     assert found.unseen_python == pytest.approx(share, abs=chance + 5 / num_planned)
     assert found.severity is (Severity.NOT_SURE if found.unseen_python >= 0.1 else Severity.HEALTHY)
     text = to_text(found)
+    assert found.unseen_before is None or found.unseen_before.line == 8
     assert ("too short to be looked into" in text) == (found.unseen_python >= 0.05)
 
 

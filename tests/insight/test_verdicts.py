@@ -596,3 +596,16 @@ def test_run_without_steps_is_judged_as_a_whole_where_enough_was_seen(num_looks,
     assert (found.severity is Severity.HIGH) == is_judged
     assert ("50 % of the run (30 ms of 60 ms" in text and "60 ms → about 30 ms (2×)" in text) == is_judged
     assert ("No verdict: no step was seen." in text) != is_judged
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_workers_keep_up_with_all_batches_of_a_step(num_workers):
+    # Each step accumulates gradients over four batches, of 6 ms each, and computes for 3 ms.
+    cause, wait = (Cause.DATA_WAIT, 2 * MS) if num_workers else (Cause.IN_PROCESS, 6 * MS)
+    recording = serial_recording([(cause, wait, 41), (None, 0, 5), (Cause.SYNC, 0, 6)] * 4, [750 * US] * 4, steps=STEPS)
+    loader = Loader(num_workers, batch_ns=6 * MS, num_batches=4 * STEPS)
+    found = analyse(replace(recording, loaders=(loader,), num_cores=16))
+    assert found.batches_per_step == pytest.approx(4, abs=0.1)
+    assert found.workers_needed == 8
+    assert "and a step has 4" in to_text(found)
+    assert "num_workers=8" in to_text(found)

@@ -250,4 +250,5 @@ def interrupted(python, compute, dice, *, num_looks, interval_us=4000, look_us=5
         )
         latest = now
     steps = tuple(Step(1000 * at, 1000 * (at + length)) for at in range(0, latest - length, length))
-    return Recording(end_ns=1000 * latest, thread=THREAD, steps=steps, samples=tuple(samples))
+    roots = ("/x/torch/",)
+    return Recording(end_ns=1000 * latest, thread=THREAD, steps=steps, samples=tuple(samples), library_roots=roots)

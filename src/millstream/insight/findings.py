@@ -7,14 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from math import ceil
 from typing import Any
 
 from millstream.insight.causes import EXPOSED, REMEDY_FREE, Cause
 from millstream.insight.gaps import Slice, attribute, exposed_ns
 from millstream.insight.host import compute_activities, spans_of, unseen_python
-from millstream.insight.intervals import intersect, total
+from millstream.insight.intervals import intersect, total, union
 from millstream.insight.looking import without_looking
-from millstream.insight.records import Activity, ActivityKind, Loader, Note, Recording, Site, Span, Step
+from millstream.insight.records import HOOKS, Activity, ActivityKind, Loader, Note, Recording, Site, Span, Step
 from millstream.insight.replay import recoverable_ns
 
 HIGH, MODERATE = 0.20, 0.05
@@ -94,6 +95,7 @@ class Findings:
         why_unreliable: Why there is no verdict; empty where there is one.
         notes: Recompilations and graph breaks.
         unseen_python: In what part of the window Python code ran in pieces too short to be looked into.
+        unseen_before: The user's line of the operators that came next most often.
         underfilled_share: What of the window is lost to kernels alone on the device that do not fill it.
     """
 
@@ -113,6 +115,7 @@ class Findings:
     notes: tuple[Note, ...] = ()
     underfilled_share: float = 0.0
     unseen_python: float = 0.0
+    unseen_before: Site | None = None
 
     @property
     def window_ns(self) -> int:
@@ -146,9 +149,18 @@ class Findings:
         return self.loader.batch_ns if self.loader is not None else 0
 
     @property
+    def batches_per_step(self) -> float:
+        """More than one where gradients are accumulated, or batches are evaluated between."""
+        start, end = (self.steps[0].start_ns, self.steps[-1].end_ns) if self.steps else (0, 0)
+        # A wait for a feed may have one for its loader within.
+        mine = (span for span in self.recording.spans if span.cause in DATA and span.thread == self.recording.thread)
+        waits = union((span.start_ns, span.end_ns) for span in mine if start < span.end_ns <= end)
+        return max(len(waits) / max(len(self.steps), 1), 1.0)
+
+    @property
     def workers_needed(self) -> int:
         """Workers that would make batches as fast as steps without waiting take them; 0 where that is not known."""
-        return max(-(-self.batch_ns // max(round(self.free_step_ns), 1)), 1) if self.batch_ns else 0
+        return max(ceil(self.batch_ns * self.batches_per_step / self.free_step_ns), 1) if self.batch_ns else 0
 
     @property
     def workers_sensible(self) -> int:
@@ -191,6 +203,7 @@ class Findings:
             "unknown": self.idle_by_cause.get(Cause.UNKNOWN, 0) / self.window_ns if self.window_ns else 0.0,
             "located": self.located_share,
             "unseen_python": self.unseen_python,
+            "unseen_before": None if self.unseen_before is None else asdict(self.unseen_before),
             "workers_needed": self.workers_needed,
             "rows": [asdict(row) | {"cause": str(row.cause)} for row in self.rows],
             "notes": [asdict(note) | {"cause": str(note.cause)} for note in self.notes],
@@ -255,7 +268,7 @@ def analyse(recording: Recording) -> Findings:
         why,
         recording.notes,
         _underfilled(recording, start, end),
-        unseen_python(recording, start, end),
+        *unseen_python(recording, start, end),
     )
     found = _with_bounded_data_gain(found)
     severity, leading = _judge(found)
@@ -350,8 +363,10 @@ def _rows(recording: Recording, steps: Sequence[Step], slices: Sequence[Slice], 
         while number + 1 < len(steps) and each.start_ns >= steps[number].end_ns:
             number += 1
         seen[key].add(number)
-        if key[1] is not None and each.stack[0] != key[1] and each.cause is not Cause.COMPILE:  # Dynamo's own code
-            inside[key][each.stack[0]] += each.end_ns - each.start_ns
+        if key[1] is not None and each.cause is not Cause.COMPILE:  # Dynamo's own code
+            innermost = next(site for site in each.stack if HOOKS not in site.file)
+            if innermost != key[1]:
+                inside[key][innermost] += each.end_ns - each.start_ns
         if each.detail:
             details[key][each.detail] += each.end_ns - each.start_ns
     total_of: dict[Cause, int] = defaultdict(int)
@@ -429,7 +444,7 @@ def _with_bounded_data_gain(found: Findings) -> Findings:
     gain = sum(found.recoverable.get(cause, 0) for cause in DATA)
     if not gain or not found.batch_ns:
         return found
-    per_step = max(found.free_step_ns, found.batch_ns / found.workers_sensible)
+    per_step = max(found.free_step_ns, found.batch_ns * found.batches_per_step / found.workers_sensible)
     share = min(max(found.step_ns - per_step, 0) * len(found.steps) / gain, 1.0)
     rows = (
         replace(row, recoverable_share=row.recoverable_share * share) if row.cause in DATA else row

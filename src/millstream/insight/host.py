@@ -14,12 +14,13 @@ between two instructions.
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from millstream.insight.causes import Cause
 from millstream.insight.intervals import Interval, complement, flatten, total, union
-from millstream.insight.records import Activity, Asleep, Recording, Sample, Span, Stack, State
+from millstream.insight.records import Activity, Asleep, Recording, Sample, Site, Span, Stack, State
 
 _LATE = 0.8  # of the switch interval: the sampler had to have the interpreter taken away from somebody
 _RUNS = 0.5  # of a time: whoever ran so much of it was running
@@ -344,8 +345,10 @@ class _Covered:
         return at >= 0 and span.end_ns <= self._intervals[at][1]
 
 
-def unseen_python(recording: Recording, start_ns: int, end_ns: int) -> float:
+def unseen_python(recording: Recording, start_ns: int, end_ns: int) -> tuple[float, Site | None]:
     """In what part of a window Python code ran in pieces too short to be interrupted, which count as operators.
+
+    The other result is the user's line of the operators that came next most often: the code is before or in it.
 
     A look that comes late because the interpreter was held, and finds the thread in an operator, was planned while
     Python code ran, or another library's that keeps the interpreter; so were all that were planned until it was made.
@@ -354,16 +357,18 @@ def unseen_python(recording: Recording, start_ns: int, end_ns: int) -> float:
     """
     seen = _Covered([span for _, _, span in spans_of(recording)])
     looks = [each for each in recording.samples if each.thread == recording.thread and start_ns <= each.end_ns < end_ns]
-    num_late = sum(
-        held_ns >= _HELD_NS
-        and Span(each.thread, each.end_ns - held_ns, each.end_ns - held_ns, Cause.PYTHON) not in seen
+    late = Counter(
+        recording.user_site(each.stack)
         for each in looks
         if not each.in_bytecode
         and sum(ran for ran, _ in each.others) < _HOLDS * (each.end_ns - each.start_ns)
         and _running_state(each, recording.switch_ns) is State.COMPUTE
         for held_ns in each.held_ns
+        if held_ns >= _HELD_NS
+        and Span(each.thread, each.end_ns - held_ns, each.end_ns - held_ns, Cause.PYTHON) not in seen
     )
-    return num_late / max(sum(len(each.held_ns) for each in looks), 1)
+    share = late.total() / max(sum(len(each.held_ns) for each in looks), 1)
+    return share, late.most_common(1)[0][0] if late else None
 
 
 def compute_activities(recording: Recording) -> tuple[Activity, ...]:

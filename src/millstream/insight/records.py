@@ -27,6 +27,8 @@ Stack = tuple[Site, ...]
 """The innermost frame first."""
 RUNNERS = ("/millstream/cli/running.py", "/runpy.py")
 """Files whose functions run the user's script or module."""
+HOOKS = "/millstream/trace/"
+"""Where the frames of looking itself are."""
 PACKAGES = ("/site-packages/", "/dist-packages/")
 """Folders of installed packages, of which ``sys.path`` may have some from elsewhere."""
 

@@ -31,6 +31,7 @@ TITLES = {
 }
 
 
+_SEVERAL = 1.1  # batches a step: less is an evaluation now and then
 _FEW = 0.75  # of the processors: with more, a process's own threads may be too many
 
 
@@ -80,18 +81,24 @@ def _fewer_processes(found: Findings) -> str:
     return "Fewer threads and workers (torch.set_num_threads, num_workers), or fewer other processes here."
 
 
+def _per_step(found: Findings) -> str:
+    number = found.batches_per_step
+    return f", and a step has {number:.3g}" if number >= _SEVERAL else ""
+
+
 def _more_workers(found: Findings) -> str:
     loader, needed, sensible = found.loader, found.workers_needed, found.workers_sensible
     if loader is None:
         return "Let batches be made ahead: ms.feed(loader, device), or a DataLoader with num_workers."
     free = duration(found.free_step_ns)
     if loader.num_workers == 0 and found.batch_ns:
-        facts = f"A batch takes {duration(found.batch_ns)} to make, the rest of a step {free}"
+        facts = f"A batch takes {duration(found.batch_ns)} to make{_per_step(found)}, the rest of a step {free}"
     elif loader.batch_ns:
         verb = "takes" if loader.num_workers == 1 else "take"
         facts = (
             f"{count(loader.num_workers, 'worker')} {verb} {duration(loader.batch_ns)} a batch, so one comes every "
-            f"{duration(loader.batch_ns / max(loader.num_workers, 1))}; without waiting a step takes {free}"
+            f"{duration(loader.batch_ns / max(loader.num_workers, 1))}{_per_step(found)}; "
+            f"without waiting a step takes {free}"
         )
     else:
         facts = f"Without waiting a step takes {free}"

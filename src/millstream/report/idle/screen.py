@@ -90,7 +90,8 @@ def _why_unsure(found: Findings) -> str:
 
 def _unseen(found: Findings) -> str:
     share = percent(found.unseen_python, 1)
-    return f"for about {share} of the time Python code ran in pieces too short to be looked into"
+    where = f" (most often in or before {place(found.unseen_before)})" if found.unseen_before is not None else ""
+    return f"for about {share} of the time Python code ran in pieces too short to be looked into{where}"
 
 
 def promise(row: Row, found: Findings) -> str:
