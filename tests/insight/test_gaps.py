@@ -30,6 +30,7 @@ from tests.insight.virtual import (
 )
 
 EXAMPLES = int(os.environ.get("MILLSTREAM_FUZZ", "200"))
+MS = 1_000_000
 DEVICE_CAUSES = {Cause.GRAPH_TAIL, Cause.STREAM_WAIT, Cause.DEVICE_GAP, Cause.UNKNOWN}
 
 
@@ -155,3 +156,18 @@ def test_what_comes_after_the_last_look_is_as_that_was_unless_it_is_long():
         (12, 20, line(2)),
     ]
     assert doings(replace(recording, end_ns=2 * 10**9))[-1].end_ns == 9
+
+
+@pytest.mark.parametrize("held_us", [0, 500])
+def test_looks_that_come_too_late_for_short_operators_tell_that_the_thread_ran(held_us):
+    # A loop that waits 4 ms for data and then calls operators for 1 ms, between which no look gets the interpreter.
+    waits = ((1000 * at, 1000 * (at + 4000)) for at in range(0, 3_000_000, 5000))
+    spans = [Span(THREAD, start, end, Cause.IN_PROCESS, line(3)) for start, end in waits]
+    looks = [  # the next wait has begun by 0.1 ms
+        Sample(THREAD, at, at + 20 * MS, line(3), MS, 0, None, MS, (), 0, None, (1000 * held_us,))
+        for at in range(MS // 10, 3000 * MS, 20 * MS)
+    ]
+    recording = Recording(end_ns=3 * 10**9, thread=THREAD, spans=tuple(spans), samples=tuple(looks[:-1]))
+    found = doings(recording)
+    assert {each.state for each in found} == ({State.COMPUTE} if held_us else set())
+    assert sum(each.end_ns - each.start_ns for each in found) == pytest.approx(0.6 * 10**9 * bool(held_us), rel=0.02)

@@ -241,12 +241,15 @@ def doings(recording: Recording) -> list[Doing]:
     """What samples say of the training thread where no hook saw it, in order; they never overlap.
 
     A look into a hook's span says nothing of the time before that. Such time goes to the next look outside of one, as
-    in any statistic of samples, unless that is far away; and what comes after the last look goes to that.
+    in any statistic of samples, unless that is far away; and what comes after the last look goes to that. Where
+    operators are so short that the interpreter is hard to get between them, looks come too late, within a span: that
+    they were held tells that the thread ran, though not where.
     """
     seen = union((start, end) for start, end, _ in spans_of(recording))
     starts = [start for start, _ in seen]
     looks: list[tuple[Sample, list[Interval], list[Interval]]] = []
     pending: list[Interval] = []
+    held: list[int] = []
     latest = recording.start_ns
     mine = [sample for sample in recording.samples if sample.thread == recording.thread]
     for sample in _with_early_readiness(mine):
@@ -258,6 +261,11 @@ def doings(recording: Recording) -> list[Doing]:
         free = complement(seen[first:over], sample.start_ns, sample.end_ns)
         if over and seen[over - 1][1] >= sample.end_ns:  # the thread was inside a span when it was looked at
             pending += free
+            planned = sample.end_ns - sample.held_ns[0]
+            at = bisect.bisect_right(starts, planned) - 1
+            is_outside = at < 0 or planned >= seen[at][1]
+            if is_outside and sample.held_ns[0] >= _HELD_NS and not _others_held(sample):
+                held.append(planned)
             continue
         looks.append((sample, free, [each for each in pending if sample.end_ns - each[1] <= _FAR_NS]))
         pending.clear()
@@ -275,7 +283,18 @@ def doings(recording: Recording) -> list[Doing]:
         found += (Doing(start, end, state, stack, detail) for start, end in near if end <= sample.end_ns)
         found += split_sample(sample, free, recording) if sample.asleep is None else evidence.split(sample, free)
         found += (Doing(start, end, state, stack, detail) for start, end in near if end > sample.end_ns)
+    known = union([*seen, *((each.start_ns, each.end_ns) for each in found)])
+    for start, end in complement(known, recording.start_ns, latest) if held else ():
+        near = bisect.bisect_left(held, start - _FAR_NS)
+        if near < len(held) and held[near] <= end + _FAR_NS:
+            found.append(Doing(start, end, State.COMPUTE, ()))
+    found.sort(key=lambda each: each.start_ns)
     return list(_with_late_launches(found, recording))
+
+
+def _others_held(look: Sample) -> bool:
+    """Whether other threads of Python's ran enough to have held the interpreter."""
+    return sum(ran for ran, _ in look.others) >= _HOLDS * (look.end_ns - look.start_ns)
 
 
 def _with_early_readiness(samples: Sequence[Sample]) -> list[Sample]:
@@ -361,7 +380,7 @@ def unseen_python(recording: Recording, start_ns: int, end_ns: int) -> tuple[flo
         recording.user_site(each.stack)
         for each in looks
         if not each.in_bytecode
-        and sum(ran for ran, _ in each.others) < _HOLDS * (each.end_ns - each.start_ns)
+        and not _others_held(each)
         and _running_state(each, recording.switch_ns) is State.COMPUTE
         for held_ns in each.held_ns
         if held_ns >= _HELD_NS
