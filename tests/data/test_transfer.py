@@ -1080,3 +1080,23 @@ def test_a_transform_that_calls_an_engine_and_a_loop_that_captures_do_not_wait_f
     while len(got) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(got) == 5
+
+
+@pytest.mark.parametrize("keeps_error", [False, True])
+def test_a_transform_that_raises_in_every_pass_takes_no_buffer_along(virtual_feed, prefetch, keeps_error):
+    def transform(batch):
+        if fails and batch[0] == 2:
+            raise LookupError("of the user's")
+        return batch * 2
+
+    batches = [torch.full((3,), float(i)) for i in range(5)]
+    fed, _ = virtual_feed(batches, mood="eager", transform=transform, prefetch=prefetch)
+    fails, errors = True, []
+    for _ in range(4):
+        with pytest.raises(LookupError) as caught:
+            list(fed)
+        errors.append(caught if keeps_error else None)
+    pool = fed._engine.transfer.pool
+    assert len(pool._free) == len(pool.buffers)
+    fails = False
+    assert [batch[0].item() for batch in fed] == [0.0, 2.0, 4.0, 6.0, 8.0]

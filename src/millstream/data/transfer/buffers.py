@@ -166,6 +166,9 @@ class BufferPool:
         self.stream = stream  # for which memory is allocated
         self.buffers = [Buffer(context.acquire_event(), context.acquire_event()) for _ in range(num_buffers)]
         self._free = deque(self.buffers)
+        self._unseen: deque[Buffer] = deque()  # taken, and not handed out: nobody may ever drop what is made of them
+        # In compiled code: an interrupt between taking and noting would lose a buffer.
+        self._take = map(self._unseen.append, iter(self._free.popleft, object()))
         self._lent: deque[BatchLease] = deque()  # handed out and perhaps still held; the consumer's
         self._late: deque[Callable[[], None]] = deque()  # drops that met a capture
         self._foreign: dict[int, tuple[weakref.ref[SegmentLease], Memory, BatchLease]] = {}  # of other streams, lent
@@ -188,9 +191,10 @@ class BufferPool:
             The buffer; and the leaves of the batch in it, as ``lend_leaves`` gives them, if it is known to fit.
         """
         try:
-            buffer = self._free.popleft()
+            next(self._take)
         except IndexError:
             return None
+        buffer = self._unseen[-1]
         if layout is not None and buffer.layout is layout and buffer.lending and not self._is_to_end:  # nearly always
             return buffer, self.lend_leaves(buffer, layout)
         buffer.lease = None
@@ -203,9 +207,11 @@ class BufferPool:
 
     def give_back(self, buffer: Buffer) -> None:
         """Make a buffer free that the user has never seen: what was done with it was done on the copy stream."""
-        buffer.lease = None
-        self._free.append(buffer)
-        self.on_free()
+        with suppress(ValueError):  # there was nothing to lend, and so it is free
+            self._unseen.remove(buffer)
+            buffer.lease = None
+            self._free.append(buffer)
+            self.on_free()
 
     def fit(self, buffer: Buffer, layout: Layout, copy_stream: Stream) -> list[Tensor]:
         """Give the buffer memory for a layout. Who writes there waits for ``released`` first, if it ``was_lent``.
@@ -291,6 +297,8 @@ class BufferPool:
         """Note that a batch now belongs to the consumer, who works with it on ``stream``; ``reclaim`` older ones."""
         self.reclaim()
         lease.stream = self.stream = stream
+        if lease.buffer.lease is lease:
+            self._unseen.remove(lease.buffer)
         self._lent.append(lease)
 
     def _detach(self, batch: BatchLease) -> None:
@@ -335,15 +343,17 @@ class BufferPool:
     def _release(self, batch: BatchLease) -> None:
         """All of a batch has come back: record where the user's work with it ends."""
         stream, buffer = batch.stream, batch.buffer
-        if stream is not None:
-            try:
-                if self._is_capturing():  # the event would become a part of somebody's graph
-                    self._late.append(lambda: self._release(batch))
-                    return
-                buffer.released.record(stream)
-            except (DeviceError, RuntimeError):
-                return  # the context is closed; or its device is in an error state, which was raised where it arose
-            buffer.was_lent = True
+        if stream is None:
+            self.give_back(buffer)
+            return
+        try:
+            if self._is_capturing():  # the event would become a part of somebody's graph
+                self._late.append(lambda: self._release(batch))
+                return
+            buffer.released.record(stream)
+        except (DeviceError, RuntimeError):
+            return  # the context is closed; or its device is in an error state, which was raised where it arose
+        buffer.was_lent = True
         buffer.lease = None
         self._free.append(buffer)
         self.on_free()
@@ -383,8 +393,12 @@ class BufferPool:
         return sum(each.tensor.numel() for buffer in self.buffers for each in buffer.segments if each is not None)
 
     def idle(self) -> None:
-        """There will be no batch for a while."""
+        """There will be no batch for a while, and of those that were made none is handed out any more."""
         self._is_idle = True
+        for buffer in [*self._unseen]:
+            if buffer.lease is not None:
+                buffer.lease.claims.clear()  # the frames of an error may still hold what was made of it
+            self.give_back(buffer)
         self._end_deferred(len(self._deferred))
 
     def close(self) -> None:
