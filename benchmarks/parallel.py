@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -213,7 +214,7 @@ class Sides:
         self.answers[side]["peak_bytes"] = None if held is None else max(told_by_all(held))
         first_ms = sample_ms(call, self.device, 10)
         if dist.get_rank() == 0:  # for who watches
-            told = f"{first_ms:.3f} ms, built in {self.answers[side]['build_s']:.0f} s"
+            told = f"{first_ms:.3f} ms, built in {self.answers[side]['build_s']:.0f} s{pools(self.device)}"
             print(f"{self.problem.case.name}, {side}: {told}", file=sys.stderr)
 
     def time(self, sides: Sequence[str], rounds: int) -> None:
@@ -294,6 +295,18 @@ def reserved_bytes(device: torch.device) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)
+
+
+def pools(device: torch.device) -> str:
+    """What PyTorch holds of a GPU for itself, and in each pool of a graph; nothing about a CPU."""
+    if device.type != "cuda":
+        return ""
+    sizes: Counter[tuple[int, int]] = Counter()
+    for segment in torch.cuda.memory_snapshot():
+        sizes[tuple(segment["segment_pool_id"])] += segment["total_size"]
+    own = sizes.pop((0, 0), 0)
+    graphs = " + ".join(f"{size / 2**20:.0f}" for size in sorted(sizes.values(), reverse=True))
+    return f", {own / 2**20:.0f} MiB and in graphs {graphs or 0}"
 
 
 def peak_bytes(call: Callable[[], Any], device: torch.device, before: int) -> int | None:

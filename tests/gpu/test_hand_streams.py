@@ -235,6 +235,7 @@ def test_gradients_are_those_of_one_stream(captured):
         losses = []
         if captured:
             side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 step()
             torch.cuda.synchronize()

@@ -2,7 +2,8 @@
 
 **Contract**
 - The first calls with a size run the kernels one after another, from a text in which the sizes are left open. A new
-  size costs nothing then.
+  size costs nothing then. On a GPU they do so while no other thread captures, tries or replays, as serial runs of
+  other programs do.
 - A size that comes again gets an executable: the checked plan of its concrete program. The first of them is planned as
   the user asked, and others wait for that; they take its order and streams, and nothing is measured for them. On a GPU
   they are captured at once.
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millstream.check import check_plan
-from millstream.device import guard
+from millstream.device import context, guard
 from millstream.engine.arena import Arena
 from millstream.engine.build import Executable, OneOfMany
 from millstream.engine.source import Run, compile_plan
@@ -69,7 +70,7 @@ class OpenEngine:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._place == "cpu":
             return self._run(inputs)
-        with guard(self._place):
+        with context(self._place).graph_lock, guard(self._place):
             return self._run(inputs)
 
     def release(self) -> None:
