@@ -627,7 +627,8 @@ def test_after_an_interrupt_in_next_an_iterator_goes_on_in_the_next_pass(make_fe
         assert before + got == expected, interrupter.where
         fed.close()
 
-    names = "run.py", "feeding.py", "pipeline.py", "source.py", "generators.py", "transfer/base.py"
+    names = "run.py", "feeding.py", "pipeline.py", "source.py", "generators.py"
+    names += ("transfer/base.py", "transfer/device.py", "transfer/buffers.py")
     files = [f"/data/{name}" for name in names]
     for num_before in (0, 1, 3, 5):
         assert interrupt_everywhere(lambda interrupter, n=num_before: run(interrupter, n), *files)
