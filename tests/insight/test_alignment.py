@@ -148,6 +148,7 @@ def test_launch_of_the_autograd_thread_has_the_lines_of_its_forward_operator():
 def test_two_windows_are_recorded_by_the_count_of_steps(monkeypatch, tmp_path):
     """With the CPU's events in the place of the device's, which has none here."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "virtual")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.profiler.ProfilerActivity, "CUDA", torch.profiler.ProfilerActivity.CPU, raising=False)
     recorded = []

@@ -1,6 +1,7 @@
 """What a profile leaves behind, and what it changes: nothing."""
 
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 from torch.utils.data._utils import fetch
 
 import millstream as ms
+from millstream._torch.presence import has_gpu
 from millstream.errors import ArgumentError
 from millstream.insight import Cause
 from millstream.insight.host import spans_of
@@ -174,6 +176,34 @@ def test_processes_that_do_the_work_are_told_of():
     with ms.profile() as run:
         subprocess.run([sys.executable, "-S", "-c", "sum(range(10_000_000))"], check=True)
     assert run.findings.why_unreliable.startswith("processes that this one started ran for ")
+
+
+def test_gpu_that_is_not_used_is_not_touched(monkeypatch):
+    # A script may set CUDA_VISIBLE_DEVICES, or fork processes that use the GPU, as long as nobody has initialized CUDA.
+    monkeypatch.setattr("millstream.trace.session.has_gpu", lambda: True)
+    monkeypatch.setattr("millstream.trace.hooks.has_gpu", lambda: True)
+    for name in ("_lazy_init", "synchronize", "get_device_name"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"torch.cuda.{name} was called"))
+    before = look()
+    with ms.profile() as run:
+        for _ in range(8):
+            train()
+    assert look() == before
+    assert run.findings.recording.is_synchronous
+    assert run.findings.recording.device == "CPU"
+
+
+@pytest.mark.parametrize("value", [None, "0", "1"])
+def test_looking_for_a_gpu_leaves_the_environment_as_it_was(value, monkeypatch):
+    name, seen = "PYTORCH_NVML_BASED_CUDA_CHECK", []
+    if value is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.append(os.environ[name]) or True)
+    assert has_gpu()
+    assert seen == ["1"]
+    assert os.environ.get(name) == value
 
 
 def test_thread_that_works_is_looked_at_where_nothing_steps():

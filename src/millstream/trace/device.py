@@ -157,7 +157,6 @@ class DeviceWindow:
         self._profiler: Any = None
         self._is_starting = False
         self._why_not = ""
-        self._device = torch.cuda.get_device_name()
         self._windows = Windows()
         self._folder: Path | None = None
         self._tree: list[Any] = []
@@ -222,8 +221,9 @@ class DeviceWindow:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, thread: int) -> Recorded:
+        name = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
         if self._times is None:
-            return Recorded(None, self._device, self._why_not or f"the run ended before step {FIRST_STEP}")
+            return Recorded(None, name, self._why_not or f"the run ended before step {FIRST_STEP}")
         lined = None
         if self._lines is not None:
             written = json.loads(self._lines.read_text(encoding="utf-8"))
@@ -231,7 +231,7 @@ class DeviceWindow:
         trace = read_trace(json.loads(self._times.read_text(encoding="utf-8")))
         others = (each.native_id for each in threading.enumerate() if each.ident != thread)
         other_threads = frozenset(filter(None, others))
-        return Recorded(trace, self._device, lined=lined, other_threads=other_threads, over=self._windows.over)
+        return Recorded(trace, name, lined=lined, other_threads=other_threads, over=self._windows.over)
 
     def _give_way(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """There is one profiler at a time; the script's must not fail because of ours."""
@@ -244,6 +244,9 @@ class DeviceWindow:
         return start
 
     def _begin(self, *, with_stack: bool) -> None:
+        if not torch.cuda.is_initialized():
+            self._why_not = "nothing had used it by then"
+            return
         if torch.autograd._profiler_enabled():
             self._why_not = "another profiler was running"
             return

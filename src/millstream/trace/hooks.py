@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from millstream._torch import compile_events, loading
+from millstream._torch.presence import has_gpu
 from millstream.insight import Cause, Loader, Site
 from millstream.trace.log import Log, clock
 from millstream.trace.workers import WorkerTimes
@@ -72,7 +73,7 @@ class Hooks:
         self._patches += [Patch(*place, self._watch_compiler) for place in compilers]
         self._patches += [Patch(*place, self._watch_fetch) for place in loading.FETCHES]
         self._patches.append(Patch(torch, "save", functools.partial(self._watch_call, Cause.IO, "torch.save")))
-        if torch.cuda.is_available():
+        if has_gpu():
             for name, cause in (("synchronize", Cause.SYNC), ("empty_cache", Cause.ALLOCATOR)):
                 watch = functools.partial(self._watch_call, cause, f"torch.cuda.{name}")
                 self._patches.append(Patch(torch.cuda, name, watch))

@@ -1,7 +1,8 @@
 """One profiled run: hooks and sampler on, later off, and what they saw as a recording.
 
 **Contract**
-- Output, exit code, random numbers and results of what runs are untouched.
+- Output, exit code, random numbers and results of what runs are untouched. CUDA is initialized by what runs, or not
+  at all: then the device is the CPU.
 - Sessions of one process may lie within each other, or overlap: they share hooks and sampler, and each reports its own
   time. The device's profiler is the first one's.
 - Children that are forked write down nothing but how long their batches took, unless they have a session of their own.
@@ -22,6 +23,7 @@ from statistics import median
 
 import torch
 
+from millstream._torch.presence import has_gpu
 from millstream.insight import Cause, Recording, Sample, Span, Step
 from millstream.locks import ForkSafeLock
 from millstream.trace import frames, stacks
@@ -98,7 +100,7 @@ class Session:
         uses_device: bool = True,
     ) -> None:
         self._script, self._places = script, (waiters, steppers, compilers)
-        self._uses_device = uses_device and torch.cuda.is_available()
+        self._uses_device = uses_device and has_gpu()
         self._device: DeviceWindow | None = None
         self._pid = os.getpid()
         self._watch: _Watch | None = None
@@ -142,7 +144,9 @@ class Session:
         looks = [look for look in watch.sampler.looks.copy() if self._began_ns <= look.at_ns <= ended_ns]
         thread = self._find_thread(looks)
         device = self._device.close(thread) if self._device is not None else None
-        if device is None and self._uses_device:
+        if not torch.cuda.is_initialized():  # what ran did not use it
+            device = None
+        elif device is None and self._uses_device:
             device = Recorded(None, torch.cuda.get_device_name(), "the profile around this one has its profiler")
         steps, caveats = self._find_steps(thread)
         has_steps = len(steps) >= LEAST_STEPS

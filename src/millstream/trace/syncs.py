@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream._torch import compile_events
+from millstream._torch.presence import has_gpu
 from millstream.insight import Recording, Site
 from millstream.insight.syncs import SyncEvent, SyncFindings, SyncKind, group
 from millstream.trace import frames
@@ -105,7 +106,7 @@ class SyncTrace:
         self._mode = _Operators(self._tell)
         self._num_steps = 0
         self._thread = 0
-        self._would_wait = not torch.cuda.is_available()
+        self._would_wait = not has_gpu()
 
     def __enter__(self) -> SyncTrace:
         self._thread, self._pid = threading.get_ident(), os.getpid()
