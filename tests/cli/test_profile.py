@@ -242,6 +242,21 @@ def test_bad_options_are_told_before_the_script_runs(tmp_path, capsys):
     assert "is no JSON" in capsys.readouterr().err
 
 
+def test_what_comes_too_late_is_told_of_and_a_report_that_cannot_be_written_keeps_the_exit_code(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    folder = tmp_path / "reports"
+    folder.mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, sys\nos.environ['OMP_NUM_THREADS'] = '1'\nos.rmdir({str(folder)!r})\nsys.exit(4)\n")
+    assert main(["profile", "--save", str(folder / "r.json"), str(script)]) == 4
+    told = capsys.readouterr().err
+    assert "the script sets OMP_NUM_THREADS, which PyTorch reads earlier here" in told
+    assert "cannot write" in told
+
+
 def test_syncs_lists_lines_and_keeps_the_exit_code(tmp_path, capsys, monkeypatch):
     saved = tmp_path / "s.json"
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])

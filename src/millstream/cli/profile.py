@@ -21,6 +21,7 @@ from millstream.trace import SyncTrace
 EXIT_FAILED = 1
 PATIENCE_S = 10.0  # for the reports of other ranks
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read when PyTorch is imported, which here is before the script
 EXIT_CONDITION = 3  # a --fail-if holds, and the script itself had succeeded
 
 
@@ -53,7 +54,7 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
         check_writable(path)
     save = [_of_rank(path) for path in save]
     run = Profile(Path(target).name)
-    code = EXIT_FAILED
+    code, before = EXIT_FAILED, _threads_asked_for()
     try:
         with run:
             code = run_script(target, arguments, as_module=as_module)
@@ -68,11 +69,22 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
     sys.stdout.flush()
     if text := _text_of(run):
         print(f"\n{text}", file=sys.stderr)
+    if late := [name for name in _THREADS if _threads_asked_for().get(name) != before.get(name)]:
+        names = " and ".join(late)
+        print(f"note: the script sets {names}, which PyTorch reads earlier here: set it outside", file=sys.stderr)
     for path in save:
-        run.save(path)
+        try:
+            run.save(path)
+        except OSError as error:
+            print(f"millstream: cannot write {path}: {error.strerror}", file=sys.stderr)
+            return code or EXIT_FAILED
         print(f"saved {path}", file=sys.stderr)
     held = _held_against(conditions, run.to_dict())
     return code or held
+
+
+def _threads_asked_for() -> dict[str, str]:
+    return {name: os.environ[name] for name in _THREADS if name in os.environ}
 
 
 def _parse(texts: list[str]) -> list[Condition]:
