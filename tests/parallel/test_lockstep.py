@@ -1,5 +1,6 @@
 """What all processes decide alike, each from its own kernels and clocks: two of them in threads, without a device."""
 
+import json
 from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
@@ -12,11 +13,11 @@ from millstream.cost import Costs, KernelCost, Roofline
 from millstream.data_parallel.agreement import Agreement, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
 from millstream.engine.parallel import lockstep
-from millstream.engine.parallel.lockstep import LockstepTrials, propose_together, together
+from millstream.engine.parallel.lockstep import LockstepTrials, propose_together, recall_together, together
 from millstream.engine.planning import choice, trial
 from millstream.engine.planning.choice import Scheduling, choose
 from millstream.errors import ArgumentError
-from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
+from millstream.graph import CHOSEN, Buffer, Kernel, KernelGraph, KernelKind, Role
 from tests.parallel.threads import in_both
 
 
@@ -62,6 +63,33 @@ def test_each_plans_its_own_kernels_by_the_same_recipes(pair):
     assert [each.predicted_ns for each in first] == [each.predicted_ns for each in second]
     for proposals, rank in ((first, 0), (second, 1)):
         assert all(each.plan.graph == towers(rank) for each in proposals)
+
+
+def test_what_the_first_process_noted_is_made_again_in_each_of_its_own_kernels(pair):
+    scheduling = Scheduling()
+    best = choice.propose(towers(0), costs_of(towers(0), 0), scheduling)[2]
+    noted = json.loads(json.dumps(choice.note(best, [best.describe(CHOSEN)])))
+
+    def act(agreement, rank):
+        graph = towers(rank)
+        costs = replace(costs_of(graph, rank), wait_ns=90)  # measured anew
+        own = noted if rank == 0 else {"recipe": None}
+        return recall_together(agreement, own, graph, costs, scheduling)
+
+    found = in_both_processes(pair, act)
+    for rank, (proposal, candidates) in enumerate(found):
+        assert proposal.recipe == best.recipe
+        assert proposal.plan.graph == towers(rank)
+        assert [each.verdict for each in candidates] == [CHOSEN]
+
+
+@pytest.mark.parametrize("noted", [None, {}, {"recipe": ["no such", 2, 1.0, True], "candidates": []}])
+def test_nothing_usable_was_noted(noted, pair):
+    def act(agreement, rank):
+        graph = towers(rank)
+        return recall_together(agreement, noted, graph, costs_of(graph, rank), Scheduling())
+
+    assert in_both_processes(pair, act) == [None, None]
 
 
 def choose_in_both(pair, monkeypatch, ns_of, capture=lambda rank, plan: plan):

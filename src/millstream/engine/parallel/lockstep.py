@@ -6,8 +6,9 @@ on, and what follows is decided from what all have said: so it is the same every
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
@@ -21,7 +22,7 @@ from millstream.data_parallel.board import NotTogetherError
 from millstream.device import DeviceContext
 from millstream.device.graphs import capture
 from millstream.engine.cuda.captured import Captured
-from millstream.engine.planning.choice import Proposal, Recipe, Scheduling, plan_by, propose
+from millstream.engine.planning.choice import Found, Proposal, Recipe, Scheduling, plan_by, propose, recall
 from millstream.engine.planning.trial import Trials, compare
 from millstream.graph import KernelGraph, KernelKind, Plan
 from millstream.lower.program import Program
@@ -102,6 +103,27 @@ def propose_together(agreement: Agreement, graph: KernelGraph, costs: Costs, sch
         return Proposal(plan, peak_bytes(plan), predicted_ns, recipe)
 
     return together(agreement, lambda: [follow(*each) for each in recipes])
+
+
+def recall_together(
+    agreement: Agreement, noted: Mapping[str, Any] | None, graph: KernelGraph, costs: Costs, scheduling: Scheduling
+) -> Found | None:
+    """What the first process chose before, as it has noted it, made anew in each; ``None`` where one of them cannot.
+
+    Args:
+        agreement: Of the processes.
+        noted: By the first process; what others give does not count.
+        graph: This process's.
+        costs: Of its kernels: of another process, or measured anew, and so not just those that were chosen by.
+        scheduling: What the user asks of the schedule.
+
+    Raises:
+        NotTogetherError: Some process could not plan.
+        DataParallelError: Some process is gone.
+    """
+    told = json.loads(agreement.board.share(json.dumps(noted or {}).encode(), WHAT))
+    found = together(agreement, lambda: recall(told, graph, costs, scheduling, exactly=False))
+    return found if all(agreement.board.gather(found is not None, WHAT)) else None
 
 
 def measure_collectives(

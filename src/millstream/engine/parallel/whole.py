@@ -25,10 +25,12 @@ from millstream.engine.parallel.lockstep import (
     LockstepTrials,
     measure_collectives,
     propose_together,
+    recall_together,
     together,
 )
 from millstream.engine.parallel.watchdog import Watchdog, watchdog_of
-from millstream.engine.planning.choice import Scheduling, choose
+from millstream.engine.planning.choice import Found, Scheduling, choice_key, choose, note
+from millstream.engine.planning.store import Store
 from millstream.engine.serial import SerialEngine
 from millstream.engine.unchanged import unchanged
 from millstream.graph import Candidate, Plan
@@ -195,7 +197,7 @@ def capture_together(
     scheduling: Scheduling,
     copied: frozenset[int],
 ) -> WholeGraph:
-    """Choose a plan in all processes, by trials on their inputs, and capture it; memory holds what it held before.
+    """Choose a plan in all processes, and capture it; memory holds what it held before, also where plans were tried.
 
     The first process says which candidates there are, all plan, capture and time them, and the slowest counts.
 
@@ -204,33 +206,12 @@ def capture_together(
         DataParallelError: Some process is gone.
     """
     program = lowered.program
-    graph = program.graph
     place = context(next(iter(program.devices)))
     everything = [*inputs, *memories]
     try:
         with place.graph_lock, guard(place.place):
             costs = measure_collectives(agreement, place, program, memories, costs)
-            proposals = propose_together(agreement, graph, costs, scheduling)
-
-            def attempt(plan: Plan) -> Captured:
-                return Captured(
-                    lowered,
-                    plan,
-                    everything,
-                    context=place,
-                    family=Family(),
-                    copied=copied,
-                    fixed_state=True,
-                    pool=None,
-                )
-
-            trials = LockstepTrials(agreement, attempt, proposals[0].plan, place, program)
-            best, candidates = choose(proposals, trials, inf)
-            if trials.error is not None:
-                repair(place)
-            if trials.ran:
-                del trials
-                torch.cuda.empty_cache()
+            best, candidates = _choose(agreement, lowered, costs, everything, place, scheduling, copied)
             check_plan(best.plan)
             return together(
                 agreement,
@@ -242,3 +223,38 @@ def capture_together(
         with place.graph_lock:
             repair(place)
         raise
+
+
+def _choose(
+    agreement: Agreement,
+    lowered: Lowered,
+    costs: Costs,
+    inputs: Sequence[Any],
+    place: DeviceContext,
+    scheduling: Scheduling,
+    copied: frozenset[int],
+) -> Found:
+    """Choose as before, if the first process has chosen for this program and so many processes; otherwise by trials."""
+    program, size, is_first = lowered.program, agreement.board.size, agreement.board.rank == 0
+    store, key = Store(place.torch_device), f"{choice_key(program, scheduling)} of {size}"
+    noted = store.load_choice(key) if is_first else None
+    found = recall_together(agreement, noted, program.graph, costs, scheduling)
+    if found is not None:
+        return found
+
+    def attempt(plan: Plan) -> Captured:
+        return Captured(
+            lowered, plan, inputs, context=place, family=Family(), copied=copied, fixed_state=True, pool=None
+        )
+
+    proposals = propose_together(agreement, program.graph, costs, scheduling)
+    trials = LockstepTrials(agreement, attempt, proposals[0].plan, place, program)
+    found = choose(proposals, trials, inf)
+    if trials.error is not None:
+        repair(place)
+    elif is_first:
+        store.save_choice(key, note(*found))
+    if trials.ran:
+        del trials
+        torch.cuda.empty_cache()
+    return found

@@ -343,8 +343,22 @@ def note(best: Proposal, candidates: Sequence[Candidate]) -> dict[str, object]:
     return {"recipe": best.recipe, "candidates": [asdict(candidate) for candidate in candidates]}
 
 
-def recall(noted: Mapping[str, Any], graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> Found | None:
-    """Make the plan again that was chosen before, and no other; ``None`` if it does not come out as it was noted."""
+def recall(
+    noted: Mapping[str, Any], graph: KernelGraph, costs: Costs, scheduling: Scheduling, *, exactly: bool = True
+) -> Found | None:
+    """Make the plan again that was chosen before, and no other.
+
+    Args:
+        noted: By ``note``.
+        graph: Of the same kernels.
+        costs: Of them.
+        scheduling: What the user asks of the schedule.
+        exactly: Whether the plan is to be the one that was noted, which was made from the same costs; or else one made
+            as that was.
+
+    Returns:
+        ``None`` where it does not come out so.
+    """
     try:
         read = [Candidate(**entry) for entry in noted["candidates"]]
         candidates = tuple(replace(candidate, spread=Spread(candidate.spread)) for candidate in read)
@@ -361,5 +375,5 @@ def recall(noted: Mapping[str, Any], graph: KernelGraph, costs: Costs, schedulin
         proposal = replace(proposal, plan=replace(proposal.plan, spread=chosen.spread))
     else:
         return None
-    fits = proposal.describe() == replace(chosen, measured_ns=None, verdict="")
+    fits = not exactly or proposal.describe() == replace(chosen, measured_ns=None, verdict="")
     return (proposal, candidates) if fits else None
