@@ -7,6 +7,7 @@ import os
 import threading
 import traceback
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -601,19 +602,21 @@ def test_after_an_interrupt_in_next_an_iterator_goes_on_in_the_next_pass(make_fe
         def __next__(self):
             return torch.tensor(float(next(self.numbers)))
 
-    def run(interrupter, num_before):
-        fed, got, errors = make_feed(Counting(), transform=torch.neg), [], []
+    def run(interrupter, num_before, transform):
+        fed, got, errors = make_feed(Counting(), transform=transform), [], []
         passing = iter(fed)
-        before = [-int(next(passing)) for _ in range(num_before)]
+        held = [next(passing) for _ in range(num_before)]
+        before = [abs(int(batch)) for batch in held]
+        del held[:-1]  # as a loop does
 
         def go_on():
             try:
-                got.extend(-number for number in values(fed))
+                got.extend(abs(number) for number in values(fed))
             except BaseException as error:  # noqa: BLE001 - in a thread nobody would see it
                 errors.append(error)
 
         with contextlib.suppress(KeyboardInterrupt, StopIteration):
-            before.append(-int(interrupter.run(lambda: next(passing))))
+            before.append(abs(int(interrupter.run(lambda: next(passing)))))
         assert num_before == 5 or fed.state_dict()["position"] == len(before)
         other = threading.Thread(target=go_on, daemon=True)
         other.start()
@@ -630,8 +633,8 @@ def test_after_an_interrupt_in_next_an_iterator_goes_on_in_the_next_pass(make_fe
     names = "run.py", "feeding.py", "pipeline.py", "source.py", "generators.py"
     names += ("transfer/base.py", "transfer/device.py", "transfer/buffers.py")
     files = [f"/data/{name}" for name in names]
-    for num_before in (0, 1, 3, 5):
-        assert interrupt_everywhere(lambda interrupter, n=num_before: run(interrupter, n), *files)
+    for num_before, transform in ((0, torch.neg), (1, torch.neg), (1, None), (3, torch.neg), (5, torch.neg)):
+        assert interrupt_everywhere(partial(run, num_before=num_before, transform=transform), *files)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

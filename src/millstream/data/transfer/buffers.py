@@ -298,7 +298,10 @@ class BufferPool:
         self.reclaim()
         lease.stream = self.stream = stream
         if lease.buffer.lease is lease:
-            self._unseen.remove(lease.buffer)
+            try:  # noqa: SIM105 - for every batch: what suppresses costs more than what it is about
+                self._unseen.remove(lease.buffer)
+            except ValueError:  # after an interrupt this batch is handed out once more
+                pass
         self._lent.append(lease)
 
     def _detach(self, batch: BatchLease) -> None:
