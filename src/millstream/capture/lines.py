@@ -37,6 +37,8 @@ _LIBRARY = (
     ),
 )
 
+_MODELS = tuple(f"{_LIBRARY[0]}/{part}/" for part in ("nn", "optim", "amp", "distributions"))
+
 
 @functools.cache
 def is_users(filename: str) -> bool:
@@ -51,6 +53,12 @@ def is_users(filename: str) -> bool:
 def is_ours(filename: str) -> bool:
     """Whether code in ``filename`` is PyTorch's or ours."""
     return str(Path(filename).resolve()).startswith(_LIBRARY)
+
+
+@functools.cache
+def is_part_of_models(filename: str) -> bool:
+    """Whether code in ``filename`` is that part of PyTorch of which users' models and optimizers are made."""
+    return str(Path(filename).resolve()).startswith(_MODELS)
 
 
 @functools.cache

@@ -70,6 +70,82 @@ _TELLING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__", "g
 """Names of what takes the names of attributes as strings."""
 
 
+@dataclass
+class Stores:
+    """Where some code may put things, functions within it apart."""
+
+    attributes: set[str] = field(default_factory=set)
+    globals: set[str] = field(default_factory=set)  # and variables of closures
+    keys: set[str] = field(default_factory=set)  # of items
+    counted: set[str] = field(default_factory=set)  # of all these, what it changes by ``+=`` and the like
+    assigned: set[str] = field(default_factory=set)  # and otherwise
+    variables: set[str] = field(default_factory=set)  # whose objects it may change in place
+    any_name: bool = False  # attributes whose names do not stand in it
+    any_item: bool = False  # items whose keys do not
+
+
+@functools.lru_cache(maxsize=65536)
+def stores_of(code: CodeType) -> Stores:
+    """Where some code may put things; methods in C that it calls apart."""
+    found = Stores(any_name=not _SETTING.isdisjoint(code.co_names), any_item=not _FILLING.isdisjoint(code.co_names))
+    before: deque[Any] = deque([None, None, None], maxlen=3)  # the last instructions
+    counted: list[Any] = []  # keys of items that are being changed
+    is_counted = False  # whether what is on the stack was changed so
+    for item in dis.get_instructions(code):
+        operation, name = item.opname, item.argval
+        if operation in ("EXTENDED_ARG", "CACHE"):
+            continue
+        last = before[-1]
+        if operation == "BINARY_SUBSCR" and last is not None and last.opname == "COPY":  # twice
+            counted.append(_key_of(before[0]))
+        kind, _, what = operation.partition("_")
+        if kind in ("STORE", "DELETE"):
+            if what == "SUBSCR":
+                name = counted.pop() if is_counted and counted else _key_of(last) if kind == "STORE" else None
+                if name is None:
+                    found.any_item = True
+                else:
+                    found.keys.add(name)
+            elif what == "ATTR":
+                found.attributes.add(name)
+            elif what in ("GLOBAL", "DEREF", "NAME"):
+                found.globals.add(name)
+            elif what == "FAST" and is_counted:
+                found.variables.add(name)
+            found.any_item |= what == "SLICE"
+            (found.counted if is_counted else found.assigned).add(str(name))
+        elif operation == "LOAD_ATTR" and not _is_method_load(item) and name in MUTATING:
+            found.any_item = True  # it hands the method on
+        is_counted = (operation == "SWAP" and is_counted) or (operation == "BINARY_OP" and item.argrepr.endswith("="))
+        before.append(item)
+    return found
+
+
+def _key_of(item: dis.Instruction | None) -> str | None:
+    """The key that an instruction puts on the stack, if it is a text in the code."""
+    if item is None or item.opname != "LOAD_CONST" or type(item.argval) is not str:
+        return None
+    return item.argval
+
+
+MUTATING = frozenset(
+    """
+    append extend insert pop remove clear sort reverse update setdefault popitem add discard appendleft popleft
+    extendleft rotate difference_update intersection_update symmetric_difference_update move_to_end
+    """.split()
+)
+"""Methods in C that change a container."""
+
+_SETTING = frozenset("setattr delattr __setattr__ __delattr__ __dict__ vars globals locals __setstate__".split())
+_FILLING = frozenset(
+    """
+    heappush heappop heapify heapreplace heappushpop insort insort_left insort_right setitem delitem iadd iconcat ior
+    __setitem__ __delitem__ __iadd__ __imul__ __ior__ __iand__ __isub__ __ixor__
+    """.split()
+)
+"""Functions in C that change what they are given, of whose calls a profiler is not told with that."""
+
+
 def finds_modules(names: Names) -> bool:
     """Whether some code finds modules by ``importlib.import_module`` or ``sys.modules``."""
     is_listed = "modules" in names.read and ("sys" in names.all or "modules" in names.globals)

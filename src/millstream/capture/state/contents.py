@@ -7,7 +7,7 @@ import ctypes
 import gc
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import is_
 from typing import Any
 
@@ -130,11 +130,17 @@ def has_content(container: Any, content: Any) -> bool:
     return bool(content_of(container) == content)
 
 
-def put_back(container: Any, content: Any) -> None:
-    """Let it hold what it held, if that is another now."""
+def put_back(container: Any, content: Any, left: Collection[Any] = ()) -> None:
+    """Let it hold what it held, if that is another now, but for the keys or indices in ``left``."""
     if has_content(container, content):
         return
-    if isinstance(container, np.ndarray):
+    if isinstance(container, dict | Attributes):
+        _put_items_back(container, content, left)
+    elif isinstance(container, list) and len(container) == len(content):
+        for index, value in enumerate(content):
+            if index not in left and container[index] is not value:
+                container[index] = value
+    elif isinstance(container, np.ndarray):
         if container.flags.writeable:
             container[...] = content[0]
     elif is_buffer(container):
@@ -144,16 +150,19 @@ def put_back(container: Any, content: Any) -> None:
             each.attrib.clear()
             each.attrib.update(attributes)
             each[:] = children
-    elif isinstance(container, dict):
-        container.clear()
-        container.update(content)
-    elif isinstance(container, Attributes):
-        for key in [*content, *(key for key in container if key not in content)]:
-            if container.get(key, MISSING) is not content.get(key, MISSING):
-                Location(container, key).set(content.get(key, MISSING))
     elif not isinstance(container, Answers):
         container.clear()
         container.update(content) if isinstance(container, set) else container.extend(content)
+
+
+def _put_items_back(holder: dict[Any, Any] | Attributes, content: Any, left: Collection[Any]) -> None:
+    """One by one: another thread may be reading the others."""
+    for key in [*content, *(key for key in [*holder] if key not in content)]:
+        if key not in left and holder.get(key, MISSING) is not content.get(key, MISSING):
+            Location(holder, key).set(content.get(key, MISSING))
+    if isinstance(holder, dict) and not left and not all(map(is_, holder, content)):  # in their order
+        holder.clear()
+        holder.update(content)
 
 
 def _fill(buffer: Any, content: bytes) -> None:

@@ -29,14 +29,28 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from millstream.capture.lines import is_asked_by_user, is_ours, is_pythons, is_users, is_users_own
-from millstream.capture.state.code import NAMESPACES, Reach, computes_a_global, nameable, reach_of
+from millstream.capture.lines import is_asked_by_user, is_ours, is_part_of_models, is_pythons, is_users, is_users_own
+from millstream.capture.state.code import (
+    MUTATING,
+    NAMESPACES,
+    Reach,
+    computes_a_global,
+    nameable,
+    reach_of,
+    stores_of,
+)
+from millstream.capture.state.location import Location
 from millstream.heap import objects_of_types
 
 T = TypeVar("T")
 
 WHOLE = ("__dict__", "__getstate__")
 """Attributes with all others in them; the second is what copies are made from."""
+
+
+def name_of(place: Location) -> Any:
+    """By what code tells a place: the name of a variable, attribute, or the key of an item."""
+    return place.name if isinstance(place.holder, CellType) else place.key
 
 
 @dataclass
@@ -49,10 +63,39 @@ class Ran:
     # by id, objects any of whose attributes may have been read, by code that computes their names
     computed: dict[int, Any] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)  # names of environment variables that were read
+    # code that may have written to objects of the user's, and whether also under names that do not stand in it
+    writers: dict[CodeType, bool] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)  # by id, objects that such code may have changed as a whole
 
     def may_have_run(self, code: CodeType) -> bool:
         """Whether that code may have run."""
         return self.codes is None or code in self.codes
+
+    def may_have_stored(self, place: Location, *, is_item: bool) -> bool:
+        """Whether something may have been put there; ``is_item``: by its key, and not as an attribute or variable."""
+        if self.codes is None:
+            return True
+        key = name_of(place)
+        stores = [(stores_of(code), is_open) for code, is_open in self.writers.items()]
+        if is_item:
+            return any(key in each.keys or (is_open and each.any_item) for each, is_open in stores)
+        return any(
+            key in each.globals or key in each.attributes or (is_open and each.any_name) for each, is_open in stores
+        )
+
+    def only_counts(self, place: Location) -> bool:
+        """Whether a number there can have become another in no other way than by ``+=`` and the like."""
+        key = name_of(place)
+        stores = [(stores_of(code), is_open) for code, is_open in self.writers.items()]
+        return not any(
+            key in each.assigned or (is_open and (each.any_name or each.any_item)) for each, is_open in stores
+        )
+
+    def may_have_filled(self, container: Any) -> bool:
+        """Whether items of it may have been written whose keys do not stand in the code."""
+        if self.codes is None or id(container) in self.changed:
+            return True
+        return any(stores_of(code).any_item for code, is_open in self.writers.items() if is_open)
 
     def has_read(self, module: nn.Module, name: str) -> bool:
         """Whether that attribute was read."""
@@ -122,6 +165,7 @@ class CodeWatch:
         self._thread = threading.get_ident()
         self._again: set[int] = set()  # by id: code that is looked at in each call
         self._reaching: set[int] = set()  # likewise: that may read attributes by names that it computes
+        self._looked_at_last: set[int] = set()  # likewise: that, or what may change objects of its variables in place
         self._computing: dict[tuple[Any, ...], Any] = {}  # code and ids of the objects in its variables; and these
         self._outer: Any = None
         self._writers: list[Any] = []  # what was there before and may be written to
@@ -155,23 +199,33 @@ class CodeWatch:
 
     def _notice(self, frame: FrameType, event: str, arg: Any) -> None:
         # Of every call there is: code is told by its id, as to hash it takes a look into all of it.
+        code = id(frame.f_code)
         if event == "call":
-            code = id(frame.f_code)
             if code not in self._met or code in self._again:
                 self._note(frame)
         elif event == "c_call":
-            if arg is globals and computes_a_global(frame) and is_users_own(frame.f_code.co_filename):
-                self._on_impure(frame, "a global whose name it computes", False)
-            if arg.__name__ in _NAMES:
-                self._note_impure(frame, arg)
-            if id(arg.__self__) in self._opaque() and arg.__name__ not in _BALANCED:
-                asking = _beyond_library(frame)
-                if asking is not None and threading.get_ident() == self._thread and is_asked_by_user(asking):
-                    self._on_opaque(asking, arg)
-        elif event == "return" and id(frame.f_code) in self._reaching:
-            self._note_computed(frame, reach_of(frame.f_code))
+            self._note_call(frame, arg)
+        elif event == "return" and code in self._looked_at_last:
+            if code in self._reaching:
+                self._note_computed(frame, reach_of(frame.f_code))
+            held = frame.f_locals
+            self._ran.changed.update(id(held.get(name)) for name in stores_of(frame.f_code).variables)
         if self._outer is not None:
             self._outer(frame, event, arg)
+
+    def _note_call(self, frame: FrameType, function: Any) -> None:
+        """A function in C is about to be called."""
+        name = function.__name__
+        if function is globals and computes_a_global(frame) and is_users_own(frame.f_code.co_filename):
+            self._on_impure(frame, "a global whose name it computes", False)
+        if name in _NAMES:
+            self._note_impure(frame, function)
+        if name in MUTATING:
+            self._ran.changed.add(id(function.__self__))
+        if id(function.__self__) in self._opaque() and name not in _BALANCED:
+            asking = _beyond_library(frame)
+            if asking is not None and threading.get_ident() == self._thread and is_asked_by_user(asking):
+                self._on_opaque(asking, function)
 
     def _note_computed(self, frame: FrameType, reach: Reach) -> None:
         known = (frame.f_code, *map(id, frame.f_locals.values()))
@@ -216,6 +270,22 @@ class CodeWatch:
             return False
         return any(owner is each for each in objects_of_types([type(owner)]))  # or ``gc.freeze()`` hides it
 
+    def _note_writer(self, frame: FrameType) -> bool:
+        """Note code that may write to objects of the user's; returns whether to look at it again."""
+        code, file = frame.f_code, frame.f_code.co_filename
+        is_library = is_pythons(file) or file.startswith("<")  # a data class has code of its own
+        is_theirs = not is_library and is_users(file)
+        if not (is_library or is_theirs or is_part_of_models(file)):
+            return False
+        stores = stores_of(code)
+        is_telling = stores.any_name or stores.any_item or bool(stores.variables)
+        is_open = is_theirs or self._ran.writers.get(code, False)
+        is_open = is_open or (is_library and is_telling and is_asked_by_user(frame))
+        self._ran.writers[code] = is_open
+        if stores.variables and is_open:
+            self._looked_at_last.add(id(code))
+        return is_library and is_telling and not is_open
+
     def _is_asked_again(self, code: CodeType) -> bool:
         return code is _ENVIRONMENT or code in _SETTINGS or code in self._always
 
@@ -235,12 +305,13 @@ class CodeWatch:
         functions = functions_of(frame, waiting)
         for function in functions:
             waiting.remove(function)
+        is_again = self._note_writer(frame)
         # Another function may have the code, with another closure.
-        (self._again.add if (waiting and code.co_freevars) or self._is_asked_again(code) else self._again.discard)(
-            id(code)
-        )
+        is_again = is_again or (waiting and code.co_freevars) or self._is_asked_again(code)
+        (self._again.add if is_again else self._again.discard)(id(code))
         if is_users(code.co_filename) and reach_of(code):
             self._reaching.add(id(code))
+            self._looked_at_last.add(id(code))
         if is_users(code.co_filename) and (is_new or functions):
             self._on_code(frame, functions)
 

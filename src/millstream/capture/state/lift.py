@@ -8,6 +8,7 @@ changes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ LONGEST_WAIT = 300.0
 """Seconds that another thread waits for tensors that are being traced. Then it has a lock that the step waits for."""
 
 
+@functools.lru_cache(maxsize=64)  # what is kept by the type of a tensor is found again in the next trace
 def _stand_in_for(thread: int) -> type[FakeTensor]:
     """A class of fake tensors that are so for one thread only; others wait until the trace has ended.
 

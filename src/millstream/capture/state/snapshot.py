@@ -6,6 +6,7 @@ not stay, and what it would have changed in every call must be found, because a 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -14,9 +15,13 @@ from enum import Enum
 from types import CellType, FunctionType
 from typing import Any
 
+import torch
+
 from millstream._torch.tensors import FakeTensor
+from millstream.capture.effects.values import holds_token
 from millstream.capture.state.contents import content_of, has_content, is_container, put_back
 from millstream.capture.state.discover import Found
+from millstream.capture.state.executed import Ran
 from millstream.capture.state.location import MISSING, Attributes, Location
 from millstream.capture.state.signature import is_same
 
@@ -50,13 +55,20 @@ class Change:
 class Snapshot:
     """The content of every holder that a step reaches, to compare with and to go back to.
 
+    Other threads may write to the same holders meanwhile. What no code of the step can have written is theirs: it is no
+    change, and stays.
+
     Args:
         found: What the step reaches.
+        ran: What has run of it.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: Found, ran: Ran) -> None:
+        self._ran = ran
         self._copies: dict[int, tuple[Kind, str, Any, Any]] = {}
         self._links: dict[Location, Any] = {}
+        self._of_modules: set[int] = set()  # by id, holders into which PyTorch's code puts what the user's gives it
+        self._containers: set[int] = set()  # by id, holders that are no attributes of an object's
         self._long: dict[int, tuple[str, Any, list[Any]]] = {}
         self.add(found)
 
@@ -69,7 +81,9 @@ class Snapshot:
         for name, root in found.modules:
             for path, module in root.named_modules():
                 prefix = f"{name}.{path}" if path else name
-                for holder in (vars(module), module._parameters, module._buffers, module._modules):
+                parts = (module._parameters, module._buffers, module._modules)
+                self._of_modules |= {*map(id, parts)}
+                for holder in (vars(module), *parts):
                     self._keep(Kind.MODULE, prefix, holder)
         for name, optimizer in found.optimizers:
             self._keep(Kind.OPTIMIZER, name, vars(optimizer))
@@ -82,6 +96,8 @@ class Snapshot:
         for name, scaler in found.scalers:
             for part in (vars(scaler), scaler._per_optimizer_states, *scaler._per_optimizer_states.values()):
                 self._keep(Kind.SCALER, name, part)
+        self._containers |= {id(group) for _, optimizer in found.optimizers for group in optimizer.param_groups}
+        self._containers |= {id(container) for _, container in found.containers}
         for name, container in (*found.objects, *found.containers):
             self._keep(Kind.PLAIN, name, container)
         self._long = {id(each): (name, each, _first_of(each)) for name, each in found.long} | self._long
@@ -91,7 +107,13 @@ class Snapshot:
             self._copies[id(holder)] = (kind, name, holder, content_of(holder))
 
     def changes(self) -> list[Change]:
-        """Everything that differs now, but for what caches keep by the type of a traced tensor."""
+        """Everything that the step has changed, but for what caches keep by the type of a traced tensor."""
+        differences = self._differences()
+        others = self._of_others(differences)
+        return [change for change in differences if change.location not in others]
+
+    def _differences(self) -> list[Change]:
+        """Everything that differs now."""
         found: dict[Location, Change] = {}
         for location, before in self._links.items():
             after = location.get()
@@ -99,7 +121,7 @@ class Snapshot:
                 found[location] = Change(Kind.PLAIN, location, before, after)
         for kind, name, holder, copy in self._copies.values():
             if isinstance(holder, dict | Attributes):
-                for key in [*copy, *(key for key in holder if key not in copy)]:
+                for key in [*copy, *(key for key in [*holder] if key not in copy)]:
                     before, after = copy.get(key, MISSING), holder.get(key, MISSING)
                     if _is_changed(after, before) and (not is_type_of_tracing(key) or _is_traced(after)):
                         location = Location(holder, key, f"{name}.{key}" if isinstance(key, str) else name)
@@ -117,14 +139,69 @@ class Snapshot:
                 found[location] = Change(Kind.PLAIN, location, first, holder)
         return list(found.values())
 
+    def _of_others(self, differences: list[Change]) -> dict[Location, Change]:
+        """Those of them that other threads have made."""
+        if len(sys._current_frames()) == 1:
+            return {}
+        return {change.location: change for change in differences if self._is_of_others(change)}
+
+    def _is_of_others(self, change: Change) -> bool:
+        """Whether nothing that has run of the step can have made a change, so that another thread has."""
+        ran, kind, holder, key = self._ran, change.kind, change.location.holder, change.location.key
+        if kind not in (Kind.PLAIN, Kind.MODULE, Kind.GROUP) or _is_of_trace(change.after):
+            return False
+        if self.is_written_over(change):
+            return True
+        place = change.location
+        if isinstance(holder, CellType):
+            return not ran.may_have_stored(place, is_item=False)
+        if id(holder) not in self._containers:
+            is_attribute = isinstance(key, str) and id(holder) not in self._of_modules
+            return is_attribute and not ran.may_have_stored(place, is_item=False)
+        if not isinstance(holder, list | dict | set | deque) or ran.may_have_filled(holder):
+            return False
+        places = (other for other, value in self._links.items() if value is holder)
+        is_stored = any(ran.may_have_stored(other, is_item=False) for other in places)  # as by ``self.items += [item]``
+        return not is_stored and not ran.may_have_stored(place, is_item=True)
+
+    def is_written_over(self, change: Change) -> bool:
+        """Whether a plain number stands where the step counts on a number that a graph reads."""
+        is_plain = _stands_for_number(change.before) and not _is_of_trace(change.after)
+        is_item = id(change.location.holder) in self._containers
+        may_be = is_plain and self._ran.may_have_stored(change.location, is_item=is_item)
+        return may_be and self._ran.only_counts(change.location)
+
+    def others(self) -> list[Change]:
+        """What other threads have changed."""
+        return [*self._of_others(self._differences()).values()]
+
     def restore(self) -> None:
-        """Put everything back."""
+        """Put everything back that the step has changed."""
+        others = self._of_others(self._differences())
         for location, before in self._links.items():
-            if location.get() is not before:
+            if location not in others and location.get() is not before:
                 location.set(before)
         for _, _, holder, copy in self._copies.values():
-            put_back(holder, copy)
+            left = [place.key for place in others if place.holder is holder]
+            if None not in left:
+                put_back(holder, copy, left)
         _take_out(self._long.values())
+
+    def disturbed(self, used: Found) -> Location | None:
+        """A place of what a step uses where another thread has put something since this was made, if there is one.
+
+        To be asked when everything is put back that the step has changed.
+        """
+        for link in used.links:
+            kept = self._copies.get(id(link.location.holder), (Kind.PLAIN,))
+            before = self._links.get(link.location, link.value)
+            if kept[0] in (Kind.PLAIN, Kind.MODULE) and not _is_unchanged(link.value, before):
+                return link.location
+        for name, container in used.watched:
+            kind, _, _, copy = self._copies.get(id(container), (None, None, None, None))
+            if kind is Kind.PLAIN and not _has_kept(container, copy):
+                return Location(container, None, name)
+        return None
 
 
 def _first_of(container: Any) -> list[Any]:
@@ -142,6 +219,30 @@ def _made_by_tracing(container: Any) -> list[Any]:
     if isinstance(container, set):
         return [value for value in [*container] if _is_traced(value)]
     return [index for index, value in enumerate([*container]) if _is_traced(value)]
+
+
+def _is_of_trace(value: Any) -> bool:
+    """Whether only tracing can have made it: a tensor, a number or a text that has no value yet."""
+    if type(value) in (tuple, list, dict):
+        return any(map(_is_of_trace, value.values() if type(value) is dict else value))
+    return _stands_for_number(value) or isinstance(value, FakeTensor) or (isinstance(value, str) and holds_token(value))
+
+
+def _stands_for_number(value: Any) -> bool:
+    return issubclass(type(value), (torch.SymFloat, torch.SymInt))
+
+
+def _has_kept(container: Any, content: Any) -> bool:
+    """Whether a container has what it had; numbers that a graph reads anew may be others."""
+    if isinstance(container, dict | list | deque) and len(container) == len(content):
+        if isinstance(container, dict):
+            return [*container] == [*content] and all(map(_is_unchanged, container.values(), content.values()))
+        return all(map(_is_unchanged, container, content))
+    return has_content(container, content)
+
+
+def _is_unchanged(now: Any, before: Any) -> bool:
+    return _stands_for_number(before) or not (_is_changed(now, before) and _is_changed(before, now))
 
 
 def _is_traced(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,9 @@ from torch.optim import Optimizer
 from millstream.capture.guards import native
 from millstream.capture.guards.derive import expect_of_arguments, make_guards
 from millstream.capture.guards.recheck import listing_of
+from millstream.capture.state.code import stores_of
 from millstream.capture.state.discover import Found
+from millstream.capture.state.executed import name_of
 from millstream.capture.state.lift import Lifted, find_mirrored, lift
 from millstream.capture.state.location import Location, TensorItem
 from millstream.capture.state.signature import (
@@ -126,6 +129,8 @@ class Workshop:
             )
             for key in sorted(key for counting, key in self.counted if counting is optimizer):
                 numbers += counts_of(optimizer, key)
+        if len(sys._current_frames()) > 1:  # others may count on, too, and write over plain numbers unnoticed
+            self.lifted |= dict.fromkeys(_counters(found))
         tensors = (*(entry.tensor for entry in state), *call.arguments)
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
         lifted = (NumberInput(location, str(location), device) for location in self.lifted | self.read)
@@ -155,9 +160,7 @@ class Workshop:
         """Let graphs read numbers that were seen to change between calls, but for those of optimizers and scalers."""
         if found.cached:  # a cache gives what it made of the number, and the trace does not see that
             return
-        owners = [vars(owner) for _, owner in (*found.optimizers, *found.scalers)]
-        for _, optimizer in found.optimizers:
-            owners += (optimizer.defaults, *optimizer.param_groups, *optimizer.state.values())
+        owners = _holders_of_optimizers(found)
         owners += (vars(entry.tensor) for entry in lift(found))  # which have other attributes while they are fake
         own = set(map(id, owners))
         self.read |= dict.fromkeys(each for each in changed if id(each.holder) not in own and each not in self.kept)
@@ -252,7 +255,7 @@ class Workshop:
             listing=listing_of(traced) if self.is_checked else [],
             slots=slots,
             mirrors=mirrors,
-            numbers=[number.location.get() for number in request.numbers],
+            numbers=traced.values,
             questions=traced.questions,
             left=[
                 (gradient.parameter, new)
@@ -312,6 +315,26 @@ class Workshop:
         value = entry.tensor.item()
         location = Location(TensorItem(entry.tensor), "value", entry.name)
         return Slot(location, device, value, entry.tensor.detach().to(device))
+
+
+def _counters(found: Found) -> Iterator[Location]:
+    """Places of numbers that code may change by ``+=`` and the like."""
+    names = {name for code in found.codes for name in stores_of(code).counted}
+    own = {*map(id, _holders_of_optimizers(found))}
+    places = [link.location for link in found.links if id(link.location.holder) not in own]
+    for prefix, root in found.modules:
+        for path, module in root.named_modules():
+            name = f"{prefix}.{path}" if path else prefix
+            places += (Location(vars(module), key, f"{name}.{key}") for key in names.intersection(vars(module)))
+    return (place for place in places if name_of(place) in names and is_number(place.get()))
+
+
+def _holders_of_optimizers(found: Found) -> list[Any]:
+    """What keeps numbers of optimizers and scalers, which are lifted otherwise."""
+    owners: list[Any] = [vars(owner) for _, owner in (*found.optimizers, *found.scalers)]
+    for _, optimizer in found.optimizers:
+        owners += (optimizer.defaults, *optimizer.param_groups, *optimizer.state.values())
+    return owners
 
 
 def _name_number(found: Found, number: NumberInput) -> str:

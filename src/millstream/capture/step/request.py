@@ -66,6 +66,8 @@ class Request:
     # positions in ``state`` of numbers on the host, and the device on which the graph reads them
     mirrored: dict[int, torch.device]
     settled: set[Any] = field(default_factory=set)  # changes of plain values that were seen before; see ``FirstChange``
+    # places of numbers where an earlier trace of the same call has found plain ones in the end, see ``Disturbed``
+    plain: set[Location] = field(default_factory=set)
     style: int = 0  # of text; see ``STYLES``
     replica: Reducer | None = None  # reduces all gradients between processes, if the step is to do that by itself
     # by position in ``arguments``, dimensions whose sizes are symbols
@@ -91,6 +93,7 @@ class Traced:
     structure: Structure  # structure of the result
     outputs: list[Output]  # its tensors and numbers
     questions: Questions  # what the program asked about the numbers
+    values: list[Any]  # the numbers of the request, as they are after the trace
     used: Found  # what the code reaches that ran
     attributes: dict[tuple[int, str], nn.Module]  # that it read of modules, see ``Ran``
     effects: Effects  # what to do on the host after every replay
@@ -127,6 +130,14 @@ class ServesOnce(Exception):  # noqa: N818 - a message to the step, which runs e
 
 class FirstChange(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
     """The step puts a plain value in the place of another for the first time: it may be the only time."""
+
+
+class Disturbed(Exception):  # noqa: N818 - a message to the step, which traces again
+    """Another thread has written to what the step uses while it was traced."""
+
+    def __init__(self, location: Location) -> None:
+        super().__init__(str(location))
+        self.location = location
 
 
 class NumbersChanged(Exception):  # noqa: N818 - a message to the step, which lifts them and traces again

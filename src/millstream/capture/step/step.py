@@ -48,6 +48,7 @@ from millstream.capture.state.signature import (
 from millstream.capture.step.bind import Call, Workshop
 from millstream.capture.step.graph import Build, StepGraph
 from millstream.capture.step.request import (
+    Disturbed,
     EagerFirst,
     FirstChange,
     FoundLate,
@@ -59,7 +60,13 @@ from millstream.capture.step.request import (
 )
 from millstream.capture.step.sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols, form_without_sizes
 from millstream.capture.step.split import lines_for_a_region
-from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of, pretended_state
+from millstream.capture.trace.patches.optimizers import (
+    CountsOnDevice,
+    is_number,
+    move_counts_to_host,
+    numbers_of,
+    pretended_state,
+)
 from millstream.capture.trace.patches.randomness import RandomState
 from millstream.capture.trace.tracer import trace_step, tracing_alone
 from millstream.capture.trace.unsupported import check_modes, check_supported
@@ -75,6 +82,9 @@ from millstream.progress import phase, showing
 
 MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""
+
+MAX_DISTURBED = 3
+"""Traces of one call that may be in vain as another thread has written meanwhile to what the step uses."""
 
 MAX_UNSERVING = 4
 """Graphs that would serve one call only: so many calls run eagerly, such as the first steps of a warm-up."""
@@ -528,12 +538,13 @@ class Step(Generic[P, R]):
         like: StepGraph | None = None,
     ) -> tuple[Request, Traced]:
         """Trace, and again wherever something shows up late; ``like`` a graph that there is, if one is given."""
-        roots, where = list(self._roots(call)), ""
+        roots, where, num_disturbed = list(self._roots(call)), "", 0
+        plain: set[Location] = set()
         for _ in range(MAX_LATE):
             for _, optimizer in found.optimizers:
                 counts.move(optimizer)
             request = self._workshop.make_request(self.function, call, roots, found, like)
-            request.replica, request.dimensions = self._replica, dimensions
+            request.replica, request.dimensions, request.plain = self._replica, dimensions, plain
             try:
                 return request, _trace_twice(request)
             except FoundLate as late:
@@ -545,6 +556,17 @@ class Step(Generic[P, R]):
             except NumbersChanged as changed:
                 self._workshop.note_counts(found, changed.locations)
                 continue
+            except Disturbed as other:
+                num_disturbed += 1
+                if num_disturbed > MAX_DISTURBED:
+                    raise CaptureError(
+                        f"Another thread writes to {other.location} while the step is captured.",
+                        remedy="Let it wait for the first calls of the step, or pass what it writes as an argument.",
+                    ) from None
+                found = discover(roots)
+                check_supported(found)
+                if other.location.key is not None and is_number(other.location.get()):
+                    self._workshop.note_reads(found, [other.location])
         raise CaptureError(
             "The step meets ever more that was made outside of it.",
             where=where,

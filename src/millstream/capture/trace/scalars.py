@@ -117,8 +117,11 @@ class GraphScalar(torch.SymFloat):
         return threading.get_ident() != self.questions.thread
 
     def outside(self) -> Any:
-        """What it is to others."""
-        return self.value
+        """What it is to others: what was there before, as if the step had not run yet."""
+        number = self.questions.before(self)
+        if number is MISSING:
+            return self.value
+        return number.value if is_scalar(number) else number
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

@@ -51,7 +51,7 @@ from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.effects.values import Always, Nth, holds_token
 from millstream.capture.lines import caller_of, here, is_asked_by_user, place_of
 from millstream.capture.state.contents import without_cache
-from millstream.capture.state.discover import discover
+from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.executed import CodeWatch, Ran, record_module_reads, stand_in
 from millstream.capture.state.lift import TRACING, Lifted, become_fake, check_apart, lift
 from millstream.capture.state.location import MISSING, Location
@@ -72,6 +72,7 @@ from millstream.capture.state.snapshot import (
     is_type_of_tracing,
 )
 from millstream.capture.step.request import (
+    Disturbed,
     FirstChange,
     FoundLate,
     NumbersChanged,
@@ -226,7 +227,7 @@ class _Tracer:
                 unchecked_distributions(),
                 traceable([optimizer for _, optimizer in request.found.optimizers]),
             ):
-                self.snapshot = Snapshot(request.found)
+                self.snapshot = Snapshot(request.found, self.ran)
                 cached = request.found.cached
                 self.caches = CachesUnfilled(cached, lambda name: self._report(StateMissing(f"{name}'s cache")))
                 with (
@@ -243,7 +244,16 @@ class _Tracer:
                         unknown = {id(change.after): change.before for change in self.snapshot.changes()}
                         self.questions.before = lambda number: unknown.get(id(number), MISSING)
                         self.snapshot.restore()
-        except (CaptureError, DataParallelError, StateMissing, FoundLate, NumbersChanged, FirstChange, ServesOnce):
+        except (
+            CaptureError,
+            DataParallelError,
+            StateMissing,
+            FoundLate,
+            NumbersChanged,
+            FirstChange,
+            ServesOnce,
+            Disturbed,
+        ):
             raise
         except ForeignTensor as foreign:
             if not foreign.tensor.is_leaf:
@@ -264,7 +274,7 @@ class _Tracer:
             raise CaptureError(f"The step draws from {used}, which a graph cannot repeat.", remedy=SIDE_EFFECT_REMEDY)
         try:
             return self._finish(gm)
-        except CaptureError:
+        except (CaptureError, Disturbed):
             raise
         except Exception as error:
             raise self._failure(error) from error
@@ -446,20 +456,20 @@ class _Tracer:
     def _numbers_replaced(self) -> Iterator[list[Tensor]]:
         """Put graph scalars in the places of the numbers; yields the tensors that they read."""
         numbers = self.request.numbers
-        places = [number.location for number in numbers]
-        values = self.numbers = [place.get() for place in places]
         tensors = [torch.empty((), dtype=torch.float64, device=number.device) for number in numbers]
         try:
-            for index, (place, value, tensor) in enumerate(zip(places, values, tensors, strict=True)):
-                is_users = numbers[index].is_users
-                scalar = GraphScalar(value, tensor, Nth(index), self.questions, is_users=is_users)
-                if is_users:
+            for index, (number, tensor) in enumerate(zip(numbers, tensors, strict=True)):
+                scalar = GraphScalar(0, tensor, Nth(index), self.questions, is_users=number.is_users)
+                if number.is_users:
                     self.users_scalars.append(scalar)
-                place.set(scalar)
+                scalar.value = number.location.get()  # and at once, as other threads may write there
+                number.location.set(scalar)
+                self.numbers.append(scalar.value)
             yield tensors
         finally:
-            for place, value in zip(places, values, strict=True):
-                place.set(value)
+            for number, value in zip(numbers, self.numbers, strict=False):
+                if is_scalar(number.location.get()):  # and not what another thread has put there
+                    number.location.set(value)
 
     def _before(self, number: Any) -> Any:
         """What was where the step has put ``number``; asked by other threads."""
@@ -576,6 +586,7 @@ class _Tracer:
         """Ask for numbers that the function has changed and that are no scalars yet; see that the graph will serve."""
         if new := [change.location for change in changes if not is_scalar(change.before)]:
             raise NumbersChanged(new)
+        self._check_writers(changes)
         successors: dict[int, Any] = {}
         for change in changes:
             after = change.after
@@ -585,6 +596,21 @@ class _Tracer:
                 successors[change.before.of.index] = after.of
         if successors and not self.questions.allow_again(self.numbers, successors):
             raise ServesOnce(str(self.request.numbers[min(successors)].location))
+
+    def _check_writers(self, changes: list[Change]) -> None:
+        """Trace again where another thread has written over what the step has written, or may have."""
+        for change in self.snapshot.others():
+            if self.snapshot.is_written_over(change):
+                raise Disturbed(change.location)
+        plain = {change.location for change in changes if not is_scalar(change.after)}
+        if mixed := self.request.plain - plain:
+            raise CaptureError(
+                f"The step may write to {mixed.pop()}, and so did another thread while it was captured, which is lost.",
+                remedy="Let threads that write where the step writes wait for its first calls.",
+            )
+        if len(sys._current_frames()) > 1 and (new := plain - self.request.plain):
+            self.request.plain |= plain
+            raise Disturbed(new.pop())
 
     def _check_left(self) -> None:
         """Refuse what a call would leave unfinished or changed without a graph noticing."""
@@ -739,10 +765,22 @@ class _Tracer:
         yield from self.homes
         yield from self.request.arguments
 
+    def _numbers_now(self, used: Found) -> list[Any]:
+        """The numbers after the trace, if the graph holds for them and for everything else that there is by now."""
+        if (disturbed := self.snapshot.disturbed(used)) is not None:
+            raise Disturbed(disturbed)
+        places = [number.location for number in self.request.numbers]
+        values = [place.get() for place in places]
+        changed = [place for place, now, before in zip(places, values, self.numbers, strict=True) if now != before]
+        if changed and not (all(map(is_number, values)) and self.questions.allow(values)):
+            raise Disturbed(changed[0])
+        return values
+
     def _finish(self, gm: fx.GraphModule) -> Traced:
         assert self.structure is not None
         used = discover(self.request.roots, self.ran)
         check_sources(used)
+        values = self._numbers_now(used)
         arguments = {*map(id, self.request.arguments)}
         for entry in lift(used):
             if id(entry.tensor) in arguments:
@@ -802,6 +840,7 @@ class _Tracer:
             structure=self.structure,
             outputs=self.outputs,
             questions=self.questions,
+            values=values,
             used=used,
             attributes=self.ran.attributes or {},
             effects=self.effects,
