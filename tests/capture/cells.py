@@ -216,6 +216,39 @@ _CONTAINERS = [
 ]  # fmt: skip
 
 
+# --- classes of classes, methods that syntax calls, modules, parsers --------------------------------------------------
+
+_META = "class M#(type):\n    w = 1.5\n    @property\n    def v(cls): return cls.w\nclass K#(metaclass=M#): pass"
+_MOD = "mod# = types.ModuleType('mod#')\nmod#.v = 1.5"
+_PARSER = "par# = argparse.ArgumentParser()\npar#.add_argument('--v', type=float, default=1.5)"
+_RETURNS = "(lambda value: lambda *_: value)"
+_BY_SYNTAX = {  # method: how syntax calls it, what it returns, and then
+    "__getitem__": ("k#[0]", "1.5", "2.5"),
+    "__add__": ("(k# + 1)", "1.5", "2.5"),
+    "__len__": ("len(k#)", "1", "2"),
+    "__contains__": ("(2 if 5 in k# else 3)", "True", "False"),
+    "__getattr__": ("k#.more", "1.5", "2.5"),
+}
+_CLASSES = [
+    Cell("metaclass", "an attribute", "rebind", _META, "K#.w", "M#.w = 2.5", "M#.w = 1.5"),
+    Cell("metaclass", "a property", "rebind", _META, "K#.v", "M#.w = 2.5", "M#.w = 1.5"),
+    Cell("metaclass", "a property", "replace", _META, "K#.v", "M#.v = property(lambda cls: 2.5)"),
+    Cell("metaclass", "of an object", "rebind", _META + "\nk# = K#()", "type(k#).v", "M#.w = 2.5", "M#.w = 1.5"),
+    Cell("metaclass", "a method by syntax", "rebind", "class M#(type):\n    def __len__(cls): return 1\nclass K#(metaclass=M#): pass", "len(K#)", "M#.__len__ = lambda cls: 2"),
+    *(
+        Cell("class", name, "replace", f"class K#: pass\nK#.{name} = {_RETURNS}({value})\nk# = K#()", get, f"K#.{name} = {_RETURNS}({then})")
+        for name, (get, value, then) in _BY_SYNTAX.items()
+    ),
+    Cell("Python module", "getattr of a computed name", "rebind", _MOD, "getattr(mod#, ''.join(['v']))", "mod#.v = 2.5", "mod#.v = 1.5"),
+    Cell("Python module", "vars", "rebind", _MOD, "vars(mod#)[''.join(['v'])]", "mod#.v = 2.5", "mod#.v = 1.5"),
+    Cell("Python module", "__dict__", "rebind", _MOD, "mod#.__dict__[''.join(['v'])]", "mod#.v = 2.5", "mod#.v = 1.5"),
+    Cell("Python module", "getattr in a helper", "rebind", _MOD + "\ndef of#(holder, name): return getattr(holder, name)", "of#(mod#, 'v')", "mod#.v = 2.5", "mod#.v = 1.5"),
+    Cell("Python module", "getattr of an attribute", "rebind", _MOD + "\nns# = types.SimpleNamespace(m=mod#)", "getattr(ns#.m, ''.join(['v']))", "mod#.v = 2.5", "mod#.v = 1.5"),
+    Cell("parser", "get_default", "set_defaults", _PARSER, "par#.get_default('v')", "par#.set_defaults(v=2.5)", "par#.set_defaults(v=1.5)"),
+    Cell("parser", "parse_args", "set_defaults", _PARSER, "par#.parse_args([]).v", "par#.set_defaults(v=2.5)", "par#.set_defaults(v=1.5)"),
+]  # fmt: skip
+
+
 # --- names that are computed, and attributes that appear --------------------------------------------------------------
 
 _NS = "ns# = types.SimpleNamespace(v=1.5, u=1.0)"
@@ -320,5 +353,5 @@ _CODE = [
     Cell("shared memory", "value", "assign", "mp# = multiprocessing.Value('d', 1.5, lock=False)", "mp#.value", "mp#.value = 2.5", "mp#.value = 1.5"),
 ]  # fmt: skip
 
-CELLS: list[Cell] = [*_value_cells(), *_tensor_cells(), *_CONTAINERS, *_COMPUTED, *_CODE]
+CELLS: list[Cell] = [*_value_cells(), *_tensor_cells(), *_CONTAINERS, *_CLASSES, *_COMPUTED, *_CODE]
 """Every cell."""

@@ -24,7 +24,7 @@ from tests.capture.cells import CELLS, Cell
 from tests.capture.worlds import assert_same, interpret
 
 PREAMBLE = """
-import array, contextvars, copy, ctypes, dataclasses, enum, functools, io, multiprocessing, operator, os, sys, types, weakref
+import argparse, array, contextvars, copy, ctypes, dataclasses, enum, functools, io, multiprocessing, operator, os, sys, types, weakref
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 import numpy as np
 import torch

@@ -666,6 +666,11 @@ def _(w):
 ELSEWHERE = (
     "numbers from tensors",  # test_step_refusals.py
     "another thread, and was not free",  # of a deadlock that the user's own lock would make
+    "Another thread writes to",  # test_shared_objects.py, as the four below
+    "and so did another thread",
+    "made by a step that another thread has captured",
+    "PyTorch was given a number",
+    "known only after the call of a step",
     "Dynamo",  # of ms.compile, in Dynamo's words
     "could not be compiled",  # of the compiler's own faults: what is named is an issue of PyTorch's
     "Lightning's Trainer",  # recipes/

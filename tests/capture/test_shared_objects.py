@@ -211,6 +211,28 @@ def test_a_tensor_that_a_step_has_made_is_an_error_in_another_thread():
     assert step.graphs
 
 
+def test_a_value_where_there_was_none_is_an_error_until_the_call_is_over():
+    world = types.SimpleNamespace(scale=torch.full((), 3.0))
+
+    def read(world):
+        world.new = (world.scale * 2).item()
+
+    def look():
+        try:
+            return float(world.new)
+        except CaptureError as error:
+            return error.remedy
+
+    with Meanwhile(look) as meanwhile:
+        step = make_step(world, read, meanwhile.pause)
+        step(torch.ones(3, 4))
+        del world.new
+        for _ in range(3):
+            step(torch.ones(3, 4))
+    assert meanwhile.outcomes[0] == "Read it again after that call."
+    assert meanwhile.outcomes[-1] == world.new == 6.0
+
+
 def test_a_number_that_pytorch_cannot_take_is_an_error_that_says_what_it_takes():
     world = types.SimpleNamespace(n=1)
 
@@ -339,6 +361,34 @@ def test_a_list_that_grows_all_the_time_is_no_part_of_a_graph():
             for _ in range(3):
                 step(torch.ones(3, 4))
     assert len(world.items) == 1 + len(meanwhile.outcomes)
+    calm = make_step(world, lambda world: float(sum(world.items)), lambda: None)
+    for _ in range(2):
+        calm(torch.ones(3, 4))
+    assert calm.graphs
+
+
+def test_what_two_set_at_once_is_told():
+    """The step sets what another thread sets once: which of them came last nobody can say."""
+    world, traces = types.SimpleNamespace(n=1), []
+
+    def count(world):
+        world.n = 0 if world.n > 50 else world.n + 1
+
+    def write():
+        traces.append(1)
+        if len(traces) == 2:
+            world.n = 30
+
+    with Meanwhile(write) as meanwhile:
+        step = make_step(world, count, meanwhile.pause)
+        step(torch.ones(3, 4))
+        with pytest.warns(FallbackWarning, match=r"may write to world\.n, and so did another thread .* is lost\. Let"):
+            step(torch.ones(3, 4))
+    assert world.n == 3
+    calm = make_step(world, count, lambda: None)
+    for _ in range(2):
+        calm(torch.ones(3, 4))
+    assert calm.graphs
 
 
 def test_what_the_step_itself_sets_is_the_steps_with_other_threads_about():
@@ -457,7 +507,8 @@ def test_what_a_handler_raises_comes_from_the_call_with_everything_as_before(han
 
 
 @pytest.mark.parametrize("presses", [1, 2])
-def test_an_interrupt_waits_and_a_second_one_does_not(presses, signals):
+def test_an_interrupt_waits_and_a_second_one_does_not(presses, handle, signals):
+    handle(signal.SIGINT, signal.default_int_handler)
     world = types.SimpleNamespace(n=0)
 
     def count(world):

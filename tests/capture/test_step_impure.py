@@ -1,11 +1,13 @@
-# ruff: noqa: E501, PTH123, PTH204, PTH208, SIM115
+# ruff: noqa: E501, PTH109, PTH123, PTH204, PTH208, SIM115
 """Clocks, files and the system's randomness: noticed while a step is traced, and refused with the line."""
 
 import asyncio
 import bz2
 import configparser
 import datetime
+import decimal
 import functools
+import gc
 import hashlib
 import hmac
 import io
@@ -15,6 +17,8 @@ import os
 import random
 import re
 import secrets
+import signal
+import sys
 import threading
 import time
 import uuid
@@ -65,6 +69,17 @@ READS = {
     "torch.get_float32_matmul_precision()": {"precision": lambda x: x * len(torch.get_float32_matmul_precision())},
     "torch.get_num_threads()": {"threads": lambda x: x * torch.get_num_threads()},
     "torch.initial_seed()": {"seed": lambda x: x * torch.initial_seed()},
+    "which subclasses a class has": {
+        "__subclasses__": lambda x: x * len(torch.nn.Module.__subclasses__()),
+        "type.__subclasses__": lambda x: x * len(type.__subclasses__(torch.nn.Module)),
+    },
+    "os.getcwd()": {"directory": lambda x: x * len(os.getcwd())},
+    "gc.isenabled()": {"collector": lambda x: x * gc.isenabled()},
+    "sys.getrefcount()": {"references": lambda x: x * sys.getrefcount(x)},
+    "weakref.getweakrefcount()": {"weak references": lambda x: x * weakref.getweakrefcount(x)},
+    "decimal.getcontext()": {"precision of decimals": lambda x: x * decimal.getcontext().prec},
+    "signal.getsignal()": {"handler": lambda x: x * (signal.getsignal(signal.SIGUSR1) is None)},
+    "threading.active_count()": {"active threads": lambda x: x * threading.active_count()},
 }
 CASES = [(what, name) for what, reads in READS.items() for name in reads]
 

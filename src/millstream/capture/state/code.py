@@ -7,7 +7,7 @@ import dis
 import functools
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from millstream.capture.effects.registry import PACKAGES
+from millstream.capture.lines import is_users
 from millstream.capture.state.location import SlotAttributes
 
 
@@ -223,6 +225,42 @@ def _computes_a_name(code: CodeType) -> bool:
             elif depth == 2 and item.opname not in ("KW_NAMES", "EXTENDED_ARG"):  # something was made of the constant
                 is_told = False
     return depth >= 0
+
+
+@functools.lru_cache(maxsize=65536)
+def handed_on(code: CodeType) -> frozenset[str]:
+    """Names of variables and attributes whose values some code uses otherwise than for an attribute that it names."""
+    found: set[str] = set()
+    waiting: str | None = None
+    for item in dis.get_instructions(code):
+        if item.opname in ("EXTENDED_ARG", "CACHE", "PUSH_NULL"):
+            continue
+        is_named = item.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        if waiting is not None and (not is_named or item.argval == "__dict__"):
+            found.add(waiting)
+        is_loaded = is_named or (item.opname.startswith("LOAD_") and isinstance(item.argval, str))
+        waiting = item.argval if is_loaded and item.opname != "LOAD_CONST" else None
+    return frozenset(found)
+
+
+def is_users_module(module: ModuleType, is_theirs: Callable[[str], bool] = is_users) -> bool:
+    """Whether a module of Python is the user's or a library's of theirs; also one that was made without a file."""
+    held = vars(module)
+    if file := held.get("__file__"):
+        return is_theirs(file)
+    is_made = type(module) is ModuleType and held.get("__spec__") is None
+    return is_made and module.__name__.partition(".")[0] not in {*PACKAGES, *sys.stdlib_module_names, "torch"}
+
+
+def modules_handed_on(frame: FrameType) -> Iterator[ModuleType]:
+    """Modules of the user's that the code of a frame, which computes names, gives to ``getattr`` or ``vars``."""
+    names = handed_on(frame.f_code)
+    places: list[Mapping[str, Any]] = [frame.f_locals, frame.f_globals]
+    places += (held for value in [*frame.f_locals.values()] for held in attributes_of(value))
+    for held in places:
+        for name in names.intersection(held):
+            if isinstance(held[name], ModuleType) and is_users_module(held[name]):
+                yield held[name]
 
 
 NAMESPACES = (argparse.Namespace, SimpleNamespace)

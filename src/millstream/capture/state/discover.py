@@ -28,7 +28,7 @@ import threading
 import types
 import weakref
 from collections import ChainMap, Counter, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -42,7 +42,16 @@ from torch.optim import SGD, Optimizer
 from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
 from millstream.capture.effects.registry import PACKAGES
 from millstream.capture.lines import is_ours, is_users, is_users_own, place_of
-from millstream.capture.state.code import NAMESPACES, Names, Reach, attributes_of, finds_modules, names_of, reach_of
+from millstream.capture.state.code import (
+    NAMESPACES,
+    Names,
+    Reach,
+    attributes_of,
+    finds_modules,
+    is_users_module,
+    names_of,
+    reach_of,
+)
 from millstream.capture.state.contents import Answers, is_bytes, is_container, is_element, size_of, without_cache
 from millstream.capture.state.executed import Ran
 from millstream.capture.state.location import (
@@ -67,7 +76,7 @@ _OF_PYTHON = frozenset(
     multiprocessing.synchronize.Event weakref.WeakKeyDictionary weakref.WeakValueDictionary _weakrefset.WeakSet
     configparser.RawConfigParser configparser.SectionProxy email.message.Message contextlib._BaseExitStack
     graphlib.TopologicalSorter hmac.HMAC asyncio.locks.Lock asyncio.locks.Condition logging.LoggerAdapter
-    xml.etree.ElementTree.ElementTree xml.dom.Node string.Template
+    xml.etree.ElementTree.ElementTree xml.dom.Node string.Template argparse._ActionsContainer argparse._AttributeHolder
     """.split()
 )
 """Classes of Python's library that are looked into as a user's own: what their methods read and change counts."""
@@ -81,6 +90,9 @@ _OPAQUE = frozenset(
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 """Likewise."""
+
+_OF_SYS = frozenset({"argv", "path", "meta_path", "path_hooks", "displayhook", "excepthook"})
+"""Attributes of ``sys`` that users change."""
 
 _SOURCES = (Iterator, queue.Queue, queue.SimpleQueue)
 """Types that give something else each time, and have it no more."""
@@ -302,7 +314,7 @@ class _Search:
             self.follow(f"{name}.{content}", vars(value), content)
             self._visit_object(name, value)
         elif isinstance(value, types.ModuleType):
-            if _is_users_module(value):
+            if is_users_module(value):
                 self._plain.append(_Plain(name, vars(value)))
                 self.found.namespaces.append((name, vars(value)))
         elif isinstance(value, type):
@@ -364,11 +376,11 @@ class _Search:
         """Look at modules that code imports while it runs, or finds: those of the user's own."""
         for level, path, variable in sorted(names.imported):
             self._visit_import("." * level + path, package, variable)
-        if "argv" in names.read and "sys" in names.all:
-            self.follow("sys.argv", vars(sys), "argv")
+        for variable in _OF_SYS.intersection(names.read) if "sys" in names.all else ():
+            self.follow(f"sys.{variable}", vars(sys), variable)
         if finds_modules(names):
             for path, module in list(sys.modules.items()):
-                if isinstance(module, types.ModuleType) and _is_users_module(module, is_users_own):
+                if isinstance(module, types.ModuleType) and is_users_module(module, is_users_own):
                     self.visit(path, module)
 
     def _visit_import(self, path: str, package: str | None, variable: str) -> None:
@@ -377,7 +389,7 @@ class _Search:
             path = importlib.util.resolve_name(path, package)
         if variable:
             module = sys.modules.get(path)
-            if module is not None and _is_users_module(module):
+            if module is not None and is_users_module(module):
                 self.follow(f"{path}.{variable}", vars(module), variable)
             return
         while path:
@@ -423,12 +435,23 @@ class _Search:
                 self.visit(f"{name}[{index}]", item)
 
     def _visit_class(self, name: str, kind: type) -> None:
+        if type(kind) is not type and id(type(kind)) not in self._seen:
+            self._visit_class(name, type(kind))
         for base in kind.__mro__:
             if id(base) not in self._seen or base is kind:
                 self._seen[id(base)] = base
                 if is_users(_file_of(base)):  # which may hide later what it inherits
                     self.found.classes.append(base)
                     self._visit_attributes(name, ClassAttributes.of(base), defaults_of(base))
+                    for key, _ in filter(self._is_special, [*vars(base).items()]):
+                        self.follow(f"{name}.{key}", ClassAttributes.of(base), key)
+
+    def _is_special(self, item: tuple[str, Any]) -> bool:
+        """Whether it is a method that has run and whose name no code needs to say: ``k[0]`` calls ``__getitem__``."""
+        name, value = item
+        codes = self._ran.codes
+        is_method = name.startswith("__") and isinstance(value, types.FunctionType)
+        return is_method and codes is not None and value.__code__ in codes
 
     def _visit_object(self, name: str, value: Any) -> None:
         kind: Any = type(value)
@@ -541,15 +564,6 @@ def defaults_of(kind: type) -> frozenset[str]:
     """Names that ``kind`` gives plain values, which an object of it may override."""
     values = {key: value for base in reversed(kind.__mro__) for key, value in vars(base).items()}
     return frozenset(key for key, value in values.items() if not hasattr(type(value), "__get__"))
-
-
-def _is_users_module(module: types.ModuleType, is_theirs: Callable[[str], bool] = is_users) -> bool:
-    """Whether a module of Python is the user's or a library's of theirs; also one that was made without a file."""
-    held = vars(module)
-    if file := held.get("__file__"):
-        return is_theirs(file)
-    is_made = type(module) is types.ModuleType and held.get("__spec__") is None
-    return is_made and module.__name__.partition(".")[0] not in {*PACKAGES, *sys.stdlib_module_names, "torch"}
 
 
 def _package_of(value: Any) -> str:

@@ -6,18 +6,24 @@ code would read need not be the same in each call.
 
 from __future__ import annotations
 
+import _locale
 import contextlib
 import datetime
+import decimal
+import gc
 import io
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import (
+    BuiltinFunctionType,
     CellType,
     CodeType,
     FrameType,
@@ -35,6 +41,7 @@ from millstream.capture.state.code import (
     NAMESPACES,
     Reach,
     computes_a_global,
+    modules_handed_on,
     nameable,
     reach_of,
     stores_of,
@@ -233,6 +240,8 @@ class CodeWatch:
             self._computing[known] = [*frame.f_locals.values()]
             kinds = NAMESPACES if reach is Reach.NAMESPACES else object
             self._ran.computed.update((id(each), each) for each in nameable(frame) if isinstance(each, kinds))
+            if reach >= Reach.NAMED:
+                self._ran.computed.update((id(each), each) for each in modules_handed_on(frame))
 
     def _note_variable(self, frame: FrameType) -> None:
         if threading.get_ident() == self._thread and is_asked_by_user(_beyond_library(frame)):
@@ -240,6 +249,8 @@ class CodeWatch:
 
     def _note_impure(self, frame: FrameType, function: Any) -> None:
         what, is_written = IMPURE.get(function), False
+        if what is None and isinstance(function.__self__, type):
+            what = _OF_CLASSES.get(function.__name__)
         if what is None and function.__name__ in _READERS and isinstance(function.__self__, io.IOBase):
             what = None if self._is_new(function.__self__) else "a file"
         if what is None:
@@ -340,8 +351,25 @@ IMPURE: dict[Any, str] = {
     **dict.fromkeys((open, os.open, os.listdir, os.scandir, os.stat, input), "a file"),
     os.urandom: "the system's randomness",
     torch.get_num_threads: "torch.get_num_threads()",
+    **{
+        getattr(module, name): f"{module.__name__.strip('_')}.{name}()"
+        for module, names in {
+            os: "getcwd getcwdb getpriority getloadavg umask times",
+            gc: "isenabled get_threshold get_count get_stats get_objects get_referrers",
+            sys: "getrecursionlimit getswitchinterval getrefcount gettrace _current_frames",
+            signal: "getitimer",
+            weakref: "getweakrefcount getweakrefs",
+            decimal: "getcontext",
+            _locale: "setlocale localeconv",
+        }.items()
+        for name in names.split()
+        if isinstance(getattr(module, name, None), BuiltinFunctionType)
+    },
 }
 """Functions in C that give something else each time, and what they read."""
+
+_OF_CLASSES = {"__subclasses__": "which subclasses a class has"}
+"""Methods of classes that read what belongs to no place of theirs."""
 
 _READERS = frozenset({"read", "readline", "readlines", "readinto", "getvalue"})
 """Methods of files."""
@@ -377,7 +405,7 @@ _HARMLESS_WRITERS = ("logging", "tqdm", "warnings", "traceback", "importlib", "_
 """Modules whose writing is recorded otherwise, or is none of the step's."""
 
 _NAMES = _READERS.union(
-    *WRITING.values(), (each.__name__ for each in IMPURE), (each.__name__ for each in WRITING_FUNCTIONS)
+    _OF_CLASSES, *WRITING.values(), (each.__name__ for each in IMPURE), (each.__name__ for each in WRITING_FUNCTIONS)
 )
 
 
@@ -398,10 +426,17 @@ _LISTING = {
     for name in ("__iter__", "__len__")
 }
 
-_SETTINGS = _LISTING | {
-    getattr(torch, name).__code__: f"torch.{name}()"
-    for name in ("are_deterministic_algorithms_enabled", "get_float32_matmul_precision", "initial_seed")
-}
+_SETTINGS = (
+    _LISTING
+    | {
+        getattr(torch, name).__code__: f"torch.{name}()"
+        for name in ("are_deterministic_algorithms_enabled", "get_float32_matmul_precision", "initial_seed")
+    }
+    | {
+        getattr(module, name).__code__: f"{module.__name__}.{name}()"
+        for module, name in ((threading, "active_count"), (threading, "enumerate"), (signal, "getsignal"))
+    }
+)
 """Code that gives settings which no guard compares, and what it reads; asked by the user's own code itself."""
 
 

@@ -565,7 +565,8 @@ class Step(Generic[P, R]):
                     ) from None
                 found = discover(roots)
                 check_supported(found)
-                if other.location.key is not None and is_number(other.location.get()):
+                is_lifted = any(number.location == other.location for number in request.numbers)
+                if not is_lifted and other.location.key is not None and is_number(other.location.get()):
                     self._workshop.note_reads(found, [other.location])
         raise CaptureError(
             "The step meets ever more that was made outside of it.",
