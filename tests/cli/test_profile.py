@@ -257,6 +257,30 @@ def test_what_comes_too_late_is_told_of_and_a_report_that_cannot_be_written_keep
     assert "cannot write" in told
 
 
+@pytest.mark.parametrize("as_module", [False, True])
+def test_package_runs_as_python_runs_it(as_module, tmp_path):
+    package = tmp_path / "job"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(
+        "import sys\nprint(sys.argv, __name__, __package__, sys.path[0], sys.path[1])\n"
+    )
+    words = ["-m", "job"] if as_module else [str(package)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    said = [
+        subprocess.run(
+            [sys.executable, *command, *words, "--lr", "3"],
+            capture_output=True,
+            check=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+        ).stdout.strip()
+        for command in ([], ["-m", "millstream", "profile"])
+    ]
+    assert said[0] == said[1] != ""
+
+
 def test_syncs_lists_lines_and_keeps_the_exit_code(tmp_path, capsys, monkeypatch):
     saved = tmp_path / "s.json"
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+import zipfile
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
@@ -22,7 +23,7 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
     the script leaves running, and that are no daemons, are waited for.
 
     Args:
-        target: A file, or with ``as_module`` the name of a module.
+        target: A file, a folder or a .zip with a ``__main__.py``, or with ``as_module`` the name of a module.
         arguments: The script's own.
         as_module: As ``python -m``.
 
@@ -30,7 +31,8 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
         ArgumentError: There is no such file.
     """
     source = b""
-    if not as_module:
+    is_package = not as_module and (os.path.isdir(target) or zipfile.is_zipfile(target))  # noqa: PTH112
+    if not as_module and not is_package:
         try:
             with open(target, "rb") as file:  # noqa: PTH123 - as Python opens it
                 source = file.read()
@@ -40,8 +42,11 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
     sys.argv = [target, *arguments]
     try:
         if as_module:
-            sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as Python does
+            sys.path[0:1] = [os.getcwd()]  # noqa: PTH109 - as Python does
             runpy.run_module(target, run_name="__main__", alter_sys=True)
+        elif is_package:
+            del sys.path[:1]
+            runpy.run_path(target, run_name="__main__")
         else:
             sys.path[0:1] = [os.path.dirname(os.path.realpath(target))]  # noqa: PTH120 - as Python does
             module = ModuleType("__main__")
