@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -48,6 +49,28 @@ def test_shortcuts_change_no_letter(function, shape, sources, monkeypatch):
         ms.compile(function, strict=True)(torch.randn(shape))
         texts.append(list(sources))
     assert texts[0] == texts[1] != []
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_python_looks_for_garbage_again_after_the_lowering(monkeypatch, is_on):
+    seen, lower = [], lowering.compile_fx_inner
+
+    def look(*args, **kwargs):
+        seen.append(gc.isenabled())
+        return lower(*args, **kwargs)
+
+    monkeypatch.setattr(lowering, "compile_fx_inner", look)
+    torch._dynamo.reset()
+    compiled, x = ms.compile(pointwise, strict=True), torch.randn(7)
+    try:
+        if not is_on:
+            gc.disable()
+        result = compiled(x)
+        assert seen == [False]
+        assert gc.isenabled() is is_on
+    finally:
+        gc.enable()
+    assert torch.equal(result, pointwise(x))
 
 
 def test_shortcuts_end_with_the_lowering():

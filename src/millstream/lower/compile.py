@@ -50,7 +50,7 @@ from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
 from millstream.lower.randoms import random_decompositions
 from millstream.lower.segments import Segments, cut, has_collectives
-from millstream.lower.shortcuts import shortcuts
+from millstream.lower.shortcuts import no_collections, shortcuts
 from millstream.lower.symbolic import SymbolicProgram
 from millstream.lower.translate import translate
 from millstream.lower.views import check_views
@@ -181,6 +181,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
     options = dict(options or {})
     ask_early(inputs)
 
+    @no_collections()
     @workarounds.lowering()
     def inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.STEP if step_state is not None else _phase(kwargs)
@@ -216,6 +217,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
 
     with (
         compile_lock,  # in torch 2.11 options are those of all threads
+        no_collections(),
         traces_unnoticed(),
         torch.no_grad() if step_state is not None else contextlib.nullcontext(),
         # A step's graph has its casts: its operators are not to be cast by what the caller is in.

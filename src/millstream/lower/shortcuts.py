@@ -6,6 +6,7 @@ Private APIs of Inductor's code generation; tried on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,22 @@ def shortcuts() -> Iterator[None]:
     finally:
         DtypePropagationOpsHandler.__init__ = fill_in  # type: ignore[method-assign]
         SchedulerNode.codegen = generate  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Let Python not look for garbage inside the ``with`` block, in the whole process.
+
+    Lowering makes millions of objects, nearly all of which stay until its end, and every so often Python looks through
+    all of them: a tenth of the time, for some twentieth of the memory.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _is_for_nothing(kernel: Any) -> bool:
