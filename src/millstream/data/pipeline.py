@@ -189,11 +189,6 @@ class Pipeline:
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
-    @property
-    def is_in_step(self) -> bool:
-        """Whether the consumer waits while the next batch is pulled."""
-        return self.stays_in_step or self.pulled < self._in_step or self._look_ahead == 0
-
     def _may_pull(self) -> bool:
         if self.is_over or self._keeps_source:
             return False

@@ -1,1 +1,1 @@
-"""The ways of a batch to a device: to the CPU, to a GPU, to several."""
+"""The ways of a batch to a device: to the CPU, and to a GPU."""

@@ -1,10 +1,10 @@
-// The tensors of a batch over a slot's memory, made in one call: from Python each takes several, and most of a microsecond.
+// The tensors of a batch over a buffer's memory, made in one call: from Python each takes several, and most of a microsecond.
 //
 // Contract
-// - `millstream_prepare` looks at how a parcel is to be lent, once: its address and length, whether it lies on a device of CUDA's and
+// - `millstream_prepare` looks at how a segment is to be lent, once: its address and length, whether it lies on a device of CUDA's and
 //   on which, where a Python tensor has its implementation, and of each leaf its place in the batch, a tensor of its type, its sizes,
 //   strides and first element. It gives a capsule of Python's. Nothing of the memory is kept alive by it.
-// - `millstream_lend` takes that capsule, an owner, and a list for the batch's leaves, into which it puts those of the parcel. They
+// - `millstream_lend` takes that capsule, an owner, and a list for the batch's leaves, into which it puts those of the segment. They
 //   share a storage of their own over the memory, which keeps the owner until the last of them is gone, and lets it go in whatever
 //   thread that is. They are no views in the sense of autograd: each has its own version counter.
 // - Both take Python's objects as its builtins do (`METH_FASTCALL`), with Python's lock held, and raise its errors.
@@ -32,14 +32,14 @@ struct Leaf {
   int64_t first;
 };
 
-struct Parcel {
+struct Segment {
   void* data;
   size_t num_bytes;
   c10::Device device;
   std::vector<Leaf> leaves;
 };
 
-void drop(PyObject* capsule) { delete static_cast<Parcel*>(PyCapsule_GetPointer(capsule, nullptr)); }
+void drop(PyObject* capsule) { delete static_cast<Segment*>(PyCapsule_GetPointer(capsule, nullptr)); }
 
 void let_go(void* owner) {
   if (!Py_IsInitialized()) return;
@@ -58,10 +58,10 @@ caffe2::TypeMeta type_of(PyObject* tensor, size_t place) {
   return (*reinterpret_cast<const c10::TensorImpl* const*>(reinterpret_cast<const char*>(tensor) + place))->dtype();
 }
 
-c10::Storage make_storage(const Parcel& parcel, PyObject* owner) {
+c10::Storage make_storage(const Segment& segment, PyObject* owner) {
   Py_INCREF(owner);
-  c10::DataPtr pointer(parcel.data, owner, let_go, parcel.device);
-  return c10::Storage(c10::Storage::use_byte_size_t(), parcel.num_bytes, std::move(pointer));
+  c10::DataPtr pointer(segment.data, owner, let_go, segment.device);
+  return c10::Storage(c10::Storage::use_byte_size_t(), segment.num_bytes, std::move(pointer));
 }
 
 PyObject* make_tensor(const c10::Storage& storage, const Leaf& leaf) {
@@ -83,15 +83,15 @@ PyObject* millstream_prepare(PyObject*, PyObject* const* arguments, Py_ssize_t) 
   PyObject* leaves = arguments[4];
   try {
     c10::Device device = index < 0 ? c10::Device(c10::kCPU) : c10::Device(c10::kCUDA, index);
-    auto* parcel = new Parcel{data, num_bytes, device, {}};
+    auto* segment = new Segment{data, num_bytes, device, {}};
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); ++i) {
       PyObject* leaf = PyList_GET_ITEM(leaves, i);
-      parcel->leaves.push_back({PyLong_AsSsize_t(PyTuple_GET_ITEM(leaf, 0)), type_of(PyTuple_GET_ITEM(leaf, 1), place),
+      segment->leaves.push_back({PyLong_AsSsize_t(PyTuple_GET_ITEM(leaf, 0)), type_of(PyTuple_GET_ITEM(leaf, 1), place),
                                 numbers(PyTuple_GET_ITEM(leaf, 2)), numbers(PyTuple_GET_ITEM(leaf, 3)),
                                 PyLong_AsLongLong(PyTuple_GET_ITEM(leaf, 4))});
     }
-    PyObject* capsule = PyErr_Occurred() ? nullptr : PyCapsule_New(parcel, nullptr, drop);
-    if (capsule == nullptr) delete parcel;
+    PyObject* capsule = PyErr_Occurred() ? nullptr : PyCapsule_New(segment, nullptr, drop);
+    if (capsule == nullptr) delete segment;
     return capsule;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
@@ -100,11 +100,11 @@ PyObject* millstream_prepare(PyObject*, PyObject* const* arguments, Py_ssize_t) 
 }
 
 PyObject* millstream_lend(PyObject*, PyObject* const* arguments, Py_ssize_t) {
-  auto* parcel = static_cast<const Parcel*>(PyCapsule_GetPointer(arguments[0], nullptr));
-  if (parcel == nullptr) return nullptr;
+  auto* segment = static_cast<const Segment*>(PyCapsule_GetPointer(arguments[0], nullptr));
+  if (segment == nullptr) return nullptr;
   try {
-    c10::Storage storage = make_storage(*parcel, arguments[1]);
-    for (const Leaf& leaf : parcel->leaves) {
+    c10::Storage storage = make_storage(*segment, arguments[1]);
+    for (const Leaf& leaf : segment->leaves) {
       PyObject* tensor = make_tensor(storage, leaf);
       if (tensor == nullptr || PyList_SetItem(arguments[2], leaf.place, tensor) != 0) return nullptr;
     }
