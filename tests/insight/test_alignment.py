@@ -168,6 +168,28 @@ def test_two_windows_are_recorded_by_the_count_of_steps(monkeypatch, tmp_path):
     assert not window._folder.exists()
 
 
+@pytest.mark.parametrize("waits", [6, 9, 12, 28, 31])  # its warm-up is before, within and between the windows
+def test_profiler_of_the_script_with_a_schedule_has_its_steps(monkeypatch, waits):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "virtual")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    monkeypatch.setattr(torch.profiler.ProfilerActivity, "CUDA", kinds[0], raising=False)
+    window, seen = DeviceWindow(), []
+    schedule = torch.profiler.schedule(wait=waits, warmup=2, active=2, repeat=1)
+
+    def tell(profiler):
+        seen.append(sum(event.name == "aten::neg" for event in profiler.events()))
+
+    with torch.profiler.profile(activities=kinds, schedule=schedule, on_trace_ready=tell) as profiler:
+        for _ in range(45):
+            torch.ones(3).neg()
+            window.on_step("optimizer")
+            profiler.step()
+    window.close(0)
+    assert seen == [2]
+
+
 @pytest.mark.parametrize(
     ("version", "before", "within"),
     [("13.0", None, "1"), ("12.6", None, "1"), ("12.4", None, None), (None, None, None), ("13.0", "0", "0")],

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from millstream._torch import profilers
 from millstream.insight import Cause, Recording, Span, Step
 from millstream.insight.alignment import LEAST_SHARE, lines_from
 from millstream.insight.kineto import DeviceTrace, read_trace
@@ -146,10 +147,9 @@ class DeviceWindow:
         self, num_compiles: Callable[[], int] = lambda: 0, on_times: Callable[[bool], None] = lambda is_on: None
     ) -> None:
         self._num_compiles, self._compiled_before, self._on_times = num_compiles, 0, on_times
-        self._patches = [
-            Patch(torch.profiler.profile, "start", self._give_way),
-            Patch(torch.autograd.profiler.profile, "__enter__", self._give_way),
-        ]
+        self._others: set[int] = set()  # profilers of the script's that record, or are about to
+        self._patches = [Patch(*place, self._give_way) for place in profilers.BEGINS]
+        self._patches.append(Patch(*profilers.END, self._see_end))
         self.spans: list[Span] = []
         self._counts: Counter[object] = Counter()
         self._leader: object = None  # what is counted: the optimizer, or step, that was the first to do enough of them
@@ -237,17 +237,26 @@ class DeviceWindow:
         """There is one profiler at a time; the script's must not fail because of ours."""
 
         def start(profiler: Any, *arguments: Any, **options: Any) -> Any:
-            if self._profiler is not None and not self._is_starting:
-                self._end()
+            if not self._is_starting:
+                self._others.add(id(profiler))
+                if self._profiler is not None:
+                    self._end()
             return original(profiler, *arguments, **options)
 
         return start
+
+    def _see_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def end(profiler: Any, *arguments: Any, **options: Any) -> Any:
+            self._others.discard(id(profiler))
+            return original(profiler, *arguments, **options)
+
+        return end
 
     def _begin(self, *, with_stack: bool) -> None:
         if not torch.cuda.is_initialized():
             self._why_not = "nothing had used it by then"
             return
-        if torch.autograd._profiler_enabled():
+        if self._others or torch.autograd._profiler_enabled():
             self._why_not = "another profiler was running"
             return
         kinds = {torch.profiler.ProfilerActivity.CUDA}
