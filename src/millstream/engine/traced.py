@@ -127,7 +127,8 @@ def trace_replays(plan: Plan, replay: Callable[[], None]) -> Timeline:
     for _ in range(WARM_UPS):
         replay()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:  # else it warns
         for _ in range(RUNS + 1):  # CUPTI may lose the first kernels of a window (pytorch#192021)
             replay()
             torch.cuda.synchronize()

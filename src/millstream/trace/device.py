@@ -262,7 +262,7 @@ class DeviceWindow:
         kinds = {torch.profiler.ProfilerActivity.CUDA}
         if with_stack:
             kinds.add(torch.profiler.ProfilerActivity.CPU)
-        profiler = torch.profiler.profile(activities=kinds, with_stack=with_stack)
+        profiler = torch.profiler.profile(activities=kinds, with_stack=with_stack, acc_events=True)  # else it warns
         torch.cuda.synchronize()  # of a graph that runs already, only a part of its kernels would be seen
         self._is_starting = True
         try:
