@@ -281,13 +281,9 @@ class _Cutter:
         """
         from_inputs: set[fx.Node] = set()
         for node in self._nodes:
-            known = node in self._place or node.op == "get_attr"
-            if known or (
-                node.target is not EXCHANGE
-                and node not in deadlines
-                and not _is_random(node)
-                and from_inputs.issuperset(node.all_input_nodes)
-            ):
+            is_there = node in self._place or node.op == "get_attr"
+            may_move = node in self._remade or (_is_operation(node) and node not in deadlines)
+            if is_there or (may_move and from_inputs.issuperset(node.all_input_nodes)):
                 from_inputs.add(node)
         for node in reversed(self._nodes):
             if node in segment_of and node in from_inputs and node.target is not operator.getitem:
@@ -482,8 +478,13 @@ def _is_view(node: fx.Node) -> bool:
     )
 
 
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+def _is_operation(node: fx.Node) -> bool:
+    """Whether it gives the same whenever it is called, or is a part of what does: it draws no numbers."""
+    target = node.target
+    if target is operator.getitem:
+        return True
+    is_known = isinstance(target, torch._ops.OpOverload) and target is not EXCHANGE
+    return is_known and torch.Tag.nondeterministic_seeded not in target.tags  # type: ignore[union-attr]
 
 
 def _is_size(node: fx.Node) -> bool:
