@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from millstream._torch.device_guard import keep_device_guard
 from millstream.capture import Step
 from tests.capture.worlds import interpret
 from tests.processes import output_of
@@ -327,3 +328,16 @@ def test_an_uncompiled_function_can_be_compiled_after_captures_at_once():
         """
     )
     assert said.split("\n")[:2] == ["False False", "(6, 4)"]
+
+
+@pytest.mark.parametrize("without", ["", "pytorch#160532"])
+def test_the_guard_of_a_device_that_is_not_there_is_made_in_a_thread_that_stays(monkeypatch, without):
+    makers = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: makers.append(threading.current_thread()))
+    monkeypatch.setenv("MILLSTREAM_WITHOUT", without)
+    thread = threading.Thread(target=keep_device_guard.__wrapped__)
+    thread.start()
+    thread.join(PATIENCE)
+    assert [maker.is_alive() and maker is not thread for maker in makers] == ([] if without else [True])

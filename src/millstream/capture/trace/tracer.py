@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from millstream._torch.checkpointing import RandomRecords, checkpoints_reuse_randoms
+from millstream._torch.device_guard import keep_device_guard
 from millstream._torch.dynamo import compile_lock
 from millstream._torch.hooks import OwnHook
 from millstream._torch.scaler import is_idle, steps_are_masked
@@ -164,6 +165,7 @@ def tracing_alone() -> Iterator[None]:
     The order of the locks is the same everywhere: a thread that waits for a tensor to be real again may be compiling.
     """
     with compile_lock(), TRACING.lock:
+        keep_device_guard()
         yield
 
 
