@@ -151,6 +151,7 @@ def test_two_windows_are_recorded_by_the_count_of_steps(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.profiler.ProfilerActivity, "CUDA", torch.profiler.ProfilerActivity.CPU, raising=False)
+    monkeypatch.setattr("millstream.trace.agenda.ENOUGH_NS", 10**15)
     recorded = []
     monkeypatch.setattr(
         "millstream.trace.device.read_trace", lambda trace: recorded.append(trace) or DeviceTrace((), (), (), ())

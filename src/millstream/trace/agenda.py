@@ -93,6 +93,10 @@ class Windows:
         self._next, self._since, self._since_ns = FIRST_STEP, 0, 0
         self._turn = Turn.BEGIN
 
+    def taken(self, now: int) -> None:
+        """The turn has been taken: starting the device's profiler takes a second or two, which are none of a window."""
+        self._since_ns = now
+
     def at_step(self, number: int, now: int) -> Turn | None:
         """What to do now.
 

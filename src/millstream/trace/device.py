@@ -193,6 +193,7 @@ class DeviceWindow:
         start = clock()
         if stepper == self._leader and (turn := self._windows.at_step(number, start)) is not None:
             self._take(turn, start)
+            self._windows.taken(clock())
 
     def _take(self, turn: Turn, start: int) -> None:
         if turn is Turn.BEGIN:
