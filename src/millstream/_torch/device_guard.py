@@ -9,20 +9,22 @@ therefore made in a thread that stays. ``MILLSTREAM_WITHOUT=pytorch#160532`` lea
 from __future__ import annotations
 
 import functools
-import os
 import threading
 
 import torch
 
-ISSUE = "pytorch#160532"
+from millstream._torch.workarounds import Workaround
+
+WORKAROUND = Workaround(
+    "pytorch#160532", "the process ends, with builds for CUDA where no device is, after a trace in a thread that ended"
+)
 
 
 @functools.cache
 def keep_device_guard() -> None:
     """Let the guard outlive the calling thread; once in a process. Tried on 2.11 and 2.13."""
     make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
-    is_off = ISSUE in os.environ.get("MILLSTREAM_WITHOUT", "")
-    if is_off or make is None or torch.version.cuda is None or torch.cuda.device_count() > 0:
+    if not WORKAROUND.applies or make is None or torch.version.cuda is None or torch.cuda.device_count() > 0:
         return
     if threading.current_thread() is threading.main_thread():
         make()

@@ -11,7 +11,6 @@ Private APIs, tried on torch 2.11; later versions need nothing of this.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -20,14 +19,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ISSUE = "pytorch#176752"
-_IS_TAKEN_AWAY = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+from millstream._torch.workarounds import Workaround
+
+WORKAROUND = Workaround(
+    "pytorch#176752", "an error on random numbers of other threads while a CUDA graph is captured", until=(2, 12)
+)
 
 
 def aside(graph: torch.cuda.CUDAGraph) -> Aside:
     """How to capture a graph on the current device without taking its default generator away from other threads."""
-    is_wanted = _IS_TAKEN_AWAY and ISSUE not in os.environ.get("MILLSTREAM_WITHOUT", "")
-    return Exchange(graph) if is_wanted and isinstance(graph, torch.cuda.CUDAGraph) else Aside()
+    return Exchange(graph) if WORKAROUND.applies and isinstance(graph, torch.cuda.CUDAGraph) else Aside()
 
 
 class Aside:

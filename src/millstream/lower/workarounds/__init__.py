@@ -1,8 +1,9 @@
-"""Faults of PyTorch's compiler, and what is done about each: a module for every issue, in one list.
+"""Faults of PyTorch's compiler, and what is done about each: a module for every issue.
 
-Each says which versions need it, can be switched off (``MILLSTREAM_WITHOUT=pytorch#185873,pytorch#197039``), and has a
-test that fails as soon as PyTorch does without, so that it can go. All touch private parts of Inductor, tried on the
-versions that the package supports.
+The list has all workarounds there are, also those for other parts of PyTorch, which are in ``millstream._torch``. Each
+says which versions need it, can be switched off (``MILLSTREAM_WITHOUT=pytorch#185873,pytorch#197039``), and has a test
+that fails as soon as PyTorch does without, so that it can go. All touch private parts of PyTorch, tried on the versions
+that the package supports.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from millstream._torch import device_guard, generators
+from millstream._torch.workarounds import Decompositions, Workaround, without
 from millstream.lower.workarounds import (
     pytorch_167313,
     pytorch_176591,
@@ -31,13 +34,14 @@ from millstream.lower.workarounds import (
     pytorch_197094,
     pytorch_198119,
 )
-from millstream.lower.workarounds.registry import Decompositions, Workaround, without
 
 __all__ = ["WORKAROUNDS", "JointPasses", "Workaround", "decompose", "lowering", "options", "tracing", "without"]
 
 WORKAROUNDS: tuple[Workaround, ...] = (
+    device_guard.WORKAROUND,
     pytorch_167313.WORKAROUND,
     pytorch_176591.WORKAROUND,
+    generators.WORKAROUND,
     pytorch_180848.WORKAROUND,
     pytorch_183988.WORKAROUND,
     pytorch_184232.WORKAROUND,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from millstream.lower.workarounds.registry import Decompositions, Workaround
+from millstream._torch.workarounds import Decompositions, Workaround
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
 
-from millstream.lower.workarounds.registry import Workaround
+from millstream._torch.workarounds import Workaround
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch._inductor import config
 
-from millstream.lower.workarounds.registry import Workaround
+from millstream._torch.workarounds import Workaround
 
 WORKAROUND = Workaround(
     "pytorch#180848",

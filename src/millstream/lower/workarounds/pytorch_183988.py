@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._inductor import pattern_matcher
 
-from millstream.lower.workarounds.registry import Workaround
+from millstream._torch.workarounds import Workaround
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from millstream._torch.workarounds import Workaround
 from millstream.lower.views import AS_STRIDED, input_of, reaches_beyond
-from millstream.lower.workarounds.registry import Workaround
 
 
 def _count_from_inputs(graph: torch.fx.Graph) -> None:

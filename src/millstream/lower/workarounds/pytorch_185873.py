@@ -16,7 +16,7 @@ from typing import Any
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.scheduler import SchedulerNode
 
-from millstream.lower.workarounds.registry import Workaround
+from millstream._torch.workarounds import Workaround
 
 
 @contextlib.contextmanager

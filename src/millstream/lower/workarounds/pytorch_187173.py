@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from millstream.lower.workarounds.registry import Decompositions, Workaround
+from millstream._torch.workarounds import Decompositions, Workaround
 
 _OPERATOR = torch.ops.aten.max_unpool2d.default
 

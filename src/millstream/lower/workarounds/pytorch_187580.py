@@ -11,7 +11,7 @@ from typing import Any
 
 from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 
-from millstream.lower.workarounds.registry import Workaround
+from millstream._torch.workarounds import Workaround
 
 
 @contextlib.contextmanager

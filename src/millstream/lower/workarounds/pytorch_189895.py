@@ -15,7 +15,7 @@ from torch._inductor.codegen.triton import TritonKernelOverrides
 from torch._inductor.virtualized import V
 from torch._inductor.virtualized import _ops as ops
 
-from millstream.lower.workarounds.registry import Workaround
+from millstream._torch.workarounds import Workaround
 
 
 def _is_computed_here(body: Any) -> bool:

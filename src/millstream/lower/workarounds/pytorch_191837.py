@@ -15,7 +15,7 @@ from typing import Any
 from torch._inductor import config
 from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
 
-from millstream.lower.workarounds.registry import Workaround
+from millstream._torch.workarounds import Workaround
 
 
 @contextlib.contextmanager

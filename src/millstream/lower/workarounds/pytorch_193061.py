@@ -6,7 +6,7 @@ FX wrapper, where a graph runs on plain Inductor, they would be taken.)
 
 from __future__ import annotations
 
-from millstream.lower.workarounds.registry import Workaround
+from millstream._torch.workarounds import Workaround
 
 WORKAROUND = Workaround(
     "pytorch#193061",

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch._inductor.codegen.cpp import CppKernelProxy, CppTile2DKernel
 
-from millstream.lower.workarounds.registry import Workaround
+from millstream._torch.workarounds import Workaround
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from millstream.lower.workarounds.registry import Workaround
+from millstream._torch.workarounds import Workaround
 
 _COPY = torch.ops.aten.copy_.default
 

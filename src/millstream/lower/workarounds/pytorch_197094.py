@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from millstream.lower.workarounds.registry import Decompositions, Workaround
+from millstream._torch.workarounds import Decompositions, Workaround
 
 aten = torch.ops.aten
 _NAMES = "add sub mul div addcmul addcdiv lerp neg".split()

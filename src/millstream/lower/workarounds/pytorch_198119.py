@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.lower.workarounds.registry import Decompositions, Workaround
+from millstream._torch.workarounds import Decompositions, Workaround
 
 aten = torch.ops.aten
 
