@@ -1,7 +1,6 @@
 """What a profile leaves behind, and what it changes: nothing."""
 
 import gc
-import os
 import random
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 from torch.utils.data._utils import fetch
 
 import millstream as ms
-from millstream._torch.presence import has_gpu
 from millstream.errors import ArgumentError
 from millstream.insight import Cause
 from millstream.insight.host import spans_of
@@ -191,19 +189,6 @@ def test_gpu_that_is_not_used_is_not_touched(monkeypatch):
     assert look() == before
     assert run.findings.recording.is_synchronous
     assert run.findings.recording.device == "CPU"
-
-
-@pytest.mark.parametrize("value", [None, "0", "1"])
-def test_looking_for_a_gpu_leaves_the_environment_as_it_was(value, monkeypatch):
-    name, seen = "PYTORCH_NVML_BASED_CUDA_CHECK", []
-    if value is None:
-        monkeypatch.delenv(name, raising=False)
-    else:
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.append(os.environ[name]) or True)
-    assert has_gpu()
-    assert seen == ["1"]
-    assert os.environ.get(name) == value
 
 
 def test_thread_that_works_is_looked_at_where_nothing_steps():
