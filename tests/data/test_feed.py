@@ -812,6 +812,22 @@ def test_an_error_that_nobody_asks_for_any_more_keeps_nothing_alive(make_feed):
     assert seen[0]() is None
 
 
+def test_a_generators_batches_are_freed_once_they_are_used(make_feed):
+    def source():
+        for number in range(8):
+            batch = torch.full((2,), float(number))
+            seen.append(weakref.ref(batch))
+            yield batch
+            del batch
+
+    seen = []
+    passing = iter(make_feed(source()))
+    for number in range(7):
+        assert next(passing)[0] == number
+    assert seen[0]() is None
+    assert seen[1]() is None
+
+
 def test_a_second_thread_that_asks_a_pass_is_refused_and_takes_nothing(make_feed):
     def source():
         yield torch.tensor(0)

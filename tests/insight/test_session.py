@@ -154,9 +154,15 @@ def test_workers_that_are_started_for_each_pass_are_told_of(persistent):
             for _ in loader:
                 pass
     starts = [span for span in run.findings.recording.spans if span.cause is Cause.PASS]
-    # Each pass starts workers and waits for its first batch, and ends.
+    # Each pass starts workers and waits until they make its first batch, and ends.
     assert len(starts) == (5 if persistent else 9)
     assert run.findings.recording.user_site(starts[0].stack).file == __file__
+    waits = [span for span in run.findings.recording.spans if span.cause is Cause.DATA_WAIT]
+    assert len(waits) == 12
+    began = {span.end_ns for span in starts}
+    firsts = [span.end_ns - span.start_ns for span in waits if span.start_ns in began]
+    assert len(firsts) == (1 if persistent else 3)
+    assert 0 < max(firsts) <= run.findings.recording.loaders[0].batch_ns
     del loader
 
 

@@ -50,14 +50,60 @@ def test_value_on_its_way_to_numpy_is_read_once_and_comparisons_read():
     assert [(row.kind, row.count) for row in trace.findings.rows] == [(SyncKind.READ, 1), (SyncKind.TO_LIST, 1)]
 
 
+def _read():
+    assert torch.ones(3).sum().item() == 3
+
+
+class _Reader(threading.Thread):
+    def run(self):
+        _read()
+
+
+def _start(thread):
+    thread.start()
+    with pytest.raises(RuntimeError, match="once"):
+        thread.start()
+    thread.join()
+    return thread
+
+
+def _start_with_own_run():
+    thread = threading.Thread()
+    thread.run = _read
+    assert _start(thread).run is _read
+
+
+def _submit():
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(_read).result()
+
+
+STARTS = {
+    "pool": _submit,
+    "target": lambda: _start(threading.Thread(target=_read)),
+    "subclass": lambda: _start(_Reader()),
+    "timer": lambda: _start(threading.Timer(0, _read)),
+    "own run": _start_with_own_run,
+}
+
+
 @pytest.mark.parametrize("follows", [False, True])
-def test_threads_are_followed_on_request(follows):
-    before = threading.Thread.run
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_threads_are_followed_on_request(start, follows):
+    before = vars(threading.Thread).copy()
     trace = SyncTrace(follows_threads=follows)
-    with trace, ThreadPoolExecutor(1) as executor:
-        assert executor.submit(lambda: torch.ones(3).sum().item()).result() == 3
-    assert threading.Thread.run is before
+    with trace:
+        start()
+    assert vars(threading.Thread) == before
     assert sum(row.count for row in trace.findings.rows) == follows
+
+
+def test_followed_thread_is_left_as_it_was():
+    thread = _Reader()
+    before = vars(thread).keys()
+    with SyncTrace(follows_threads=True):
+        _start(thread)
+    assert vars(thread).keys() == before
 
 
 def test_trace_leaves_methods_and_results_as_they_were():

@@ -69,7 +69,11 @@ def _held_by(source: Any) -> Iterable[Any]:
         with suppress(ValueError):  # of a variable that has no value yet
             held = [cell.cell_contents for cell in source.__closure__ or ()]
     elif isinstance(source, GeneratorType):
-        held = source.gi_frame.f_locals.values() if source.gi_frame is not None else ()
+        if source.gi_frame is not None:
+            variables = source.gi_frame.f_locals
+            held = [*variables.values()]
+            if isinstance(variables, dict):  # before Python 3.13 a copy, which the frame would keep until it ends
+                variables.clear()
     else:
         with suppress(AttributeError):  # of the user's ``__getattr__`` nobody knows what it does
             held = object.__getattribute__(source, "__dict__").values()

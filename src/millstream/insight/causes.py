@@ -10,7 +10,7 @@ class Cause(StrEnum):
 
     DATA_WAIT = "data"  #: the loop waits for the workers of a loader
     IN_PROCESS = "data in process"  #: the loop makes the batch itself
-    PASS = "start of pass"  #: workers of a loader are started and ended anew for each pass, and the first batch is late
+    PASS = "start of pass"  #: workers of a loader are started and ended anew for each pass, and delay its first batch
     SYNC = "sync"  #: the host waited for the device, and the queue was empty afterwards
     ALLOCATOR = "allocator"  #: device memory was taken from the driver or given back
     COMPILE = "compile"  #: TorchDynamo or a backend compiled, or the driver loaded code

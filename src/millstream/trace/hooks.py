@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from millstream._torch import compile_events, loading
 from millstream._torch.presence import has_gpu
 from millstream.insight import Cause, Loader, Site
-from millstream.trace.log import Log, clock
+from millstream.trace.log import FIRST_BATCH, Log, clock
 from millstream.trace.workers import WorkerTimes
 
 COLLECTIVES = (
@@ -120,12 +120,14 @@ class Hooks:
         def get_batch(iterator: Any) -> Any:
             if os.getpid() != pid:
                 return original(iterator)
-            start, cause = clock(), Cause.PASS
+            start, cause, detail = clock(), Cause.PASS, ""
             try:
                 batch = original(iterator)
-                cause = Cause.PASS if iterator not in known else Cause.DATA_WAIT
+                cause, detail = (Cause.DATA_WAIT, "") if iterator in known else (Cause.PASS, FIRST_BATCH)
             finally:  # the end of a pass takes time, and is no batch
-                log.add_span(start, Cause.IN_PROCESS if loading.makes_in_process(iterator) else cause)
+                if loading.makes_in_process(iterator):
+                    cause, detail = Cause.IN_PROCESS, ""
+                log.add_span(start, cause, detail)
             self._tell_of_batch()
             if iterator not in known:
                 known[iterator] = self._note_loader(iterator)

@@ -14,6 +14,8 @@ from millstream.trace.frames import RawStack, Stacks
 MAX_EVENTS = 200_000
 
 TOLD = 0
+FIRST_BATCH = "first batch"
+"""Detail of a span in which workers were started, and the first batch of a pass was made."""
 clock = time.perf_counter_ns
 
 

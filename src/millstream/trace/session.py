@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -29,7 +29,7 @@ from millstream.locks import ForkSafeLock
 from millstream.trace import frames, stacks
 from millstream.trace.device import DeviceWindow, Recorded
 from millstream.trace.hooks import Hooks
-from millstream.trace.log import TOLD, Log, clock
+from millstream.trace.log import FIRST_BATCH, TOLD, Log, clock
 from millstream.trace.notes import notes_of
 from millstream.trace.sampler import Look, Sampler, samples_of
 
@@ -183,11 +183,16 @@ class Session:
             end_ns=ended_ns,
             thread=thread,
             steps=tuple(steps),
-            spans=tuple(
-                Span(ident, start, end, cause, frames.sites_of(stack), detail)
-                for ident, start, end, cause, stack, detail in self._log.spans
-            )
-            + tuple(windows),
+            spans=(
+                *_with_first_batches(
+                    (
+                        Span(ident, start, end, cause, frames.sites_of(stack), detail)
+                        for ident, start, end, cause, stack, detail in self._log.spans
+                    ),
+                    batch_ns,
+                ),
+                *windows,
+            ),
             samples=tuple(samples),
             notes=tuple(notes_of(self._log.breaks, self._began_unix_ns, self._began_ns)),
             loaders=tuple(loaders),
@@ -257,6 +262,17 @@ def _in_turn(marks: list[tuple[int, int]]) -> list[int]:
 
 def _between(marks: list[int]) -> list[Step]:
     return [Step(start, end) for start, end in pairwise(marks) if start < end]
+
+
+def _with_first_batches(spans: Iterable[Span], batch_ns: int) -> Iterator[Span]:
+    """Of a wait for a pass's first batch, the last part is for making it, which workers that stay do as well."""
+    for span in spans:
+        if span.detail != FIRST_BATCH:
+            yield span
+            continue
+        began_ns = max(span.start_ns, span.end_ns - batch_ns)
+        yield replace(span, end_ns=began_ns, detail="")
+        yield replace(span, start_ns=began_ns, cause=Cause.DATA_WAIT, detail="")
 
 
 def _cut(start: int, end: int) -> list[Step]:

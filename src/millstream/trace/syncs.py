@@ -118,7 +118,7 @@ class SyncTrace:
         for name in ("tolist", "cpu"):
             self._patches.append(_MethodPatch(name, self._on_read))
         if self._follows_threads:
-            self._patches.append(Patch(threading.Thread, "run", self._watch_thread))
+            self._patches.append(Patch(threading.Thread, "start", self._watch_thread))
         if not self._would_wait:
             for holder, name, kind in (
                 (torch.cuda, "synchronize", SyncKind.SYNCHRONIZE),
@@ -159,11 +159,29 @@ class SyncTrace:
             self._tell(SyncKind.TO_LIST, 0, f"Tensor.{name}", False)
 
     def _watch_thread(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(thread: threading.Thread) -> None:
-            with _Operators(self._tell):
-                original(thread)
+        def start(thread: threading.Thread) -> None:
+            run, own = thread.run, vars(thread).get("run")  # its class may have another ``run`` than Thread's
 
-        return run
+            def put_back() -> None:
+                if vars(thread).get("run") is watched:
+                    if own is None:
+                        del thread.run
+                    else:
+                        thread.run = own  # type: ignore[method-assign]
+
+            def watched() -> None:
+                put_back()
+                with _Operators(self._tell):
+                    run()
+
+            thread.run = watched  # type: ignore[method-assign]
+            try:
+                original(thread)
+            except BaseException:
+                put_back()
+                raise
+
+        return start
 
     def _watch_call(self, kind: SyncKind, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
