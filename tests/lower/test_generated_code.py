@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 
 import pytest
 import torch
@@ -51,25 +52,33 @@ def test_shortcuts_change_no_letter(function, shape, sources, monkeypatch):
     assert texts[0] == texts[1] != []
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_python_looks_for_garbage_again_after_the_lowering(monkeypatch, is_on):
-    seen, lower = [], lowering.compile_fx_inner
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_python_looks_for_garbage_again_after_the_lowering_and_in_a_forked_child(monkeypatch):
+    codes, lower, before = [], lowering.compile_fx_inner, gc.get_threshold()
+
+    def is_collecting():
+        return gc.isenabled() and gc.get_threshold() == before
 
     def look(*args, **kwargs):
-        seen.append(gc.isenabled())
+        assert not is_collecting()
+        child = os.fork()  # as another thread may
+        if child == 0:
+            os._exit(0 if is_collecting() else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        gc.disable()  # as it may, too
         return lower(*args, **kwargs)
 
     monkeypatch.setattr(lowering, "compile_fx_inner", look)
     torch._dynamo.reset()
     compiled, x = ms.compile(pointwise, strict=True), torch.randn(7)
     try:
-        if not is_on:
-            gc.disable()
         result = compiled(x)
-        assert seen == [False]
-        assert gc.isenabled() is is_on
+        assert not gc.isenabled()
     finally:
         gc.enable()
+    assert codes == [0]
+    assert is_collecting()
     assert torch.equal(result, pointwise(x))
 
 

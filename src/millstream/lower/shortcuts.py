@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,20 +44,39 @@ def shortcuts() -> Iterator[None]:
         SchedulerNode.codegen = generate  # type: ignore[method-assign]
 
 
+_postponed: list[int] = []
+"""The thresholds to be set again at the end of ``no_collections``."""
+
+
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
     """Let Python not look for garbage inside the ``with`` block, in the whole process.
 
     Lowering makes millions of objects, nearly all of which stay until its end, and every so often Python looks through
     all of them: a tenth of the time, for some twentieth of the memory.
+
+    A threshold of zero does that, too, and leaves ``gc.disable()`` to the user. Processes forked meanwhile look again.
     """
-    was_on = gc.isenabled()
-    gc.disable()
+    if not (threshold := gc.get_threshold()[0]):
+        yield
+        return
+    _postponed.append(threshold)
+    gc.set_threshold(0)
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        _collect_again()
+
+
+def _collect_again() -> None:
+    if _postponed:
+        threshold = _postponed.pop()
+        if not gc.get_threshold()[0]:  # nobody else has set one
+            gc.set_threshold(threshold)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_collect_again)
 
 
 def _is_for_nothing(kernel: Any) -> bool:
