@@ -163,7 +163,7 @@ class FunctionWatch(TorchFunctionMode):
 
     def _for_this_thread(self, result: Any) -> Any:
         """Let other threads, which may find it where the program puts it, not compute with what has no values."""
-        for each in result if type(result) in (tuple, list) else (result,):
+        for each in _tensors_in((result,)):
             if type(each) is FakeTensor:
                 each.__class__ = self._kind
         return result

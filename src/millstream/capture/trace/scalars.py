@@ -27,7 +27,7 @@ import operator
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeGuard
 
@@ -579,15 +579,22 @@ def give_back(questions: Questions) -> None:
         return
     kept = [each for each in objects_of_types([GraphScalar, HostScalar]) if each.questions is questions]
     for holder in gc.get_referrers(*kept) if kept else ():
-        if isinstance(holder, list | deque):
-            items: Iterable[tuple[Any, Any]] = enumerate([*holder])
-        else:
-            holder = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
-            items = [*holder.items()]
-        for key, value in items:
+        if holder is kept:
+            continue
+        if not issubclass(type(holder), dict | list | deque):
+            with contextlib.suppress(AttributeError):  # a proxy's ``__getattr__`` would lead to another object
+                holder = object.__getattribute__(holder, "__dict__")
+        # Methods of subclasses are the user's: ``__missing__`` would bring back what was removed.
+        kind: Any = next((kind for kind in (dict, list, deque) if issubclass(type(holder), kind)), None)
+        if kind is None:
+            continue
+        get = dict.get if kind is dict else kind.__getitem__
+        for key, value in [*(dict.items(holder) if kind is dict else enumerate(kind.__iter__(holder)))]:
             if is_scalar(value) and value.questions is questions:
-                with contextlib.suppress(CaptureError):  # there was none before
-                    holder[key] = value.plain()
+                with contextlib.suppress(CaptureError, LookupError):  # there was none before; it has gone by now
+                    plain = value.plain()
+                    if get(holder, key) is value:
+                        kind.__setitem__(holder, key, plain)
 
 
 _OF_MATH = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tanh", "pow")

@@ -139,7 +139,7 @@ CALLBACK_REMEDY = "Move this out of the step, or let ms.callback do it, as in ms
 
 
 def trace_step(request: Request) -> Traced:
-    """Record the step of ``request``.
+    """Record the step of ``request``; the caller is ``tracing_alone``.
 
     Raises:
         CaptureError: It cannot be captured.
@@ -150,8 +150,7 @@ def trace_step(request: Request) -> Traced:
     """
     tracer = _Tracer(request)
     try:
-        with tracing_alone(), signals_wait():
-            return tracer.trace()
+        return tracer.trace()
     finally:
         questions = tracer.questions
         vars(tracer).clear()  # its methods, given to what watches, would keep the arguments until the next collection
@@ -160,11 +159,13 @@ def trace_step(request: Request) -> Traced:
 
 @contextlib.contextmanager
 def tracing_alone() -> Iterator[None]:
-    """While one thread traces, no other does, nor looks for what to trace; PyTorch's compilers wait.
+    """While one thread traces, no other does, nor looks for what to trace; PyTorch's compilers and signals wait.
 
     The order of the locks is the same everywhere: a thread that waits for a tensor to be real again may be compiling.
+    Handlers of signals run without the locks: they may wait for such a thread.
     """
-    with compile_lock(), TRACING.lock:
+    with contextlib.ExitStack() as end, compile_lock(), TRACING.lock:
+        end.enter_context(signals_wait())
         keep_device_guard()
         yield
 
