@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dis
 import functools
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -81,22 +82,22 @@ class Stores:
     keys: set[str] = field(default_factory=set)  # of items
     counted: set[str] = field(default_factory=set)  # of all these, what it changes by ``+=`` and the like
     assigned: set[str] = field(default_factory=set)  # and otherwise
-    variables: set[str] = field(default_factory=set)  # whose objects it may change in place
     any_name: bool = False  # attributes whose names do not stand in it
     any_item: bool = False  # items whose keys do not
+    fills: bool = False  # whether it may change what is in some container
 
 
 @functools.lru_cache(maxsize=65536)
 def stores_of(code: CodeType) -> Stores:
-    """Where some code may put things; methods in C that it calls apart."""
-    found = Stores(any_name=not _SETTING.isdisjoint(code.co_names), any_item=not _FILLING.isdisjoint(code.co_names))
+    """Where some code may put things; functions in C that it does not name apart."""
+    names = {*code.co_names}
+    found = Stores(any_name=not _SETTING.isdisjoint(names), any_item=not _FILLING.isdisjoint(names))
+    found.fills = found.any_item or not MUTATING.isdisjoint(names)
     before: deque[Any] = deque([None, None, None], maxlen=3)  # the last instructions
     counted: list[Any] = []  # keys of items that are being changed
     is_counted = False  # whether what is on the stack was changed so
-    for item in dis.get_instructions(code):
+    for item in instructions_of(code):
         operation, name = item.opname, item.argval
-        if operation in ("EXTENDED_ARG", "CACHE"):
-            continue
         last = before[-1]
         if operation == "BINARY_SUBSCR" and last is not None and last.opname == "COPY":  # twice
             counted.append(_key_of(before[0]))
@@ -112,15 +113,29 @@ def stores_of(code: CodeType) -> Stores:
                 found.attributes.add(name)
             elif what in ("GLOBAL", "DEREF", "NAME"):
                 found.globals.add(name)
-            elif what == "FAST" and is_counted:
-                found.variables.add(name)
             found.any_item |= what == "SLICE"
+            found.fills |= what in ("SUBSCR", "SLICE")
             (found.counted if is_counted else found.assigned).add(str(name))
         elif operation == "LOAD_ATTR" and not _is_method_load(item) and name in MUTATING:
             found.any_item = True  # it hands the method on
-        is_counted = (operation == "SWAP" and is_counted) or (operation == "BINARY_OP" and item.argrepr.endswith("="))
+        is_in_place = operation == "BINARY_OP" and item.argrepr.endswith("=")
+        found.fills |= is_in_place  # of a list or set, by whatever name it has there
+        is_counted = is_in_place or (operation == "SWAP" and is_counted)
         before.append(item)
     return found
+
+
+def instructions_of(code: CodeType) -> Iterator[dis.Instruction]:
+    """What some code does, one thing at a time: Python 3.13 has instructions for two variables."""
+    for item in dis.get_instructions(code):
+        if isinstance(item.argval, tuple) and (parts := _OF_VARIABLES.findall(item.opname)):
+            for opname, argval in zip(parts, item.argval, strict=True):
+                yield item._replace(opname=opname, argval=argval, argrepr=str(argval))
+        elif item.opname not in ("EXTENDED_ARG", "CACHE"):
+            yield item
+
+
+_OF_VARIABLES = re.compile("(?:LOAD|STORE)_FAST(?:_BORROW)?")
 
 
 def _key_of(item: dis.Instruction | None) -> str | None:
@@ -145,7 +160,7 @@ _FILLING = frozenset(
     __setitem__ __delitem__ __iadd__ __imul__ __ior__ __iand__ __isub__ __ixor__
     """.split()
 )
-"""Functions in C that change what they are given, of whose calls a profiler is not told with that."""
+"""Functions in C that change what they are given."""
 
 
 def finds_modules(names: Names) -> bool:
@@ -232,8 +247,8 @@ def handed_on(code: CodeType) -> frozenset[str]:
     """Names of variables and attributes whose values some code uses otherwise than for an attribute that it names."""
     found: set[str] = set()
     waiting: str | None = None
-    for item in dis.get_instructions(code):
-        if item.opname in ("EXTENDED_ARG", "CACHE", "PUSH_NULL"):
+    for item in instructions_of(code):
+        if item.opname == "PUSH_NULL":
             continue
         is_named = item.opname in ("LOAD_ATTR", "LOAD_METHOD")
         if waiting is not None and (not is_named or item.argval == "__dict__"):

@@ -37,7 +37,6 @@ from torch import nn
 
 from millstream.capture.lines import is_asked_by_user, is_ours, is_part_of_models, is_pythons, is_users, is_users_own
 from millstream.capture.state.code import (
-    MUTATING,
     NAMESPACES,
     Reach,
     computes_a_global,
@@ -72,7 +71,6 @@ class Ran:
     variables: set[str] = field(default_factory=set)  # names of environment variables that were read
     # code that may have written to objects of the user's, and whether also under names that do not stand in it
     writers: dict[CodeType, bool] = field(default_factory=dict)
-    changed: set[int] = field(default_factory=set)  # by id, objects that such code may have changed as a whole
 
     def may_have_run(self, code: CodeType) -> bool:
         """Whether that code may have run."""
@@ -98,11 +96,9 @@ class Ran:
             key in each.assigned or (is_open and (each.any_name or each.any_item)) for each, is_open in stores
         )
 
-    def may_have_filled(self, container: Any) -> bool:
-        """Whether items of it may have been written whose keys do not stand in the code."""
-        if self.codes is None or id(container) in self.changed:
-            return True
-        return any(stores_of(code).any_item for code, is_open in self.writers.items() if is_open)
+    def may_have_filled(self) -> bool:
+        """Whether what is in some container may have been changed."""
+        return self.codes is None or any(stores_of(code).fills for code, is_open in self.writers.items() if is_open)
 
     def has_read(self, module: nn.Module, name: str) -> bool:
         """Whether that attribute was read."""
@@ -172,7 +168,6 @@ class CodeWatch:
         self._thread = threading.get_ident()
         self._again: set[int] = set()  # by id: code that is looked at in each call
         self._reaching: set[int] = set()  # likewise: that may read attributes by names that it computes
-        self._looked_at_last: set[int] = set()  # likewise: that, or what may change objects of its variables in place
         self._computing: dict[tuple[Any, ...], Any] = {}  # code and ids of the objects in its variables; and these
         self._outer: Any = None
         self._writers: list[Any] = []  # what was there before and may be written to
@@ -212,11 +207,8 @@ class CodeWatch:
                 self._note(frame)
         elif event == "c_call":
             self._note_call(frame, arg)
-        elif event == "return" and code in self._looked_at_last:
-            if code in self._reaching:
-                self._note_computed(frame, reach_of(frame.f_code))
-            held = frame.f_locals
-            self._ran.changed.update(id(held.get(name)) for name in stores_of(frame.f_code).variables)
+        elif event == "return" and code in self._reaching:
+            self._note_computed(frame, reach_of(frame.f_code))
         if self._outer is not None:
             self._outer(frame, event, arg)
 
@@ -227,8 +219,6 @@ class CodeWatch:
             self._on_impure(frame, "a global whose name it computes", False)
         if name in _NAMES:
             self._note_impure(frame, function)
-        if name in MUTATING:
-            self._ran.changed.add(id(function.__self__))
         if id(function.__self__) in self._opaque() and name not in _BALANCED:
             asking = _beyond_library(frame)
             if asking is not None and threading.get_ident() == self._thread and is_asked_by_user(asking):
@@ -284,17 +274,15 @@ class CodeWatch:
     def _note_writer(self, frame: FrameType) -> bool:
         """Note code that may write to objects of the user's; returns whether to look at it again."""
         code, file = frame.f_code, frame.f_code.co_filename
-        is_library = is_pythons(file) or file.startswith("<")  # a data class has code of its own
-        is_theirs = not is_library and is_users(file)
+        is_theirs = is_users(file) and not _is_made_for_library(frame)
+        is_library = not is_theirs and (is_pythons(file) or file.startswith("<"))
         if not (is_library or is_theirs or is_part_of_models(file)):
             return False
         stores = stores_of(code)
-        is_telling = stores.any_name or stores.any_item or bool(stores.variables)
+        is_telling = stores.any_name or stores.any_item or stores.fills
         is_open = is_theirs or self._ran.writers.get(code, False)
         is_open = is_open or (is_library and is_telling and is_asked_by_user(frame))
         self._ran.writers[code] = is_open
-        if stores.variables and is_open:
-            self._looked_at_last.add(id(code))
         return is_library and is_telling and not is_open
 
     def _is_asked_again(self, code: CodeType) -> bool:
@@ -322,9 +310,36 @@ class CodeWatch:
         (self._again.add if is_again else self._again.discard)(id(code))
         if is_users(code.co_filename) and reach_of(code):
             self._reaching.add(id(code))
-            self._looked_at_last.add(id(code))
         if is_users(code.co_filename) and (is_new or functions):
             self._on_code(frame, functions)
+
+
+def _is_made_for_library(frame: FrameType) -> bool:
+    """Whether its code was made from text, as methods of data classes are, for a module that is none of the user's."""
+    if not frame.f_code.co_filename.startswith("<"):
+        return False
+    file = getattr(sys.modules.get(frame.f_globals.get("__name__", "")), "__file__", None)
+    return file is not None and not is_users(file)
+
+
+def others_may_write() -> bool:
+    """Whether there are other threads that may run the user's code, as some of PyTorch's and of ours never do."""
+    here = threading.get_ident()
+    return any(ident != here and _may_run_users(frame) for ident, frame in sys._current_frames().items())
+
+
+def _may_run_users(frame: FrameType | None) -> bool:
+    """Whether a thread with this innermost frame was begun by somebody else than PyTorch and us, or for the user."""
+    files = []
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    began = next((file for file in reversed(files) if file != threading.__file__), "")
+    return not is_ours(began) or began.endswith(_FOR_USERS)
+
+
+_FOR_USERS = ("data/worker.py", "results/fetching.py")
+"""Files of ours with threads that call what a user has given: sources, transforms and callbacks."""
 
 
 def unwatched(function: Callable[..., T], *args: Any) -> T:

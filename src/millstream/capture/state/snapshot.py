@@ -6,7 +6,6 @@ not stay, and what it would have changed in every call must be found, because a 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.values import holds_token
 from millstream.capture.state.contents import content_of, has_content, is_container, put_back
 from millstream.capture.state.discover import Found
-from millstream.capture.state.executed import Ran
+from millstream.capture.state.executed import Ran, others_may_write
 from millstream.capture.state.location import MISSING, Attributes, Location
 from millstream.capture.state.signature import is_same
 
@@ -141,7 +140,7 @@ class Snapshot:
 
     def _of_others(self, differences: list[Change]) -> dict[Location, Change]:
         """Those of them that other threads have made."""
-        if len(sys._current_frames()) == 1:
+        if not others_may_write():
             return {}
         return {change.location: change for change in differences if self._is_of_others(change)}
 
@@ -158,11 +157,8 @@ class Snapshot:
         if id(holder) not in self._containers:
             is_attribute = isinstance(key, str) and id(holder) not in self._of_modules
             return is_attribute and not ran.may_have_stored(place, is_item=False)
-        if not isinstance(holder, list | dict | set | deque) or ran.may_have_filled(holder):
-            return False
-        places = (other for other, value in self._links.items() if value is holder)
-        is_stored = any(ran.may_have_stored(other, is_item=False) for other in places)  # as by ``self.items += [item]``
-        return not is_stored and not ran.may_have_stored(place, is_item=True)
+        is_known = isinstance(holder, list | dict | set | deque) and not hasattr(type(holder), "__missing__")
+        return is_known and not ran.may_have_filled()
 
     def is_written_over(self, change: Change) -> bool:
         """Whether a plain number stands where the step counts on a number that a graph reads."""

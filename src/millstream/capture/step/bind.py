@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from millstream.capture.guards.derive import expect_of_arguments, make_guards
 from millstream.capture.guards.recheck import listing_of
 from millstream.capture.state.code import stores_of
 from millstream.capture.state.discover import Found
-from millstream.capture.state.executed import name_of
+from millstream.capture.state.executed import name_of, others_may_write
 from millstream.capture.state.lift import Lifted, find_mirrored, lift
 from millstream.capture.state.location import Location, TensorItem
 from millstream.capture.state.signature import (
@@ -129,7 +128,7 @@ class Workshop:
             )
             for key in sorted(key for counting, key in self.counted if counting is optimizer):
                 numbers += counts_of(optimizer, key)
-        if len(sys._current_frames()) > 1:  # others may count on, too, and write over plain numbers unnoticed
+        if others_may_write():  # they may count on, too, and write over plain numbers unnoticed
             self.lifted |= dict.fromkeys(_counters(found))
         tensors = (*(entry.tensor for entry in state), *call.arguments)
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))

@@ -24,7 +24,6 @@ import gc
 import json
 import math
 import operator
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from torch import Tensor
 from millstream._torch.tracing import patched
 from millstream.capture.effects.values import Always, Expression, Leaf, Texts
 from millstream.capture.lines import here, raise_refusal
+from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.location import MISSING
 from millstream.errors import CaptureError
 from millstream.heap import objects_of_types
@@ -575,7 +575,7 @@ def json_takes_scalars() -> Iterator[None]:
 def give_back(questions: Questions) -> None:
     """After a trace, put numbers where other threads have kept what stood for them: ``log.append(trainer.count)``."""
     questions.thread = None
-    if len(sys._current_frames()) == 1:
+    if not others_may_write():
         return
     kept = [each for each in objects_of_types([GraphScalar, HostScalar]) if each.questions is questions]
     for holder in gc.get_referrers(*kept) if kept else ():

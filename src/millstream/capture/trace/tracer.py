@@ -53,7 +53,7 @@ from millstream.capture.effects.values import Always, Nth, holds_token
 from millstream.capture.lines import caller_of, here, is_asked_by_user, place_of
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import Found, discover
-from millstream.capture.state.executed import CodeWatch, Ran, record_module_reads, stand_in
+from millstream.capture.state.executed import CodeWatch, Ran, others_may_write, record_module_reads, stand_in
 from millstream.capture.state.lift import TRACING, Lifted, become_fake, check_apart, lift
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import (
@@ -611,7 +611,7 @@ class _Tracer:
                 f"The step may write to {mixed.pop()}, and so did another thread while it was captured, which is lost.",
                 remedy="Let threads that write where the step writes wait for its first calls.",
             )
-        if len(sys._current_frames()) > 1 and (new := plain - self.request.plain):
+        if others_may_write() and (new := plain - self.request.plain):
             self.request.plain |= plain
             raise Disturbed(new.pop())
 
