@@ -771,3 +771,74 @@ def test_a_progress_bar_moves_as_in_eager():
 
     assert_alike(run(lambda step: Step(step, build=interpret, strict=True)), run(lambda step: step))
     assert len(bars[0].graphs) == 1
+
+
+class Table:
+    s3 = 0.25
+
+
+WEIGHTS = {
+    "looked up": lambda n: {"epoch3": 0.25}.get(f"epoch{n}", 1.0),
+    "in a dict": lambda n: 0.25 if f"w{n}" in {"w3": 1} else 1.0,
+    "in a list": lambda n: 0.25 if str(n) in ["3"] else 1.0,
+    "equal": lambda n: 0.25 if f"epoch{n}" == "epoch3" else 1.0,
+    "match": lambda n: 0.25 if re.search("3", str(n)) else 1.0,
+    "end": lambda n: 0.25 if f"epoch{n}".endswith("3") else 1.0,
+    "character": lambda n: 0.25 if str(n)[-1] == "3" else 1.0,
+    "digits": lambda n: 0.25 if str(n).isdigit() else 1.0,
+    "length": lambda n: 0.25 if len(f"{n}") > 1 else 1.0,
+    "attribute": lambda n: getattr(Table, f"s{n}", 1.0),
+}
+"""What text of a number decides."""
+
+
+@pytest.mark.parametrize("weigh", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.filterwarnings("ignore::millstream.errors.FallbackWarning")
+def test_text_of_a_number_that_changes_decides_in_each_call(weigh):
+    bench = Bench()
+    step = Step(lambda x, n: bench.train(x) * 0 + weigh(n), build=interpret)
+    got = [step(torch.ones(2, 4), n).item() for n in range(5)]
+    assert got == [weigh(n) for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    "show",
+    [lambda n: f"{n!s:>4}", lambda n: "%4s" % n, lambda n: str(n).zfill(3), lambda n: str(n).ljust(2, ".")],  # noqa: UP031
+)
+@pytest.mark.filterwarnings("ignore::millstream.errors.FallbackWarning")
+def test_text_of_a_number_is_padded(show, capsys):
+    bench = Bench()
+
+    def train(x, n):
+        print(show(n))
+        return bench.train(x)
+
+    step = Step(train, build=interpret)
+    for n in range(8, 12):
+        step(torch.ones(2, 4), n)
+    assert capsys.readouterr().out.splitlines() == [show(n) for n in range(8, 12)]
+
+
+def test_a_number_is_formatted_by_one_that_changes(capsys):
+    bench, shown = Bench(), []
+
+    def train(x, digits):
+        loss = bench.train(x)
+        print(f"{loss.item():.{digits}f}")
+        return loss
+
+    step = Step(train, build=interpret)
+    with pytest.warns(FallbackWarning, match=r"formats a number by another one .*ms\.callback\(show, value, digits\)"):
+        losses = [step(torch.ones(2, 4), digits).item() for digits in (3, 4, 5)]
+    expected = [f"{loss:.{digits}f}" for loss, digits in zip(losses, (3, 4, 5), strict=True)]
+    assert capsys.readouterr().out.splitlines() == expected
+
+    def as_told(x, digits):
+        loss = bench.train(x)
+        ms.callback(lambda value, digits: shown.append(f"{value:.{digits}f}"), loss.item(), digits)
+        return loss
+
+    step = Step(as_told, build=interpret)
+    losses = [step(torch.ones(2, 4), digits).item() for digits in (3, 4, 5)]
+    assert step.graphs
+    assert shown == [f"{loss:.{digits}f}" for loss, digits in zip(losses, (3, 4, 5), strict=True)]

@@ -71,7 +71,7 @@ class Effects:
     # questions that the program asked of the host, and their answers
     conditions: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)  # the user's lines whose values the host waits for
-    # the same for two traces that differ in the ``STYLES`` of text alone; ``None`` where there is no text
+    # the same for two traces that differ in the style of text alone; ``None`` where there is no text
     outline: Any = None
 
     @property

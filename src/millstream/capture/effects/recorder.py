@@ -19,7 +19,9 @@ from millstream.capture.state.signature import LEAF, Reference, Structure, Value
 from millstream.capture.trace.scalars import HostScalar, Questions, as_scalar, is_scalar, is_size
 from millstream.errors import CaptureError
 
-TEXT_REMEDY = "Format the value itself, as in f'{value:>10.3f}', and put the text together with f-strings."
+TEXT_REMEDY = (
+    "Format the value itself, as in f'{value:>10.3f}', and put the text together with f-strings; decide by the number."
+)
 
 _active = threading.local()
 
@@ -106,7 +108,7 @@ class Recorder:
     def text(self, tensor: Tensor, make: Callable[[Tensor], str]) -> str:
         """Text made from a tensor, as it is at this point."""
         leaf = self._keep(tensor)
-        return self.questions.texts.token(lambda values: make(leaf(values)), frozenset((leaf,)))
+        return self.questions.texts.token(lambda values: make(leaf(values)), frozenset((leaf,)), here())
 
     def returned(self, call: int, part: int, is_whole: bool, origin: str) -> HostScalar:
         """A number that a call noted here will return, in a list."""

@@ -6,7 +6,8 @@ While tracing, a number read from a tensor has no value. Text made from it holds
 **Contract**
 - An expression is a function of ``Values`` alone: it gives the same for the same values.
 - Text that was changed as a function of the tokens' characters (cut, padded, compared by length) is either refused or
-  gives another template under the other ``STYLES``.
+  gives another template under the other style.
+- Text that is made and comes up nowhere has decided something, as a key or in a comparison: see ``Texts.unshown``.
 """
 
 from __future__ import annotations
@@ -115,8 +116,19 @@ class Template:
 _START, _END = "\U0010f0f0", "\U0010f0f1"
 """Characters for private use, which nobody else is likely to have in a text."""
 
-STYLES = ((_START + "vX", _END), (f"  {_START}nan -inf,1.5E+00\t|{'w' * 40} vX", f"{_END} "))
-"""What stands around the number of a token, short and long: text computed alike from both depends on neither."""
+_FIRST, _MOST = 0xF0000, 0xF000
+"""Others, each of which is a token of the first style."""
+
+_BEFORE, _AFTER = f"  {_START}nan -inf,1.5E+00\t|{'w' * 40} vX", f"{_END} "
+"""What stands around the number of a token of the second style.
+
+Tokens of the first are as short as can be, so that text is padded, those of the second long, so that it is cut: text
+computed alike from both depends on neither.
+"""
+
+_SHORT = re.compile(f"([{chr(_FIRST)}-{chr(_FIRST + _MOST - 1)}])")
+_LONG = re.compile(f"{re.escape(_BEFORE)}([0-9]+){re.escape(_AFTER)}")
+_ANY = re.compile(f"[{_START}{_END}{chr(_FIRST)}-{chr(_FIRST + _MOST - 1)}]")
 
 
 class TextChanged(Exception):  # noqa: N818 - a message to the tracer, which knows the line
@@ -127,15 +139,22 @@ class TextChanged(Exception):  # noqa: N818 - a message to the tracer, which kno
 class Texts:
     """The tokens of one trace."""
 
-    style: int = 0  # which of ``STYLES`` they have
-    # for each token the expression of its text, and what that reads
-    made: list[tuple[Expression, frozenset[Leaf]]] = field(default_factory=list)
+    style: int = 0  # 0 or 1
+    # for each token the expression of its text, what that reads, and the line that has made it
+    made: list[tuple[Expression, frozenset[Leaf], str]] = field(default_factory=list)
+    shown: set[int] = field(default_factory=set)  # tokens that text of an effect or a result has had
 
-    def token(self, of: Expression, needs: frozenset[Leaf]) -> str:
-        """Text that stands for what ``of`` will give."""
-        before, after = STYLES[self.style]
-        self.made.append((of, needs))
-        return f"{before}{len(self.made) - 1}{after}"
+    def token(self, of: Expression, needs: frozenset[Leaf], where: str) -> str:
+        """Text that stands for what ``of`` will give.
+
+        Raises:
+            TextChanged: There are too many.
+        """
+        number = len(self.made)
+        if number == _MOST:
+            raise TextChanged
+        self.made.append((of, needs, where))
+        return f"{_BEFORE}{number}{_AFTER}" if self.style else chr(_FIRST + number)
 
     def template(self, text: str) -> Template:
         """Take a text apart at its tokens.
@@ -143,27 +162,32 @@ class Texts:
         Raises:
             TextChanged: One of them is no longer what it was.
         """
-        pieces = self._pattern.split(text)
-        if any(holds_token(piece) for piece in pieces):
+        pieces = self.outline(text)
+        if any(isinstance(piece, str) and holds_token(piece) for piece in pieces):
             raise TextChanged
-        made = [self.made[int(number)] for number in pieces[1::2]]
-        parts = [made[index // 2][0] if index % 2 else piece for index, piece in enumerate(pieces)]
-        return Template(tuple(part for part in parts if part != ""), frozenset().union(*(needs for _, needs in made)))
+        numbers = pieces[1::2]
+        self.shown.update(numbers)
+        parts = [self.made[piece][0] if index % 2 else piece for index, piece in enumerate(pieces)]
+        needs = frozenset[Leaf]().union(*(self.made[number][1] for number in numbers))
+        return Template(tuple(part for part in parts if part != ""), needs)
 
     def outline(self, text: str) -> tuple[Any, ...]:
         """The text's parts, with tokens by their numbers: equal under both styles where nothing depends on them."""
-        pieces = self._pattern.split(text)
-        return tuple(int(piece) if index % 2 else piece for index, piece in enumerate(pieces))
+        pieces = (_LONG if self.style else _SHORT).split(text)
+        return tuple(self._number(piece) if index % 2 else piece for index, piece in enumerate(pieces))
+
+    def unshown(self) -> str | None:
+        """The line of the first token that came up in no effect and no result, if there is one."""
+        return next((where for number, (_, _, where) in enumerate(self.made) if number not in self.shown), None)
 
     def readable(self, text: str) -> str:
         """The same with an ellipsis for each token, for messages."""
-        return self._pattern.sub("…", text)
+        return _SHORT.sub("…", _LONG.sub("…", text))
 
-    @property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile("([0-9]+)".join(map(re.escape, STYLES[self.style])))
+    def _number(self, piece: str) -> int:
+        return int(piece) if self.style else ord(piece) - _FIRST
 
 
 def holds_token(text: str) -> bool:
     """Whether there is a token in a text, or what is left of one."""
-    return _START in text or _END in text
+    return _ANY.search(text) is not None

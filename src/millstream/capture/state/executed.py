@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from millstream.capture.effects.values import holds_token
 from millstream.capture.lines import is_asked_by_user, is_ours, is_part_of_models, is_pythons, is_users, is_users_own
 from millstream.capture.state.code import (
     NAMESPACES,
@@ -149,6 +150,7 @@ class CodeWatch:
         always: Code before which ``on_code`` is called each time.
         opaque: Gives the ids of objects in C whose state nobody can compare.
         on_opaque: Called with a frame that is about to call a method of one, with that; may raise an error there.
+        on_text: Called with a frame of the user's that is about to call a method of text with tokens; likewise.
     """
 
     def __init__(
@@ -159,9 +161,10 @@ class CodeWatch:
         always: Container[CodeType] = frozenset(),
         opaque: Callable[[], Container[int]] = frozenset,
         on_opaque: Callable[[FrameType, Any], None] = lambda frame, function: None,
+        on_text: Callable[[FrameType], None] = lambda frame: None,
     ) -> None:
         self._ran, self._on_code, self._on_impure, self._always = ran, on_code, on_impure, always
-        self._opaque, self._on_opaque = opaque, on_opaque
+        self._opaque, self._on_opaque, self._on_text = opaque, on_opaque, on_text
         self._codes: set[CodeType] = set()
         self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet
         self._met: dict[int, CodeType] = {}  # by id: code that says the same in another place is equal
@@ -219,6 +222,10 @@ class CodeWatch:
             self._on_impure(frame, "a global whose name it computes", False)
         if name in _NAMES:
             self._note_impure(frame, function)
+        owner = function.__self__
+        is_text = type(owner) is str and name not in _PUTTING_TOGETHER and is_users(frame.f_code.co_filename)
+        if is_text and holds_token(owner) and threading.get_ident() == self._thread:
+            self._on_text(frame)
         if id(function.__self__) in self._opaque() and name not in _BALANCED:
             asking = _beyond_library(frame)
             if asking is not None and threading.get_ident() == self._thread and is_asked_by_user(asking):
@@ -385,6 +392,9 @@ IMPURE: dict[Any, str] = {
 
 _OF_CLASSES = {"__subclasses__": "which subclasses a class has"}
 """Methods of classes that read what belongs to no place of theirs."""
+
+_PUTTING_TOGETHER = frozenset({"format", "format_map", "join"})
+"""Methods of text that keep what is in it as it is."""
 
 _READERS = frozenset({"read", "readline", "readlines", "readinto", "getvalue"})
 """Methods of files."""

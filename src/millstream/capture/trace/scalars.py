@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from millstream._torch.tracing import patched
-from millstream.capture.effects.values import Always, Expression, Leaf, Texts
+from millstream.capture.effects.values import Always, Expression, Leaf, Texts, holds_token
 from millstream.capture.lines import here, raise_refusal
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.location import MISSING
@@ -213,6 +213,12 @@ class GraphScalar(torch.SymFloat):
         return self._text(str)
 
     def __format__(self, spec: str) -> str:
+        if holds_token(spec):
+            raise_refusal(
+                self.questions.refused.append,
+                "The step formats a number by another one that changes.",
+                "Let ms.callback format it, as in ms.callback(show, value, digits).",
+            )
         if self.is_known and not self.is_asked_by_others:
             format(self.value, spec)  # for its error
         return self._text(lambda value: format(value, spec))
@@ -221,7 +227,7 @@ class GraphScalar(torch.SymFloat):
         if self.is_asked_by_others:
             return make(self.outside())
         of = self.of
-        return self.questions.texts.token(lambda values: make(of(values)), self.needs)
+        return self.questions.texts.token(lambda values: make(of(values)), self.needs, here())
 
     def __round__(self, digits: int | None = None) -> Any:
         return self.apply(

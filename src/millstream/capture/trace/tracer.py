@@ -48,7 +48,7 @@ from millstream._torch.tracing import (
 )
 from millstream.capture.effects.outputs import outputs_recorded
 from millstream.capture.effects.program import Effects, Output, Write
-from millstream.capture.effects.recorder import Recorder, open_structure
+from millstream.capture.effects.recorder import Recorder, open_structure, text_changed
 from millstream.capture.effects.values import Always, Nth, holds_token
 from millstream.capture.lines import caller_of, here, is_asked_by_user, place_of
 from millstream.capture.state.contents import without_cache
@@ -300,6 +300,7 @@ class _Tracer:
                 cached,
                 lambda: self.request.found.opaque,  # of what is found later, too
                 self._on_opaque,
+                self._on_text,
             ):
                 if self.ran.codes is None:
                     self._check_sources()
@@ -413,6 +414,10 @@ class _Tracer:
                 "ms.callback(digest.update, data).",
             )
         )
+
+    def _on_text(self, frame: FrameType) -> None:
+        if self.questions.texts.made:
+            self._report(text_changed(f"{frame.f_code.co_filename}:{frame.f_lineno}"))
 
     def _check_sources(self) -> None:
         if self.request.found.sources:
@@ -603,7 +608,7 @@ class _Tracer:
     def _check_writers(self, changes: list[Change]) -> None:
         """Trace again where another thread has written over what the step has written, or may have."""
         for change in self.snapshot.others():
-            if self.snapshot.is_written_over(change):
+            if is_scalar(change.before) and not is_scalar(change.after):  # the step may have read that as it is
                 raise Disturbed(change.location)
         plain = {change.location for change in changes if not is_scalar(change.after)}
         if mixed := self.request.plain - plain:
@@ -792,6 +797,8 @@ class _Tracer:
                 )
         drop_idle_nodes(gm)
         if self.questions.texts.made:
+            if (where := self.questions.texts.unshown()) is not None:
+                raise text_changed(where)
             self.effects.outline = self.recorder.outline, [_constants_of(node, gm) for node in gm.graph.nodes]
         subtract_powers_exactly(gm)
         move_constants(gm)
