@@ -631,3 +631,59 @@ def test_an_interrupt_waits_and_a_second_one_does_not(presses, handle, signals):
     step(torch.ones(3, 4))
     assert world.n == 2
     assert len(step.graphs) == 1
+
+
+def by_key(world):
+    world.table["log"] += [1]
+
+
+def in_a_loop(world):
+    for group in world.groups:
+        group += [1]
+
+
+def by_set(world):
+    world.table["seen"] |= {len(world.table["seen"])}
+
+
+def by_another_name(world):
+    items = world.items
+    items += [1]
+    items = None
+
+
+def where_nothing_is(world):
+    world.counts["new"].append(1)
+
+
+@pytest.mark.parametrize("change", [by_key, in_a_loop, by_set, by_another_name, where_nothing_is])
+@pytest.mark.filterwarnings("ignore::millstream.errors.FallbackWarning")
+def test_what_a_step_does_to_containers_is_its_own_beside_an_idle_thread(change):
+    ours, theirs = (
+        types.SimpleNamespace(
+            table={"log": [0], "seen": set()},
+            groups=[[0], [0]],
+            items=[0],
+            counts=collections.defaultdict(list),
+        )
+        for _ in range(2)
+    )
+    done = threading.Event()
+    idle = threading.Thread(target=done.wait)
+    idle.start()
+    try:
+        step = make_step(ours, change, lambda: None)
+        for _ in range(4):
+            step(torch.ones(3, 4))
+            change(theirs)
+            assert (ours.table, ours.groups, ours.items, ours.counts) == (
+                theirs.table,
+                theirs.groups,
+                theirs.items,
+                theirs.counts,
+            )
+            for world in (ours, theirs):
+                world.counts.clear()
+    finally:
+        done.set()
+        idle.join()
