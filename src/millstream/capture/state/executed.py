@@ -286,7 +286,7 @@ class CodeWatch:
         if not (is_library or is_theirs or is_part_of_models(file)):
             return False
         stores = stores_of(code)
-        is_telling = stores.any_name or stores.any_item or stores.fills
+        is_telling = stores.any_name or stores.any_item
         is_open = is_theirs or self._ran.writers.get(code, False)
         is_open = is_open or (is_library and is_telling and is_asked_by_user(frame))
         self._ran.writers[code] = is_open
