@@ -842,3 +842,18 @@ def test_a_number_is_formatted_by_one_that_changes(capsys):
     losses = [step(torch.ones(2, 4), digits).item() for digits in (3, 4, 5)]
     assert step.graphs
     assert shown == [f"{loss:.{digits}f}" for loss, digits in zip(losses, (3, 4, 5), strict=True)]
+
+
+def test_icons_of_a_font_stand_beside_numbers_that_change(capsys):
+    """Fonts for terminals use characters for private use, too."""
+    bench = Bench()
+
+    def train(x, n):
+        print(f"\U000f012c {n}")
+        return bench.train(x)
+
+    step = Step(train, build=interpret, strict=True)
+    for n in range(4):
+        step(torch.ones(2, 4), n)
+    assert step.graphs
+    assert capsys.readouterr().out.splitlines() == [f"\U000f012c {n}" for n in range(4)]

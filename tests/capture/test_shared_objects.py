@@ -687,3 +687,42 @@ def test_what_a_step_does_to_containers_is_its_own_beside_an_idle_thread(change)
     finally:
         done.set()
         idle.join()
+
+
+@pytest.mark.filterwarnings("ignore::millstream.errors.FallbackWarning")
+def test_what_a_step_made_from_text_puts_into_a_dict_is_its_own_beside_an_idle_thread():
+    made, done = {}, threading.Event()
+    exec("log = {}\ndef put(x, key):\n    log[key] = 7\n    return x * 2\n", made)
+    idle = threading.Thread(target=done.wait)
+    idle.start()
+    try:
+        step = Step(made["put"], build=interpret)
+        for _ in range(4):
+            made["log"]["a"] = 0
+            step(torch.ones(3, 4), "a")
+            assert made["log"] == {"a": 7}
+    finally:
+        done.set()
+        idle.join()
+
+
+@pytest.mark.filterwarnings("ignore::millstream.errors.FallbackWarning")
+def test_a_number_that_another_thread_sets_again_and_again_is_read_in_each_call():
+    world = types.SimpleNamespace(weight=1.0)
+
+    def anneal():
+        world.weight += 1.0
+
+    with Meanwhile(anneal) as meanwhile:
+
+        def read(world):
+            meanwhile.pause()
+            return world.weight
+
+        step = make_step(world, read, lambda: None)
+        for _ in range(3):
+            step(torch.zeros(3, 4))
+    assert meanwhile.outcomes
+    for weight in (1000.0, 2000.0):
+        world.weight = weight
+        assert step(torch.zeros(3, 4)).item() == pytest.approx(weight, abs=50)  # and the loss

@@ -116,8 +116,8 @@ class Template:
 _START, _END = "\U0010f0f0", "\U0010f0f1"
 """Characters for private use, which nobody else is likely to have in a text."""
 
-_FIRST, _MOST = 0xF0000, 0xF000
-"""Others, each of which is a token of the first style."""
+_FIRST, _MOST = 0x10F100, 0xE00
+"""Others, each of which is a token of the first style; icons of fonts stand far below."""
 
 _BEFORE, _AFTER = f"  {_START}nan -inf,1.5E+00\t|{'w' * 40} vX", f"{_END} "
 """What stands around the number of a token of the second style.
@@ -166,6 +166,8 @@ class Texts:
         if any(isinstance(piece, str) and holds_token(piece) for piece in pieces):
             raise TextChanged
         numbers = pieces[1::2]
+        if any(number >= len(self.made) for number in numbers):  # a character of the user's own
+            raise TextChanged
         self.shown.update(numbers)
         parts = [self.made[piece][0] if index % 2 else piece for index, piece in enumerate(pieces)]
         needs = frozenset[Leaf]().union(*(self.made[number][1] for number in numbers))

@@ -226,7 +226,7 @@ class CodeWatch:
         is_text = type(owner) is str and name not in _PUTTING_TOGETHER and is_users(frame.f_code.co_filename)
         if is_text and holds_token(owner) and threading.get_ident() == self._thread:
             self._on_text(frame)
-        if id(function.__self__) in self._opaque() and name not in _BALANCED:
+        if id(owner) in self._opaque() and name not in _BALANCED:
             asking = _beyond_library(frame)
             if asking is not None and threading.get_ident() == self._thread and is_asked_by_user(asking):
                 self._on_opaque(asking, function)
