@@ -5,7 +5,9 @@ import collections
 import contextlib
 import copy
 import ctypes
+import gc
 import json
+import logging
 import math
 import os
 import pickle
@@ -407,9 +409,52 @@ def test_what_two_count_on_at_once_is_the_sum():
     assert (world.n, world.slots.n, world.module.n, world.table["n"], flag, cell) == (expected,) * 6
 
 
-def test_a_list_that_grows_all_the_time_is_no_part_of_a_graph():
+@contextlib.contextmanager
+def collector_counts():
+    """The collector's work is told to a function that fills a list, while Python collects whenever it may."""
+    seen, threshold = [], gc.get_threshold()
+
+    def note(phase, info):
+        seen[len(seen) :] = [phase]
+
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(note)
+    assert seen
+
+
+@contextlib.contextmanager
+def log_is_read():
+    """All that PyTorch logs comes to a handler that fills a dictionary."""
+    noted, note = os.pipe()
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            seen = {}
+            seen[record.name] = record
+            _write(note, b"!", 1)
+
+    logger, handler = logging.getLogger("torch"), Handler()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+        assert select.select([noted], [], [], 0)[0]
+        os.close(noted), os.close(note)
+
+
+@pytest.mark.parametrize("beside", [contextlib.nullcontext, collector_counts, log_is_read])
+def test_a_list_that_grows_all_the_time_is_no_part_of_a_graph(beside):
     world = make_holders()
-    with Meanwhile(lambda: world.items.append(1)) as meanwhile:
+    with Meanwhile(lambda: world.items.append(1)) as meanwhile, beside():
         step = make_step(world, lambda world: float(sum(world.items)), meanwhile.pause)
         with pytest.warns(FallbackWarning, match=r"Another thread writes to world\.items while"):
             for _ in range(3):

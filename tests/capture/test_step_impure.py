@@ -272,15 +272,16 @@ LIBRARY = {  # objects of Python's library: made, read, changed
 
 
 @pytest.mark.parametrize("kind", LIBRARY)
-@pytest.mark.parametrize("where", ["between", "within"])
+@pytest.mark.parametrize("where", ["between", "within", "beside a thread"])
 def test_objects_of_the_library_are_read_and_changed_as_in_eager(kind, where):
+    """Beside another thread, what the step does within is still the step's own."""
     make, read, change = LIBRARY[kind]
 
     def run(wrap):
         held = make()
 
         def step(x):
-            if where == "within":
+            if where != "between":
                 change(held)
             return x * read(held)
 
@@ -291,9 +292,18 @@ def test_objects_of_the_library_are_read_and_changed_as_in_eager(kind, where):
                 change(held)
         return results, float(read(held))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        assert run(lambda step: Step(step, build=interpret)) == run(lambda step: step)
+    other, is_over = None, threading.Event()
+    if where == "beside a thread":
+        other = threading.Thread(target=is_over.wait)
+        other.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            assert run(lambda step: Step(step, build=interpret)) == run(lambda step: step)
+    finally:
+        is_over.set()
+        if other is not None:
+            other.join()
 
 
 def test_where_a_file_in_memory_stands_is_not_lost():

@@ -12,6 +12,7 @@ import datetime
 import decimal
 import gc
 import io
+import logging
 import os
 import pickle
 import signal
@@ -38,6 +39,7 @@ from torch import nn
 from millstream.capture.effects.values import holds_token
 from millstream.capture.lines import is_asked_by_user, is_ours, is_part_of_models, is_pythons, is_users, is_users_own
 from millstream.capture.state.code import (
+    MUTATING,
     NAMESPACES,
     Reach,
     computes_a_global,
@@ -72,6 +74,7 @@ class Ran:
     variables: set[str] = field(default_factory=set)  # names of environment variables that were read
     # code that may have written to objects of the user's, and whether also under names that do not stand in it
     writers: dict[CodeType, bool] = field(default_factory=dict)
+    filled: set[int] = field(default_factory=set)  # ids of containers of which methods were called that change them
 
     def may_have_run(self, code: CodeType) -> bool:
         """Whether that code may have run."""
@@ -97,9 +100,11 @@ class Ran:
             key in each.assigned or (is_open and (each.any_name or each.any_item)) for each, is_open in stores
         )
 
-    def may_have_filled(self) -> bool:
-        """Whether what is in some container may have been changed."""
-        return self.codes is None or any(stores_of(code).fills for code, is_open in self.writers.items() if is_open)
+    def may_have_filled(self, container: Any) -> bool:
+        """Whether what is in a container may have been changed."""
+        if self.codes is None or id(container) in self.filled:
+            return True
+        return any(stores_of(code).fills for code, is_open in self.writers.items() if is_open)
 
     def has_read(self, module: nn.Module, name: str) -> bool:
         """Whether that attribute was read."""
@@ -223,6 +228,8 @@ class CodeWatch:
         if name in _NAMES:
             self._note_impure(frame, function)
         owner = function.__self__
+        if name in MUTATING:
+            self._ran.filled.add(id(owner))
         is_text = type(owner) is str and name not in _PUTTING_TOGETHER and is_users(frame.f_code.co_filename)
         if is_text and holds_token(owner) and threading.get_ident() == self._thread:
             self._on_text(frame)
@@ -281,7 +288,7 @@ class CodeWatch:
     def _note_writer(self, frame: FrameType) -> bool:
         """Note code that may write to objects of the user's; returns whether to look at it again."""
         code, file = frame.f_code, frame.f_code.co_filename
-        is_theirs = is_users(file) and not _is_made_for_library(frame)
+        is_theirs = is_users(file) and not _is_made_for_library(frame) and not _is_pytorchs_affair(frame)
         is_library = not is_theirs and (is_pythons(file) or file.startswith("<"))
         if not (is_library or is_theirs or is_part_of_models(file)):
             return False
@@ -327,6 +334,24 @@ def _is_made_for_library(frame: FrameType) -> bool:
         return False
     file = getattr(sys.modules.get(frame.f_globals.get("__name__", "")), "__file__", None)
     return file is not None and not is_users(file)
+
+
+def _is_pytorchs_affair(frame: FrameType) -> bool:
+    """Whether code of some library is no part of a step: PyTorch calculates sizes or logs by it, or Python collects."""
+    if any(getattr(each, "__code__", None) is frame.f_code for each in gc.callbacks):
+        return True
+    outer, is_logging = frame.f_back, False
+    while outer is not None and not is_ours(outer.f_code.co_filename):
+        if is_users_own(outer.f_code.co_filename):
+            return False
+        is_logging |= outer.f_code.co_filename == logging.__file__
+        outer = outer.f_back
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return outer is not None and (is_logging or package in _FOR_SIZES)
+
+
+_FOR_SIZES = ("sympy", "mpmath")
+"""Packages by which PyTorch calculates with sizes that have no value yet."""
 
 
 def others_may_write() -> bool:

@@ -158,7 +158,7 @@ class Snapshot:
             is_attribute = isinstance(key, str) and id(holder) not in self._of_modules
             return is_attribute and not ran.may_have_stored(place, is_item=False)
         is_known = isinstance(holder, list | dict | set | deque) and not hasattr(type(holder), "__missing__")
-        return is_known and not ran.may_have_filled()
+        return is_known and not ran.may_have_filled(holder)
 
     def is_written_over(self, change: Change) -> bool:
         """Whether a plain number stands where the step counts on a number that a graph reads."""
