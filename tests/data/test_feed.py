@@ -747,7 +747,7 @@ def test_who_waits_for_the_first_batch_is_woken_by_close(make_feed):
 
 
 def test_a_device_that_is_none():
-    for device in (0, None, 1.5):
+    for device in (-1, None, 1.5):
         with pytest.raises(DeviceError, match="named by a string"):
             feed([], device)
 

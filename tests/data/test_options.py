@@ -205,6 +205,7 @@ def test_who_resumed_and_got_nothing_resumes_again(make_feed):
         {"version": 1, "position": True, "source": None, "rows": None},
         {"version": 1, "position": 3, "source": None, "rows": 1.5},
         {"version": 1, "position": 3, "source": None, "rows": 4, "rowed": 1},
+        {"version": 1, "position": 3, "source": None, "rows": 4, "size": [1]},
     ],
 )
 def test_what_is_no_state_changes_nothing(make_feed, state):

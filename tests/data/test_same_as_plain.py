@@ -510,6 +510,41 @@ def test_what_would_resume_in_another_order_is_refused(at_once):
         next(iter(other))
 
 
+def loader_of(rows, batch_size, **options):
+    return DataLoader(TensorDataset(torch.arange(rows)), batch_size=batch_size, **options)
+
+
+@pytest.mark.parametrize(
+    ("other", "now"),
+    [
+        (loader_of(12, 3), "4 batches with batch_size=3"),
+        (loader_of(16, 2, shuffle=True), "8 batches with batch_size=2"),
+        (loader_of(18, 3), "6 batches with batch_size=3"),  # as many batches, of other rows
+        ([torch.zeros(2)] * 5, "5 batches"),
+    ],
+)
+def test_a_pass_of_another_size_is_refused(other, now):
+    fed = feed(loader_of(12, 2), "cpu")
+    batches = iter(fed)
+    next(batches)
+    state = json.loads(json.dumps(fed.state_dict()))
+    again = feed(other, "cpu")
+    again.load_state_dict(state)
+    with pytest.raises(FeedError, match=f"had 6 batches with batch_size=2, and this one has {now}, .* batch 2 begins"):
+        next(iter(again))
+    again = feed(loader_of(12, 2), "cpu")
+    again.load_state_dict(state)
+    assert [batch.tolist() for (batch,) in again] == [[row, row + 1] for row in range(2, 12, 2)]
+
+
+def test_what_tells_no_size_is_resumed_by_counting():
+    fed = feed((torch.full((1,), float(number)) for number in range(3)), "cpu")
+    next(iter(fed))
+    again = feed((torch.full((1,), float(number)) for number in range(5)), "cpu")
+    again.load_state_dict(fed.state_dict())
+    assert [batch.item() for batch in again] == [1, 2, 3, 4]
+
+
 class Rows(IterableDataset):
     def __iter__(self):
         return iter(range(6))

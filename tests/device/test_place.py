@@ -19,7 +19,7 @@ def test_the_cpu_by_any_name(device):
     assert str(Place.of(device)) == "cpu"
 
 
-@pytest.mark.parametrize("device", ["cuda:1", torch.device("cuda", 1), Place("cuda", 1)])
+@pytest.mark.parametrize("device", ["cuda:1", 1, torch.device("cuda", 1), Place("cuda", 1)])
 def test_a_gpu_by_any_name(device, two_gpus):
     place = Place.of(device)
     assert (place.kind, place.index, str(place)) == ("cuda", 1, "cuda:1")
@@ -31,7 +31,7 @@ def test_bare_cuda_is_the_current_device(device, two_gpus):
     assert Place.of(device) == Place("cuda", 1)
 
 
-@pytest.mark.parametrize("device", ["cuda:7", Place("cuda", 7), torch.device("cuda", 7)])
+@pytest.mark.parametrize("device", ["cuda:7", 7, Place("cuda", 7), torch.device("cuda", 7)])
 def test_an_absent_gpu_names_those_that_are_there(device, two_gpus):
     with pytest.raises(DeviceError, match=r"no cuda:7 here\. Available here: cpu, cuda:0, cuda:1"):
         Place.of(device)
@@ -55,7 +55,7 @@ def test_a_device_of_another_kind(device):
         Place.of(device)
 
 
-@pytest.mark.parametrize("device", [0, None, 1.5])
+@pytest.mark.parametrize("device", [-1, True, None, 1.5])
 def test_what_names_no_device(device):
     with pytest.raises(DeviceError, match="named by a string"):
         Place.of(device)

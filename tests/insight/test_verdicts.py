@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.insight import (
+    RECEIVE_NS,
     Activity,
     ActivityKind,
     Asleep,
@@ -609,3 +610,20 @@ def test_workers_keep_up_with_all_batches_of_a_step(num_workers):
     assert found.workers_needed == 8
     assert "and a step has 4" in to_text(found)
     assert "num_workers=8" in to_text(found)
+
+
+def test_workers_are_not_advised_for_batches_that_are_made_faster_than_received():
+    host = [(Cause.IN_PROCESS, 35 * US, 41), (None, 0, 5), (Cause.SYNC, 0, 6)]
+    recording = serial_recording(host, [30 * US], steps=99)
+    loader = Loader(0, batch_ns=35 * US, num_batches=99)
+    found = analyse(replace(recording, loaders=(loader,), num_cores=16))
+    text = to_text(found)
+    assert "A batch takes 35 µs to make" in text
+    assert "num_workers" not in text
+
+
+def test_of_workers_no_more_is_promised_than_receiving_leaves():
+    recording = serial_recording([(Cause.IN_PROCESS, MS, 41), (None, 0, 5), (Cause.SYNC, 0, 6)], [MS], steps=STEPS)
+    found = analyse(replace(recording, loaders=(Loader(0, batch_ns=MS, num_batches=STEPS),), num_cores=16))
+    gain = found.recoverable[Cause.IN_PROCESS] / len(found.steps)
+    assert gain == pytest.approx(MS - RECEIVE_NS, rel=0.05)

@@ -32,7 +32,7 @@ from millstream.data_parallel.roll_call import RollCall, roll_call_of
 from millstream.device import Place, context
 from millstream.errors import ArgumentError, FeedError, names_are_suggested
 
-Device = str | torch.device | Place
+Device = str | int | torch.device | Place
 
 
 _OF_LOADERS = "batch_size shuffle sampler batch_sampler num_workers collate_fn drop_last persistent_workers".split()
@@ -112,7 +112,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
 
     Args:
         loader: Yields batches.
-        device: Where they go.
+        device: Where they go; a number is that of a CUDA device.
         depth: How many batches may be under way, at least 1. That many buffers, but at least 2, are taken on the
             device, the batch in use included, and one more in pinned memory, where large batches pass in chunks.
         max_bytes: How many bytes may be under way in all.

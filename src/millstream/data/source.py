@@ -58,6 +58,7 @@ class Position:
         draws: Where the generators stood from which the present pass's sampler drew, if it did.
         drawn: Where these stood after that, as a digest.
         kept_workers: Whether the present pass began with worker processes of one before, and drew no seed for them.
+        size: Batches of the present pass, and rows of each, where the source tells.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,7 @@ class Position:
         self.draws: dict[str, Any] | None = None
         self.drawn: str | None = None
         self.kept_workers = False
+        self.size: tuple[int | None, int | None] = (None, None)
         self._loaded: BatchInfo | None = None  # as long as it is the info, nothing was delivered since a state came
 
     @property
@@ -125,6 +127,8 @@ class Position:
             state["generators"], state["drawn"] = self.draws, self.drawn
         if self.kept_workers and self.position:
             state["kept_workers"] = True
+        if self.position and self.size != (None, None):
+            state["size"] = list(self.size)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -141,6 +145,8 @@ class Position:
         self.rowed = tuple(state["rowed"]) if "rowed" in state else None
         self.draws, self.drawn = state.get("generators"), state.get("drawn")
         self.kept_workers = state.get("kept_workers", False)
+        batches, rows = state.get("size", (None, None))
+        self.size = (batches, rows)
         self._loaded = self.info
 
 
@@ -155,8 +161,14 @@ def _check(state: Any) -> None:
         or not is_snapshot(state.get("generators"))
         or not isinstance(state.get("drawn", ""), str | None)
         or not isinstance(state.get("kept_workers", False), bool)
+        or not _is_size(state.get("size", [None, None]))
     ):
         raise ArgumentError(f"This is not the state of a feed (version {VERSION}): {state!r:.200}")
+
+
+def _is_size(value: Any) -> bool:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    return is_pair and all(each is None or _is_count(each) for each in value)
 
 
 def _is_count(value: Any) -> bool:
@@ -188,6 +200,17 @@ def begins_in_caller(loader: Any) -> bool:
     A DataLoader that starts its worker processes elsewhere could not say that one of them was killed.
     """
     return bool(getattr(loader, "num_workers", 0))
+
+
+def size_of(loader: Any) -> tuple[int | None, int | None]:
+    """How many batches a pass over a stored loader has, and how many rows each, as far as it tells."""
+    inner = loader if (found := find_loader(loader)) is None else found
+    if not is_stored(inner):  # the length of a stream is a guess, and PyTorch warns when it was asked for and is wrong
+        return None, None
+    batches = None
+    with suppress(Exception):  # a sampler without a length
+        batches = len(inner)
+    return batches, getattr(inner, "batch_size", None)
 
 
 Shape = Callable[[Any], tuple[Any, int | None]]
@@ -236,6 +259,7 @@ class Source:
         """Make the iterator, resuming if the position says so."""
         loader, position, state = self._loader, self._position, self._state
         inner = find_loader(loader)
+        self._check_size()
         if state is None and (self._stood is not None or position.kept_workers):
             self._now = Snapshot.take()
             Snapshot.load(self._stood or {}).restore(find_own(loader))
@@ -263,6 +287,22 @@ class Source:
         if self.is_own_iterator:
             position.forget_loaded()
         self._iterator = iterator
+
+    def _check_size(self) -> None:
+        """A pass is as long as the one to resume, if what that delivered is to be told by counting.
+
+        Raises:
+            FeedError: It is not: other rows would come.
+        """
+        size, before = size_of(self._loader), self._position.size
+        is_told = all(was is None or now is None or was == now for was, now in zip(before, size, strict=True))
+        if self._skip and self._state is None and not is_told:
+            raise FeedError(
+                f"The {type(self._loader).__name__} cannot be resumed: the pass to resume had {_describe(before)}, and "
+                f"this one has {_describe(size)}, so that batch {self._skip + 1} begins at another row. Make it with "
+                "the same data set and batch size, or begin a new pass with a new feed."
+            )
+        self._position.size = size
 
     def _match_workers(self, loader: DataLoader[Any]) -> None:
         """Have ``iter`` draw a seed for worker processes if the pass that is resumed did."""
@@ -372,6 +412,12 @@ class Source:
         self._starting.close()
         self._iterator = None
         self.take = _no_state
+
+
+def _describe(size: tuple[int | None, int | None]) -> str:
+    batches, rows = size
+    parts = [f"{batches} batches" * (batches is not None), f"batch_size={rows}" * (rows is not None)]
+    return " with ".join(filter(None, parts))
 
 
 def _no_state() -> None:

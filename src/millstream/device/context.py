@@ -623,7 +623,7 @@ _contexts: dict[Place, DeviceContext] = {}
 _inherited: list[DeviceContext] = []
 
 
-def context(place: Place | torch.device | str) -> DeviceContext:
+def context(place: Place | torch.device | str | int) -> DeviceContext:
     """The context of a place: always the same one, made when it is first asked for.
 
     Raises:

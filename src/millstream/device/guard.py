@@ -25,7 +25,7 @@ class guard(AbstractContextManager[Place]):  # noqa: N801 - reads as a verb
 
     __slots__ = ("_device", "_place", "_streams")
 
-    def __init__(self, place: Place | torch.device | str) -> None:
+    def __init__(self, place: Place | torch.device | str | int) -> None:
         self._place = Place.of(place)
 
     def __enter__(self) -> Place:

@@ -35,12 +35,13 @@ class Place:
             raise DeviceError(f"Index {self.index} of a {self.kind!r} place is not valid; it must be {allowed}.")
 
     @classmethod
-    def of(cls, device: Place | torch.device | str) -> Place:
+    def of(cls, device: Place | torch.device | str | int) -> Place:
         """Find the place that ``device`` names and check that this machine has it.
 
         Args:
-            device: A place, a ``torch.device``, or a string such as ``"cpu"``, ``"cuda:1"``, ``"cuda"``. A CUDA device
-                without an index is the calling thread's current device (asking for it initialises CUDA).
+            device: A place, a ``torch.device``, the number of a CUDA device, or a string such as ``"cpu"``,
+                ``"cuda:1"``, ``"cuda"``. A CUDA device without an index is the calling thread's current device (asking
+                for it initialises CUDA).
 
         Raises:
             DeviceError: The name means nothing, or the device is not there; the message lists the places that are.
@@ -77,12 +78,15 @@ def available_places() -> tuple[Place, ...]:
     return (Place("cpu"), *(Place("cuda", index) for index in range(torch.cuda.device_count())))
 
 
-def _parse(device: torch.device | str) -> torch.device:
+def _parse(device: torch.device | str | int) -> torch.device:
     if isinstance(device, torch.device):
         return device
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:  # a local rank
+        return torch.device("cuda", device)
     if not isinstance(device, str):
         raise DeviceError(
-            f"A device is named by a string, a torch.device or a Place, not by {device!r} ({type(device).__name__})."
+            "A device is named by a string, a torch.device or the number of a CUDA device, not by "
+            f"{device!r} ({type(device).__name__})."
         )
     try:
         return torch.device(device)

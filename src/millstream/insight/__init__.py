@@ -1,7 +1,7 @@
 """Why a device idles: recorded runs in, gaps, causes, gains and a verdict out. Pure: no torch, no clock."""
 
 from millstream.insight.causes import SAMPLED, Cause
-from millstream.insight.findings import Findings, Row, Severity, analyse
+from millstream.insight.findings import RECEIVE_NS, Findings, Row, Severity, analyse
 from millstream.insight.records import (
     Activity,
     ActivityKind,
@@ -18,6 +18,7 @@ from millstream.insight.records import (
 )
 
 __all__ = [
+    "RECEIVE_NS",
     "SAMPLED",
     "Activity",
     "ActivityKind",

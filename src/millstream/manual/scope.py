@@ -17,7 +17,7 @@ from millstream.manual.hints import HintedScope
 from millstream.manual.operators import find_function, look_up
 from millstream.manual.session import Session, find_session, open_session, scope_is_over
 
-Device: TypeAlias = DeviceContext | Place | torch.device | str | None
+Device: TypeAlias = DeviceContext | Place | torch.device | str | int | None
 
 
 def streams(num_streams: int, device: Device = None, *, check: bool = False) -> Scope | SerialScope | HintedScope:

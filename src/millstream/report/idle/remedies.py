@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millstream.insight import Cause, Findings, Row
+from millstream.insight import RECEIVE_NS, Cause, Findings, Row
 from millstream.report.idle.places import place
 from millstream.report.words import count, duration
 
@@ -90,6 +90,11 @@ def _more_workers(found: Findings) -> str:
     loader, needed, sensible = found.loader, found.workers_needed, found.workers_sensible
     if loader is None:
         return "Let batches be made ahead: ms.feed(loader, device), or a DataLoader with num_workers."
+    if found.is_too_quick_for_workers:
+        return (
+            f"A batch takes {duration(found.batch_ns)} to make, and {duration(RECEIVE_NS)} or so to receive from a "
+            "worker: make it in one piece (the dataset's __getitems__, or tensors indexed by whole batches), or larger."
+        )
     free = duration(found.free_step_ns)
     if loader.num_workers == 0 and found.batch_ns:
         facts = f"A batch takes {duration(found.batch_ns)} to make{_per_step(found)}, the rest of a step {free}"
