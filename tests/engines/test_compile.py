@@ -17,7 +17,7 @@ from millstream.engine.build import why_not_capture
 from millstream.engine.source import compile_plan
 from millstream.graph import KernelKind, Timeline
 from millstream.lower import compile as lowering
-from millstream.lower.fx_wrapper import collect_wrappers
+from millstream.lower.inductor.fx_wrapper import collect_wrappers
 from millstream.report import Account
 from tests import networks
 

@@ -7,8 +7,8 @@ import ctypes
 import pytest
 import torch
 
-from millstream.lower.cpp_kernels import BATCH, CppKernels
-from millstream.lower.fx_wrapper import NativeKernel
+from millstream.lower.inductor.cpp_kernels import BATCH, CppKernels
+from millstream.lower.inductor.fx_wrapper import NativeKernel
 
 
 def definition(body, arguments):

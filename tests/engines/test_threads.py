@@ -24,7 +24,7 @@ from millstream.engine.cpu.threads_native import compile_threads
 from millstream.engine.planning import cpu_choice
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN
-from millstream.lower.fx_wrapper import NativeKernel, for_threads
+from millstream.lower.inductor.fx_wrapper import NativeKernel, for_threads
 from millstream.schedule import assign_offsets, plan_graph
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, train

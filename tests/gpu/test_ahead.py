@@ -9,9 +9,9 @@ pytestmark = pytest.mark.gpu
 
 def test_none_is_compiled_where_it_is_launched(names_on_streams, monkeypatch, tmp_path):
     triton = pytest.importorskip("triton")
-    from millstream.lower.convolutions.dense_kernel import dense
-    from millstream.lower.convolutions.depthwise_kernel import depthwise
-    from millstream.lower.convolutions.weights_kernel import convert
+    from millstream.lower.convolutions.kernels.dense_kernel import dense
+    from millstream.lower.convolutions.kernels.depthwise_kernel import depthwise
+    from millstream.lower.convolutions.kernels.weights_kernel import convert
 
     if not hasattr(triton, "AsyncCompileMode"):
         pytest.skip("this Triton compiles where it launches")

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import millstream as ms
-from millstream.lower.convolutions.dense import convolve_dense
-from millstream.lower.convolutions.dense_tiles import choose_tile
+from millstream.lower.convolutions.kernels.dense import convolve_dense
+from millstream.lower.convolutions.kernels.dense_tiles import choose_tile
 from tests import networks
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise
+from millstream.lower.convolutions.kernels.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise
 from tests import networks
 
 pytestmark = pytest.mark.gpu

@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from millstream.lower.convolutions.dense import CONVOLVE, convolve_dense_together
-from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise, convolve_depthwise_together
+from millstream.lower.convolutions.kernels.dense import CONVOLVE, convolve_dense_together
+from millstream.lower.convolutions.kernels.depthwise import (
+    CONVOLVE_DEPTHWISE,
+    convolve_depthwise,
+    convolve_depthwise_together,
+)
 from tests import networks
 
 pytestmark = pytest.mark.gpu

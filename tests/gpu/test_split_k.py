@@ -5,8 +5,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from millstream.lower.convolutions import dense
-from millstream.lower.convolutions.dense import Dense, convolve_dense_partials, partials_shape, reduce_dense_partials
+from millstream.lower.convolutions.kernels import dense
+from millstream.lower.convolutions.kernels.dense import (
+    Dense,
+    convolve_dense_partials,
+    partials_shape,
+    reduce_dense_partials,
+)
 from tests import networks
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from millstream.lower.convolutions.weights import CONVERT, Conversion, convert_weight, convert_weights_together
+from millstream.lower.convolutions.kernels.weights import CONVERT, Conversion, convert_weight, convert_weights_together
 
 pytestmark = pytest.mark.gpu
 

@@ -12,20 +12,13 @@ from millstream.cost import Roofline
 from millstream.device import context
 from millstream.engine.source import compile_plan
 from millstream.lower import translate
-from millstream.lower.convolutions import (
-    ahead,
-    channels,
-    conversions,
-    dense,
-    depthwise,
-    siblings,
-    split_k,
-    writers,
-)
-from millstream.lower.convolutions.dense import CONVOLVE, Dense
-from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE, Depthwise
+from millstream.lower.convolutions import siblings, split_k, writers
+from millstream.lower.convolutions.kernels import ahead, dense, depthwise
+from millstream.lower.convolutions.kernels.dense import CONVOLVE, Dense
+from millstream.lower.convolutions.kernels.depthwise import CONVOLVE_DEPTHWISE, Depthwise
+from millstream.lower.convolutions.kernels.weights import CONVERT, Conversion
+from millstream.lower.convolutions.passes import channels, conversions
 from millstream.lower.convolutions.siblings import Family
-from millstream.lower.convolutions.weights import CONVERT, Conversion
 from millstream.schedule import plan_graph, plan_serial
 from tests.networks import lowered
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from millstream.lower.convolutions import ahead, writers
-from millstream.lower.convolutions.ahead import Launch, compiling, pointers
+from millstream.lower.convolutions import writers
+from millstream.lower.convolutions.kernels import ahead
+from millstream.lower.convolutions.kernels.ahead import Launch, compiling, pointers
 from tests.lower.convolutions import graph_of, pretended_gpu  # noqa: F401
 
 

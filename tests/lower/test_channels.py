@@ -14,8 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import millstream as ms
 from millstream.api import executables
 from millstream.graph import KernelKind
-from millstream.lower.convolutions import channels, dense
-from millstream.lower.convolutions.channels import align_channels, puts_channels_last
+from millstream.lower.convolutions.kernels import dense
+from millstream.lower.convolutions.passes import channels
+from millstream.lower.convolutions.passes.channels import align_channels, puts_channels_last
 from millstream.lower.convolutions.writers import arguments_of
 
 CONVOLUTION = torch.ops.aten.convolution.default

@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from millstream.lower.convolutions import writers
-from millstream.lower.convolutions.dense import convolve_dense
-from millstream.lower.convolutions.dense_tiles import choose_tile
+from millstream.lower.convolutions.kernels.dense import convolve_dense
+from millstream.lower.convolutions.kernels.dense_tiles import choose_tile
 from tests.lower import convolutions
 from tests.lower.convolutions import pretended_gpu
 

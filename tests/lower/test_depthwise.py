@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millstream.lower.convolutions import writers
-from millstream.lower.convolutions.depthwise import MOST_OUTPUTS, convolve_depthwise
+from millstream.lower.convolutions.kernels.depthwise import MOST_OUTPUTS, convolve_depthwise
 from tests.lower import convolutions
 from tests.lower.convolutions import pretended_gpu
 

@@ -13,10 +13,12 @@ from millstream.api import executables
 from millstream.check import check_plan
 from millstream.cost import Roofline
 from millstream.graph import KernelKind, derive_dependencies
-from millstream.lower.convolutions import ahead, dense, epilogues, writers
-from millstream.lower.convolutions.channels import align_channels
-from millstream.lower.convolutions.dense import CONVOLVE, convolve_dense
-from millstream.lower.convolutions.epilogues import absorb_epilogues
+from millstream.lower.convolutions import writers
+from millstream.lower.convolutions.kernels import ahead, dense
+from millstream.lower.convolutions.kernels.dense import CONVOLVE, convolve_dense
+from millstream.lower.convolutions.passes import epilogues
+from millstream.lower.convolutions.passes.channels import align_channels
+from millstream.lower.convolutions.passes.epilogues import absorb_epilogues
 from millstream.lower.convolutions.writers import arguments_of
 from millstream.lower.translate import translate
 from millstream.schedule import POLICIES, plan_graph

@@ -14,7 +14,7 @@ from torch.nn.functional import softmax
 
 import millstream as ms
 from millstream.lower import compile as lowering
-from millstream.lower.cpp_kernels import CppKernels
+from millstream.lower.inductor.cpp_kernels import CppKernels
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from pathlib import Path
 import millstream
 from millstream.lower.program import OWN_KERNELS, is_generated
 
-LAUNCHED = re.compile(r"from millstream\.lower\.convolutions\.\w+_kernel import (\w+)")
+LAUNCHED = re.compile(r"from millstream\.lower\.convolutions\.kernels\.\w+_kernel import (\w+)")
 
 
 def test_each_kernel_that_is_launched_is_known():
     """Triton, whose functions tell their names, is there where there is a GPU."""
-    files = (Path(millstream.__file__).parent / "lower" / "convolutions").glob("*.py")
+    files = (Path(millstream.__file__).parent / "lower" / "convolutions").rglob("*.py")
     hosts = [file.read_text() for file in files if not file.stem.endswith("_kernel")]
     assert {name for text in hosts for name in LAUNCHED.findall(text)} == OWN_KERNELS
 

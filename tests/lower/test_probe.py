@@ -7,7 +7,7 @@ import torch
 from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 
-from millstream.lower import probe
+from millstream.lower.inductor import probe
 
 
 class Elsewhere(torch.Tensor):

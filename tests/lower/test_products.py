@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from millstream.lower.convolutions import dense, products
-from millstream.lower.convolutions.dense import CONVOLVE
-from millstream.lower.convolutions.products import MOST_ROWS, take_products
+from millstream.lower.convolutions.kernels import dense
+from millstream.lower.convolutions.kernels.dense import CONVOLVE
+from millstream.lower.convolutions.passes import products
+from millstream.lower.convolutions.passes.products import MOST_ROWS, take_products
 from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
 from tests.lower.test_channels import DOUBLE, changed, close
 

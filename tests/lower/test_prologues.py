@@ -11,11 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import millstream as ms
 from millstream.api import executables
 from millstream.graph import KernelKind
-from millstream.lower.convolutions import ahead, dense, depthwise, epilogues, prologues, writers
-from millstream.lower.convolutions.dense import CONVOLVE
-from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise
-from millstream.lower.convolutions.epilogues import absorb_epilogues
-from millstream.lower.convolutions.prologues import absorb_prologues
+from millstream.lower.convolutions import writers
+from millstream.lower.convolutions.kernels import ahead, dense, depthwise
+from millstream.lower.convolutions.kernels.dense import CONVOLVE
+from millstream.lower.convolutions.kernels.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise
+from millstream.lower.convolutions.passes import epilogues, prologues
+from millstream.lower.convolutions.passes.epilogues import absorb_epilogues
+from millstream.lower.convolutions.passes.prologues import absorb_prologues
 from millstream.lower.convolutions.writers import arguments_of
 from millstream.lower.translate import translate
 from tests.lower.test_channels import DOUBLE, Net, anywhere, changed, close

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from millstream.graph import derive_dependencies, validate_graph
 from millstream.lower import compile as compiling
-from millstream.lower.convolutions import depthwise, siblings, writers
-from millstream.lower.convolutions.dense import Dense
-from millstream.lower.convolutions.depthwise import Depthwise
+from millstream.lower.convolutions import siblings, writers
+from millstream.lower.convolutions.kernels import depthwise
+from millstream.lower.convolutions.kernels.dense import Dense
+from millstream.lower.convolutions.kernels.depthwise import Depthwise
 from millstream.lower.convolutions.siblings import MOST_TOGETHER, Family, join_siblings
 from millstream.lower.program import Call, Program, Value
 from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere

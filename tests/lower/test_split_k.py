@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost
 from millstream.graph import Role, derive_dependencies, validate_graph
-from millstream.lower.convolutions import dense, split_k
-from millstream.lower.convolutions.dense_tiles import choose_splits
+from millstream.lower.convolutions import split_k
+from millstream.lower.convolutions.kernels import dense
+from millstream.lower.convolutions.kernels.dense_tiles import choose_splits
 from millstream.lower.convolutions.split_k import split_long_sums
 from millstream.lower.program import Call, Layout, Program, Value
 from millstream.schedule import plan_graph, plan_serial

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from millstream.lower.convolutions.strides import KEEP, keep_strides
+from millstream.lower.convolutions.passes.strides import KEEP, keep_strides
 from tests.lower.convolutions import own_kernels, pretended_gpu
 from tests.lower.test_channels import DOUBLE, Net, changed, close
 from tests.networks import lowered

@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from millstream.lower import tuning
-from millstream.lower.tuning import keep_choice
+from millstream.lower.inductor import tuning
+from millstream.lower.inductor.tuning import keep_choice
 
 SOURCE = "def kernel(): ..."
 

@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from millstream.lower.convolutions import conversions, siblings, weights
-from millstream.lower.convolutions.channels import align_channels
-from millstream.lower.convolutions.conversions import take_conversions
+from millstream.lower.convolutions import siblings
+from millstream.lower.convolutions.kernels import weights
+from millstream.lower.convolutions.kernels.weights import CONVERT, Conversion
+from millstream.lower.convolutions.passes import conversions
+from millstream.lower.convolutions.passes.channels import align_channels
+from millstream.lower.convolutions.passes.conversions import take_conversions
 from millstream.lower.convolutions.siblings import MOST_CONVERTED_BYTES, MOST_TOGETHER
-from millstream.lower.convolutions.weights import CONVERT, Conversion
 from millstream.lower.convolutions.writers import arguments_of
 from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
 from tests.lower.test_channels import CONVOLUTION, DOUBLE, Net, anywhere, changed

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from millstream.lower.probe import ask_early
+from millstream.lower.inductor.probe import ask_early
 from millstream.lower.program import Call, Layout, Program, Value, View
 
 if TYPE_CHECKING:

@@ -33,24 +33,24 @@ from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import traces_unnoticed
 from millstream.errors import ArgumentError, LoweringError, MillstreamError, did_you_mean
 from millstream.lower import workarounds
-from millstream.lower.convolutions.ahead import Launch, compiling
-from millstream.lower.convolutions.channels import align_channels, puts_channels_last
-from millstream.lower.convolutions.conversions import take_conversions
-from millstream.lower.convolutions.epilogues import absorb_epilogues, knows_own_convolutions
-from millstream.lower.convolutions.products import take_products
-from millstream.lower.convolutions.prologues import absorb_prologues
+from millstream.lower.convolutions.kernels.ahead import Launch, compiling
+from millstream.lower.convolutions.passes.channels import align_channels, puts_channels_last
+from millstream.lower.convolutions.passes.conversions import take_conversions
+from millstream.lower.convolutions.passes.epilogues import absorb_epilogues, knows_own_convolutions
+from millstream.lower.convolutions.passes.products import take_products
+from millstream.lower.convolutions.passes.prologues import absorb_prologues
+from millstream.lower.convolutions.passes.strides import keep_strides
 from millstream.lower.convolutions.siblings import find_joint_launches, join_siblings
 from millstream.lower.convolutions.split_k import find_split_launches, split_long_sums
-from millstream.lower.convolutions.strides import keep_strides
 from millstream.lower.convolutions.writers import find_launches
 from millstream.lower.failures import other_tries
-from millstream.lower.fx_wrapper import collect_wrappers
+from millstream.lower.inductor.fx_wrapper import collect_wrappers
+from millstream.lower.inductor.probe import ask_early
+from millstream.lower.inductor.randoms import random_decompositions
+from millstream.lower.inductor.shortcuts import no_collections, shortcuts
 from millstream.lower.kept import Record, open_record
-from millstream.lower.probe import ask_early
 from millstream.lower.program import Program
-from millstream.lower.randoms import random_decompositions
 from millstream.lower.segments import Segments, cut, has_collectives
-from millstream.lower.shortcuts import no_collections, shortcuts
 from millstream.lower.symbolic import SymbolicProgram
 from millstream.lower.translate import translate
 from millstream.lower.views import check_views

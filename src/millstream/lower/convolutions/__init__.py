@@ -1,7 +1,7 @@
-"""Convolutions on a GPU: what is done to them before Inductor and behind it, and kernels of our own.
+"""Convolutions on a GPU: what is done to them before Inductor and after it, and kernels of our own.
 
-Before: ``channels``, ``epilogues``, ``prologues``, ``conversions`` change the graph of operators, ``products`` makes
-convolutions of linear layers, and ``strides`` keeps the graph's results as they were. Behind: ``writers`` says what
-computes each, ``siblings`` and ``split_k`` make fewer or more launches of them. Kernels: ``dense``, ``depthwise``,
-``weights``; they start by ``early`` and are compiled by ``ahead``.
+Before, ``passes/``: ``channels``, ``epilogues``, ``prologues``, ``conversions`` change the graph of operators,
+``products`` makes convolutions of linear layers, and ``strides`` keeps the graph's results as they were. After:
+``writers`` says what computes each, ``siblings`` and ``split_k`` make fewer or more launches of them. ``kernels/``:
+``dense``, ``depthwise``, ``weights``; they start by ``early`` and are compiled by ``ahead``.
 """

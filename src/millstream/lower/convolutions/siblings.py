@@ -24,16 +24,21 @@ from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 from millstream.graph import Kernel, KernelGraph, derive_dependencies
-from millstream.lower.convolutions.ahead import Launch
-from millstream.lower.convolutions.dense import Dense, convolve_dense, convolve_dense_together, launches_of_dense
-from millstream.lower.convolutions.depthwise import (
+from millstream.lower.convolutions.kernels.ahead import Launch
+from millstream.lower.convolutions.kernels.dense import (
+    Dense,
+    convolve_dense,
+    convolve_dense_together,
+    launches_of_dense,
+)
+from millstream.lower.convolutions.kernels.depthwise import (
     MOST_WINDOWS,
     Depthwise,
     convolve_depthwise,
     convolve_depthwise_together,
     launches_of_depthwise,
 )
-from millstream.lower.convolutions.weights import (
+from millstream.lower.convolutions.kernels.weights import (
     Conversion,
     convert_weight,
     convert_weights_together,

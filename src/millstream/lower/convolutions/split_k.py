@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from millstream.graph import Buffer, Kernel, Role
-from millstream.lower.convolutions.ahead import Launch
-from millstream.lower.convolutions.dense import (
+from millstream.lower.convolutions.kernels.ahead import Launch
+from millstream.lower.convolutions.kernels.dense import (
     Dense,
     convolve_dense,
     convolve_dense_partials,

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._triton import has_triton
 
-from millstream.lower.convolutions.ahead import Launch
-from millstream.lower.convolutions.dense import (
+from millstream.lower.convolutions.kernels.ahead import Launch
+from millstream.lower.convolutions.kernels.dense import (
     ALIGNED_CHANNELS,
     CONVOLVE,
     JOIN,
@@ -29,9 +29,9 @@ from millstream.lower.convolutions.dense import (
     has_channels_last,
     is_small_dense,
 )
-from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise, is_small_depthwise
+from millstream.lower.convolutions.kernels.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise, is_small_depthwise
+from millstream.lower.convolutions.kernels.weights import CONVERT, convert_weight
 from millstream.lower.convolutions.siblings import FAMILIES, Own, divide
-from millstream.lower.convolutions.weights import CONVERT, convert_weight
 
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 

@@ -30,8 +30,8 @@ from millstream._torch.operators import is_expanded_later
 from millstream._torch.symbols import NUMBERS, expression_of
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.lower import workarounds
+from millstream.lower.inductor.tuning import versions
 from millstream.lower.operators import float32_precision
-from millstream.lower.tuning import versions
 
 MOST_CONSTANT_BYTES = 64 << 20
 """Of tensors in a graph, whose values count: reading more takes longer than it is worth."""

@@ -29,7 +29,7 @@ import torch
 from millstream._torch.expressions import guards_of, hold_guards, symbols_of
 from millstream.cache import cache_folder, limit_bytes, read_private, trim, write_private
 from millstream.graph import Kernel
-from millstream.lower.fx_wrapper import SOURCES, GeneratedKernel, Sources
+from millstream.lower.inductor.fx_wrapper import SOURCES, GeneratedKernel, Sources
 from millstream.lower.kept.encoding import Decoder, Encoder
 from millstream.lower.kept.key import NotKept, describe_graph, describe_settings
 from millstream.lower.kept.tuners import encode_tuners, offer_tuners

@@ -19,9 +19,9 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import register_lowering
 from torch._prims_common import make_channels_last_strides_for
 
-from millstream.lower.convolutions.channels import add_node
-from millstream.lower.convolutions.dense import ALIGNED_CHANNELS, CONVOLVE, JOIN, KEPT_AT_ONCE, is_small_dense
-from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE
+from millstream.lower.convolutions.kernels.dense import ALIGNED_CHANNELS, CONVOLVE, JOIN, KEPT_AT_ONCE, is_small_dense
+from millstream.lower.convolutions.kernels.depthwise import CONVOLVE_DEPTHWISE
+from millstream.lower.convolutions.passes.channels import add_node
 from millstream.lower.convolutions.writers import arguments_of, depths_of, may_be_ours, values_of
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
-from millstream.lower.convolutions.ahead import Launch, pointers
-from millstream.lower.convolutions.dense_tiles import (
+from millstream.lower.convolutions.kernels.ahead import Launch, pointers
+from millstream.lower.convolutions.kernels.dense_tiles import (
     SPLIT_TILE,
     ceil_div,
     choose_splits,
@@ -25,7 +25,7 @@ from millstream.lower.convolutions.dense_tiles import (
     is_pointwise,
     num_pixels,
 )
-from millstream.lower.convolutions.early import early_start
+from millstream.lower.convolutions.kernels.early import early_start
 
 ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
 KEPT_AT_ONCE = 2  # of the channels that are wanted of a result there are a multiple of so many
@@ -181,7 +181,7 @@ def launch_dense(convolutions: Sequence[Dense], num_splits: int = 1) -> Launch:
         convolutions: Where sums are split, each has the place of its first split for ``out``, and nothing follows.
         num_splits: Of each sum.
     """
-    from millstream.lower.convolutions.dense_kernel import dense  # Triton is there where there is a GPU
+    from millstream.lower.convolutions.kernels.dense_kernel import dense  # Triton is there where there is a GPU
 
     convolutions = sorted(convolutions, key=lambda each: each.addend is None)
     image, weight, *_, stride, padding, out = convolutions[0]
@@ -232,7 +232,8 @@ def launch_dense(convolutions: Sequence[Dense], num_splits: int = 1) -> Launch:
 
 def launch_reduction(partials: torch.Tensor, rests: Sequence[Rest]) -> Launch:
     """How to add up partial sums, and to do what follows."""
-    from millstream.lower.convolutions.dense_kernel import reduce_partials  # Triton is there where there is a GPU
+    # Triton is there where there is a GPU
+    from millstream.lower.convolutions.kernels.dense_kernel import reduce_partials
 
     pairs = sorted(zip(rests, partials, strict=True), key=lambda pair: pair[0].addend is None)
     rests = [rest for rest, _ in pairs]

@@ -11,10 +11,10 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
-from millstream.lower.convolutions.channels import add_node
-from millstream.lower.convolutions.dense import CONVOLVE
-from millstream.lower.convolutions.epilogues import changes_type, zeros_of
-from millstream.lower.convolutions.weights import CONVERT
+from millstream.lower.convolutions.kernels.dense import CONVOLVE
+from millstream.lower.convolutions.kernels.weights import CONVERT
+from millstream.lower.convolutions.passes.channels import add_node
+from millstream.lower.convolutions.passes.epilogues import changes_type, zeros_of
 from millstream.lower.convolutions.writers import may_be_ours
 
 MOST_BYTES = 512 << 10

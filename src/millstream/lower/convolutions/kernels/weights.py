@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from millstream.lower.convolutions.ahead import Launch, pointers
-from millstream.lower.convolutions.dense_tiles import ceil_div
-from millstream.lower.convolutions.early import early_start
+from millstream.lower.convolutions.kernels.ahead import Launch, pointers
+from millstream.lower.convolutions.kernels.dense_tiles import ceil_div
+from millstream.lower.convolutions.kernels.early import early_start
 
 _CHANNELS_AT_ONCE = 8  # 16 bytes of 2-byte numbers, the longest store
 _TILE = 4096  # numbers
@@ -62,7 +62,7 @@ def launches_of_conversions(conversions: Sequence[Conversion]) -> list[Launch]:
 
 def launch_conversions(conversions: Sequence[Conversion]) -> Launch:
     """How to convert weights of one kind at once."""
-    from millstream.lower.convolutions.weights_kernel import convert  # Triton is there where there is a GPU
+    from millstream.lower.convolutions.kernels.weights_kernel import convert  # Triton is there where there is a GPU
 
     weights, outs = zip(*conversions, strict=True)
     num_taps = _num_taps(weights[0])

@@ -7,7 +7,7 @@ from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
     gdc_wait,
 )
 
-from millstream.lower.convolutions.dense_kernel import choose
+from millstream.lower.convolutions.kernels.dense_kernel import choose
 
 # Compiled for each window and for what the number of channels is a multiple of, not for each size of image.
 _ANY = ["num_runs", "runs_a_line", "height", "width", "out_height", "out_width", "channels", "image_channels",

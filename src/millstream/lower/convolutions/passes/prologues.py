@@ -13,9 +13,9 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
-from millstream.lower.convolutions.channels import add_node
-from millstream.lower.convolutions.depthwise import CONVOLVE_DEPTHWISE, is_small_depthwise
-from millstream.lower.convolutions.epilogues import lay_out, whole_of, zeros_of
+from millstream.lower.convolutions.kernels.depthwise import CONVOLVE_DEPTHWISE, is_small_depthwise
+from millstream.lower.convolutions.passes.channels import add_node
+from millstream.lower.convolutions.passes.epilogues import lay_out, whole_of, zeros_of
 from millstream.lower.convolutions.writers import arguments_of, may_be_ours, values_of
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from millstream.lower.convolutions.channels import add_node
-from millstream.lower.convolutions.dense import CONVOLVE, is_small_dense
+from millstream.lower.convolutions.kernels.dense import CONVOLVE, is_small_dense
+from millstream.lower.convolutions.passes.channels import add_node
 from millstream.lower.convolutions.writers import may_be_ours
 
 MOST_ROWS = 64

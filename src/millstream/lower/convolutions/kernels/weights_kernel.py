@@ -7,7 +7,7 @@ from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
     gdc_wait,
 )
 
-from millstream.lower.convolutions.dense_kernel import choose
+from millstream.lower.convolutions.kernels.dense_kernel import choose
 
 
 @triton.jit

@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_map_only
 
 from millstream._torch.symbols import with_numbers
 from millstream.errors import LoweringError
-from millstream.lower.cpp_kernels import CppKernels
+from millstream.lower.inductor.cpp_kernels import CppKernels
+from millstream.lower.inductor.tuning import keep_choice
 from millstream.lower.operators import written_arguments
-from millstream.lower.tuning import keep_choice
 from millstream.progress import count
 
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so

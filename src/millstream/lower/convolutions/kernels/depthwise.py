@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from millstream.lower.convolutions.ahead import Launch, pointers
-from millstream.lower.convolutions.early import early_start
+from millstream.lower.convolutions.kernels.ahead import Launch, pointers
+from millstream.lower.convolutions.kernels.early import early_start
 
 MOST_OUTPUTS = 2_500_000
 """Beyond, the device is full, and cuDNN's kernel does more with it."""
@@ -108,7 +108,7 @@ def launches_of_depthwise(convolutions: Sequence[Depthwise]) -> list[Launch]:
 
 def launch_depthwise(convolutions: Sequence[Depthwise]) -> Launch:
     """How to compute convolutions of one kind at once, those of the larger window first."""
-    from millstream.lower.convolutions.depthwise_kernel import depthwise  # Triton is there where there is a GPU
+    from millstream.lower.convolutions.kernels.depthwise_kernel import depthwise  # Triton is there where there is a GPU
 
     convolutions = sorted(convolutions, key=lambda each: each.window, reverse=True)
     windows = list(dict.fromkeys(each.window for each in convolutions))

@@ -14,7 +14,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
-from millstream.lower.convolutions.channels import add_node
+from millstream.lower.convolutions.passes.channels import add_node
 
 _library = torch.library.Library("millstream", "FRAGMENT")
 _library.define("keep_strides(Tensor result, int[] strides) -> Tensor", tags=torch.Tag.pointwise)

@@ -19,7 +19,7 @@ from torch._inductor.constant_folding import constant_fold
 from torch._inductor.graph import GraphLowering
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from millstream.lower.convolutions.dense import ALIGNED_CHANNELS, is_small_dense
+from millstream.lower.convolutions.kernels.dense import ALIGNED_CHANNELS, is_small_dense
 from millstream.lower.convolutions.writers import arguments_of, may_be_ours, values_of
 
 _FEW_CHANNELS = 4  # of an image as it comes from outside; for these cuDNN has kernels of its own

@@ -1,0 +1,1 @@
+"""What is done to convolutions in the graph of operators, before Inductor."""
