@@ -70,3 +70,13 @@ def test_script_that_ends_early_is_explained(end, tmp_path, capsys):
 def test_wrong_target(target, message, capsys):
     assert main(["explain", target, "--", "0.1"]) == command.EXIT_BAD_INPUT
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "message"), [("run.pdf", "ends with one of"), ("absent/run.svg", "there is no folder")]
+)
+def test_a_picture_that_cannot_be_saved_is_refused_before_the_script_runs(file, message, tmp_path, capsys):
+    script = tmp_path / "long.py"
+    script.write_text("raise AssertionError('it ran')\n", encoding="utf-8")
+    assert main(["explain", f"{script}:step", "--save", str(tmp_path / file)]) == command.EXIT_BAD_INPUT
+    assert message in capsys.readouterr().err

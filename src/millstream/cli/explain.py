@@ -15,6 +15,7 @@ import millstream as ms
 from millstream.api import is_compiled
 from millstream.cli.job import Job
 from millstream.errors import ArgumentError
+from millstream.report.explanation import writer_for
 
 STEPS_UNTIL_CAPTURED = 2  # the first step initialises the optimizer, the second is captured
 
@@ -36,6 +37,7 @@ class Showing:
 
 def explain(make_job: Callable[[], Job], show: Showing) -> int:
     """Capture the step of a job, print what it became, and return the exit code."""
+    _check(show)
     job = make_job()
     step = ms.step(job.step)
     carry = job.carry
@@ -56,8 +58,10 @@ def explain_script(target: str, arguments: list[str], show: Showing) -> int:
         show: How to show it.
 
     Raises:
-        ArgumentError: There is no such script or object, or it is nothing that can be explained.
+        ArgumentError: There is no such script or object, or it is nothing that can be explained; or, before anything
+            runs, the picture cannot go where it is to.
     """
+    _check(show)
     script, _, name = target.partition(":")
     return _show(_find(run_script(script, arguments), script, name), show)
 
@@ -108,6 +112,13 @@ def _find(names: dict[str, Any], script: str, name: str) -> Any:
 
 def _told(compiled: list[str]) -> str:
     return f"compiled there: {', '.join(compiled)}" if compiled else "none of its globals is compiled by Millstream"
+
+
+def _check(show: Showing) -> None:
+    if show.save:
+        writer_for(show.save)
+        if not show.save.resolve().parent.is_dir():
+            raise ArgumentError(f"cannot write {show.save}: there is no folder {show.save.resolve().parent}")
 
 
 def _show(compiled: Any, show: Showing) -> int:

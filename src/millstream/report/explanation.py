@@ -441,10 +441,7 @@ class Explanation:
                 nor a trace of it are known.
         """
         path = Path(path)
-        write = _WRITERS.get(path.suffix.lower())
-        if write is None:
-            choice = ", ".join(_WRITERS)
-            raise ArgumentError(f"cannot draw into {str(path)!r}: choose a name that ends with one of {choice}")
+        write = writer_for(path)
         pictures = [picture for each in (*self.communication, *self.programs) for picture in each.pictures()]
         if not pictures:
             why = "its kernels' times are not known" if self.programs else "nothing of it is compiled: call it first"
@@ -457,6 +454,19 @@ class Explanation:
             path.write_text(to_perfetto(pictures, saved_steps(self.communication)), encoding="utf-8")
         else:
             path.write_text(write(pictures), encoding="utf-8")
+
+
+def writer_for(path: Path) -> Callable[[Sequence[Picture]], str]:
+    """What draws into such a file.
+
+    Raises:
+        ArgumentError: Nothing does.
+    """
+    write = _WRITERS.get(path.suffix.lower())
+    if write is None:
+        choice = ", ".join(_WRITERS)
+        raise ArgumentError(f"cannot draw into {str(path)!r}: choose a name that ends with one of {choice}")
+    return write
 
 
 def kernel_row(kernel: Kernel, width: int = 56) -> tuple[str, ...]:
