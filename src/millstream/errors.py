@@ -66,7 +66,8 @@ class CaptureError(MillstreamError):
     """
 
     def __init__(self, reason: str, *, where: str = "", remedy: str = "") -> None:
-        super().__init__(" ".join(part for part in (reason, f"At {where}." if where else "", remedy) if part))
+        what = reason if reason.endswith((".", "!", "?")) else f"{reason}."  # as it may quote another error
+        super().__init__(" ".join(part for part in (what, f"At {where}." if where else "", remedy) if part))
         self.reason = reason
         self.where = where
         self.remedy = remedy

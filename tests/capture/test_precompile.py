@@ -75,6 +75,28 @@ def test_with_optimizer_state_the_next_call_replays(capsys, monkeypatch):
     assert world.count == 2
 
 
+def test_optimizer_that_never_has_state(monkeypatch):
+    world = World()
+    world.optimizer = torch.optim.SGD(world.model.parameters(), 0.1)
+    world.scheduler = torch.optim.lr_scheduler.StepLR(world.optimizer, 2)
+    before = world.state()
+    ms.precompile(world.step, torch.ones(4, 3))
+    assert same(world.state(), before)
+    monkeypatch.setattr(compiling, "compile_fx", None)  # it would raise
+    for _ in range(2):
+        world.step(torch.ones(4, 3))
+    assert world.step.graphs
+
+
+def test_a_step_that_has_to_run_once_says_so():
+    model = nn.LazyLinear(2)
+    step = ms.step(lambda x: model(x).sum())
+    with pytest.raises(ms.CaptureError, match="run once") as caught:
+        ms.precompile(step, torch.ones(2, 2))
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
 def test_what_is_no_step_is_refused():
     with pytest.raises(ms.ArgumentError, match=r"ms\.step"):
         ms.precompile(lambda x: x, 1)

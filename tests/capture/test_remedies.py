@@ -695,7 +695,7 @@ ELSEWHERE = (
     "Keep x.resolve_conj()",  # test_step_refusals.py
     "has another shape, dtype or layout",  # test_step_gradients.py
     "is out of date",  # test_step_check.py
-    "cuts, pads or compares text",  # test_effects.py
+    "cuts, pads, compares or looks",  # test_effects.py
     "formats a number by another one",  # test_effects.py
     "very value",  # test_step_values.py
     "draws from",  # test_step_refusals.py

@@ -148,10 +148,19 @@ def raise_refusal(refuse: Callable[[CaptureError], object], reason: str, remedy:
 
 def place_of(error: BaseException) -> str:
     """``file:line`` of the user's innermost line that led to ``error``, or an empty string."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_users(frame.filename):
-            return f"{frame.filename}:{frame.lineno}"
-    return ""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == BOUNDARY:  # what was on the way to the step, code made by FX too, is not its
+            place = ""
+        elif is_users(frame.f_code.co_filename):
+            place = f"{frame.f_code.co_filename}:{line}"
+    return place
+
+
+def is_of_call(error: BaseException) -> bool:
+    """Whether the step's arguments are others than its function takes: no line of it has run."""
+    frame = next((frame for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)])), None)
+    return isinstance(error, TypeError) and frame is not None and frame.f_code.co_name == BOUNDARY
 
 
 def caller_of(error: BaseException, package: str) -> str | None:

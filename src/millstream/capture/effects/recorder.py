@@ -172,7 +172,7 @@ class Recorder:
 def text_changed(where: str) -> CaptureError:
     """The refusal of text that depends on the characters of a value that is known later."""
     return CaptureError(
-        "The step cuts, pads or compares text with a value in it that is known after the step.",
+        "The step cuts, pads, compares or looks something up by text with a value in it that is known after the step.",
         where=where,
         remedy=TEXT_REMEDY,
     )

@@ -128,6 +128,7 @@ computed alike from both depends on neither.
 
 _SHORT = re.compile(f"([{chr(_FIRST)}-{chr(_FIRST + _MOST - 1)}])")
 _LONG = re.compile(f"{re.escape(_BEFORE)}([0-9]+){re.escape(_AFTER)}")
+_SHOWN = re.compile(f"{_LONG.pattern}|{_SHORT.pattern}|\\\\U00(10f[1-9a-e][0-9a-f]{{2}})")  # the last is of ``repr``
 _ANY = re.compile(f"[{_START}{_END}{chr(_FIRST)}-{chr(_FIRST + _MOST - 1)}]")
 
 
@@ -182,9 +183,18 @@ class Texts:
         """The line of the first token that came up in no effect and no result, if there is one."""
         return next((where for number, (_, _, where) in enumerate(self.made) if number not in self.shown), None)
 
-    def readable(self, text: str) -> str:
-        """The same with an ellipsis for each token, for messages."""
-        return _SHORT.sub("…", _LONG.sub("…", text))
+    def readable(self, text: str, numbers: Any) -> str:
+        """The same for messages: a token is what it stands for, or an ellipsis if that is known after the step."""
+
+        def show(token: re.Match[str]) -> str:
+            number = int(token[1]) if token[1] else ord(token[2] or chr(int(token[3], 16))) - _FIRST
+            of, needs, _ = self.made[number] if number < len(self.made) else (None, frozenset(), "")
+            try:
+                return "…" if of is None or needs else of(numbers)
+            except AttributeError:  # of what a call returns
+                return "…"
+
+        return _SHOWN.sub(show, text)
 
     def _number(self, piece: str) -> int:
         return int(piece) if self.style else ord(piece) - _FIRST

@@ -174,14 +174,17 @@ class IslandStep(Step[P, R]):
         if self._shared is not None and self._refused_whole is None:
             self._refuse(self._shared)
         if self._refused_whole is not None:
-            return self.function(*args, **kwargs)
+            return self._result_of(self.function(*args, **kwargs))
         if not self._is_watched:
             return self._run_watched(args, kwargs)
         if isinstance(self.function, MethodType):
             args = (self.function.__self__, *args)
         if self._plain is not None and len(args) == len(self._plain) and not kwargs:
             return self._run_parts(dict(zip(self._plain, args, strict=True)))
-        bound = self._signature.bind(*args, **kwargs)
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError:
+            return self.function(*args, **kwargs)  # which says it in Python's words
         bound.apply_defaults()
         return self._run_parts(dict(bound.arguments))
 

@@ -316,10 +316,7 @@ class Step(Generic[P, R]):
         except ServesOnce as number:
             self._num_unserving += 1
             if self._num_unserving > MAX_UNSERVING:
-                error = CaptureError(
-                    f"The step depends on the very value of {number}, which it changes.",
-                    remedy="Compute with it by operators and functions of math, such as math.sqrt, or use a tensor.",
-                )
+                error = _serves_once(number)
         except CaptureError as refusal:
             error = self._with_region(refusal)
         if done is not None:  # what the effects raise is the user's own
@@ -330,8 +327,11 @@ class Step(Generic[P, R]):
         yield self._name, self.function
         yield from call.objects()
 
-    def _is_unready(self, found: Found) -> bool:
-        """Whether an eager call must come first, to create what only an eager call can create."""
+    def _is_unready(self, found: Found, *, is_trial: bool) -> bool:
+        """Whether an eager call must come first, to create what only an eager call can create.
+
+        In a trial optimizers have what state they take, which may be none.
+        """
         if self.data_parallel is not False and self._replica is None:
             return True
         for _, module in found.modules:
@@ -339,6 +339,8 @@ class Step(Generic[P, R]):
                 return True
         if any(scaler._scale is None for _, scaler in found.scalers):
             return True
+        if is_trial:
+            return False
         empty = [optimizer for _, optimizer in found.optimizers if not optimizer.state]
         if not self._has_run:
             return bool(empty)
@@ -355,7 +357,7 @@ class Step(Generic[P, R]):
 
         handle = register_optimizer_step_post_hook(OwnHook(note))
         try:
-            return self._result_of(self._run_plainly(call))
+            return self._run_plainly(call)
         finally:
             handle.remove()
 
@@ -378,7 +380,9 @@ class Step(Generic[P, R]):
                 shards=self.shard_optimizer,
             )
         with Session(self._replica).active():
-            return self.function(*call.args, **call.kwargs)
+            result = self.function(*call.args, **call.kwargs)
+        is_open = not all(argument.is_leaf for argument in call.arguments)  # gradients are to reach beyond the step
+        return result if is_open else self._result_of(result)
 
     def _with_region(self, error: CaptureError) -> CaptureError:
         """The same refusal with an eager region as another remedy, where that would work."""
@@ -441,11 +445,13 @@ class Step(Generic[P, R]):
                     graph, _, _ = self._capture(call, is_trial=True)
                     if optimizers:  # it would read the pretended state
                         self._drop(graph)
-            except (EagerFirst, FirstChange, ServesOnce, StateMissing) as missing:
+            except (EagerFirst, FirstChange, StateMissing):
                 raise CaptureError(
                     "The step has to run once before it can be captured, as it makes state that it needs.",
                     remedy="Call it once.",
-                ) from missing
+                ) from None
+            except ServesOnce as number:
+                raise _serves_once(number) from None
 
     def _capture(self, call: Call, *, is_trial: bool = False) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         """Trace, build, run and keep a graph for ``call``; a failure, or a trial, leaves everything as it was.
@@ -487,7 +493,7 @@ class Step(Generic[P, R]):
                 found = discover(self._roots(call))
                 check_supported(found)
                 check_modes()
-                if self._is_unready(found):
+                if self._is_unready(found, is_trial=is_trial):
                     raise EagerFirst
                 self._look_back(call, found)
                 ask_early(call.arguments)
@@ -616,7 +622,7 @@ class Step(Generic[P, R]):
             what = error if isinstance(error, MillstreamError) else f"{type(error).__name__}: {error}"
             raise CaptureError(
                 f"The captured step could not be built or run: {what}".splitlines()[0],
-                remedy="Please report it; the step works without ms.step.",
+                remedy="If it also fails without ms.step, correct it; otherwise please report it.",
             ) from error
         graph.capture_seconds = graph.trace_seconds + time.perf_counter() - start
         return arguments, results
@@ -646,8 +652,12 @@ class Step(Generic[P, R]):
     def _fall_back(self, call: Call, error: CaptureError) -> Any:
         if self.strict:
             raise error
+        if error.__cause__ is None:
+            self._note_refusal(call, error)
+            return self._run_plainly(call)
+        result = self._run_plainly(call)  # which may raise as well: then that is what the user is to see
         self._note_refusal(call, error)
-        return self._run_plainly(call)
+        return result
 
     def _note_refusal(self, call: Call, error: CaptureError) -> None:
         is_known = any(str(error) == str(refusal.error) for refusal in self.refusals)
@@ -676,6 +686,13 @@ def _trace_twice(request: Request) -> Traced:
             raise text_changed(next((call.where for call in traced.effects.calls), ""))
         traced.effects.outline = None
     return traced
+
+
+def _serves_once(number: ServesOnce) -> CaptureError:
+    return CaptureError(
+        f"The step depends on the very value of {number}, which it changes.",
+        remedy="Compute with it by operators and functions of math, such as math.sqrt, or use a tensor.",
+    )
 
 
 def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any], arguments: list[Tensor], numbers: list[float]) -> Structure:

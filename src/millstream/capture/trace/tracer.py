@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
+from bdb import BdbQuit
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType, FunctionType
@@ -38,6 +39,7 @@ from millstream._torch.hooks import OwnHook
 from millstream._torch.scaler import is_idle, steps_are_masked
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, is_real, is_same_view, storage_id
 from millstream._torch.tracing import (
+    failures_unlogged,
     graph_being_traced,
     no_compiled_modules,
     plain_recurrence,
@@ -50,7 +52,7 @@ from millstream.capture.effects.outputs import outputs_recorded
 from millstream.capture.effects.program import Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure, text_changed
 from millstream.capture.effects.values import Always, Nth, holds_token
-from millstream.capture.lines import caller_of, here, is_asked_by_user, place_of
+from millstream.capture.lines import caller_of, here, is_asked_by_user, is_of_call, place_of
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.executed import CodeWatch, Ran, others_may_write, record_module_reads, stand_in
@@ -151,6 +153,9 @@ def trace_step(request: Request) -> Traced:
     tracer = _Tracer(request)
     try:
         return tracer.trace()
+    except Exception as error:
+        tracer.make_readable(error)
+        raise
     finally:
         questions = tracer.questions
         vars(tracer).clear()  # its methods, given to what watches, would keep the arguments until the next collection
@@ -222,6 +227,7 @@ class _Tracer:
             with (
                 no_compiled_modules(),
                 plain_recurrence(),
+                failures_unlogged(),
                 become_fake([*state, *before, *request.arguments], self.mode, request.mirrored, fakes) as self.kind,
                 self.mode,
                 self._numbers_replaced() as numbers,
@@ -267,6 +273,8 @@ class _Tracer:
                 ) from None
             raise FoundLate("a tensor", foreign.tensor, foreign.where) from None
         except Exception as error:
+            if is_of_call(error) or isinstance(error, BdbQuit):
+                raise
             raise self._failure(error) from error
         finally:
             used = random_state.what_changed()
@@ -443,12 +451,26 @@ class _Tracer:
                 where=launched,
                 remedy="Put the launch into a torch.library.custom_op with a register_fake, which is captured.",
             )
-        message = self.questions.texts.readable(f"Tracing failed: {type(error).__name__}: {error}")
+        text = f"Tracing failed: {type(error).__name__}: {error}"
+        has_number = self.questions.texts.readable(text, self.numbers) != text
+        instead = "use the number there, and not its text" if has_number else "keep it out of the step"
         return CaptureError(
-            message.splitlines()[0],
+            text.splitlines()[0],
             where=place_of(error),
-            remedy="If the line also fails without ms.step, correct it; otherwise keep it out of the step.",
+            remedy=f"If the line also fails without ms.step, correct it; otherwise {instead}.",
         )
+
+    def make_readable(self, error: BaseException | None) -> None:
+        """Show numbers in the text of an error, and of its cause, where the tokens are that stand for them."""
+
+        def shown(part: Any) -> Any:
+            return self.questions.texts.readable(part, self.numbers) if isinstance(part, str) else part
+
+        while error is not None:
+            error.args = tuple(map(shown, error.args))
+            if isinstance(error, CaptureError):
+                error.reason = shown(error.reason)
+            error = error.__cause__
 
     def _note_failure(self, error: Exception) -> None:
         self.failure = self.failure or error
