@@ -343,6 +343,28 @@ def test_inference_reads_the_slots_of_a_ring(device, depth):
     assert engine.num_in_place == 0
 
 
+def test_memory_that_goes_back_to_the_device_is_in_no_shared_pool(device):
+    compiled = ms.compile(lambda x: x * 2, strict=True)
+    x = torch.randn(100)
+    with torch.no_grad():
+        compiled(x)
+        engine = on_graphs(compiled)
+        for gives_back in (False, True):
+            engine.gives_memory_back = gives_back
+            engine.release()
+            for _ in range(2):
+                assert torch.equal(compiled(x), 2 * x)
+            num_captures = len(device.pools)
+            assert torch.equal(engine.run_uncaptured([x])[0], 2 * x)
+            engine.release()
+            assert torch.equal(engine.run_uncaptured([x])[0], 2 * x)
+            assert not engine.captured
+            assert len(device.pools) == num_captures
+    shared, *_, own = device.pools
+    assert shared is not None
+    assert own is None
+
+
 def test_what_is_read_in_place_is_not_kept_alive(device):
     compiled = ms.compile(lambda x: x * 2, strict=True)
     memory = aligned((1000,))

@@ -210,9 +210,9 @@ def runs_counted(step):
         original = runner.segmented.__class__.__call__
 
         class Counted(runner.segmented.__class__):
-            def __call__(self, inputs, original=original):
+            def __call__(self, inputs, original=original, **how):
                 seen.append("segments")
-                return original(self, inputs)
+                return original(self, inputs, **how)
 
         runner.segmented.__class__ = Counted
     return seen
@@ -232,6 +232,39 @@ def one_program(rank, num_steps):
         train(captured, batches(rank, num_steps))
         nets.append((digest(net), len(seen), runner.whole is not None))
     return nets
+
+
+def memory_held(rank):
+    """Bytes that a step of a process holds between calls: alone; among others as one program, and in segments."""
+
+    def wide(wrap):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(96, 96), nn.Tanh())), nn.Linear(96, 2))
+        model = wrap(net)
+        return net, plain(model, sgd(model.parameters()))
+
+    def arena_bytes(executables):
+        return sum(each.engine.arena.num_bytes for each in executables if hasattr(each.engine, "arena"))
+
+    generator = torch.Generator().manual_seed(rank)
+    data = [(torch.randn(512, 96, generator=generator), torch.randn(512, 2, generator=generator)) for _ in range(4)]
+    short = [(x[:500], y[:500]) if rank else (x, y) for x, y in data[:1]]
+    alone = ms.step(wide(lambda net: net)[1], strict=True, engine="serial")
+    train(alone, data)
+    net, step = wide(lambda net: DistributedDataParallel(net, bucket_cap_mb=0.03))
+    captured = ms.step(step, strict=True, engine="serial", dynamic=False)
+    found = {"alone": arena_bytes([alone.graphs[0].executable._runner])}
+    train(captured, data[:2])
+    runner = captured.graphs[0].executable._runner
+    for rounds in (data, short + data):
+        train(captured, rounds)
+        assert runner.whole is not None
+        found["one program"] = runner.whole._engine.arena.num_bytes
+        found["segments"] = arena_bytes(each for each in runner.segmented.executables if each is not None)
+        found["collectives"] = sum(each.held.held_bytes for each in runner.segmented.exchanges)
+    found["bucket"] = max(each.num_bytes for each in runner.segmented.exchanges)
+    found["state"] = 2 * sum(each.nbytes for each in net.parameters())
+    return found, digest(net)
 
 
 def ends_before_a_replay(rank):

@@ -16,6 +16,15 @@ def test_ranks_differ_without_one_all_reduce(agreeing_pair):
     assert digests[0] != digests[1]
 
 
+def test_one_program_holds_no_memory_twice(agreeing_pair):
+    (found, one), (_, other) = agreeing_pair.run(checks.memory_held)
+    assert one == other
+    assert (found["segments"], found["collectives"]) == (0, 0)
+    assert 4 * found["bucket"] < found["state"] / 2  # of many, two are allowed
+    allowed = 1.05 * (found["alone"] + found["state"]) + 2 * found["bucket"]
+    assert found["one program"] + found["state"] <= allowed
+
+
 def test_any_schedule_keeps_collectives_in_order(agreeing_pair):
     for races, unnoticed, in_order, num_collectives, launched_after_first in agreeing_pair.run(checks.in_any_schedule):
         assert not races

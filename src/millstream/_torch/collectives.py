@@ -18,6 +18,16 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 
+class Memory(Protocol):
+    """What collectives travel in, which may be gone while nobody uses it."""
+
+    def make_ready(self) -> None: ...
+
+    def take(self, user: object) -> None: ...
+
+    def give_back(self, user: object) -> None: ...
+
+
 class Exchange(Protocol):
     """A collective on memory that stays where it is.
 
@@ -25,12 +35,14 @@ class Exchange(Protocol):
         label: What it is, for people.
         operation: What is done, by the name of the function that does it.
         memory: What it reads and writes; others may use it before and after.
+        held: Sees that the memory is there.
         sent: Parts of the memory where it has its values.
         views: Parts of the memory where it has its results.
     """
 
     label: str
     memory: Tensor
+    held: Memory
     sent: list[Tensor]
     views: list[Tensor]
 
@@ -71,6 +83,7 @@ def exchange_of(key: Any) -> Exchange:
 @torch.library.impl(_library, "exchange", "CompositeExplicitAutograd")
 def _exchange(values: Sequence[Tensor], key: int) -> list[Tensor]:
     exchange = _exchanges[key]
+    exchange.held.make_ready()
     torch._foreach_copy_(exchange.sent, list(values))
     exchange.start()
     exchange.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,43 @@ class Progress:
 PROGRESS = Progress()
 
 
+class Memory:
+    """What collectives travel in: there as long as somebody uses it.
+
+    A step that runs as one graph has its collectives' memory in its arena, and needs this one no more.
+
+    Args:
+        tensor: All of it. Views of it stay valid when it goes and comes back, elsewhere and with zeros.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._num_bytes = tensor.untyped_storage().nbytes()
+        self._users: WeakSet[Any] = WeakSet()
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes of the device at present."""
+        return self.tensor.untyped_storage().nbytes()
+
+    def take(self, user: object) -> None:
+        """See that it is there, until this user gives it back."""
+        self._users.add(user)
+        self.make_ready()
+
+    def make_ready(self) -> None:
+        """See that it is there now."""
+        if self.held_bytes < self._num_bytes:
+            self.tensor.untyped_storage().resize_(self._num_bytes)
+            self.tensor.zero_()
+
+    def give_back(self, user: object) -> None:
+        """Say that a user needs it no more; after the last one it goes."""
+        self._users.discard(user)
+        if not self._users:
+            self.tensor.untyped_storage().resize_(0)
+
+
 class Exchange:
     """One collective and its memory.
 
@@ -44,11 +82,13 @@ class Exchange:
         device: Where it is; ``None`` for where ``like`` are.
         agreement: Of the group, where processes ask each other whether to replay one capture.
         is_first: Whether it is the first of those that belong together, which is when they ask.
-        memory: Of an earlier one that it takes; ``None`` for its own.
+        shares: An earlier one whose memory it takes; ``None`` for its own.
         sent: Where its values go: to the view of that number, or that part of the memory; ``None``: to all views.
 
     Attributes:
         key: By which graphs refer to it.
+        memory: All of what travels; see ``held``.
+        held: Who has to be asked before it is used.
         views: Parts of the memory, in the order of ``like``.
         sent: Parts of the memory where its values go.
         is_beside: Whether something is computed meanwhile.
@@ -66,15 +106,17 @@ class Exchange:
         *,
         agreement: Agreement | None = None,
         is_first: bool = False,
-        memory: Tensor | None = None,
+        shares: Exchange | None = None,
         sent: Sequence[int | slice] | None = None,
     ) -> None:
         device = device or like[0].device
         self.agreement, self._is_first = agreement, is_first
         self.group, self.label, self._issue = group, label, issue
-        if memory is None:
-            memory = torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device)
-        self.memory = memory
+        if shares is None:
+            self.held = Memory(torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device))
+        else:
+            self.held = shares.held
+        self.memory = memory = self.held.tensor
         self.views = [
             self.memory.as_strided(tensor.shape, dense_strides(tensor), offset)
             for tensor, offset in zip(like, bucket.offsets, strict=True)
@@ -106,13 +148,13 @@ class Exchange:
         """
         if self._is_first and self.agreement is not None:
             self.agreement.decline(f"exchange {self.label}")
-        self._begin()
+        self._begin(self.memory)
 
     def perform(self, memory: Tensor) -> None:
         """Do all of it, as a kernel of a graph: on the current stream, or for the host to wait for.
 
         Args:
-            memory: Its own.
+            memory: As its own, or that itself.
 
         Raises:
             DataParallelError: As ``start`` and ``wait``.
@@ -120,22 +162,22 @@ class Exchange:
         if memory.device.type == "cuda":
             self._issue(memory, async_op=False)
         else:
-            self._begin()
+            self._begin(memory)
             self.wait()
 
-    def _begin(self) -> None:
+    def _begin(self, memory: Tensor) -> None:
         self.num_uses += 1
         PROGRESS.num_started += 1
         try:
-            if self.memory.device.type != "cuda":
-                self._work = self._issue(self.memory, async_op=True)
+            if memory.device.type != "cuda":
+                self._work = self._issue(memory, async_op=True)
             elif not self.is_beside:  # NCCL launches on the current stream where it is not asynchronous
-                self._issue(self.memory, async_op=False)
+                self._issue(memory, async_op=False)
             else:
-                stream = comm_stream(self.memory.device)
-                stream.wait_stream(torch.cuda.current_stream(self.memory.device))
+                stream = comm_stream(memory.device)
+                stream.wait_stream(torch.cuda.current_stream(memory.device))
                 with torch.cuda.stream(stream):
-                    self._issue(self.memory, async_op=False)
+                    self._issue(memory, async_op=False)
                     self._done = stream.record_event(self._done)
         except RuntimeError as error:
             raise self._failure(error) from error

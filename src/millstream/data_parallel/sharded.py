@@ -218,7 +218,7 @@ class ShardedReducer(Reducer):
             f"parameters of bucket {number} of {self.name}",
             agreement=self._agreement,
             is_first=number == self.buckets_of(self.owner_of[number] or 0)[0],
-            memory=None if rounds is None else rounds[number].memory,
+            shares=None if rounds is None else rounds[number],
             sent=sent or [slice(start, start + 1)],
         )
 

@@ -61,6 +61,11 @@ class Executable:
         """Give back the memory it holds between calls; the next call takes it anew."""
         self.engine.release()
 
+    def run_uncaptured(self, inputs: list[Any]) -> list[Any]:
+        """Run a call without capturing or replaying anything: for calls that are rare."""
+        engine = self.engine
+        return engine.run_uncaptured(inputs) if isinstance(engine, CudaGraphEngine) else engine(inputs)
+
     @property
     def lowered(self) -> Lowered:
         return self.engine.lowered

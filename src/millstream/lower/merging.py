@@ -1,8 +1,8 @@
 """Put a graph that was cut at its collectives together again, as one program in which they are kernels.
 
 **Contract**
-- The program does what its segments do, run in order, with the collectives in between. Memory of the collectives comes
-  after the inputs of the graph, as state.
+- The program does what its segments do, run in order, with the collectives in between. Memory of the collectives is
+  temporary: it lies in the arena, where other things lie before its first gradient is there and after its last use.
 - A collective is one kernel, which reads and writes its memory. All of them read and write one buffer more, so that any
   schedule leaves them in the order in which they begin, which is that of all processes.
 - Nothing else keeps kernels apart that were in different segments: a bucket travels as soon as its last gradient is
@@ -12,7 +12,8 @@
 **Steps**
 1. Give each value of a segment a name in the whole: of what crossed, that which its maker gave it; of a view of the
    collective's memory, that of a view.
-2. Copy the kernels, names replaced. Kernels that write memory of a collective write parts of it.
+2. Copy the kernels, names replaced. Kernels that write memory of a collective write parts of it, all but the first:
+   others come after that one, from which on the memory is there.
 3. After a segment put the collectives that begin then.
 """
 
@@ -50,11 +51,6 @@ def merge(name: str, segments: Segments, programs: Sequence[Program | None], exc
     return _Merger(name, segments, exchanges).run(programs)
 
 
-def memories_of(exchanges: Sequence[Exchange]) -> list[torch.Tensor]:
-    """The memory of collectives, each once, as a merged program has it after its other inputs."""
-    return list({id(exchange.memory): exchange.memory for exchange in exchanges}.values())
-
-
 @dataclass
 class _Whole:
     """What there is of the program so far."""
@@ -67,12 +63,15 @@ class _Whole:
     tensors: dict[str, Layout] = field(default_factory=dict)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     aligned: set[str] = field(default_factory=set)
+    memories: set[str] = field(default_factory=set)  # of collectives
+    written: set[str] = field(default_factory=set)  # of these, what kernels so far have
 
     def base(self, name: str) -> str:
         return self.views[name].base if name in self.views else name
 
     def add(self, kernel: Kernel, call: Call) -> None:
         self.kernels.append(replace(kernel, id=len(self.kernels)))
+        self.written |= self.memories.intersection(kernel.writes)
         self.calls.append(call)
 
 
@@ -109,8 +108,9 @@ class _Merger:
         for collective, exchange in enumerate(self._exchanges):
             memory, name = exchange.memory, self._memory(collective)
             size = memory.numel() * memory.element_size()
-            self._whole.buffers[name] = Buffer(name, size, str(memory.device), Role.STATE)
-            self._whole.tensors[name] = Layout(tuple(memory.shape), memory.stride(), memory.dtype, memory.device)
+            self._whole.buffers[name] = Buffer(name, size, str(memory.device), Role.TEMPORARY)
+            self._whole.layouts[name] = Layout(tuple(memory.shape), memory.stride(), memory.dtype, memory.device)
+            self._whole.memories.add(name)
             self._first_sent.append(place + len(exchange.views))
             for part in (*exchange.views, *exchange.sent):
                 self._values[place] = f"{name}_{place}"
@@ -198,10 +198,10 @@ class _Merger:
         self._whole.add(kernel, Call(exchange.perform, (Value(memory),), {}))
 
     def _finish(self) -> Program:
-        whole, memories = self._whole, list(dict.fromkeys(map(self._memory, range(len(self._exchanges)))))
+        whole = self._whole
         outputs = [Value(self._output(item)) if is_place else item for is_place, item in self._segments.outputs]
         returned = tuple(whole.base(item.name) for item in outputs if isinstance(item, Value))
-        inputs = (*self._inputs, *memories)
+        inputs = tuple(self._inputs)
         bare = KernelGraph(self._name, (), tuple(whole.buffers.values()))
         owners = {bare.storage(name) for name in returned}
         buffers = tuple(_with_role(buffer, owners) for buffer in bare.buffers)
@@ -281,7 +281,7 @@ class _Copier:
     def _kernel(self, kernel: Kernel) -> Kernel:
         reads, writes = self._buffers(kernel.reads), self._buffers(kernel.writes)
         exchanged = {self._whole.base(name) for name in self._bound.values() if name in self._whole.views}
-        parts = [name for name in writes if name in exchanged and self._is_memory(name) and name not in reads]
+        parts = [name for name in writes if name in exchanged & self._whole.written and name not in reads]
         return replace(
             kernel,
             reads=reads,
@@ -289,9 +289,6 @@ class _Copier:
             allocates=self._buffers(kernel.allocates),
             parts=(*self._buffers(kernel.parts), *parts),
         )
-
-    def _is_memory(self, name: str) -> bool:
-        return self._whole.buffers[name].role is Role.STATE
 
     def _call(self, call: Call) -> Call:
         args, kwargs = tree_map(

@@ -78,6 +78,8 @@ class CudaGraphEngine:
 
     Attributes:
         plan: What runs: the one-stream plan until another one has been chosen.
+        gives_memory_back: Whether what ``release`` gives back goes to the device. The pool that all graphs of a place
+            share keeps it for the next of them.
     """
 
     name = "graph"
@@ -117,6 +119,7 @@ class CudaGraphEngine:
         self._captured: Captured | None = None
         self._replayer: Replayer | None = None  # of the present capture, where inputs may be read in place
         self._may_read_in_place = True
+        self.gives_memory_back = False
 
     @property
     def is_settled(self) -> bool:
@@ -173,6 +176,11 @@ class CudaGraphEngine:
                 if captured is not None:
                     return self._replay(captured, inputs)
             return self._run_serially(inputs)
+
+    def run_uncaptured(self, inputs: list[Any]) -> list[Any]:
+        """Run a call on the serial engine, whether or not there is a graph."""
+        with self._lock:
+            return self._run_serially(inputs, may_measure=False)
 
     def replay(self) -> None:
         """Replay the graph on the inputs of the latest call, without copies in or out: for measurements."""
@@ -299,7 +307,9 @@ class CudaGraphEngine:
     @property
     def _pool(self) -> GraphPool | None:
         """Graphs may share memory only if nothing in it outlives a call (docs/decisions/0004)."""
-        return self._context.graph_pool if len(self._copied) == len(self.lowered.program.outputs) else None
+        if self.gives_memory_back or len(self._copied) != len(self.lowered.program.outputs):
+            return None
+        return self._context.graph_pool
 
     def _try(self, plan: Plan, inputs: Sequence[Any], pool: GraphPool | None, arena: Arena | None = None) -> Captured:
         self._make_room(plan)

@@ -4,12 +4,16 @@
 every call. When all offer the same one, they try it as one graph, in the midst of that call, and keep it if that is
 quicker. From then on each asks, before a call, for a replay of that capture; when one does not, because it runs plain
 Python or has a batch of another size, all run that call in segments, or as they can.
+
+**Memory.** The graph has all of it in its arena, collectives' included. What segments held is given back then; where
+they run a call at times, as at the end of an epoch, it is kernel by kernel, in memory that stays with nobody.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +41,6 @@ from millstream.engine.unchanged import unchanged
 from millstream.errors import LoweringError
 from millstream.graph import Timeline
 from millstream.lower import Lowered
-from millstream.lower.merging import memories_of
 from millstream.lower.segments import Segments
 from millstream.simulate import with_collectives
 
@@ -49,6 +52,13 @@ PATIENCE_S = 10.0
 
 CALLS_BEFORE = 2
 """So many calls at least run in segments; they warm up what a capture needs."""
+
+MEMORY = 1.05
+"""Budget of the graph, as ``Scheduling.memory``, where the user has not named another: streams that compute beside
+collectives need little more, and each process has memory of DDP's and of NCCL's besides."""
+
+RARE = 8
+"""So many more calls in segments than as one graph make it worth while to capture segments beside the graph."""
 
 
 class AgreedEngine:
@@ -79,9 +89,16 @@ class AgreedEngine:
         self.whole: WholeGraph | WholeOnHost | None = None
         self._executables, self._num_given = list(executables), num_given
         self._scheduling, self._copies = with_environment(scheduling), copy_outputs
+        if scheduling.memory == Scheduling.memory:
+            self._scheduling = replace(self._scheduling, memory=MEMORY)
         self._agreement = self._find_agreement()
         self._lowered: Lowered | None = None
         self._offer = self._number = self._calls = 0
+        self._apart = 0  # how many more calls ran in segments than as one graph, since there is one; 0 at least
+        if self._agreement is not None:
+            for executable in executables:
+                if isinstance(executable, Executable) and isinstance(executable.engine, CudaGraphEngine):
+                    executable.engine.gives_memory_back = True
         self._told = "collectives are among its kernels"
 
     @property
@@ -144,17 +161,28 @@ class AgreedEngine:
             if self.whole is None:
                 self._try_together(agreement, inputs)
             if self.whole is not None:
-                return self.whole(inputs)
+                return self._run_whole(self.whole, inputs)
         elif self.whole is not None and self._offer in answers:  # another process has lost it
             self._drop()
-        return self.segmented(inputs)
+        return self._run_apart(inputs)
+
+    def _run_whole(self, whole: WholeGraph | WholeOnHost, inputs: list[Any]) -> list[Any]:
+        if self._apart:
+            self._apart -= 1
+            if not self._apart:
+                self.segmented.release()
+        return whole(inputs)
+
+    def _run_apart(self, inputs: list[Any]) -> list[Any]:
+        """Run a call in segments, beside the graph if there is one."""
+        if self.whole is not None:
+            self._apart += 1
+        return self.segmented(inputs, captured=self.whole is None or self._apart > RARE)
 
     def release(self) -> None:
         """Give back the memory that is held between calls; in the end all processes capture anew."""
         self._drop()
-        for executable in self._executables:
-            if executable is not None:
-                executable.release()
+        self.segmented.release()
 
     def _note(self, reason: str) -> None:
         self.notes.append(reason)
@@ -163,7 +191,7 @@ class AgreedEngine:
     def _drop(self) -> None:
         if self.whole is not None:
             self.whole.release()
-        self.whole = None
+        self.whole, self._apart = None, 0
 
     def _find_agreement(self) -> Agreement | None:
         """What processes ask each other by, if all collectives of the step are asked about."""
@@ -198,16 +226,16 @@ class AgreedEngine:
 
     def _try_together(self, agreement: Agreement, inputs: Sequence[Any]) -> None:
         assert self._lowered is not None
-        memories = memories_of(self.segmented.exchanges)
         agreement.num_captures += 1
         self._number = agreement.num_captures
-        if not memories[0].is_cuda:
-            self.whole = WholeOnHost(self._lowered, memories)
+        if not self.segmented.exchanges[0].memory.is_cuda:
+            self.whole = WholeOnHost(self._lowered)
+            self.segmented.release()
             return
         costs = costs_of(self._lowered, self.segmented.segments, self._executables)
         copied = self._lowered.visible if self._copies else frozenset[int]()
         try:
-            whole = capture_together(agreement, self._lowered, costs, inputs, memories, self._scheduling, copied)
+            whole = capture_together(agreement, self._lowered, costs, inputs, self._scheduling, copied)
             with agreement.silent(), contextlib.ExitStack() as stack:
                 together(agreement, lambda: stack.enter_context(self._unchanged(inputs)))
                 own_ns, segmented_ns = time_steps(
@@ -224,9 +252,7 @@ class AgreedEngine:
             self._note(f"not one graph: {told}")
             return
         self.whole, self._told = whole, told
-        for executable in self._executables:
-            if executable is not None:
-                executable.release()
+        self.segmented.release()
         torch.cuda.empty_cache()
 
     @contextlib.contextmanager

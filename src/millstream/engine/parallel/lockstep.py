@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
@@ -126,31 +126,29 @@ def recall_together(
     return found if all(agreement.board.gather(found is not None, WHAT)) else None
 
 
-def measure_collectives(
-    agreement: Agreement, context: DeviceContext, program: Program, memories: Sequence[torch.Tensor], costs: Costs
-) -> Costs:
+def measure_collectives(agreement: Agreement, context: DeviceContext, program: Program, costs: Costs) -> Costs:
     """Costs with what the collectives of a program were measured to take, each captured a few times in a row.
 
     Args:
         agreement: Of the processes.
         context: Of the device, which is current.
-        program: Merged; ``memories`` are the last of its inputs.
-        memories: Of the collectives; what they hold is lost.
+        program: Merged. What the collectives' own memory holds is lost.
         costs: Of all kernels.
 
     Raises:
         NotTogetherError: Some process could not capture one.
     """
-    by_name = dict(zip(program.inputs[-len(memories) :], memories, strict=True))
     kernels, known = list(costs.kernels), dict[tuple[Any, ...], KernelCost]()
     limits = torch.cuda.get_device_properties(context.torch_device)
     bandwidth = 2 * limits.memory_clock_rate * 1e3 * limits.memory_bus_width / 8  # bytes/s, double data rate
     for kernel, call in zip(program.graph.kernels, program.calls, strict=True):
         if kernel.kind is not KernelKind.COLLECTIVE:
             continue
-        memory = by_name[call.args[0].name]
         issued: Any = call.target  # the method of a collective
-        key = (memory.numel(), memory.dtype, issued.__self__.operation)
+        exchange = issued.__self__
+        exchange.held.make_ready()
+        memory = exchange.memory
+        key = (memory.numel(), memory.dtype, exchange.operation)
         if key not in known:
             memory.zero_()
             launch = call.target

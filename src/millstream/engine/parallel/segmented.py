@@ -34,6 +34,7 @@ class SegmentedEngine:
         self.exchanges: list[Any] = [exchange_of(key) for key in segments.keys]
         self._views = [part for exchange in self.exchanges for part in (*exchange.views, *exchange.sent)]
         num_sent = sum(bool(segment.starts) for segment in segments.segments if segment.graph is not None)
+        self._has_memory = False
         for exchange in self.exchanges:
             exchange.is_beside = num_sent > 1
         last_uses = {place: number for number, each in enumerate(segments.segments) for place in _read_by(each)}
@@ -47,8 +48,18 @@ class SegmentedEngine:
                 exchanged = "; ".join(self.exchanges[number].label for number in segment.starts)
                 executable.notes.append(f"then processes exchange {exchanged}")
 
-    def __call__(self, inputs: list[Any]) -> list[Any]:
+    def __call__(self, inputs: list[Any], *, captured: bool = True) -> list[Any]:
+        """Run a call.
+
+        Args:
+            inputs: As of an ``Engine``.
+            captured: Whether segments may become graphs, which take memory that stays.
+        """
         segments, exchanges = self.segments, self.exchanges
+        if not self._has_memory:
+            self._has_memory = True
+            for exchange in exchanges:
+                exchange.held.take(self)
         values: list[Any] = [*inputs, *self._views, *[None] * (segments.num_values - len(inputs) - len(self._views))]
         inputs.clear()
         steps = zip(segments.segments, self.executables, self._done_with, strict=True)
@@ -56,7 +67,8 @@ class SegmentedEngine:
             for number in segment.waits:
                 exchanges[number].wait()
             if executable is not None:
-                results = executable([values[place] for place in segment.inputs])
+                run = executable if captured else executable.run_uncaptured
+                results = run([values[place] for place in segment.inputs])
                 for place, result in zip(segment.outputs, results, strict=True):
                     values[place] = result
                 del results
@@ -67,6 +79,16 @@ class SegmentedEngine:
             for place in done_with:  # activations are given back as soon as nothing needs them
                 values[place] = None
         return [values[value] if is_place else value for is_place, value in segments.outputs]
+
+    def release(self) -> None:
+        """Give back the memory that is held between calls, that of the collectives included."""
+        for executable in self.executables:
+            if executable is not None:
+                executable.release()
+        if self._has_memory:
+            self._has_memory = False
+            for exchange in self.exchanges:
+                exchange.held.give_back(self)
 
 
 def _read_by(segment: Segment) -> set[int]:

@@ -85,19 +85,17 @@ class WholeOnHost:
 
     Args:
         lowered: Merged.
-        memories: Of the collectives.
     """
 
     name = "serial"
 
-    def __init__(self, lowered: Lowered, memories: Sequence[torch.Tensor]) -> None:
-        self.lowered, self._memories = lowered, list(memories)
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered = lowered
         self.plan = plan_serial(lowered.program.graph)
         check_plan(self.plan)
         self._engine = SerialEngine(lowered, self.plan)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        inputs += self._memories
         return self._engine(inputs)
 
     def release(self) -> None:
@@ -114,7 +112,6 @@ class WholeGraph:
         lowered: Merged.
         plan: For its kernels.
         inputs: Of the call that captures.
-        memories: Of the collectives.
         copied: Positions of the outputs that callers get as copies of their own.
         costs: Of the kernels.
         candidates: Among which the plan was chosen.
@@ -128,7 +125,6 @@ class WholeGraph:
         lowered: Lowered,
         plan: Plan,
         inputs: Sequence[Any],
-        memories: Sequence[torch.Tensor],
         copied: frozenset[int],
         costs: Costs,
         candidates: tuple[Candidate, ...],
@@ -136,13 +132,12 @@ class WholeGraph:
     ) -> None:
         self._watchdog = watchdog
         self.lowered, self.plan, self.costs, self.candidates = lowered, plan, costs, candidates
-        self._memories = list(memories)
         self._context: DeviceContext = context(next(iter(lowered.program.devices)))
         self._index = self._context.place.index
         self.captured: Captured | None = Captured(
             lowered,
             plan,
-            [*inputs, *memories],
+            inputs,
             context=self._context,
             family=Family(),
             copied=copied,
@@ -154,7 +149,6 @@ class WholeGraph:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         captured = self.captured
         assert captured is not None, "nobody agrees to replay what is released"
-        inputs += self._memories
         with self._context.graph_lock:
             stream = current_stream_handle(self._index)
             if stream != self._context.graph_stream_handle:
@@ -193,7 +187,6 @@ def capture_together(
     lowered: Lowered,
     costs: Costs,
     inputs: Sequence[Any],
-    memories: Sequence[torch.Tensor],
     scheduling: Scheduling,
     copied: frozenset[int],
 ) -> WholeGraph:
@@ -207,17 +200,14 @@ def capture_together(
     """
     program = lowered.program
     place = context(next(iter(program.devices)))
-    everything = [*inputs, *memories]
     try:
         with place.graph_lock, guard(place.place):
-            costs = measure_collectives(agreement, place, program, memories, costs)
-            best, candidates = _choose(agreement, lowered, costs, everything, place, scheduling, copied)
+            costs = measure_collectives(agreement, place, program, costs)
+            best, candidates = _choose(agreement, lowered, costs, inputs, place, scheduling, copied)
             check_plan(best.plan)
             return together(
                 agreement,
-                lambda: WholeGraph(
-                    lowered, best.plan, inputs, memories, copied, costs, candidates, watchdog_of(agreement)
-                ),
+                lambda: WholeGraph(lowered, best.plan, inputs, copied, costs, candidates, watchdog_of(agreement)),
             )
     except NotTogetherError:
         with place.graph_lock:
