@@ -1,6 +1,7 @@
 """What steps are called with: one tensor twice, numbers that change, and types that tracing has of its own."""
 
 import functools
+import math
 import weakref
 
 import pytest
@@ -153,3 +154,47 @@ def test_a_tensor_that_is_kept_by_its_type_is_refused():
     with pytest.warns(FallbackWarning):
         step(torch.ones(3, 4))
     assert [*kept] == [torch.Tensor]
+
+
+ALIKE = [1, True, 1.0, 0.0, -0.0, (1,), (True,), frozenset([True])]
+"""Values that a function can tell apart, some of which are equal to Python."""
+
+HELD = {
+    "a key of an argument": lambda holder, value: {value: 1},
+    "a value of an argument": lambda holder, value: [value],
+    "a key of a global": lambda holder, value: holder.clear() or holder.update({value: 1}),
+    "a value of a global": lambda holder, value: holder.update({"a": value}) or ["a"],
+}
+
+
+def told(value):
+    """A number of its own for each of these."""
+    if isinstance(value, tuple | frozenset):
+        return 100 * len(type(value).__name__) + told(next(iter(value)))
+    if isinstance(value, bool):
+        return 10 + value
+    return 20 + math.copysign(3, value) + value if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_equal_values_that_code_can_tell_apart_have_graphs_of_their_own(held):
+    holder = {}
+
+    def plain(x, given):
+        (item,) = holder if given is None else given
+        return x * told(holder["a"] if given == ["a"] else item)
+
+    step, x = Step(plain, build=interpret, strict=True, max_graphs=20), torch.ones(2)
+    for value in ALIKE * 2:
+        given = HELD[held](holder, value)
+        assert torch.equal(step(x, given), plain(x, given)), value
+    assert len(step.graphs) <= len(ALIKE) + 1
+
+
+def test_the_sign_of_a_zero_counts_where_numbers_are_inputs():
+    def plain(x, number, other):
+        return torch.copysign(x, torch.zeros(()) + number) * math.copysign(1, other)
+
+    step, x = Step(plain, build=interpret, strict=True), torch.ones(2)
+    for number, other in [(1.0, 2.0), (2.0, 3.0), (0.0, 0.0), (-0.0, 0.0), (0.0, -0.0), (-0.0, -0.0), (0.0, 0.0)]:
+        assert torch.equal(step(x, number, other), plain(x, number, other)), (number, other)

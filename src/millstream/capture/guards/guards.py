@@ -144,7 +144,7 @@ class Guards:
     def __init__(self) -> None:
         # Lengths come first: to ask an optimizer's state for what is gone makes it.
         self.sizes = Check(_OTHER_ITEMS, len)
-        self.orders = Check(_OTHER_ITEMS, list)  # of dicts whose order may count
+        self.orders = Check(_OTHER_ITEMS, tuple, is_same)  # keys of dicts whose order may count
         parts = ("class", "__mro__", "__code__", "__defaults__", "__kwdefaults__")
         self.pins = [
             Check(f"{{}} has another {name} than before.", part, is_) for part, name in zip(_PARTS, parts, strict=True)
@@ -202,7 +202,7 @@ class Guards:
         keeps_order_elsewhere = isinstance(container, OrderedDict | Items)
         if not is_keyed or (is_ordered and keeps_order_elsewhere):
             self.contents.add(container, name, content_of(container))
-        elif is_ordered and isinstance(container, dict) and len(container) > 1:
+        elif is_ordered and isinstance(container, dict) and container:
             self.orders.add(container, name)
         else:
             self.sizes.add(container.view() if isinstance(container, Attributes) else container, name)

@@ -9,6 +9,7 @@
 
 #include <Python.h>
 
+#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <utility>
@@ -145,6 +146,8 @@ bool holds(const Entry& entry) {
   if (now == entry.value) return true;
   if (now == nullptr || entry.value == nullptr || Py_TYPE(now) != Py_TYPE(entry.value)) return false;
   bool is_plain = PyFloat_CheckExact(now) || PyLong_CheckExact(now) || PyUnicode_CheckExact(now);
+  if (PyFloat_CheckExact(now) && std::signbit(PyFloat_AS_DOUBLE(now)) != std::signbit(PyFloat_AS_DOUBLE(entry.value)))
+    return false;  // zeros of either sign are equal
   return is_plain && PyObject_RichCompareBool(now, entry.value, Py_EQ) == 1;
 }
 

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from millstream.capture.state.location import MISSING, Attributes, Location
-from millstream.capture.state.signature import is_same
+from millstream.capture.state.signature import are_same
 
 _BUFFERS = (array.array, bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 
@@ -116,9 +116,9 @@ def has_content(container: Any, content: Any) -> bool:
     """Whether it holds the same objects, in the same order, or the same bytes."""
     try:
         if isinstance(container, dict | Attributes):
-            return _are_same(container, content) and _are_same(container.values(), content.values())
+            return are_same(container, content) and are_same(container.values(), content.values())
         if isinstance(container, list | set | deque):
-            return _are_same(container, content)
+            return are_same(container, content)
     except RuntimeError:  # another thread changes it
         return False
     if isinstance(container, Answers):
@@ -175,7 +175,3 @@ def _fill(buffer: Any, content: bytes) -> None:
         view.release()  # an array that is exported has a fixed length
         del buffer[:]
         buffer.frombytes(content) if isinstance(buffer, array.array) else buffer.extend(content)
-
-
-def _are_same(items: Any, others: Any) -> bool:
-    return len(items) == len(others) and (all(map(is_, items, others)) or all(map(is_same, items, others)))

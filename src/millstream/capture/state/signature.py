@@ -10,7 +10,8 @@ import dataclasses
 import enum
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -44,10 +45,15 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A Python value, compared by type and value: ``True``, ``1`` and ``1.0`` differ."""
+    """A Python value, compared by type and value: ``True``, ``1`` and ``1.0`` differ, and so do zeros by their sign."""
 
     type: type
     value: Hashable
+    sign: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        if issubclass(type(self.value), float | complex):  # and not a stand-in, which is to be asked nothing
+            object.__setattr__(self, "sign", f"{self.value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +87,15 @@ class Container:
     keys: tuple[Hashable, ...]  # keys of a dict or field names of a dataclass, otherwise empty
     children: tuple[Structure, ...]  # structures of its items
     default_factory: Callable[[], Any] | None = None  # that of a ``defaultdict``
+    kinds: Any = None  # of keys that are not all text: what tells equal ones apart
 
 
 Structure: TypeAlias = Leaf | Again | Value | Number | Reference | Container
+
+
+def is_other(number: Any, before: Any) -> bool:
+    """Whether two numbers differ, be it by the sign of a zero."""
+    return bool(number != before or (not number and f"{number}" != f"{before}"))
 
 
 def is_same(now: Any, value: Any) -> bool:
@@ -93,8 +105,13 @@ def is_same(now: Any, value: Any) -> bool:
     if type(now) is not type(value) or issubclass(type(now), (torch.SymFloat, torch.SymInt)):  # not to be asked
         return False
     if isinstance(value, tuple):  # item by item: tensors in it would compare their values
-        return len(now) == len(value) and all(map(is_same, now, value))
-    return isinstance(value, SCALARS) and bool(now == value)
+        return are_same(now, value)
+    return isinstance(value, SCALARS) and not is_other(now, value)
+
+
+def are_same(items: Any, others: Any) -> bool:
+    """Whether two collections hold the same values in the same order."""
+    return len(items) == len(others) and (all(map(is_, items, others)) or all(map(is_same, items, others)))
 
 
 RESOLVE_REMEDY = "Pass x.resolve_conj().resolve_neg()."
@@ -177,8 +194,16 @@ def take_apart(value: Any, leaves: list[Tensor], numbers: list[float] | None = N
         return Container(kind, names, tuple(take_apart(getattr(value, name), leaves, numbers) for name in names))
     if isinstance(value, dict):
         children = tuple(take_apart(item, leaves, numbers) for item in value.values())
-        return Container(kind, tuple(value), children, getattr(value, "default_factory", None))
+        kinds = None if {*map(type, value)} <= {str} else _kinds_of(tuple(value))
+        return Container(kind, tuple(value), children, getattr(value, "default_factory", None), kinds)
     return Reference(value)
+
+
+def _kinds_of(key: Any) -> Any:
+    """What tells apart keys that Python takes for one: ``True``, ``1`` and ``1.0``."""
+    if isinstance(key, tuple | frozenset):
+        return type(key)(map(_kinds_of, key)) if type(key) in (tuple, frozenset) else (type(key), *map(_kinds_of, key))
+    return Value(type(key), key)
 
 
 def replace_numbers(structure: Structure, values: Iterator[Structure]) -> Structure:

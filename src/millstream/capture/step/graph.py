@@ -16,7 +16,7 @@ from millstream.capture.effects.values import Values
 from millstream.capture.guards.guards import Guards
 from millstream.capture.guards.recheck import Line
 from millstream.capture.state.location import Location
-from millstream.capture.state.signature import LEAF, Structure, put_together
+from millstream.capture.state.signature import LEAF, Structure, are_same, is_other, put_together
 from millstream.capture.step.sizes import SizeGuard, numbers_of
 from millstream.capture.trace.patches.optimizers import is_number
 from millstream.capture.trace.scalars import Questions
@@ -119,7 +119,7 @@ class StepGraph:
             numbers = self._numbers_now(given)
         except (KeyError, IndexError, ValueError):  # there is none any more
             return False
-        if numbers != self.numbers:
+        if not are_same(numbers, self.numbers):
             if not all(map(is_number, numbers)) or not self.questions.allow(numbers):
                 return False
             self.numbers = numbers
@@ -147,11 +147,11 @@ class StepGraph:
     def fill_slots(self) -> None:
         """Bring the numbers that the graph reads up to date."""
         for slot, number in zip(self.slots, self.numbers, strict=True):
-            if slot.value != number:
+            if is_other(number, slot.value):
                 slot.set(number)
         for mirror in self.mirrors:
             number = mirror.read()
-            if mirror.value != number:
+            if is_other(number, mirror.value):
                 mirror.set(number)
 
     def complete(self, arguments: list[Tensor]) -> list[Tensor]:

@@ -38,6 +38,7 @@ from millstream.capture.state.signature import (
     Structure,
     Value,
     has_same,
+    is_other,
     key_of,
     key_of_tensors,
     merge_same,
@@ -269,7 +270,7 @@ class Step(Generic[P, R]):
     def _split_numbers(self, form: Any, numbers: Sequence[float]) -> tuple[Any, list[float]]:
         """Tell numbers among the arguments that are part of the form from those that each call brings."""
         varying = self._varying.get(form, frozenset())
-        fixed = tuple(number for index, number in enumerate(numbers) if index not in varying)
+        fixed = tuple(n or f"{n}" for i, n in enumerate(numbers) if i not in varying)  # zeros with their signs
         return (form, fixed), [number for index, number in enumerate(numbers) if index in varying]
 
     def _make_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -284,7 +285,7 @@ class Step(Generic[P, R]):
             if len(self._numbers_before) > MOST_FORMS:
                 self._numbers_before.clear()
             before = self._numbers_before.setdefault(structure, numbers)
-            changed = (index for index, number in enumerate(numbers) if before[index] != number)
+            changed = (index for index, number in enumerate(numbers) if is_other(number, before[index]))
             varying = self._varying[structure] = self._varying.get(structure, frozenset()).union(changed)
             form, given = self._split_numbers(structure, numbers)
         parts = (Number(type(n)) if i in varying else Value(type(n), n) for i, n in enumerate(numbers))
