@@ -88,7 +88,7 @@ class Chain(NamedTuple):
 def capture_chain(executable: Any, base: Captured, chain: Iterable[int]) -> Chain:
     """Capture only these kernels, in the program's order. All run once before: tensors that others make are there."""
     from millstream.device import context, guard
-    from millstream.device.graphs import capture
+    from millstream.device.cuda_graphs.capturing import capture
     from millstream.engine.source import compile_plan
     from millstream.schedule import plan_serial
 

@@ -14,7 +14,7 @@ from benchmarks.overhead import host_rows
 from benchmarks.results import Row
 from benchmarks.sides import Failure, Side, compare
 from benchmarks.suite import Settings, parse, settings_of
-from millstream.device import graphs
+from millstream.device.cuda_graphs import capturing
 from millstream.engine import source
 from millstream.graph import KernelGraph, Plan
 from tests.networks import lowered
@@ -134,7 +134,7 @@ def test_only_the_kernels_of_a_chain_are_captured(monkeypatch):
         return compile_plan(program, plan, observe=noted)
 
     monkeypatch.setattr(source, "compile_plan", noting)
-    monkeypatch.setattr(graphs, "capture", lambda *_: nullcontext())
+    monkeypatch.setattr(capturing, "capture", lambda *_: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
 
     class Base:

@@ -22,7 +22,7 @@ from millstream.data.transfer.buffers import Buffer, BufferPool
 from millstream.data.transfer.device import DeviceTransfer
 from millstream.data.transfer.layout import cut, describe_leaves, plan_layout
 from millstream.device import DeviceContext
-from millstream.device.graphs import capture
+from millstream.device.cuda_graphs.capturing import capture
 from millstream.errors import FallbackWarning, FeedError
 from tests.data.conftest import feed_threads
 from tests.device.virtual_device import VirtualEvent, make_virtual_context

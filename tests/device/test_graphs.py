@@ -6,8 +6,9 @@ from contextlib import suppress
 
 import pytest
 
-from millstream.device import DeviceContext, graphs
-from millstream.device.graphs import capture
+from millstream.device import DeviceContext
+from millstream.device.cuda_graphs import capturing
+from millstream.device.cuda_graphs.capturing import capture
 from tests.device.virtual_device import make_virtual_context
 
 
@@ -77,7 +78,7 @@ def test_the_allocator_leaves_what_a_capture_that_cannot_be_ended_records_into(m
 
     left = []
     monkeypatch.setattr(Graph, "capture_end", end)
-    monkeypatch.setattr(graphs, "stop_recording", lambda index, pool: left.append(pool))
+    monkeypatch.setattr(capturing, "stop_recording", lambda index, pool: left.append(pool))
     ctx, device = make_virtual_context("eager", 0)
     own = ctx.name_graph_pool()
     for pool in (None, (3, 4)):
@@ -137,8 +138,8 @@ def test_a_capture_that_fails_is_ended_and_repaired_at_once(monkeypatch, error, 
 
     seen = []
     ctx, device = make_virtual_context("eager", 0)
-    monkeypatch.setattr(graphs, "repair", lambda context: seen.append("repaired"))
-    monkeypatch.setattr(graphs, "RunOn", Switch)
+    monkeypatch.setattr(capturing, "repair", lambda context: seen.append("repaired"))
+    monkeypatch.setattr(capturing, "RunOn", Switch)
     with pytest.raises(error), capture(ctx, Failing(device, {})):
         raise error
     assert seen == ["begun", "ended", "repaired"]

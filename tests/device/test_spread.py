@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from millstream.device import occupancy, spread
-from millstream.device.occupancy import filled_share
-from millstream.device.spread import spread_kernels
+from millstream.device.cuda_graphs import occupancy, spread
+from millstream.device.cuda_graphs.occupancy import filled_share
+from millstream.device.cuda_graphs.spread import spread_kernels
 from millstream.graph import Spread
 
 DEVICE = torch.device("cuda:0")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from millstream._torch.tensors import storage_view
-from millstream.device import context, gates, native
+from millstream.device import context, native
+from millstream.device.cuda_graphs import gates
 from millstream.engine.cuda import captured, carrier, cuda_graph, in_place, passage
 from tests.engines.host_driver import GRAPH, STREAM, HostDriver, launch
 

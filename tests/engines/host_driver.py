@@ -5,7 +5,7 @@ import types
 
 import torch
 
-from millstream.device import gates
+from millstream.device.cuda_graphs import gates
 
 STREAM = 77
 CONTEXT, GRAPH = 55, 66

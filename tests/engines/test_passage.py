@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from millstream.device import gates
+from millstream.device.cuda_graphs import gates
 from millstream.engine.cuda import passage
 from millstream.engine.cuda.passage import make_passage
 from tests.engines.host_driver import GRAPH, OTHER_FORMS, launch

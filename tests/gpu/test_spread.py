@@ -8,9 +8,9 @@ import torch
 import millstream as ms
 from millstream.api import executables
 from millstream.device import Place, context
-from millstream.device.graphs import capture
-from millstream.device.occupancy import load_driver, read_kernels
-from millstream.device.spread import code_name, spread_kernels
+from millstream.device.cuda_graphs.capturing import capture
+from millstream.device.cuda_graphs.occupancy import load_driver, read_kernels
+from millstream.device.cuda_graphs.spread import code_name, spread_kernels
 from millstream.graph import Spread
 from millstream.lower.program import is_generated
 

@@ -474,7 +474,7 @@ def capture_nothing(pool: GraphPool | None = None) -> torch.cuda.CUDAGraph:
                 pass
         finally:
             randomness.end()
-    caller.synchronize()  # where the random offset was reset, see ``graphs.capture``
+    caller.synchronize()  # where the random offset was reset, see ``capturing.capture``
     return graph
 
 

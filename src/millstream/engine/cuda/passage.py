@@ -16,7 +16,7 @@ from torch import Tensor
 
 from millstream._torch.streams import current_stream_handle
 from millstream._torch.tensors import place_of_implementation
-from millstream.device.gates import Gatekeeper, Gates, GraphCopy, gatekeeper
+from millstream.device.cuda_graphs.gates import Gatekeeper, Gates, GraphCopy, gatekeeper
 from millstream.device.likeness import Likeness
 from millstream.engine.cuda.carrier import Forms, can_be_carried
 

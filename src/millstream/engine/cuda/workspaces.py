@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from millstream.device import DeviceContext, guard
-from millstream.device.graphs import capture
+from millstream.device.cuda_graphs.capturing import capture
 from millstream.graph import KernelKind
 from millstream.lower.program import Program
 

@@ -20,7 +20,7 @@ from millstream.cost import Costs, KernelCost
 from millstream.data_parallel.agreement import Agreement
 from millstream.data_parallel.board import NotTogetherError
 from millstream.device import DeviceContext
-from millstream.device.graphs import capture
+from millstream.device.cuda_graphs.capturing import capture
 from millstream.engine.cuda.captured import Captured
 from millstream.engine.planning.choice import Found, Proposal, Recipe, Scheduling, plan_by, propose, recall
 from millstream.engine.planning.trial import Trials, compare

@@ -18,7 +18,7 @@ from millstream.cost import Costs, KernelCost, Roofline
 from millstream.data_parallel.agreement import Agreement
 from millstream.data_parallel.board import NotTogetherError
 from millstream.device import DeviceContext, context, guard
-from millstream.device.graphs import repair
+from millstream.device.cuda_graphs.capturing import repair
 from millstream.engine.build import Executable
 from millstream.engine.cuda.captured import Captured, Family
 from millstream.engine.parallel.lockstep import (

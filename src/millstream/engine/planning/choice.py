@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from millstream.check import check_plan
 from millstream.cost import Costs
-from millstream.device.spread import BESIDE, SMALL
+from millstream.device.cuda_graphs.spread import BESIDE, SMALL
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN, PLANNED_ROLES, Candidate, KernelGraph, Plan, Spread, Wait, format_graph
 from millstream.lower.program import Program

@@ -17,8 +17,8 @@ import torch
 
 from millstream.cost import KernelCost, MeasuredCosts
 from millstream.device import DeviceContext
-from millstream.device.graphs import capture
-from millstream.device.occupancy import filled_share
+from millstream.device.cuda_graphs.capturing import capture
+from millstream.device.cuda_graphs.occupancy import filled_share
 from millstream.engine.cuda.workspaces import take_workspaces
 from millstream.graph import Kernel, KernelGraph
 from millstream.lower.program import Program

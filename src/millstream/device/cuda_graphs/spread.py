@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from millstream.device.occupancy import KernelNodeParams, fitting_blocks, load_driver, read_kernels
+from millstream.device.cuda_graphs.occupancy import KernelNodeParams, fitting_blocks, load_driver, read_kernels
 from millstream.graph import Spread
 
 SMALL = 0.5  # of the multiprocessors: a kernel of more blocks finds neighbours whatever it asks for
