@@ -3,13 +3,13 @@
 from millstream.report.account import Account
 from millstream.report.communication import Arrivals, CommunicationReport
 from millstream.report.explanation import Explanation, ProgramReport
-from millstream.report.html import to_html
-from millstream.report.perfetto import to_perfetto
-from millstream.report.picture import Arrow, Bar, Picture, draw_timeline
+from millstream.report.pictures.html import to_html
+from millstream.report.pictures.perfetto import to_perfetto
+from millstream.report.pictures.picture import Arrow, Bar, Picture, draw_timeline
+from millstream.report.pictures.svg import to_svg
+from millstream.report.pictures.terminal import sketch_streams
 from millstream.report.saved import SavedStep, read_steps, saved_steps
 from millstream.report.sizes import OneSize
-from millstream.report.svg import to_svg
-from millstream.report.terminal import sketch_streams
 
 __all__ = [
     "Account",

@@ -10,7 +10,7 @@ from typing import Any
 
 from millstream.cost import Costs
 from millstream.graph import KernelKind, Plan, Timeline
-from millstream.report.picture import Bar, Picture, draw_timeline
+from millstream.report.pictures.picture import Bar, Picture, draw_timeline
 from millstream.report.words import count, duration, percent, shorten, size, table
 from millstream.simulate import Transfer, bucket_bytes, find_transfers, find_updates, simulate
 

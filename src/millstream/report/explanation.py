@@ -17,13 +17,13 @@ from millstream.insight.replays import idle_in_graph, time_of_kernels
 from millstream.report.account import Account
 from millstream.report.communication import CommunicationReport
 from millstream.report.details import details_of
-from millstream.report.html import to_html
-from millstream.report.perfetto import to_perfetto
-from millstream.report.picture import Picture, draw_timeline
+from millstream.report.pictures.html import to_html
+from millstream.report.pictures.perfetto import to_perfetto
+from millstream.report.pictures.picture import Picture, draw_timeline
+from millstream.report.pictures.svg import to_svg
+from millstream.report.pictures.terminal import sketch_streams
 from millstream.report.saved import saved_steps
 from millstream.report.sizes import OneSize, by_program, summary
-from millstream.report.svg import to_svg
-from millstream.report.terminal import sketch_streams
 from millstream.report.words import count, duration, operations, percent, shorten, size, table
 from millstream.simulate import simulate
 

@@ -11,7 +11,7 @@ from millstream.insight import Activity, ActivityKind, Cause, Findings, Recordin
 from millstream.insight.host import host_pieces
 from millstream.insight.records import Stack
 from millstream.report.idle.places import activity_text, code, place
-from millstream.report.svg import ticks
+from millstream.report.pictures.svg import ticks
 from millstream.report.words import duration
 
 MAX_BARS, MAX_PIECES = 200, 1500  # steps drawn as bars; pieces drawn in one step: a page stays below 2 MB

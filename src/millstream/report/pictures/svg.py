@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from textwrap import wrap
 
-from millstream.report.picture import COLOURS, CRITICAL, Arrow, Picture, describe
+from millstream.report.pictures.picture import COLOURS, CRITICAL, Arrow, Picture, describe
 from millstream.report.words import duration, percent, shorten
 
 _WIDTH, _LEFT, _RIGHT = 1000, 108, 16  # pixels: all of it, room for the names of streams, and for the last tick

@@ -9,7 +9,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from millstream.report.picture import COLOURS, CRITICAL, Picture, describe
+from millstream.report.pictures.picture import COLOURS, CRITICAL, Picture, describe
 
 
 def to_html(pictures: Sequence[Picture], title: str = "Millstream", details: str = "") -> str:
@@ -27,7 +27,7 @@ def to_html(pictures: Sequence[Picture], title: str = "Millstream", details: str
         "DETAILS": details,
         "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    viewer = resources.files("millstream.report").joinpath("viewer.html").read_text(encoding="utf-8")
+    viewer = resources.files("millstream.report.pictures").joinpath("viewer.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(TITLE|DETAILS|DATA)\}\}", lambda slot: values[slot[1]], viewer)
 
 

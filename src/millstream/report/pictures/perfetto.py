@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from millstream.report.picture import Bar, Picture
+from millstream.report.pictures.picture import Bar, Picture
 
 
 def to_perfetto(pictures: Sequence[Picture], more: Mapping[str, Any] | None = None) -> str:
