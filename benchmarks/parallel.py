@@ -50,7 +50,7 @@ from benchmarks.results import Row, ratio
 from benchmarks.sides import capture
 from benchmarks.suite import Settings, brief, run_suite
 from millstream.insight.intervals import complement, total, union
-from millstream.insight.kineto import read_trace
+from millstream.insight.profiler.kineto import read_trace
 from millstream.insight.records import Activity, ActivityKind
 
 WHOLE_STATE = "whole state"

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.idle.peers import to_kineto
 from benchmarks.idle.suite import CASES, SCRIPTS, Run, judge, to_markdown, with_jitter
 from millstream.insight import Cause, Severity, analyse
-from millstream.insight.kineto import read_trace
+from millstream.insight.profiler.kineto import read_trace
 from tests.insight.virtual import serial_recording
 
 SLOW = next(case for case in CASES if case.name == "python_loop")

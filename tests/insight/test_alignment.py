@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from millstream.insight import Activity, Launch, Recording, Span, Step
-from millstream.insight.alignment import lines_from
 from millstream.insight.causes import Cause
-from millstream.insight.kineto import DeviceTrace
-from millstream.insight.looking import without_looking
+from millstream.insight.profiler.alignment import lines_from
+from millstream.insight.profiler.kineto import DeviceTrace
+from millstream.insight.profiler.looking import without_looking
 from millstream.trace import device
 from millstream.trace.device import DeviceWindow, Recorded
 from millstream.trace.stacks import CallStacks

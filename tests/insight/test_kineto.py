@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from millstream.insight import ActivityKind, Cause, Recording, Severity, Step, analyse
-from millstream.insight.kineto import read_trace
+from millstream.insight.profiler.kineto import read_trace
 from millstream.trace.device import Recorded
 
 BASE = 1_000_000_000

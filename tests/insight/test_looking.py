@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.insight import Activity, ActivityKind, Cause, analyse
-from millstream.insight.looking import without_looking
+from millstream.insight.profiler.looking import without_looking
 from tests.insight.virtual import is_busy, recordings, serial_recording
 
 US, MS = 1_000, 1_000_000

@@ -11,7 +11,7 @@ import millstream as ms
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Launch, Plan, Role, Span, Timeline
 from millstream.insight import Activity, ActivityKind
 from millstream.insight.intervals import total, union
-from millstream.insight.replays import idle_in_graph, time_of_kernels, timeline_of_replay
+from millstream.insight.profiler.replays import idle_in_graph, time_of_kernels, timeline_of_replay
 
 NAMES = ("triton_poi_add_0", "aten.mm.out", "aten.convolution.default", "triton_poi_add_0", "aten.addmm.out")
 

@@ -22,8 +22,8 @@ from millstream.engine.source import compile_plan
 from millstream.engine.unchanged import unchanged
 from millstream.errors import ArgumentError
 from millstream.graph import KernelKind, Plan, Span, Timeline
-from millstream.insight.kineto import read_trace
-from millstream.insight.replays import timeline_of_replay
+from millstream.insight.profiler.kineto import read_trace
+from millstream.insight.profiler.replays import timeline_of_replay
 from millstream.lower.program import Program
 from millstream.schedule import assign_offsets, plan_serial
 

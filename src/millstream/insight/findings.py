@@ -14,7 +14,7 @@ from millstream.insight.causes import EXPOSED, REMEDY_FREE, Cause
 from millstream.insight.gaps import Slice, attribute, exposed_ns
 from millstream.insight.host import compute_activities, spans_of, unseen_python
 from millstream.insight.intervals import intersect, total, union
-from millstream.insight.looking import without_looking
+from millstream.insight.profiler.looking import without_looking
 from millstream.insight.records import HOOKS, Activity, ActivityKind, Loader, Note, Recording, Site, Span, Step
 from millstream.insight.replay import recoverable_ns
 

@@ -13,7 +13,7 @@ from typing import Any
 from millstream.cost import Costs, Roofline
 from millstream.errors import ArgumentError
 from millstream.graph import Candidate, Kernel, KernelGraph, KernelKind, Plan, Role, Spread, Timeline, Wait
-from millstream.insight.replays import idle_in_graph, time_of_kernels
+from millstream.insight.profiler.replays import idle_in_graph, time_of_kernels
 from millstream.report.account import Account
 from millstream.report.communication import CommunicationReport
 from millstream.report.details import details_of

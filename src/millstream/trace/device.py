@@ -24,8 +24,8 @@ import torch
 
 from millstream._torch import profilers
 from millstream.insight import Cause, Recording, Span, Step
-from millstream.insight.alignment import LEAST_SHARE, lines_from
-from millstream.insight.kineto import DeviceTrace, read_trace
+from millstream.insight.profiler.alignment import LEAST_SHARE, lines_from
+from millstream.insight.profiler.kineto import DeviceTrace, read_trace
 from millstream.trace.agenda import FIRST_STEP, Turn, Windows
 from millstream.trace.hooks import Patch
 from millstream.trace.log import clock

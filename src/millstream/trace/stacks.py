@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from millstream.insight import Site
-from millstream.insight.kineto import DeviceTrace
+from millstream.insight.profiler.kineto import DeviceTrace
 from millstream.insight.records import Launch, Span, Stack
 
 _PYTHON = ("_ExtraFields_PyCall", "_ExtraFields_PyCCall")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from millstream.insight.kineto import DeviceTrace
+from millstream.insight.profiler.kineto import DeviceTrace
 from millstream.insight.records import Launch, Span, Step
 
 LEAST_SHARE = 0.8
