@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 import torch
 
-from millstream.cli.char_rnn import (
+from millstream.cli.training.char_rnn import (
     UNKNOWN,
     CharRnn,
     LstmCell,
@@ -17,7 +17,7 @@ from millstream.cli.char_rnn import (
     read_text,
     write_text,
 )
-from millstream.cli.job import count_parameters
+from millstream.cli.training.job import count_parameters
 
 SIZES = Sizes(layers=2, hidden=4, sequence=3, batch=2)
 

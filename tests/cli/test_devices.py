@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from millstream.cli import main
-from millstream.cli.devices import launch
+from millstream.cli.training.devices import launch
 
 SMALL = "train char-rnn --layers 1 --hidden 8 --sequence 6 --batch 8 --sample 0 --device cpu --compare 0".split()
 

@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 import torch
 
-from millstream.cli.digits import HELD_OUT, draw_batches, load_images, make_model, measure_accuracy
+from millstream.cli.training.digits import HELD_OUT, draw_batches, load_images, make_model, measure_accuracy
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 import millstream as ms
-from millstream.cli import command, main, train
-from millstream.cli.train import WARM_UP_STEPS, Run, find_gain, find_largest_difference, take_turns
+from millstream.cli import command, main
+from millstream.cli.training import train
+from millstream.cli.training.train import WARM_UP_STEPS, Run, find_gain, find_largest_difference, take_turns
 
 JOBS = {
     "char-rnn": "char-rnn --layers 1 --hidden 8 --sequence 3 --batch 4 --vocabulary 20 --sample 30",

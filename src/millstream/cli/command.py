@@ -16,7 +16,7 @@ from millstream import __version__
 from millstream.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from millstream.cli.job import Job
+    from millstream.cli.training.job import Job
 
 EXIT_BAD_INPUT = 2  # as argparse's own
 SCRIPT_COMMANDS = (
@@ -322,15 +322,15 @@ def _number(kind: Callable[[str], float], low: float, high: float = math.inf) ->
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from millstream.cli.devices import Team, check_devices, is_launched, launch, own_device
-    from millstream.cli.job import find_device
+    from millstream.cli.training.devices import Team, check_devices, is_launched, launch, own_device
+    from millstream.cli.training.job import find_device
 
     devices = getattr(arguments, "devices", 1)
     if devices > 1 and not is_launched():
         check_devices(arguments.device, devices)
         return launch(arguments.argv, devices)
 
-    from millstream.cli.train import train
+    from millstream.cli.training.train import train
 
     def run(team: Team | None = None) -> int:
         return train(
@@ -422,11 +422,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _make_jobs(arguments: argparse.Namespace) -> Callable[[], Job]:
     """Read the data of the job that ``arguments`` name; what comes back makes the job, the same one every time."""
-    from millstream.cli.job import find_device
+    from millstream.cli.training.job import find_device
 
     device = find_device(arguments.device)
     if arguments.job == "char-rnn":
-        from millstream.cli import char_rnn
+        from millstream.cli.training import char_rnn
 
         sizes = char_rnn.Sizes(
             layers=arguments.layers,
@@ -439,7 +439,7 @@ def _make_jobs(arguments: argparse.Namespace) -> Callable[[], Job]:
         sample = char_rnn.Sample(arguments.sample, arguments.temperature)
         return lambda: char_rnn.make_job(corpus, sizes, sample, device, arguments.seed)
 
-    from millstream.cli import digits
+    from millstream.cli.training import digits
 
     images = digits.load_images()
     sizes = digits.Sizes(batch=arguments.batch, width=arguments.width)

@@ -13,7 +13,7 @@ from typing import Any
 
 import millstream as ms
 from millstream.api import is_compiled
-from millstream.cli.job import Job
+from millstream.cli.training.job import Job
 from millstream.errors import ArgumentError
 from millstream.report.explanation import writer_for
 

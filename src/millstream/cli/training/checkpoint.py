@@ -11,7 +11,7 @@ from zipfile import ZipFile
 
 import torch
 
-from millstream.cli.job import Carry, Job
+from millstream.cli.training.job import Carry, Job
 from millstream.errors import ArgumentError
 
 _ENTRIES = {"job", "identity", "done", "model", "optimizer", "carry", "cpu_rng", "device_rng"}

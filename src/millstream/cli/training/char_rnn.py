@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from millstream.cli.job import Batch, Carry, Job, count_parameters
+from millstream.cli.training.job import Batch, Carry, Job, count_parameters
 from millstream.errors import ArgumentError
 
 MAX_DEFAULT_CHARACTERS = 1_000_000  # about as much as the usual corpora of this model; reading it takes a blink

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millstream.cli.job import Carry, Job, find_device
+from millstream.cli.training.job import Carry, Job, find_device
 from millstream.errors import ArgumentError
 
 STEPS_BETWEEN_ASKS = 10

@@ -31,10 +31,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 import millstream as ms
-from millstream.cli.checkpoint import check_writable, load_checkpoint, restore, save_checkpoint
 from millstream.cli.command import EXIT_INTERRUPTED
-from millstream.cli.devices import STEPS_BETWEEN_ASKS, Team
-from millstream.cli.job import Carry, Job
+from millstream.cli.training.checkpoint import check_writable, load_checkpoint, restore, save_checkpoint
+from millstream.cli.training.devices import STEPS_BETWEEN_ASKS, Team
+from millstream.cli.training.job import Carry, Job
 
 WARM_UP_STEPS = 3  # eager, which makes the optimizer's state; captured and compiled; recorded as a CUDA graph
 TOLERANCE = 1e-3  # relative, of a loss: float32 rounding that the steps amplify stays far below, a wrong gradient above

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from millstream.cli.job import Batch, Carry, Job, count_parameters
+from millstream.cli.training.job import Batch, Carry, Job, count_parameters
 from millstream.errors import ArgumentError
 
 NUM_CLASSES = 10

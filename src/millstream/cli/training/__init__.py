@@ -1,0 +1,1 @@
+"""The command ``train``: its loop, its jobs, checkpoints, and several devices."""
