@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from millstream._torch.device_guard import keep_device_guard
+from millstream._torch.devices.device_guard import keep_device_guard
 from millstream.capture import Step
 from tests.capture.worlds import interpret
 from tests.processes import output_of

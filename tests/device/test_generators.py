@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millstream._torch import generators
+from millstream._torch.devices import generators
 
 
 class State:

@@ -20,7 +20,7 @@ from torch.utils._sympy import functions
 import millstream as ms
 import millstream.lower.compile as compiling
 from millstream import cache
-from millstream._torch.expressions import decode_expression, encode_expression
+from millstream._torch.compiler.expressions import decode_expression, encode_expression
 from millstream.lower.kept import key
 
 compile_fx = compiling.compile_fx

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from millstream._torch.collectives import EXCHANGE, register_exchange
+from millstream._torch.distributed.collectives import EXCHANGE, register_exchange
 from millstream.data_parallel.exchange import Memory
 from millstream.lower.segments import cut
 

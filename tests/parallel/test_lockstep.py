@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from millstream._torch.collectives import release_before_shutdown
+from millstream._torch.distributed.collectives import release_before_shutdown
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.data_parallel.agreement import Agreement, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import millstream as ms
-from millstream._torch.fake_group import among_fake_processes
+from millstream._torch.distributed.fake_group import among_fake_processes
 from millstream.api.explaining import _agreed
 from millstream.engine.parallel.described import assumed_network
 from millstream.graph import KernelKind, format_plan

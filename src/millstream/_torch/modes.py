@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
-from millstream._torch.dynamo import compiles_elsewhere
+from millstream._torch.compiler.dynamo import compiles_elsewhere
 
 #: Whether this thread computes in other types on any device. Tried on 2.11 and 2.13.
 any_autocast: Any = torch._C._is_any_autocast_enabled

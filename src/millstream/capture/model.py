@@ -24,15 +24,15 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 from torch.nn.parallel import DistributedDataParallel
 
-from millstream._torch.data_parallel import call_around
-from millstream._torch.dynamo import (
+from millstream._torch.compiler.dynamo import (
     DuringCalls,
     is_compiling,
     known_obstacles,
     num_refused_forms,
     sizes_as_they_are,
 )
-from millstream._torch.dynamo_errors import drop_logs_of_fake_tensors, raised_before_running
+from millstream._torch.compiler.dynamo_errors import drop_logs_of_fake_tensors, raised_before_running
+from millstream._torch.distributed.data_parallel import call_around
 from millstream._torch.hooks import count_hooks
 from millstream.capture.lines import is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view

@@ -93,7 +93,7 @@ def _network(asked: Asked) -> tuple[str, Network]:
 def _capture(script: str, arguments: Sequence[str], asked: Asked) -> list[SavedStep]:
     """Run a script among processes that are made up, and return its steps that exchange something."""
     import millstream as ms
-    from millstream._torch.fake_group import among_fake_processes
+    from millstream._torch.distributed.fake_group import among_fake_processes
     from millstream.api import is_compiled
     from millstream.cli.explain import run_script
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from millstream._torch.data_parallel import is_distributed_run
+from millstream._torch.distributed.data_parallel import is_distributed_run
 from millstream.data.generators import DrawWatch
 from millstream.data.lengths import Lengths, Value
 from millstream.data.pipeline import IN_STEP, Pipeline

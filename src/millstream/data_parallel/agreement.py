@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from millstream._torch.collectives import timeout_of
+from millstream._torch.distributed.collectives import timeout_of
 from millstream.data_parallel.board import Board, make_file
 from millstream.errors import ArgumentError, DataParallelError
 

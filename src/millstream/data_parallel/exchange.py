@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millstream._torch.collectives import all_gather, reduce_scatter, register_exchange
+from millstream._torch.distributed.collectives import all_gather, reduce_scatter, register_exchange
 from millstream.data_parallel.agreement import Agreement
 from millstream.data_parallel.buckets import Bucket
 from millstream.errors import DataParallelError

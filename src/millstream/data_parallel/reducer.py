@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millstream._torch.collectives import EXCHANGE, unsaved_writes
+from millstream._torch.distributed.collectives import EXCHANGE, unsaved_writes
 from millstream.data_parallel.agreement import agreement_of
 from millstream.data_parallel.buckets import CAP_BYTES, Bucket, Member, plan_buckets
 from millstream.data_parallel.exchange import Exchange, first_of, greatest_over, mean_over

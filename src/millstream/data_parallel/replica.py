@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from millstream._torch.data_parallel import copy_from_first, is_distributed_run
+from millstream._torch.distributed.data_parallel import copy_from_first, is_distributed_run
 from millstream.data_parallel.reducer import Reducer, Settings
 from millstream.data_parallel.session import watch_steps
 from millstream.data_parallel.sharded import ShardedReducer

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from millstream._torch.collectives import timeout_of
+from millstream._torch.distributed.collectives import timeout_of
 from millstream.data_parallel.agreement import meet
 from millstream.data_parallel.board import NotTogetherError
 from millstream.errors import DataParallelError

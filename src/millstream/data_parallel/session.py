@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from millstream._torch.data_parallel import (
+from millstream._torch.distributed.data_parallel import (
     broadcast_buffers,
     calls_replaced,
     compression_of,

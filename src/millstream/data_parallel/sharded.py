@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from millstream._torch.collectives import EXCHANGE
+from millstream._torch.distributed.collectives import EXCHANGE
 from millstream._torch.tensors import real_tensors
 from millstream.data_parallel.buckets import Bucket, plan_buckets
 from millstream.data_parallel.exchange import (

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from millstream._torch.collectives import all_gather, timeout_of
+from millstream._torch.distributed.collectives import all_gather, timeout_of
 from millstream.data_parallel.sharded import ShardedReducer, flat, shaped
 from millstream.data_parallel.shares import Piece
 from millstream.errors import ArgumentError, DataParallelError

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream._torch.generators import aside
-from millstream._torch.streams import (
+from millstream._torch.devices.generators import aside
+from millstream._torch.devices.streams import (
     RunOn,
     current_device,
     current_stream_handle,

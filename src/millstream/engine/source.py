@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
-from millstream._torch.streams import current_stream_handle
+from millstream._torch.devices.streams import current_stream_handle
 from millstream._torch.tensors import ALIGNMENT_BYTES, allocator, copy_elements, realign, reinterpret
 from millstream.device import DeviceContext, Event
 from millstream.errors import InternalError

@@ -28,7 +28,7 @@ from torch._inductor.utils import should_assume_input_aligned
 from torch.utils._pytree import tree_leaves
 
 from millstream import progress
-from millstream._torch.symbols import is_symbolic
+from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import traces_unnoticed
 from millstream.errors import ArgumentError, LoweringError, MillstreamError, did_you_mean

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils._pytree import tree_map
 
-from millstream._torch.collectives import Exchange
+from millstream._torch.distributed.collectives import Exchange
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from millstream._torch.collectives import EXCHANGE, exchange_of
+from millstream._torch.distributed.collectives import EXCHANGE, exchange_of
 from millstream.errors import LoweringError
 
 AT_START = -1

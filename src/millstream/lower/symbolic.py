@@ -14,7 +14,7 @@ from typing import Any
 
 import sympy
 
-from millstream._torch.symbols import NUMBERS, compile_expressions, expression_of
+from millstream._torch.compiler.symbols import NUMBERS, compile_expressions, expression_of
 from millstream.errors import LoweringError
 from millstream.lower.program import Program
 

@@ -24,8 +24,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 
-from millstream._torch.hints import stream_hint_of
-from millstream._torch.symbols import NUMBERS, simplified, without_guards
+from millstream._torch.compiler.hints import stream_hint_of
+from millstream._torch.compiler.symbols import NUMBERS, simplified, without_guards
 from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies

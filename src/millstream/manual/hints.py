@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from millstream._torch.hints import annotate_stream, current_stream_hint
+from millstream._torch.compiler.hints import annotate_stream, current_stream_hint
 from millstream.errors import ArgumentError
 from millstream.manual.operators import look_up
 from millstream.manual.session import scope_is_over

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from millstream._torch import profilers
+from millstream._torch.devices import profilers
 from millstream.insight import Cause, Recording, Span, Step
 from millstream.insight.profiler.alignment import LEAST_SHARE, lines_from
 from millstream.insight.profiler.kineto import DeviceTrace, read_trace

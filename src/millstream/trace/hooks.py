@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from millstream._torch import compile_events, loading
-from millstream._torch.presence import has_gpu
+from millstream._torch import loading
+from millstream._torch.compiler import compile_events
+from millstream._torch.devices.presence import has_gpu
 from millstream.insight import Cause, Loader, Site
 from millstream.trace.log import FIRST_BATCH, Log, clock
 from millstream.trace.workers import WorkerTimes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from millstream._torch import compile_events
+from millstream._torch.compiler import compile_events
 from millstream.insight import Cause, Note, Site
 
 

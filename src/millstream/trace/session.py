@@ -23,7 +23,7 @@ from statistics import median
 
 import torch
 
-from millstream._torch.presence import has_gpu
+from millstream._torch.devices.presence import has_gpu
 from millstream.insight import Cause, Recording, Sample, Span, Step
 from millstream.locks import ForkSafeLock
 from millstream.trace import frames, stacks

@@ -20,8 +20,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millstream._torch import compile_events
-from millstream._torch.presence import has_gpu
+from millstream._torch.compiler import compile_events
+from millstream._torch.devices.presence import has_gpu
 from millstream.insight import Recording, Site
 from millstream.insight.syncs import SyncEvent, SyncFindings, SyncKind, group
 from millstream.trace import frames

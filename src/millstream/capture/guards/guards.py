@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from millstream._torch.data_parallel import NUM_WRAPPED, data_parallel_wrappers
+from millstream._torch.distributed.data_parallel import NUM_WRAPPED, data_parallel_wrappers
 from millstream._torch.hooks import HOOKS_FOR_ALL, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.scaler import is_idle
 from millstream._torch.tensors import layout_check

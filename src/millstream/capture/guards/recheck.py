@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from millstream._torch.collectives import EXCHANGE, exchange_of
+from millstream._torch.distributed.collectives import EXCHANGE, exchange_of
 from millstream.capture.effects.program import Output
 from millstream.capture.lines import last_place
 from millstream.capture.state.signature import SCALARS, Container, Reference, Structure, Value

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from millstream._torch.backward import backward_watched, reaches_before
-from millstream._torch.dynamo import is_compiling
+from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.hooks import hook_leaf
 from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import next_sequence_number

@@ -24,8 +24,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from millstream._torch.data_parallel import watch_wrapping
-from millstream._torch.dynamo import is_compiling
+from millstream._torch.compiler.dynamo import is_compiling
+from millstream._torch.distributed.data_parallel import watch_wrapping
 from millstream._torch.hooks import OwnHook
 from millstream._torch.modes import ambient
 from millstream._torch.tensors import place_of_implementation

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream._torch.checkpointing import RandomRecords
-from millstream._torch.hints import current_stream_hint, note_stream_hint
+from millstream._torch.compiler.hints import current_stream_hint, note_stream_hint
 from millstream._torch.operators import is_expanded_later
 from millstream._torch.tensors import FakeTensor, is_real, is_unknown
 from millstream._torch.tracing import (

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream._torch.symbols import (
+from millstream._torch.compiler.symbols import (
     FakeTensorMode,
     compile_expressions,
     definition_of,

@@ -33,8 +33,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from millstream._torch.checkpointing import RandomRecords, checkpoints_reuse_randoms
-from millstream._torch.device_guard import keep_device_guard
-from millstream._torch.dynamo import compile_lock
+from millstream._torch.compiler.dynamo import compile_lock
+from millstream._torch.devices.device_guard import keep_device_guard
 from millstream._torch.hooks import OwnHook
 from millstream._torch.scaler import is_idle, steps_are_masked
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, is_real, is_same_view, storage_id

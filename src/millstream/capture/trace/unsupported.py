@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SparseAdam
 
-from millstream._torch.data_parallel import data_parallel_wrappers, why_not_ours
+from millstream._torch.distributed.data_parallel import data_parallel_wrappers, why_not_ours
 from millstream._torch.hooks import (
     has_accumulation_hooks,
     has_backward_hooks,

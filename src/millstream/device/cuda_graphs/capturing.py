@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from millstream._torch.generators import Aside, aside
-from millstream._torch.streams import RunOn, stop_recording
+from millstream._torch.devices.generators import Aside, aside
+from millstream._torch.devices.streams import RunOn, stop_recording
 from millstream.device.context import DeviceContext
 from millstream.device.driver import GraphPool, capture_nothing
 from millstream.device.guard import guard

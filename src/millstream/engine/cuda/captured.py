@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from millstream._torch.streams import current_stream_handle
+from millstream._torch.devices.streams import current_stream_handle
 from millstream._torch.tensors import (
     allocator,
     copy_elements,

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from millstream._torch.streams import current_stream_handle
+from millstream._torch.devices.streams import current_stream_handle
 from millstream.cost import Costs
 from millstream.device import DeviceContext, context, guard
 from millstream.device.cuda_graphs.capturing import repair

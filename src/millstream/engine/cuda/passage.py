@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from millstream._torch.streams import current_stream_handle
+from millstream._torch.devices.streams import current_stream_handle
 from millstream._torch.tensors import place_of_implementation
 from millstream.device.cuda_graphs.gates import Gatekeeper, Gates, GraphCopy, gatekeeper
 from millstream.device.likeness import Likeness

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from millstream._torch.collectives import exchange_of
+from millstream._torch.distributed.collectives import exchange_of
 from millstream.lower.segments import Segment, Segments
 
 

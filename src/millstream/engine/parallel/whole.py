@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from millstream._torch.collectives import release_before_shutdown
-from millstream._torch.streams import current_stream_handle
+from millstream._torch.devices.streams import current_stream_handle
+from millstream._torch.distributed.collectives import release_before_shutdown
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.data_parallel.agreement import Agreement

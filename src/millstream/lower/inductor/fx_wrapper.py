@@ -29,7 +29,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._pytree import tree_map_only
 
-from millstream._torch.symbols import with_numbers
+from millstream._torch.compiler.symbols import with_numbers
 from millstream.errors import LoweringError
 from millstream.lower.inductor.cpp_kernels import CppKernels
 from millstream.lower.inductor.tuning import keep_choice

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from millstream._torch.expressions import decode_expression, encode_expression, kind_of_number, number_of
-from millstream._torch.symbols import NUMBERS, definition_of, expression_of
+from millstream._torch.compiler.expressions import decode_expression, encode_expression, kind_of_number, number_of
+from millstream._torch.compiler.symbols import NUMBERS, definition_of, expression_of
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
 from millstream.lower.kept.key import NotKept, bytes_of
 from millstream.lower.program import Call, Layout, Program, Value, View

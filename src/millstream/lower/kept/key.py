@@ -25,9 +25,9 @@ from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import _disable_current_modes
 
 from millstream import errors as millstream_errors
-from millstream._torch.hints import stream_hint_of
+from millstream._torch.compiler.hints import stream_hint_of
+from millstream._torch.compiler.symbols import NUMBERS, expression_of
 from millstream._torch.operators import is_expanded_later
-from millstream._torch.symbols import NUMBERS, expression_of
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.lower import workarounds
 from millstream.lower.inductor.tuning import versions

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from millstream._torch.expressions import guards_of, hold_guards, symbols_of
+from millstream._torch.compiler.expressions import guards_of, hold_guards, symbols_of
 from millstream.cache import cache_folder, limit_bytes, read_private, trim, write_private
 from millstream.graph import Kernel
 from millstream.lower.inductor.fx_wrapper import SOURCES, GeneratedKernel, Sources

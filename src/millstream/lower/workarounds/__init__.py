@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from millstream._torch import device_guard, generators
+from millstream._torch.devices import device_guard, generators
 from millstream._torch.workarounds import Decompositions, Workaround, without
 from millstream.lower.workarounds import (
     pytorch_167313,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from millstream._torch.collectives import EXCHANGE
-from millstream._torch.data_parallel import why_not_ours
+from millstream._torch.distributed.collectives import EXCHANGE
+from millstream._torch.distributed.data_parallel import why_not_ours
 from millstream._torch.tensors import FakeTensor, real_tensors
 from millstream.capture.lines import here, raise_refusal
 from millstream.capture.step.request import FoundLate, StateMissing

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.utils._sympy import functions
 
-from millstream._torch.symbols import NUMBERS, definition_of, expression_of
+from millstream._torch.compiler.symbols import NUMBERS, definition_of, expression_of
 
 _KINDS = {torch.SymInt: "int", torch.SymFloat: "float", torch.SymBool: "bool"}
 
