@@ -48,8 +48,8 @@ gpu2: $(SETUP) ## the tests that need two GPUs, or take all there are
 	$(PYTHON) -m pytest tests/gpu/test_data_parallel.py tests/gpu/test_many_ranks.py -m gpu
 
 sanitize: $(SETUP) ## small networks on every engine, and our kernels, under CUDA's compute-sanitizer (three minutes on 16 cores)
-	$(SANITIZE) --tool memcheck $(PYTHON) -m pytest tests/gpu/test_streams.py tests/gpu/test_spread.py -m gpu -n 8 -k "inference_is or training_is or spread"
-	$(SANITIZE) --tool synccheck $(PYTHON) -m pytest tests/gpu/test_dense.py tests/gpu/test_weights.py -m gpu -n 4 -k "1-"
+	$(SANITIZE) --tool memcheck $(PYTHON) -m pytest tests/gpu/engines/test_streams.py tests/gpu/engines/test_spread.py -m gpu -n 8 -k "inference_is or training_is or spread"
+	$(SANITIZE) --tool synccheck $(PYTHON) -m pytest tests/gpu/convolutions/test_dense.py tests/gpu/convolutions/test_weights.py -m gpu -n 4 -k "1-"
 
 bench: $(SETUP) ## every benchmark suite, on a machine with a GPU; writes benchmarks/results/
 	$(PYTHON) -m benchmarks

@@ -684,7 +684,7 @@ ELSEWHERE = (
     "calls the collective",  # tests/parallel
     "with async_op=True",  # tests/parallel
     "launches a Triton kernel",  # test_step_operators.py
-    "is compiled already",  # tests/engines
+    "is compiled already",  # tests/api
     "higher-order operator",
     "on the host, from the device",  # needs a device
     "graphs in a row",  # test_step_guards.py

@@ -18,7 +18,7 @@ from millstream.schedule import plan_serial
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, assert_trained_alike, train
 from tests.engines.test_views import rotate, transform
-from tests.lower import test_kept_reads as kept_reads
+from tests.lower.workarounds import test_kept_reads as kept_reads
 from tests.processes import output_of
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ import torch
 from millstream.lower.convolutions import writers
 from millstream.lower.convolutions.kernels import ahead
 from millstream.lower.convolutions.kernels.ahead import Launch, compiling, pointers
-from tests.lower.convolutions import graph_of, pretended_gpu  # noqa: F401
+from tests.lower.convolutions.stand_ins import graph_of, pretended_gpu  # noqa: F401
 
 
 class Mode(NamedTuple):

@@ -13,7 +13,7 @@ import millstream as ms
 from millstream.insight.syncs import SyncKind
 from millstream.trace import SyncTrace
 
-SCRIPT = Path(__file__).parent / "scripts" / "reads.py"
+SCRIPT = Path(__file__).parents[1] / "insight" / "scripts" / "reads.py"
 
 
 def test_every_read_is_counted_at_its_line():

@@ -20,7 +20,7 @@ from millstream.lower.convolutions.passes.epilogues import absorb_epilogues
 from millstream.lower.convolutions.passes.prologues import absorb_prologues
 from millstream.lower.convolutions.writers import arguments_of
 from millstream.lower.translate import translate
-from tests.lower.test_channels import DOUBLE, Net, anywhere, changed, close
+from tests.lower.convolutions.passes.test_channels import DOUBLE, Net, anywhere, changed, close
 
 __all__ = ["anywhere"]  # a fixture
 

@@ -17,7 +17,7 @@ import millstream as ms
 from millstream._torch import workarounds
 from millstream.lower import compile as compiling
 from millstream.lower.workarounds import WORKAROUNDS, decompose, lowering, options, tracing, without
-from tests.lower import test_kept_reads, test_ordering, test_patterns, test_pooling, test_tiles
+from tests.lower.workarounds import test_kept_reads, test_ordering, test_patterns, test_pooling, test_tiles
 
 
 def shuffle():
@@ -126,7 +126,7 @@ WRONG = (AssertionError, ms.CaptureError, subprocess.CalledProcessError)
 
 
 def run_elsewhere(issue, *, without):
-    code = f"from tests.lower.test_workarounds import SHOWN_BY; SHOWN_BY[{issue!r}]()"
+    code = f"from tests.lower.workarounds.test_workarounds import SHOWN_BY; SHOWN_BY[{issue!r}]()"
     environment = {**os.environ, "MILLSTREAM_WITHOUT": without, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
 

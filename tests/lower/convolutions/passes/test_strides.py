@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from millstream.lower.convolutions.passes.strides import KEEP, keep_strides
-from tests.lower.convolutions import own_kernels, pretended_gpu
-from tests.lower.test_channels import DOUBLE, Net, changed, close
+from tests.lower.convolutions.passes.test_channels import DOUBLE, Net, changed, close
+from tests.lower.convolutions.stand_ins import own_kernels, pretended_gpu
 from tests.networks import lowered
 
 __all__ = ["own_kernels", "pretended_gpu"]

@@ -17,8 +17,8 @@ from millstream.lower.convolutions.passes.channels import align_channels
 from millstream.lower.convolutions.passes.conversions import take_conversions
 from millstream.lower.convolutions.siblings import MOST_CONVERTED_BYTES, MOST_TOGETHER
 from millstream.lower.convolutions.writers import arguments_of
-from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
-from tests.lower.test_channels import CONVOLUTION, DOUBLE, Net, anywhere, changed
+from tests.lower.convolutions.passes.test_channels import CONVOLUTION, DOUBLE, Net, anywhere, changed
+from tests.lower.convolutions.stand_ins import own_kernels, pretended_gpu, run_everywhere
 
 __all__ = ["anywhere", "own_kernels", "pretended_gpu"]  # fixtures
 

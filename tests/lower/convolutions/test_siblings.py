@@ -18,7 +18,7 @@ from millstream.lower.convolutions.kernels.dense import Dense
 from millstream.lower.convolutions.kernels.depthwise import Depthwise
 from millstream.lower.convolutions.siblings import MOST_TOGETHER, Family, join_siblings
 from millstream.lower.program import Call, Program, Value
-from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
+from tests.lower.convolutions.stand_ins import own_kernels, pretended_gpu, run_everywhere
 from tests.networks import assert_close
 from tests.properties.strategies import graphs
 

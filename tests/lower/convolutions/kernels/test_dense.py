@@ -9,13 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from millstream.lower.convolutions import writers
 from millstream.lower.convolutions.kernels.dense import convolve_dense
 from millstream.lower.convolutions.kernels.dense_tiles import choose_tile
-from tests.lower import convolutions
-from tests.lower.convolutions import pretended_gpu
+from tests.lower.convolutions import stand_ins
+from tests.lower.convolutions.stand_ins import pretended_gpu
 
 __all__ = ["pretended_gpu"]
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
-writer = partial(convolutions.writer, outputs=64, weight_layout=torch.channels_last)
+writer = partial(stand_ins.writer, outputs=64, weight_layout=torch.channels_last)
 
 
 @pytest.mark.parametrize(

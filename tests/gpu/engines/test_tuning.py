@@ -40,7 +40,7 @@ def test_a_step_that_is_compiled_again_gives_the_same_bits():
 
 SCRIPT = """
 import hashlib
-from tests.gpu.test_tuning import train
+from tests.gpu.engines.test_tuning import train
 digest = hashlib.sha256()
 for tensor in train():
     digest.update(tensor.detach().cpu().numpy().tobytes())
@@ -54,7 +54,7 @@ def run_script(script, upstream, ours):
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, **folders, "PYTHONPATH": os.pathsep.join(["src", "."])},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=300,
@@ -71,7 +71,7 @@ def test_another_process_gives_the_same_bits(tmp_path):
 TAKEN = """
 import json
 from millstream.lower import fx_wrapper, tuning
-from tests.gpu.test_tuning import train
+from tests.gpu.engines.test_tuning import train
 tuners, keep = [], fx_wrapper.keep_choice
 fx_wrapper.keep_choice = lambda tuner, source: (keep(tuner, source), tuners.append(tuner))
 train(3)

@@ -8,8 +8,8 @@ from millstream.lower.convolutions.kernels import dense
 from millstream.lower.convolutions.kernels.dense import CONVOLVE
 from millstream.lower.convolutions.passes import products
 from millstream.lower.convolutions.passes.products import MOST_ROWS, take_products
-from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
-from tests.lower.test_channels import DOUBLE, changed, close
+from tests.lower.convolutions.passes.test_channels import DOUBLE, changed, close
+from tests.lower.convolutions.stand_ins import own_kernels, pretended_gpu, run_everywhere
 
 __all__ = ["own_kernels", "pretended_gpu"]  # fixtures
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
+from tests.lower.convolutions.stand_ins import own_kernels, pretended_gpu, run_everywhere
 from tests.networks import assert_close
 
 __all__ = ["own_kernels", "pretended_gpu"]

@@ -7,13 +7,13 @@ import torch
 
 from millstream.lower.convolutions import writers
 from millstream.lower.convolutions.kernels.depthwise import MOST_OUTPUTS, convolve_depthwise
-from tests.lower import convolutions
-from tests.lower.convolutions import pretended_gpu
+from tests.lower.convolutions import stand_ins
+from tests.lower.convolutions.stand_ins import pretended_gpu
 
 __all__ = ["pretended_gpu"]
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
-writer = partial(convolutions.writer, groups=32)
+writer = partial(stand_ins.writer, groups=32)
 
 
 @pytest.mark.parametrize(

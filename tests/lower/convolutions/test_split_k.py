@@ -19,7 +19,7 @@ from millstream.lower.convolutions.kernels.dense_tiles import choose_splits
 from millstream.lower.convolutions.split_k import split_long_sums
 from millstream.lower.program import Call, Layout, Program, Value
 from millstream.schedule import plan_graph, plan_serial
-from tests.lower.convolutions import own_kernels, pretended_gpu, run_everywhere
+from tests.lower.convolutions.stand_ins import own_kernels, pretended_gpu, run_everywhere
 from tests.networks import assert_close
 from tests.properties.strategies import graphs
 
