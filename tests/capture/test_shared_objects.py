@@ -6,6 +6,7 @@ import contextlib
 import copy
 import ctypes
 import gc
+import io
 import json
 import logging
 import math
@@ -771,3 +772,103 @@ def test_a_number_that_another_thread_sets_again_and_again_is_read_in_each_call(
     for weight in (1000.0, 2000.0):
         world.weight = weight
         assert step(torch.zeros(3, 4)).item() == pytest.approx(weight, abs=50)  # and the loss
+
+
+class Announced:
+    """A lock, in place of another, that tells when somebody has to wait for it."""
+
+    def __init__(self, lock):
+        self._lock, self.is_waited_for = lock, threading.Event()
+
+    def __enter__(self):
+        if not self._lock.acquire(blocking=False):
+            self.is_waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+
+
+def test_calls_of_one_step_by_two_threads_lose_no_count():
+    world = types.SimpleNamespace(n=0, total=0.0)
+    came, others, results = [], [], []
+
+    def build(gm, inputs, static):
+        run = interpret(gm, inputs, static)
+
+        def executable(values):
+            came.append(threading.current_thread())
+            if others and others[0] in came:
+                lock.is_waited_for.set()  # it does not wait
+            elif others:
+                others[0].start()
+                assert lock.is_waited_for.wait(PATIENCE)
+            return run(values)
+
+        return executable
+
+    def step(x):
+        world.n += 1
+        world.total += x.sum().item()
+        return x * world.n
+
+    step = Step(step, build=build, strict=True)
+    lock = step._lock.lock = Announced(step._lock.lock)
+    for _ in range(3):
+        step(torch.ones(2))
+    others.append(threading.Thread(target=lambda: results.append(step(torch.ones(2)))))
+    results.append(step(torch.ones(2)))
+    others[0].join()
+    assert (world.n, world.total) == (5, 10.0)
+    assert [result[0].item() for result in results] == [4, 5]
+
+
+@pytest.mark.parametrize(("add", "after"), [(100, [1, 2, 3, 104, 105]), (math.nan, [1, 2, 3, 4, 5])])
+def test_what_others_count_while_a_graph_runs_is_added_to(add, after):
+    world = types.SimpleNamespace(n=0, seen=[])
+    during = []
+
+    def build(gm, inputs, static):
+        run = interpret(gm, inputs, static)
+
+        def executable(values):
+            for change in during:
+                change()
+            return run(values)
+
+        return executable
+
+    def step(x):
+        world.n += 1
+        print(world.n, file=log)
+        return x + world.n
+
+    log = io.StringIO()
+    step = Step(step, build=build, strict=True)
+    counts = []
+    for number in range(5):
+        during[:] = [lambda: setattr(world, "n", world.n + add)] if number == 3 else []
+        step(torch.ones(2))
+        counts.append(world.n)
+    assert counts == after
+    assert log.getvalue().split() == [*map(str, after)]
+    assert len(step.graphs) == 1
+
+
+def test_what_others_count_across_a_branch_of_the_step_is_not_taken_for_its_own():
+    world = types.SimpleNamespace(n=0)
+    during = []
+
+    def build(gm, inputs, static):
+        run = interpret(gm, inputs, static)
+        return lambda values: ([change() for change in during], run(values))[1]
+
+    def step(x):
+        world.n = world.n + 1 if world.n < 100 else 0
+        return x + 1
+
+    step = Step(step, build=build, strict=True)
+    for number in range(5):
+        during[:] = [lambda: setattr(world, "n", 200)] if number == 3 else []
+        step(torch.ones(2))
+    assert world.n == 5

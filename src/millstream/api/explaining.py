@@ -78,8 +78,9 @@ def _at_sizes(one: Any, number: int, size: int | None) -> Iterator[tuple[Executa
     if not isinstance(one, BySize):
         yield one, None
         return
-    known = one.calls()
-    waiting = [(values, calls) for values, calls in one.open_calls() if size is None or size in values]
+    with one.lock:  # a call of another thread must not come between: its size would be in neither, or in both
+        known, waiting = one.calls(), one.open_calls()
+    waiting = [(values, calls) for values, calls in waiting if size is None or size in values]
     told = waiting[: max(MOST_SIZES - len(known), 0)]
     num_untold = len(waiting) - len(told)
     for values, calls, executable in known:

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from millstream.capture.effects.values import Expression, Leaf, Values
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import Structure, put_together
+from millstream.locks import ForkSafeLock
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,30 @@ class Write:
 
     location: Location  # where to put it
     output: Output  # what to put there
+
+    def run(self, values: Values, value_of: Callable[[Output], Any]) -> None:  # noqa: ARG002  a count has use for them
+        """Put it there."""
+        self.location.set(value_of(self.output))
+
+
+_COUNTING = ForkSafeLock()
+"""Held while any step reads a number again and writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count(Write):
+    """``location := expression`` of the number there, on which other threads may have counted since the call began."""
+
+    number: int  # its position among the numbers of the graph
+    allow: Callable[[Sequence[Any]], bool]  # whether the graph holds for these numbers
+
+    def run(self, values: Values, value_of: Callable[[Output], Any]) -> None:
+        """Put it there, and let what follows read the number that this counts on."""
+        value = value_of(self.output)  # without the lock: it may wait for the device
+        with _COUNTING.lock:
+            while values.renew(self.number, self.location.get(), self.allow):
+                value = value_of(self.output)
+            self.location.set(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +123,28 @@ class Effects:
         """The others."""
         return [effect for effect in self.program if isinstance(effect, Call)]
 
+    def count(self, locations: Sequence[Location], allow: Callable[[Sequence[Any]], bool]) -> None:
+        """Let the first write to each place of a number see what others have written there.
+
+        Args:
+            locations: Where the graph's numbers are.
+            allow: Whether the graph holds for these numbers.
+        """
+        numbers = {location: number for number, location in enumerate(locations)}
+        for position, effect in enumerate(self.program):
+            if not isinstance(effect, Write):
+                continue
+            number = numbers.pop(effect.location, None)
+            if number is not None and effect.output.kind == "host":
+                self.program[position] = Count(effect.location, effect.output, number, allow)
+
     def run(self, values: Values, value_of: Callable[[Output], Any]) -> None:
         """Do everything; raises the first error, at the end."""
         failure: BaseException | None = None
         for effect in self.program:
             try:
                 if isinstance(effect, Write):
-                    effect.location.set(value_of(effect.output))
+                    effect.run(values, value_of)
                 elif failure is None or effect.is_state:
                     effect.run(values)
             except BaseException as error:  # noqa: BLE001  also Ctrl-C: the state is made whole first

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, TypeAlias
 
 Expression: TypeAlias = Callable[[Any], Any]
@@ -39,6 +40,16 @@ class Values:
 
     def __getitem__(self, index: int) -> Any:
         return self._numbers[index]
+
+    def renew(self, index: int, now: Any, allow: Callable[[Sequence[Any]], bool]) -> bool:
+        """From here on read the number that is there by now, if it is another and ``allow`` finds it fine."""
+        if now == self._numbers[index] or now != now or not isinstance(now, Real) or isinstance(now, bool):
+            return False
+        numbers = [*self._numbers[:index], now, *self._numbers[index + 1 :]]
+        if not allow(numbers):
+            return False
+        self._numbers = numbers
+        return True
 
     def item(self, index: int) -> Any:
         """A number from a tensor. The first one waits for the device, and brings all."""

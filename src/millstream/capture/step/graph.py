@@ -99,6 +99,9 @@ class StepGraph:
     looks: Likeness | None = None  # what its arguments look like, where compiled code may tell
     executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)  # what ``build`` made of it
 
+    def __post_init__(self) -> None:
+        self.effects.count([slot.location for slot in self.slots], self.questions.allow)
+
     def fits(self, arguments: list[Tensor], given: Sequence[float] = ()) -> bool:
         """Whether the graph may run now. If so, its numbers and gradients are brought into their places.
 

@@ -217,39 +217,34 @@ class Step(Generic[P, R]):
             torch.compiler.is_compiling() and is_compiling()
         ) or torch.is_inference_mode_enabled():  # part of another capture; no training
             return self.function(*args, **kwargs)
-        usual = self._usual if not self.check else None
-        arguments: list[Any] = [*args]
-        if (
-            usual is not None
-            and usual.looks is not None
-            and not kwargs
-            and usual.looks.find(arguments) is not None
-            and (len(arguments) == 1 or not has_same(arguments))
-        ):
-            _, modes, *_ = usual.key
-            if modes == ambient() and usual.fits(arguments):
-                return usual.run(arguments)
-        self._usual = None
-        given: Sequence[float] = ()
-        key = None if kwargs else key_of_tensors(arguments)
-        if key is None:
-            numbers: list[float] = []
-            arguments = []
-            form: Any = _form_of(args, kwargs, arguments, numbers)
-            if numbers:
-                form, given = self._split_numbers(form, numbers)
-            key = key_of(form, arguments)
-        if given:  # they lie in the graph's own memory while it runs
-            with self._lock.lock:
-                if (graph := self._find(key, arguments, given)) is not None:
-                    self._check_if_due(graph, args, kwargs)
-                    return graph.run(arguments)
-        elif (graph := self._find(key, arguments, given)) is not None:
-            self._check_if_due(graph, args, kwargs)
-            return graph.run(arguments)
-        with self._lock.lock:
+        with self._lock.lock:  # a call reads numbers, runs and writes numbers before the next one does
+            usual = self._usual if not self.check else None
+            arguments: list[Any] = [*args]
+            if (
+                usual is not None
+                and usual.looks is not None
+                and not kwargs
+                and usual.looks.find(arguments) is not None
+                and (len(arguments) == 1 or not has_same(arguments))
+            ):
+                _, modes, *_ = usual.key
+                if modes == ambient() and usual.fits(arguments):
+                    return usual.run(arguments)
+            self._usual = None
+            given: Sequence[float] = ()
+            key = None if kwargs else key_of_tensors(arguments)
+            if key is None:
+                numbers: list[float] = []
+                arguments = []
+                form: Any = _form_of(args, kwargs, arguments, numbers)
+                if numbers:
+                    form, given = self._split_numbers(form, numbers)
+                key = key_of(form, arguments)
+            if (graph := self._find(key, arguments, given)) is not None:
+                self._check_if_due(graph, args, kwargs)
+                return graph.run(arguments)
             call = self._make_call(args, kwargs)
-            graph = self._find(call.key, call.arguments, call.given)  # which another thread may have captured meanwhile
+            graph = self._find(call.key, call.arguments, call.given)  # numbers may be given now that were in the key
             return self._call_slowly(call) if graph is None else graph.run(call.arguments)
 
     def _find(self, key: Any, arguments: list[Tensor], given: Sequence[float]) -> StepGraph | None:
@@ -518,7 +513,7 @@ class Step(Generic[P, R]):
         """
         if not self.check or graph.num_runs % self.check:
             return
-        with self._lock.lock, tracing_alone():
+        with tracing_alone():
             call = self._make_call(args, kwargs)
             dimensions = {} if graph.sizes is None else graph.sizes.dimensions
             _, traced = self._record(call, discover(self._roots(call)), CountsOnDevice(), dimensions, graph)
