@@ -485,6 +485,57 @@ def other_settings(rank):
     return ""
 
 
+def other_hyperparameters(rank):
+    """What is told where optimizers differ; nothing has been trained."""
+
+    def ends_with_another(parameters):
+        *most, last = parameters
+        return torch.optim.SGD([{"params": most}, {"params": [last], "momentum": 0.5 + 0.25 * rank}], 0.1)
+
+    def reversed_on_one(parameters):
+        return sgd([*parameters][:: 1 - 2 * rank])
+
+    makers = [
+        lambda parameters: torch.optim.SGD(parameters, 0.1 + rank / 2),
+        lambda parameters: (sgd if rank else adamw)(parameters),
+        ends_with_another,
+        reversed_on_one,
+    ]
+    told = []
+    for number, make_optimizer in enumerate(makers):
+        net = Net()
+        before = copy.deepcopy(net.state_dict())
+        wraps = number != 1
+        model = DistributedDataParallel(net) if wraps else net
+        step = ms.step(plain(model, make_optimizer(net.parameters())), data_parallel=not wraps)
+        try:
+            train(step, batches(rank, 1))
+        except ms.DataParallelError as error:
+            told.append(str(error))
+        assert not wraps or all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    return told
+
+
+def rate_changes_on_one(rank):
+    """What is told where one process sets another learning rate later; then both go on."""
+    torch.manual_seed(0)
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    optimizer = sgd(ddp.parameters())
+    captured = ms.step(plain(ddp, optimizer), strict=True)
+    train(captured, batches(rank, 6))
+    before, told = digest(net), ""
+    optimizer.param_groups[0]["lr"] = 0.05 + 0.01 * rank
+    try:
+        train(captured, batches(rank, 1))
+    except ms.DataParallelError as error:
+        told = str(error)
+    assert digest(net) == before
+    optimizer.param_groups[0]["lr"] = 0.02
+    train(captured, batches(rank, 6))
+    return told, digest(net), captured.graphs[0].executable._runner.whole is not None
+
+
 def unused_without_notice(rank):
     """The error about parameters without gradients."""
     _, step = make(plain, sgd, {"unused": True}, {})

@@ -38,6 +38,18 @@ def test_settings_differ(pair):
         assert "Net differs between processes: rank 0 has 'Settings(" in told
 
 
+def test_optimizers_differ(pair):
+    for rate, kind, momentum, order in pair.run(checks.other_hyperparameters):
+        assert 'rank 0 has "SGD\'s parameter group 0: lr = 0.1" where rank 1 has' in rate
+        assert "lr = 0.6" in rate
+        assert "optim.adamw.AdamW of 1 groups" in kind
+        assert "optim.sgd.SGD of 1 groups" in kind
+        assert "parameter group 1: momentum = 0.5" in momentum
+        assert "parameter group 1: momentum = 0.75" in momentum
+        assert "parameter group 0 with first.weight" in order
+        assert "parameter group 0 with last.bias" in order
+
+
 def test_unused_parameter_is_an_error(pair):
     for told in pair.run(checks.unused_without_notice):
         assert told.startswith("spare.weight, spare.bias of Net got no gradient")

@@ -46,6 +46,14 @@ def test_one_rank_falls_back(agreeing_pair):
     assert agreeing_pair.run(checks.fallback_on_one, 8) == [[True, 0], [False, 1]]
 
 
+def test_rate_that_changes_on_one_rank_is_told_to_all(agreeing_pair):
+    (told, *one), (same, *other) = agreeing_pair.run(checks.rate_changes_on_one)
+    assert told == same
+    assert "rank 0 has SGD.param_groups[0]['lr'] = 0.05 where rank 1 has SGD.param_groups[0]['lr'] = 0.06" in told
+    assert one == other
+    assert one[1]
+
+
 def test_two_models(agreeing_pair):
     assert agreeing_pair.run(checks.two_models, 10) == [1, 1]
 

@@ -74,6 +74,10 @@ class Agreement:
             self._gather(NO, what)
         self._answered = False
 
+    def forget_answer(self) -> None:
+        """The exchange that the last question was about does not take place, in no process."""
+        self._answered = False
+
     def _gather(self, answer: int, what: str) -> list[int]:
         answers = self.board.gather(answer, what)
         self.arrivals.append(self.board.arrivals_ns())

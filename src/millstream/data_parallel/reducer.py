@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from millstream._torch.distributed.collectives import EXCHANGE, unsaved_writes
 from millstream.data_parallel.agreement import agreement_of
 from millstream.data_parallel.buckets import CAP_BYTES, Bucket, Member, plan_buckets
 from millstream.data_parallel.exchange import Exchange, first_of, greatest_over, mean_over
+from millstream.data_parallel.hyperparameters import optimizers_of, told_of
 from millstream.errors import DataParallelError
 
 
@@ -45,6 +47,7 @@ class Reducer:
         parameters: By name, those that get gradients, in the order of the model.
         group: The processes.
         settings: How.
+        optimizers: That train them, as far as that is known.
 
     Attributes:
         buckets: Which gradients travel together.
@@ -54,7 +57,12 @@ class Reducer:
     """
 
     def __init__(
-        self, name: str, parameters: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup, settings: Settings
+        self,
+        name: str,
+        parameters: Sequence[tuple[str, Tensor]],
+        group: dist.ProcessGroup,
+        settings: Settings,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self.name, self.group, self.settings = name, group, settings
         self.names = [each for each, _ in parameters]
@@ -65,7 +73,7 @@ class Reducer:
         self._rounds: list[list[Exchange]] = []
         self._notes: list[Exchange] = []
         self._broadcasts: dict[object, list[Exchange]] = {}
-        self._agree()
+        self._agree(optimizers)
         self._agreement = agreement_of(group, on_gpu=self._is_on_gpu()) if self.num_processes > 1 else None
 
     def _plan(self) -> list[Bucket]:
@@ -76,7 +84,7 @@ class Reducer:
     def _is_on_gpu(self) -> bool:
         return bool(self.parameters) and all(each.is_cuda for each in self.parameters)
 
-    def _agree(self) -> None:
+    def _agree(self, optimizers: Sequence[Optimizer]) -> None:
         """Compare what every process has.
 
         Raises:
@@ -87,6 +95,7 @@ class Reducer:
         mine = [self.name, f"torch {torch.__version__}", str(self.settings)]
         mine += [f"{name}: {each.dtype} {list(each.shape)}" for name, each in self._named()]
         mine += [f"bucket of {bucket.num_elements}: {bucket.members}" for bucket in self.buckets]
+        mine += told_of(optimizers_of(self.parameters, optimizers), self._named())
         all_of_them: list[list[str]] = [[]] * self.num_processes
         try:
             dist.all_gather_object(all_of_them, mine, group=self.group)
@@ -103,7 +112,7 @@ class Reducer:
                 )
                 raise DataParallelError(
                     f"{self.name} differs between processes: rank 0 has {ours!r} where rank {rank} has {other!r}. "
-                    "All must train the same model with the same settings."
+                    "All must train the same model with the same settings and optimizers."
                 )
 
     def _named(self) -> list[tuple[str, Tensor]]:

@@ -59,7 +59,7 @@ def replicate(
     trained = [(path, tensor) for path, tensor in held.values() if tensor.requires_grad]
     settings = Settings(is_static=True)
     if not shards or dist.get_world_size(processes) == 1:
-        reducer = Reducer(name, trained, processes, settings)
+        reducer = Reducer(name, trained, processes, settings, [optimizer for _, optimizer in optimizers])
     else:
         reducer = _shard(name, trained, processes, settings, optimizers, scalers)
     if reducer.num_processes > 1:
@@ -88,7 +88,7 @@ def _shard(
     if not owners:
         problems.append(f"{name} reaches no optimizer of a parameter, so that shard_optimizer has nothing to divide.")
     _raise_together(group, problems, ArgumentError)
-    reducer = ShardedReducer(name, trained, group, settings, owners)
+    reducer = ShardedReducer(name, trained, group, settings, owners, [optimizer for _, optimizer in optimizers])
     shardings = {
         optimizer: Sharding(path, optimizer, number, reducer)
         for number, (path, optimizer) in enumerate(optimizers)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,10 +48,13 @@ class Session:
 
     Args:
         replica: Reduces what every backward pass of the run gives; ``None`` where models are wrapped.
+        optimizers: Gives those that the run reaches, which processes compare when they agree on a model.
     """
 
-    def __init__(self, replica: Reducer | None = None) -> None:
-        self._replica = replica
+    def __init__(
+        self, replica: Reducer | None = None, optimizers: Callable[[], Sequence[Optimizer]] = lambda: ()
+    ) -> None:
+        self._replica, self._optimizers = replica, optimizers
         self._armed: dict[Reducer, set[int]] = {}  # forward has run; parameters that have got gradients since
         if replica is not None and replica.num_processes > 1:
             self._armed[replica] = set()
@@ -65,7 +68,7 @@ class Session:
         if why_not_ours(wrapper):
             return None
         if wrapper not in _reducers:
-            _reducers[wrapper] = new_reducer(wrapper)
+            _reducers[wrapper] = new_reducer(wrapper, self._optimizers())
         put_reducer_off(wrapper)
         return _reducers[wrapper]
 
@@ -221,8 +224,8 @@ def reducer_known(wrapper: DistributedDataParallel) -> Reducer | None:
     return _reducers.get(wrapper)
 
 
-def new_reducer(wrapper: DistributedDataParallel) -> Reducer:
-    """Agree with all processes on the buckets of ``wrapper``.
+def new_reducer(wrapper: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> Reducer:
+    """Agree with all processes on the buckets of ``wrapper``, and compare optimizers that train it.
 
     Raises:
         DataParallelError: They have other models or settings.
@@ -234,7 +237,7 @@ def new_reducer(wrapper: DistributedDataParallel) -> Reducer:
         is_static=wrapper.static_graph,
     )
     group: Any = wrapper.process_group
-    return Reducer(type(wrapper.module).__name__, reduced_parameters(wrapper), group, settings)
+    return Reducer(type(wrapper.module).__name__, reduced_parameters(wrapper), group, settings, optimizers)
 
 
 def _state_of(parameter: Tensor) -> tuple[Tensor | None, int]:

@@ -45,6 +45,7 @@ class ShardedReducer(Reducer):
         group: Likewise, of two processes or more.
         settings: Likewise.
         owners: By position, the number of the optimizer that updates a parameter; others get the whole mean.
+        optimizers: As of ``Reducer``.
 
     Attributes:
         rank: Of this process.
@@ -60,13 +61,14 @@ class ShardedReducer(Reducer):
         group: dist.ProcessGroup,
         settings: Settings,
         owners: Mapping[int, int],
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self._owners = owners
         self.shardings: dict[Optimizer, Any] = {}
         self.rank = dist.get_rank(group)
         self._gathers: dict[tuple[int, int], list[Exchange]] = {}
         self._norms: dict[tuple[bool, int], Exchange] = {}
-        super().__init__(name, parameters, group, settings)
+        super().__init__(name, parameters, group, settings, optimizers)
 
     def _plan(self) -> list[Bucket]:
         members = [member_of(each) for each in self.parameters]

@@ -255,6 +255,11 @@ class Workshop:
             slots=slots,
             mirrors=mirrors,
             numbers=traced.values,
+            hyperparameters=[
+                (index, f"{type(number.optimizer).__name__}.{number.location}")
+                for index, number in enumerate(request.numbers)
+                if number.optimizer is not None
+            ],
             questions=traced.questions,
             left=[
                 (gradient.parameter, new)

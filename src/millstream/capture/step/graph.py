@@ -84,6 +84,7 @@ class StepGraph:
     slots: list[Slot]  # numbers that each call may change; the tensors of those that it reads are among ``static``
     mirrors: list[Slot]  # numbers in tensors on the host that it reads; among ``static``
     numbers: list[Any]  # their values when last found to be fine
+    hyperparameters: list[tuple[int, str]]  # which of ``slots`` are of optimizers, by name
     questions: Questions  # what the program asked about them
     left: list[tuple[Tensor, Tensor | None]]  # tensors and the gradient each gets after a run, where that is another
     structure: Structure  # of the result
@@ -126,6 +127,7 @@ class StepGraph:
             if not all(map(is_number, numbers)) or not self.questions.allow(numbers):
                 return False
             self.numbers = numbers
+            self.tell_hyperparameters()
         conditions = self.effects.conditions
         if conditions and any(ask() != answer for ask, answer in conditions):
             return False
@@ -146,6 +148,12 @@ class StepGraph:
         changed = zip(self.slots, self.numbers, numbers, strict=True)
         names = (str(slot.location) for slot, before, now in changed if now != before)
         return f"It depends on the value of {next(names, 'a hyperparameter')}, which changes."
+
+    def tell_hyperparameters(self) -> None:
+        """Let what runs the graph know numbers of optimizers, if it compares them with other processes."""
+        tell = getattr(self.executable, "tell_hyperparameters", None)
+        if tell is not None:
+            tell([f"{name} = {self.numbers[index]!r}" for index, name in self.hyperparameters])
 
     def fill_slots(self) -> None:
         """Bring the numbers that the graph reads up to date."""

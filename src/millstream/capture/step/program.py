@@ -50,6 +50,7 @@ class StepProgram:
     ) -> None:
         self._seen: tuple[list[Any], list[Any]] | None = None
         self._runner: Runnable | None = None
+        self._hyperparameters: list[str] = []
         self._direct: Runner | None = None
         self._keep: Callable[[list[Any]], None] | None = None
 
@@ -61,6 +62,7 @@ class StepProgram:
         def finish_segments(segments: Segments, programs: Sequence[Lowered | LoweredForSizes | None]) -> Runner:
             executables = [None if lowered is None else build(lowered) for lowered in programs]
             self._runner = join(segments, executables, len(inputs) - len(static))
+            self.tell_hyperparameters(self._hyperparameters)
             return self._watch
 
         if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):
@@ -101,6 +103,13 @@ class StepProgram:
                     self._keep(passed[:added])
             self._seen = self._keep = None
         return outputs
+
+    def tell_hyperparameters(self, told: list[str]) -> None:
+        """Numbers of optimizers, by name, as the calls from now on have them."""
+        self._hyperparameters = told
+        tell = getattr(self._runner, "tell_hyperparameters", None)
+        if tell is not None:
+            tell(told)
 
     def release(self) -> None:
         """Give back the memory held between calls."""

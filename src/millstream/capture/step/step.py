@@ -375,7 +375,11 @@ class Step(Generic[P, R]):
                 found.scalers,
                 shards=self.shard_optimizer,
             )
-        with Session(self._replica).active():
+
+        def optimizers() -> list[Optimizer]:
+            return [optimizer for _, optimizer in discover(self._roots(call)).optimizers]
+
+        with Session(self._replica, optimizers).active():
             result = self.function(*call.args, **call.kwargs)
         is_open = not all(argument.is_leaf for argument in call.arguments)  # gradients are to reach beyond the step
         return result if is_open else self._result_of(result)
@@ -602,6 +606,7 @@ class Step(Generic[P, R]):
             graph.fill_slots()
             with torch.no_grad():
                 graph.executable = self._build(graph.gm, graph.examples(arguments), frozenset(range(len(graph.static))))
+                graph.tell_hyperparameters()
             if graph.sizes is not None:
                 graph.sizes.settle(call.arguments)
             phase("first run")

@@ -1,0 +1,89 @@
+"""What optimizers are to have in common in all processes, which would train apart without an error otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from millstream.errors import DataParallelError
+from millstream.heap import instances
+
+OF_THE_PROCESS = frozenset(("params", "shard"))
+"""Keys of parameter groups that are not compared: tensors, and which share a process has."""
+
+MOST_ITEMS = 16
+"""Of a tensor among the hyperparameters that is compared: a learning rate is one."""
+
+
+def optimizers_of(parameters: Iterable[Tensor], found: Sequence[Optimizer]) -> list[Optimizer]:
+    """Those of ``found`` that train some of these parameters; if none does, all of this process that do.
+
+    A step that only accumulates gradients does not reach the optimizer, which another step has.
+    """
+    wanted = {id(each) for each in parameters}
+
+    def trains(optimizer: Optimizer) -> bool:
+        groups = getattr(optimizer, "param_groups", ())  # of one that is being made there are none
+        return any(id(each) in wanted for group in groups for each in group["params"])
+
+    return [each for each in found if trains(each)] or [each for each in instances([Optimizer]) if trains(each)]
+
+
+def told_of(optimizers: Iterable[Optimizer], named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """All that is compared of some optimizers, for people: class, hyperparameters, and which parameters they have.
+
+    Args:
+        optimizers: That train some of ``named``.
+        named: Parameters that are reduced, by name.
+    """
+    names = {id(each): name for name, each in named}
+    told: list[list[str]] = []
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        own = [f"an optimizer {type(optimizer).__module__}.{kind} of {len(optimizer.param_groups)} groups"]
+        for number, group in enumerate(optimizer.param_groups):
+            where = f"{kind}'s parameter group {number}"
+            own += [
+                f"{where}: {key} = {_told(value)}"
+                for key, value in sorted(group.items(), key=lambda pair: str(pair[0]))
+                if key not in OF_THE_PROCESS
+            ]
+            own += [f"{where} with {names[id(each)]}" for each in group["params"] if id(each) in names]
+        told.append(own)
+    return [entry for own in sorted(told) for entry in own]  # those found on the heap are in no order
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist()) if value.numel() <= MOST_ITEMS else f"a tensor {list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_told, value))})"
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return repr(value) if plain else type(value).__name__
+
+
+def differing(mine: Sequence[str], group: dist.ProcessGroup | None) -> DataParallelError:
+    """The error that says where processes' hyperparameters differ. Called in all of them at once.
+
+    Args:
+        mine: Names and values, of this process.
+        group: The processes.
+    """
+    told: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(told, [*mine], group=group)
+    except RuntimeError as error:
+        return DataParallelError(f"Hyperparameters differ between processes, which could not say how: {error}")
+    other = next((rank for rank, theirs in enumerate(told) if theirs != told[0]), 0)
+    pairs = zip(told[0], told[other], strict=False)
+    first, second = next((pair for pair in pairs if pair[0] != pair[1]), (f"{len(told[0])}", f"{len(told[other])}"))
+    return DataParallelError(
+        f"Hyperparameters differ between processes before a step: rank 0 has {first} where rank {other} has {second}. "
+        "Step schedulers, and set learning rates, in all processes alike. This step has not run; earlier ones that ran "
+        "with other numbers have trained the processes apart."
+    )
