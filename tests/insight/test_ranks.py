@@ -4,15 +4,20 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import millstream as ms
 from millstream.cli import main
+from millstream.data_parallel.buckets import Bucket
+from millstream.data_parallel.exchange import Exchange
 from millstream.errors import ArgumentError
-from millstream.insight import Severity
+from millstream.insight import Cause, Severity
 from millstream.insight.ranks import merge
 from millstream.report.idle import ranks as report
 
@@ -99,6 +104,32 @@ def test_reports_that_have_nothing_in_common_tell_nothing():
     for reports in ([report_of(0, [])], [report_of(0, []), report_of(0, [])]):
         with pytest.raises(ArgumentError, match="two ranks"):
             merge(reports)
+
+
+def test_wait_of_a_step_for_other_ranks_is_communication_and_not_the_users():
+    class Work:
+        def wait(self):
+            threading.Event().wait(0.004)  # the others are late
+
+    like = torch.zeros(4)
+    bucket = Bucket((0,), (0,), 4)
+    exchanges = [Exchange(bucket, [like], None, lambda *_, **__: Work(), f"bucket {number}") for number in range(2)]
+    with ms.profile() as run:
+        for _ in range(20):
+            for exchange in exchanges:
+                exchange.start()
+            for exchange in exchanges:
+                exchange.wait()
+                exchange.wait()  # over by then
+            run.step()
+    found = run.findings
+    assert found.idle_by_cause[Cause.COMMUNICATION] > 0.8 * found.idle_ns
+    assert found.idle_by_cause.get(Cause.WAITING, 0) < 0.1 * found.idle_ns
+    assert {row.cause for row in found.rows[:1]} == {Cause.COMMUNICATION}
+    numbers = [(step, number) for step, number, *_ in found.collectives()]
+    assert len(numbers) == len({*numbers}) == 2 * len({step for step, _ in numbers})
+    details = {span.detail for span in found.recording.spans if span.cause is Cause.COMMUNICATION}
+    assert details == {"bucket 0", "bucket 1"}
 
 
 def test_two_processes_are_merged_by_the_first_and_from_their_files(tmp_path, capsys):

@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from millstream.capture.step.step import Step
 from millstream.data.feeding import _Pass
+from millstream.data_parallel.agreement import Agreement
+from millstream.data_parallel.exchange import Exchange
 from millstream.errors import ArgumentError
 from millstream.insight import Findings, analyse
 from millstream.insight.syncs import SyncFindings
@@ -22,8 +24,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-_OWN = ((_Pass, "__next__"),), ((Step, "__call__"),), ((Step, "_capture"),)
-"""Where Millstream itself waits for data, steps, and compiles."""
+_OWN = (
+    ((_Pass, "__next__"),),
+    ((Step, "__call__"),),
+    ((Step, "_capture"),),
+    ((Exchange, "finish"), (Agreement, "gather")),
+)
+"""Where Millstream itself waits for data, steps, compiles, and waits for other processes."""
 
 
 class Profile:

@@ -41,10 +41,13 @@ class Agreement:
     """What the processes of one group agree on.
 
     Attributes:
+        label: What it is, for people.
         board: Through which.
         num_captures: How many captures all processes have made together: the next one's number.
         arrivals: When each process came to be asked, of the last ``REMEMBERED`` questions.
     """
+
+    label = "whether all processes are there"
 
     def __init__(self, board: Board) -> None:
         self.board = board
@@ -62,7 +65,7 @@ class Agreement:
         Raises:
             DataParallelError: A process is gone, or does not come.
         """
-        answers = self._gather(answer, what)
+        answers = self.gather(answer, what)
         self._answered = len(set(answers)) > 1
         return answers
 
@@ -71,14 +74,15 @@ class Agreement:
         if self._is_silent:
             return
         if not self._answered:
-            self._gather(NO, what)
+            self.gather(NO, what)
         self._answered = False
 
     def forget_answer(self) -> None:
         """The exchange that the last question was about does not take place, in no process."""
         self._answered = False
 
-    def _gather(self, answer: int, what: str) -> list[int]:
+    def gather(self, answer: int, what: str) -> list[int]:
+        """Tell all processes an answer, and hear theirs."""
         answers = self.board.gather(answer, what)
         self.arrivals.append(self.board.arrivals_ns())
         return answers

@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d  # whose functions nobody replaces for a while, as in a profile
 
 from millstream._torch.distributed.collectives import all_gather, reduce_scatter, register_exchange
 from millstream.data_parallel.agreement import Agreement
@@ -192,11 +193,19 @@ class Exchange:
             torch.cuda.current_stream(self.memory.device).wait_event(self._done)
         elif self._work is not None:
             work, self._work = self._work, None
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._failure(error) from error
+            self.finish(work)
         PROGRESS.last = f"{self.label}, use {self.num_uses}"
+
+    def finish(self, work: Any) -> None:
+        """Have the host wait for a collective of a CPU's: once for each.
+
+        Raises:
+            DataParallelError: As ``wait``.
+        """
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failure(error) from error
 
     def _failure(self, error: RuntimeError) -> DataParallelError:
         rank = dist.get_rank(self.group) if dist.is_initialized() else "?"
@@ -226,7 +235,7 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...]:
 
 def mean_over(group: dist.ProcessGroup) -> Callable[..., Any]:
     """Sums that become the mean, since each process divides its own values by their number before."""
-    return functools.partial(dist.all_reduce, op=dist.ReduceOp.SUM, group=group)
+    return functools.partial(c10d.all_reduce, op=dist.ReduceOp.SUM, group=group)
 
 
 def scatter_over(group: dist.ProcessGroup) -> Callable[..., Any]:
@@ -251,9 +260,9 @@ def gather_over(group: dist.ProcessGroup) -> Callable[..., Any]:
 
 def greatest_over(group: dist.ProcessGroup) -> Callable[..., Any]:
     """The greatest value of all processes."""
-    return functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group)
+    return functools.partial(c10d.all_reduce, op=dist.ReduceOp.MAX, group=group)
 
 
 def first_of(group: dist.ProcessGroup) -> Callable[..., Any]:
     """The values of the group's first process."""
-    return functools.partial(dist.broadcast, group=group, group_src=0)
+    return functools.partial(c10d.broadcast, group=group, group_src=0)

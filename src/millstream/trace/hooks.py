@@ -55,6 +55,8 @@ class Hooks:
         waiters: Other functions in which a loop waits for data: class and name.
         steppers: Functions that are a whole step: class and name.
         compilers: Functions that compile, besides TorchDynamo: class and name.
+        exchangers: Functions that wait for other processes, besides ``torch.distributed``'s: class and name. What they
+            wait with has a ``label``.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Hooks:
         waiters: tuple[tuple[type, str], ...] = (),
         steppers: tuple[tuple[type, str], ...] = (),
         compilers: tuple[tuple[type, str], ...] = (),
+        exchangers: tuple[tuple[type, str], ...] = (),
     ) -> None:
         self._log = log
         self._pid = os.getpid()
@@ -72,6 +75,7 @@ class Hooks:
         self._patches += [Patch(*place, self._watch_wait) for place in waiters]
         self._patches += [Patch(*place, self._watch_step) for place in steppers]
         self._patches += [Patch(*place, self._watch_compiler) for place in compilers]
+        self._patches += [Patch(*place, self._watch_exchange) for place in exchangers]
         self._patches += [Patch(*place, self._watch_fetch) for place in loading.FETCHES]
         self._patches.append(Patch(torch, "save", functools.partial(self._watch_call, Cause.IO, "torch.save")))
         if has_gpu():
@@ -222,6 +226,19 @@ class Hooks:
             return watched(*arguments, **options)
 
         return call
+
+    def _watch_exchange(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        log, pid = self._log, self._pid
+
+        def wait(exchange: Any, *arguments: Any, **options: Any) -> Any:
+            start = clock()
+            try:
+                return original(exchange, *arguments, **options)
+            finally:
+                if os.getpid() == pid:
+                    log.add_span(start, Cause.COMMUNICATION, exchange.label)
+
+        return wait
 
     def _on_step(self, optimizer: Any, *_: Any) -> None:
         self.mark_step(id(optimizer))

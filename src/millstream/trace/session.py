@@ -87,6 +87,7 @@ class Session:
         waiters: Functions besides a DataLoader's in which a loop waits for data.
         steppers: Functions besides an optimizer's that are a step.
         compilers: Functions besides TorchDynamo's that compile.
+        exchangers: Functions besides ``torch.distributed``'s that wait for other processes.
         uses_device: Whether the device's own profiler may be used for some steps, where there is a GPU.
     """
 
@@ -96,10 +97,11 @@ class Session:
         waiters: tuple[Waiter, ...] = (),
         steppers: tuple[Waiter, ...] = (),
         compilers: tuple[Waiter, ...] = (),
+        exchangers: tuple[Waiter, ...] = (),
         *,
         uses_device: bool = True,
     ) -> None:
-        self._script, self._places = script, (waiters, steppers, compilers)
+        self._script, self._places = script, (waiters, steppers, compilers, exchangers)
         self._uses_device = uses_device and has_gpu()
         self._device: DeviceWindow | None = None
         self._pid = os.getpid()
