@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines import compile_called
-from benchmarks.harness import Sample, loop_clock, prepare_torch, queue_behind_spin
+from benchmarks.cases.models import INFERENCE, InferenceCase
 from benchmarks.inference import SampledInferenceJudge
-from benchmarks.models import INFERENCE, InferenceCase
-from benchmarks.ours import only_executable
-from benchmarks.results import Row, ratio
-from benchmarks.sides import WARM_CALLS
-from benchmarks.suite import Settings, run_suite
-from benchmarks.worker import answer_of
+from benchmarks.measuring.baselines import compile_called
+from benchmarks.measuring.harness import Sample, loop_clock, prepare_torch, queue_behind_spin
+from benchmarks.measuring.ours import only_executable
+from benchmarks.measuring.results import Row, ratio
+from benchmarks.measuring.sides import WARM_CALLS
+from benchmarks.measuring.suite import Settings, run_suite
+from benchmarks.measuring.worker import answer_of
 
 PEERS = ("compile reduce-overhead", "compile")
 PROCESSES = 3  # of each side

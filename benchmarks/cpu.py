@@ -2,7 +2,7 @@
 
 Ours chooses between the engines ``serial`` and ``threads`` by itself; with networks that branch it is measured a second
 time with the engine ``threads`` asked for. All sides have PyTorch's number of intra-op threads: the cores.
-Compile seconds are measured cold, each side in a process of its own (see ``benchmarks.cold``).
+Compile seconds are measured cold, each side in a process of its own (see ``benchmarks.measuring.cold``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 
 from benchmarks import inference, training
-from benchmarks.cold import compare_cold
-from benchmarks.models import CPU_BRANCHING, CPU_INFERENCE, CPU_TRAINING, InferenceCase, TrainingCase
-from benchmarks.results import Row
-from benchmarks.suite import Settings, run_suite
+from benchmarks.cases.models import CPU_BRANCHING, CPU_INFERENCE, CPU_TRAINING, InferenceCase, TrainingCase
+from benchmarks.measuring.cold import compare_cold
+from benchmarks.measuring.results import Row
+from benchmarks.measuring.suite import Settings, run_suite
 
 INFERENCE_PEERS = ("eager", "compile")
 TRAINING_PEERS = ("eager", "compile loop", "compile loop fused", "compile loop compiled optimizer")

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import shapes
-from benchmarks.baselines import InferenceJudge, build_inference
-from benchmarks.equality import Verdict
-from benchmarks.models import Inference, InferenceCase
-from benchmarks.ours import build_inference as build_ours
-from benchmarks.results import Row
-from benchmarks.sides import Side, build_each, compare
-from benchmarks.suite import Settings, run_suite
+from benchmarks.cases.models import Inference, InferenceCase
+from benchmarks.measuring.baselines import InferenceJudge, build_inference
+from benchmarks.measuring.equality import Verdict
+from benchmarks.measuring.ours import build_inference as build_ours
+from benchmarks.measuring.results import Row
+from benchmarks.measuring.sides import Side, build_each, compare
+from benchmarks.measuring.suite import Settings, run_suite
 
 BASELINES = ("compile reduce-overhead", "inductor graph")
 POSITION = 511  # of the token, in a cache that is full before it

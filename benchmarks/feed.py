@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.harness import Sample, alternate, by_rounds, synchronize, wall_ms
-from benchmarks.results import TIMES, Row, ratio
-from benchmarks.suite import Settings, run_suite
+from benchmarks.measuring.harness import Sample, alternate, by_rounds, synchronize, wall_ms
+from benchmarks.measuring.results import TIMES, Row, ratio
+from benchmarks.measuring.suite import Settings, run_suite
 
 if TYPE_CHECKING:
     from millstream.data import Feed, Stats
@@ -460,8 +460,8 @@ def run_read_out_of_spin(name: str, settings: Settings) -> list[Row]:
 def run_read_out_of_network(name: str, settings: Settings) -> list[Row]:
     """The captured training step of ResNet-50."""
     import millstream as ms
-    from benchmarks.baselines import trainee
-    from benchmarks.models import TRAINING
+    from benchmarks.cases.models import TRAINING
+    from benchmarks.measuring.baselines import trainee
 
     case = next(case for case in TRAINING if case.name == "resnet50 b8")
     problem = case.make(settings.device, tiny=settings.tiny)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import millstream as ms
-from benchmarks.harness import Sample, alternate, device_clock, settled_memory
-from benchmarks.networks import GateCell
-from benchmarks.results import Row, ratio
-from benchmarks.suite import Settings, run_suite
+from benchmarks.cases.networks import GateCell
+from benchmarks.measuring.harness import Sample, alternate, device_clock, settled_memory
+from benchmarks.measuring.results import Row, ratio
+from benchmarks.measuring.suite import Settings, run_suite
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.models import INFERENCE, TRAINING, InferenceCase, TrainingCase
-from benchmarks.ours import only_executable
-from benchmarks.results import Row
-from benchmarks.suite import Settings, run_suite
+from benchmarks.cases.models import INFERENCE, TRAINING, InferenceCase, TrainingCase
+from benchmarks.measuring.ours import only_executable
+from benchmarks.measuring.results import Row
+from benchmarks.measuring.suite import Settings, run_suite
 
 ENGINES = {"cuda": ("streams", "graph"), "cpu": ("threads",)}
 COUNTS = (1, 2, 4, 8)

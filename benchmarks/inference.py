@@ -6,13 +6,13 @@ import sys
 
 import torch
 
-from benchmarks import ours
-from benchmarks.baselines import InferenceJudge, build_inference
-from benchmarks.equality import Move, check_dependence, hear_neighbours
-from benchmarks.models import INFERENCE, Inference, InferenceCase
-from benchmarks.results import Row
-from benchmarks.sides import build_each, compare
-from benchmarks.suite import Settings, run_suite
+from benchmarks.cases.models import INFERENCE, Inference, InferenceCase
+from benchmarks.measuring import ours
+from benchmarks.measuring.baselines import InferenceJudge, build_inference
+from benchmarks.measuring.equality import Move, check_dependence, hear_neighbours
+from benchmarks.measuring.results import Row
+from benchmarks.measuring.sides import build_each, compare
+from benchmarks.measuring.suite import Settings, run_suite
 
 BASELINES = ("eager", "eager graph", "compile", "compile reduce-overhead", "inductor graph", "cudnn")
 LONG_BASELINES = ("max-autotune graph",)

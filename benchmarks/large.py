@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.models import LARGE, TrainingCase
-from benchmarks.results import Row
-from benchmarks.suite import Settings, run_suite
+from benchmarks.cases.models import LARGE, TrainingCase
+from benchmarks.measuring.results import Row
+from benchmarks.measuring.suite import Settings, run_suite
 from benchmarks.training import run_case
 
 BASELINES = ("step graph", "compile loop fused")

@@ -16,15 +16,15 @@ from functools import partial
 
 import torch
 
-from benchmarks import ours
-from benchmarks.baselines import build_inference, build_training
-from benchmarks.cold import compare_cold
-from benchmarks.harness import Sample, alternate, host_clock, wall_ms
+from benchmarks.cases.models import HOST_INFERENCE, HOST_TRAINING, InferenceCase, TrainingCase
 from benchmarks.inference import SampledInferenceJudge
-from benchmarks.models import HOST_INFERENCE, HOST_TRAINING, InferenceCase, TrainingCase
-from benchmarks.results import Row, ratio
-from benchmarks.sides import Failure, Side, build_each
-from benchmarks.suite import Settings, run_suite
+from benchmarks.measuring import ours
+from benchmarks.measuring.baselines import build_inference, build_training
+from benchmarks.measuring.cold import compare_cold
+from benchmarks.measuring.harness import Sample, alternate, host_clock, wall_ms
+from benchmarks.measuring.results import Row, ratio
+from benchmarks.measuring.sides import Failure, Side, build_each
+from benchmarks.measuring.suite import Settings, run_suite
 from benchmarks.training import SampledTrainingJudge
 from millstream.graph import KernelGraph
 

@@ -42,13 +42,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.baselines import Call, Trainee, trainee
-from benchmarks.harness import Sample, prepare_torch, synchronize, take_workspaces
-from benchmarks.models import ADAMW, LARGE, SGD, TRAINING, Training, TrainingCase, labelled, shape
-from benchmarks.networks import VisionTransformer, resnet
-from benchmarks.results import Row, ratio
-from benchmarks.sides import capture
-from benchmarks.suite import Settings, brief, run_suite
+from benchmarks.cases.models import ADAMW, LARGE, SGD, TRAINING, Training, TrainingCase, labelled, shape
+from benchmarks.cases.networks import VisionTransformer, resnet
+from benchmarks.measuring.baselines import Call, Trainee, trainee
+from benchmarks.measuring.harness import Sample, prepare_torch, synchronize, take_workspaces
+from benchmarks.measuring.results import Row, ratio
+from benchmarks.measuring.sides import capture
+from benchmarks.measuring.suite import Settings, brief, run_suite
 from millstream.insight.intervals import complement, total, union
 from millstream.insight.profiler.kineto import read_trace
 from millstream.insight.records import Activity, ActivityKind

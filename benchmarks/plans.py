@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from benchmarks.harness import Sample, alternate, device_clock
-from benchmarks.models import INFERENCE, Inference, InferenceCase
-from benchmarks.ours import only_executable
-from benchmarks.results import Row, ratio
-from benchmarks.sides import bound_ms, predicted_ms
-from benchmarks.suite import Settings, run_suite
+from benchmarks.cases.models import INFERENCE, Inference, InferenceCase
+from benchmarks.measuring.harness import Sample, alternate, device_clock
+from benchmarks.measuring.ours import only_executable
+from benchmarks.measuring.results import Row, ratio
+from benchmarks.measuring.sides import bound_ms, predicted_ms
+from benchmarks.measuring.suite import Settings, run_suite
 
 if TYPE_CHECKING:
     from millstream.engine.cuda.captured import Captured

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.results import Row, ratio
-from benchmarks.sizes import programs
-from benchmarks.suite import Settings, run_suite
-from benchmarks.worker import answer_of
+from benchmarks.cases.sizes import programs
+from benchmarks.measuring.results import Row, ratio
+from benchmarks.measuring.suite import Settings, run_suite
+from benchmarks.measuring.worker import answer_of
 
 LIMIT_S = 1800.0  # a side that takes longer has failed
 PEER = "compile"
@@ -31,7 +31,7 @@ NEW_SIZES = "new sizes"
 
 @dataclass(frozen=True)
 class ShapesCase:
-    """A program of ``benchmarks.sizes``, or ``NEW_SIZES``, which is for GPUs."""
+    """A program of ``benchmarks.cases.sizes``, or ``NEW_SIZES``, which is for GPUs."""
 
     name: str
     calls: int
@@ -49,8 +49,8 @@ def run_case(case: ShapesCase, settings: Settings) -> list[Row]:
     """Both sides, one after the other."""
     device = ("--device", str(settings.device))
     if case.name == NEW_SIZES:
-        return rows_of_new_sizes(run_side("benchmarks.new_sizes", *device))
-    mine, theirs = (run_side("benchmarks.sizes", case.name, side, *device) for side in ("ours", PEER))
+        return rows_of_new_sizes(run_side("benchmarks.cases.new_sizes", *device))
+    mine, theirs = (run_side("benchmarks.cases.sizes", case.name, side, *device) for side in ("ours", PEER))
     graphs = f"{case.calls} calls; {mine['graphs']} graphs, {PEER} {theirs['graphs']}"
     rows = []
     for variant, key in (("first pass", "first_s"), ("later pass", "later_s")):
@@ -63,7 +63,7 @@ def run_case(case: ShapesCase, settings: Settings) -> list[Row]:
 
 
 def rows_of_new_sizes(found: dict[str, Any]) -> list[Row]:
-    """What ``benchmarks.new_sizes`` has measured, as rows."""
+    """What ``benchmarks.cases.new_sizes`` has measured, as rows."""
     eager_ms = 1000 * found["eager"]
     rows = []
     for variant, key in (("first call", "first"), ("second call", "second"), ("third call", "third")):

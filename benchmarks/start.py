@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.cold import start
-from benchmarks.models import CPU_START
-from benchmarks.results import Row, ratio
-from benchmarks.suite import Settings, run_suite
+from benchmarks.cases.models import CPU_START
+from benchmarks.measuring.cold import start
+from benchmarks.measuring.results import Row, ratio
+from benchmarks.measuring.suite import Settings, run_suite
 
 PEER = "compile loop compiled optimizer"
 GPU_SECONDS = {"gpt2 2 layers b2 step": 150.0, "gpt2 small b8 T1024": 280.0, "resnet50 b8": 320.0}

@@ -7,14 +7,14 @@ import sys
 import torch
 from torch import Tensor
 
-from benchmarks import ours
-from benchmarks.baselines import Call, Trainee, TrainingJudge, build_training, trainee
-from benchmarks.equality import Move, Results, hear_neighbours
-from benchmarks.harness import Run, sound_pools
-from benchmarks.models import TRAINING, Training, TrainingCase
-from benchmarks.results import Row
-from benchmarks.sides import build_each, compare
-from benchmarks.suite import Settings, run_suite
+from benchmarks.cases.models import TRAINING, Training, TrainingCase
+from benchmarks.measuring import ours
+from benchmarks.measuring.baselines import Call, Trainee, TrainingJudge, build_training, trainee
+from benchmarks.measuring.equality import Move, Results, hear_neighbours
+from benchmarks.measuring.harness import Run, sound_pools
+from benchmarks.measuring.results import Row
+from benchmarks.measuring.sides import build_each, compare
+from benchmarks.measuring.suite import Settings, run_suite
 
 BASELINES = ("eager", "compile loop", "compile loop fused", "step graph", "cudnn")
 

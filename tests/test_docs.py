@@ -20,7 +20,7 @@ PIECES = {
     "effects.md": "its trainer and logger are the reader's; tests/capture runs the same calls",
     "feed.md": "its loaders and steps are the reader's; tests/data runs the same calls",
     "recipes.md": "recipes/ runs them with the real packages; here they are compared with what is run there",
-    "streams.md": "written by benchmarks.inception_block",
+    "streams.md": "written by benchmarks.pages.inception_block",
     "streams_by_hand.md": "its tensors are the reader's; tests of streams by hand run the same calls",
     "architecture.md": "no programs",
 }

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import millstream as ms
-from benchmarks.harness import prepare_torch
-from benchmarks.networks import Transformer
+from benchmarks.cases.networks import Transformer
+from benchmarks.measuring.harness import prepare_torch
 from benchmarks.parallel import join_group
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import TrainingCase
+from benchmarks.cases.models import TrainingCase
 from benchmarks.parallel import CASES
 from millstream.cost import NVLINK, Costs, DeviceLimits, KernelCost, Link, Network, Rate, Roofline, parse_network
 from millstream.data_parallel.buckets import Member, plan_buckets

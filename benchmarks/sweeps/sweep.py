@@ -24,7 +24,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import IO
 
-from benchmarks.results import current_commit, libraries
+from benchmarks.measuring.results import current_commit, libraries
 
 FOLDER = Path(__file__).parent.parent / "results"
 

@@ -2,8 +2,8 @@
 
 Every model runs its forward pass through ``ms.compile``; language models and others of transformers also take four
 training steps through ``ms.step``. Results are right when they are not much farther from a run in double precision than
-eager's are (``benchmarks.equality``). Where a random network is so chaotic that eager itself is far off, both sides run
-in double precision instead, and are compared with each other.
+eager's are (``benchmarks.measuring.equality``). Where a random network is so chaotic that eager itself is far off, both
+sides run in double precision instead, and are compared with each other.
 
 Nothing is downloaded. Where torchvision's compiled operators do not fit PyTorch's build, which its transforms do not
 need, only their names are declared.
@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 import millstream as ms
-from benchmarks.equality import HOPELESS, Judge, Verdict, check_dependence, hear_neighbours
-from benchmarks.networks import settle
+from benchmarks.cases.networks import settle
+from benchmarks.measuring.equality import HOPELESS, Judge, Verdict, check_dependence, hear_neighbours
 from benchmarks.sweeps.sweep import Outcome, Result, Sweep, main
 
 Batch = dict[str, Tensor]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks import alone
-from benchmarks.models import INFERENCE
-from benchmarks.suite import Settings
+from benchmarks.cases.models import INFERENCE
+from benchmarks.measuring.suite import Settings
 
 CASE = next(case for case in INFERENCE if case.name == "towers")
 SETTINGS = Settings(torch.device("cpu"), 2, True)

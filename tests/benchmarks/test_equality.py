@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.equality import Judge, check_dependence, hear_neighbours, neighbour
+from benchmarks.measuring.equality import Judge, check_dependence, hear_neighbours, neighbour
 
 
 def training(noise=0.01, seed=0):

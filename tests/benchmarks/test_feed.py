@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import feed
-from benchmarks.suite import Settings
+from benchmarks.measuring.suite import Settings
 
 CPU = Settings(torch.device("cpu"), rounds=2, tiny=True)
 QUICK = [case for case in feed.CASES if "resnet50" not in case.name and "images" not in case.name]

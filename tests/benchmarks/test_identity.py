@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from benchmarks import identity
-from benchmarks.models import InferenceCase, shape
-from benchmarks.suite import Settings
+from benchmarks.cases.models import InferenceCase, shape
+from benchmarks.measuring.suite import Settings
 
 SETTINGS = Settings(torch.device("cpu"), 1, True)
 

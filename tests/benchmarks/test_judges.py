@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import millstream as ms
-from benchmarks.baselines import InferenceJudge, TrainingJudge, trainee
-from benchmarks.harness import sound_pools
+from benchmarks.cases.models import TRAINING, Inference, TrainingCase, labelled, language, shape
+from benchmarks.cases.networks import small_cnn
 from benchmarks.inference import SampledInferenceJudge
-from benchmarks.models import TRAINING, Inference, TrainingCase, labelled, language, shape
-from benchmarks.networks import small_cnn
+from benchmarks.measuring.baselines import InferenceJudge, TrainingJudge, trainee
+from benchmarks.measuring.harness import sound_pools
 from benchmarks.training import SampledTrainingJudge
 
 CPU = torch.device("cpu")

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch._inductor import config as inductor_config
 
-from benchmarks import baselines, plans
-from benchmarks.equality import Verdict
-from benchmarks.harness import Sample, alternate, by_rounds, loop_clock
+from benchmarks import plans
+from benchmarks.measuring import baselines
+from benchmarks.measuring.equality import Verdict
+from benchmarks.measuring.harness import Sample, alternate, by_rounds, loop_clock
+from benchmarks.measuring.results import Row
+from benchmarks.measuring.sides import Failure, Side, compare
+from benchmarks.measuring.suite import Settings, parse, settings_of
 from benchmarks.overhead import host_rows
-from benchmarks.results import Row
-from benchmarks.sides import Failure, Side, compare
-from benchmarks.suite import Settings, parse, settings_of
 from millstream.device.cuda_graphs import capturing
 from millstream.engine import source
 from millstream.graph import KernelGraph, Plan

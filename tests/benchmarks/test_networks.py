@@ -4,8 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.models import CPU_INFERENCE, CPU_TRAINING, HOST_INFERENCE, HOST_TRAINING, INFERENCE, TRAINING
-from benchmarks.networks import char_rnn, fold_batch_norm, gate_lstm, normalised_mlp, settle, small_cnn, small_inception
+from benchmarks.cases.models import CPU_INFERENCE, CPU_TRAINING, HOST_INFERENCE, HOST_TRAINING, INFERENCE, TRAINING
+from benchmarks.cases.networks import (
+    char_rnn,
+    fold_batch_norm,
+    gate_lstm,
+    normalised_mlp,
+    settle,
+    small_cnn,
+    small_inception,
+)
 
 ALL_CASES = (*INFERENCE, *TRAINING, *CPU_INFERENCE, *CPU_TRAINING, *HOST_INFERENCE, *HOST_TRAINING)
 

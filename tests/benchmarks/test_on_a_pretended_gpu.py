@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks import harness
-from benchmarks.harness import MemoryMeter, check_ordered, device_clock
+from benchmarks.measuring import harness
+from benchmarks.measuring.harness import MemoryMeter, check_ordered, device_clock
 
 CUDA = torch.device("cuda", 0)
 SPIN_MS, RUN_MS = 0.25, 1.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import parallel
-from benchmarks.suite import Settings
+from benchmarks.measuring.suite import Settings
 from millstream.insight.records import Activity, ActivityKind
 
 SETTINGS = Settings(torch.device("cpu"), 2, True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.results import Report, Row, join
+from benchmarks.measuring.results import Report, Row, join
 
 KEYS = {"suite", "date", "device", "torch", "commit", "rows"}
 ROW_KEYS = {

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.results import Row
-from benchmarks.suite import parse, run_cases
-from benchmarks.worker import run_apart
+from benchmarks.measuring.results import Row
+from benchmarks.measuring.suite import parse, run_cases
+from benchmarks.measuring.worker import run_apart
 
 
 @dataclass(frozen=True)

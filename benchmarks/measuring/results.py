@@ -1,7 +1,7 @@
 """Results: one row per case, variant and baseline, as JSON and as a table; written anew after every case.
 
-``python -m benchmarks.results RESULT.json... --out DIR`` joins the results of several runs of one suite, for instance
-when a machine is to be had for less time than the whole suite takes.
+``python -m benchmarks.measuring.results RESULT.json... --out DIR`` joins the results of several runs of one suite, for
+instance when a machine is to be had for less time than the whole suite takes.
 """
 
 from __future__ import annotations

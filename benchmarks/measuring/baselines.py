@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.optim import Optimizer
 
-from benchmarks.equality import Judge, Results, Verdict, check_dependence
-from benchmarks.harness import MemoryMeter, Run, full_precision, queue_behind_spin, sound_pools
-from benchmarks.models import Batch, Inference, Training
-from benchmarks.sides import WARM_CALLS, Side, capture, timed
+from benchmarks.cases.models import Batch, Inference, Training
+from benchmarks.measuring.equality import Judge, Results, Verdict, check_dependence
+from benchmarks.measuring.harness import MemoryMeter, Run, full_precision, queue_behind_spin, sound_pools
+from benchmarks.measuring.sides import WARM_CALLS, Side, capture, timed
 
 Call = Callable[..., Tensor]
 MEMORY_PLANNING: dict[str, Any] = {"memory_planning": True}

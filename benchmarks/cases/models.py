@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.networks import (
+from benchmarks.cases.networks import (
     Gpt2,
     Recommender,
     Towers,

@@ -14,10 +14,11 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from benchmarks.harness import forget_case, prepare_torch
-from benchmarks.results import Row, device_name, start_report
-from benchmarks.worker import Event, Tell, not_run, run_apart
+from benchmarks.measuring.harness import forget_case, prepare_torch
+from benchmarks.measuring.results import Row, device_name, start_report
+from benchmarks.measuring.worker import Event, Tell, not_run, run_apart
 
+RESULTS = Path(__file__).parents[1] / "results"
 HANG_FACTOR, HANG_S = 5.0, 300.0  # a case that takes so many times its estimate, and so much more, will not end
 
 
@@ -81,7 +82,7 @@ def parse(suite: str, cases: Sequence[Case], device: str | None, argv: Sequence[
     parser.add_argument("--cases", type=names, default=known, help="comma-separated; all when not given")
     parser.add_argument("--baselines", type=names, default=[], help="comma-separated; the usual ones when not given")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="leave out what does not fit")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--quick", action="store_true", help="few samples, to try the scripts; not for publication")
     parser.add_argument("--rounds", type=int, help="samples of each side (50; quick: 5)")
     parser.add_argument("--device", default=device, help="cuda or cpu; cpu runs tiny stand-ins of the GPU suites")

@@ -1,6 +1,6 @@
 """Draws the pictures of docs/streams_by_hand.md: two towers on one stream, and as they are written. No GPU needed.
 
-python -m benchmarks.hand_towers
+python -m benchmarks.pages.hand_towers
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import millstream as ms
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "figures"
 
 

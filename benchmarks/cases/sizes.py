@@ -22,7 +22,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import millstream as ms
-from benchmarks.harness import prepare_torch, synchronize
+from benchmarks.measuring.harness import prepare_torch, synchronize
 from millstream.capture.step.program import StepProgram
 
 #: A pass over all sizes: what it computes, to be compared.

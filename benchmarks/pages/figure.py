@@ -1,4 +1,4 @@
-"""The README's picture: our share of torch.compile's time, from the results. ``python -m benchmarks.figure``."""
+"""The README's picture: our share of torch.compile's time, from the results. ``python -m benchmarks.pages.figure``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-PICTURE = Path(__file__).parents[1] / "docs" / "figures" / "speed.svg"
+RESULTS = Path(__file__).parents[1] / "results"
+PICTURE = Path(__file__).parents[2] / "docs" / "figures" / "speed.svg"
 SUITES = {"training": ("compile loop", "step"), "inference": ("inductor graph", "")}  # baseline, and what a case is of
 LEFT, WIDTH, BAR, GAP = 215, 420, 18, 10  # pixels
 COLOURS = {"torch.compile: training loop, or kernels in one CUDA graph": "#9aa5b1", "millstream": "#1f7a8c"}

@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import baselines, ours
-from benchmarks.harness import prepare_torch
-from benchmarks.models import (
+from benchmarks.cases.models import (
     CPU_BRANCHING,
     CPU_INFERENCE,
     CPU_START,
@@ -29,9 +27,11 @@ from benchmarks.models import (
     InferenceCase,
     TrainingCase,
 )
-from benchmarks.results import Row, ratio
-from benchmarks.suite import Settings
-from benchmarks.worker import answer_of
+from benchmarks.measuring import baselines, ours
+from benchmarks.measuring.harness import prepare_torch
+from benchmarks.measuring.results import Row, ratio
+from benchmarks.measuring.suite import Settings
+from benchmarks.measuring.worker import answer_of
 
 CASES: dict[str, InferenceCase | TrainingCase] = {
     case.name: case
@@ -75,7 +75,7 @@ def start(case: str, side: str, settings: Settings, cache: str) -> dict[str, Any
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MILLSTREAM_CACHE_DIR")
     folders = {name: f"{cache}/{name.lower()}" for name in names}
     try:
-        return answer_of("benchmarks.cold", arguments, LIMIT_S, folders)  # type: ignore[no-any-return]
+        return answer_of("benchmarks.measuring.cold", arguments, LIMIT_S, folders)  # type: ignore[no-any-return]
     except RuntimeError as error:
         raise RuntimeError(f"compiling {case} for {side} failed: {error}") from error
 

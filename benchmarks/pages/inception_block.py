@@ -1,4 +1,4 @@
-"""What ``docs/streams.md`` shows: an Inception block from FX to a plan. ``python -m benchmarks.inception_block``.
+"""What ``docs/streams.md`` shows: an Inception block from FX to a plan. ``python -m benchmarks.pages.inception_block``.
 
 It writes the pictures, and the texts between the marks of the page. No device is needed, and nothing is measured.
 """
@@ -22,7 +22,7 @@ from millstream.report import Explanation, ProgramReport
 from millstream.schedule import peak_bytes, plan_graph
 from millstream.testing import drop_step
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "streams.md"
 FIGURES = ROOT / "docs" / "figures"
 CORES = 4  # of the computer that the plans are made for; a kernel runs on one of them

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines import InferenceJudge, TrainingJudge, trainee
-from benchmarks.equality import Verdict
-from benchmarks.harness import MemoryMeter, Run, sound_pools
-from benchmarks.models import Inference, Training
-from benchmarks.sides import WARM_CALLS, Side, timed
+from benchmarks.cases.models import Inference, Training
+from benchmarks.measuring.baselines import InferenceJudge, TrainingJudge, trainee
+from benchmarks.measuring.equality import Verdict
+from benchmarks.measuring.harness import MemoryMeter, Run, sound_pools
+from benchmarks.measuring.sides import WARM_CALLS, Side, timed
 
 
 def build_inference(problem: Inference, judge: InferenceJudge | None = None, *, freeze: bool = False) -> Side:

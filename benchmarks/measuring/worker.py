@@ -109,7 +109,7 @@ def answer_of(module: str, arguments: Sequence[str], limit_s: float, variables: 
     child = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(part or os.curdir for part in sys.path)},
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=limit_s,

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 import millstream as ms
-from benchmarks.harness import prepare_torch, synchronize
-from benchmarks.sizes import Text
+from benchmarks.cases.sizes import Text
+from benchmarks.measuring.harness import prepare_torch, synchronize
 from millstream import api
 
 COMPILED = (96,) * 5  # by eager, which makes the optimizer's state; new, measured, planned and captured, replayed

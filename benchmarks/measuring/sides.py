@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.equality import Verdict
-from benchmarks.harness import Run, Sample, alternate, device_clock, loop_clock, synchronize
-from benchmarks.results import Row, ratio
-from benchmarks.suite import Settings, brief
+from benchmarks.measuring.equality import Verdict
+from benchmarks.measuring.harness import Run, Sample, alternate, device_clock, loop_clock, synchronize
+from benchmarks.measuring.results import Row, ratio
+from benchmarks.measuring.suite import Settings, brief
 from millstream.cost import H200
 from millstream.schedule import critical_path_ns
 

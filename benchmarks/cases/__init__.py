@@ -1,0 +1,1 @@
+"""What is measured: networks, cases, and programs whose sizes change."""

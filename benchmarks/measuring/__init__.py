@@ -1,0 +1,1 @@
+"""How sides are measured, compared and reported: what every suite uses."""

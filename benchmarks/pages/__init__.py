@@ -1,0 +1,1 @@
+"""Programs that make the pictures and texts of the documentation; nothing is measured."""
