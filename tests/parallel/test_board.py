@@ -53,6 +53,17 @@ def test_first_process_ends_after_it_came(boards):
         boards[1].meet(0.0, "meet")
 
 
+def test_process_that_took_fewer_steps_is_missing(boards):
+    first, second = boards
+    for board, count in ((first, 5), (second, 3)):
+        for _ in range(count):
+            board.count_exchange()
+    assert first.missing() == "of 5 exchanges rank 1 (process 1001) has begun 3 only"
+    assert second.missing() == ""
+    first.ended_processes.add(1001)
+    assert first.missing(1.0) == "of 5 exchanges rank 1 (process 1001) has ended, after it had begun 3"
+
+
 def test_all_know_when_each_came(boards):
     def act(board):
         before = time.monotonic_ns()

@@ -1,5 +1,7 @@
 """Steps with DistributedDataParallel, captured, in two processes, against DDP's own reducer."""
 
+import re
+
 import pytest
 
 from tests.parallel import checks
@@ -124,4 +126,6 @@ def test_rank_dies(own_pair):
     own_pair.kill_one(1)
     (told,) = own_pair.finish_check(without=(1,))
     assert told.startswith("Rank 0 could not exchange ")
+    assert re.search(r"of \d+ exchanges rank 1 \(process \d+\) has ended, after it had begun \d+\.", told)
+    assert "uneven='drop'" in told
     assert "go on from a checkpoint" in told

@@ -97,7 +97,7 @@ class Agreement:
             self._is_silent = False
 
 
-_known: WeakKeyDictionary[dist.ProcessGroup, Agreement | None] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, tuple[Board | None, Agreement | None]] = WeakKeyDictionary()
 
 
 def collectives_wanted() -> str:
@@ -128,20 +128,25 @@ def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | None:
     """
     if group not in _known:
         wanted = collectives_wanted()
-        board = meet(group, is_wanted=wanted == "captured" or (wanted == "auto" and on_gpu))
-        _known[group] = None if board is None else Agreement(board)
-    return _known[group]
+        board = meet(group)
+        if board is None:
+            _known[group] = None, None
+        else:
+            asks = all(board.gather(wanted == "captured" or (wanted == "auto" and on_gpu), "begin together"))
+            _known[group] = board, Agreement(board) if asks else None
+    return _known[group][1]
 
 
-def meet(group: dist.ProcessGroup, *, is_wanted: bool) -> Board | None:
+def board_known(group: dist.ProcessGroup | None) -> Board | None:
+    """The board of a group's processes, where ``agreement_of`` has made one; ``None``: of all processes."""
+    return _known.get(group or dist.group.WORLD, (None, None))[0]  # type: ignore[arg-type]
+
+
+def meet(group: dist.ProcessGroup) -> Board | None:
     """A new board of the processes of a group, made in all of them at once.
 
-    Args:
-        group: The processes.
-        is_wanted: Whether this process wants one.
-
     Returns:
-        ``None`` where one does not, or they are on several hosts, or there is one alone.
+        ``None`` where they are on several hosts, or there is one alone.
 
     Raises:
         DataParallelError: A process is gone.
@@ -149,12 +154,12 @@ def meet(group: dist.ProcessGroup, *, is_wanted: bool) -> Board | None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1:
         return None
-    path = make_file(size) if rank == 0 and is_wanted else ""
+    path = make_file(size) if rank == 0 else ""
     try:
-        met = _tell(group, (is_wanted, _host(), path))
-        if not all(wanted and host == _host() for wanted, host, _ in met):
+        met = _tell(group, (_host(), path))
+        if not all(host == _host() for host, _ in met):
             return None
-        board = _opened(lambda: Board(met[0][2], rank, size, timeout_of(group)))
+        board = _opened(lambda: Board(met[0][1], rank, size, timeout_of(group)))
         has_all = all(_tell(group, board is not None))
         return board if has_all else None
     finally:

@@ -32,9 +32,15 @@ MOST = (1 << _VALUE_BITS) - 2
 """The greatest number that can be told: in ns almost five hours."""
 _FAILED = MOST + 1
 
-_SETS = 8
+_SETS = 9
 """Of words, one for each process: two of numbers in turn, ids of processes, what is noted, two of times in turn, who
-has come to meet, and (the first process's) what has been decided of that."""
+has come to meet, (the first process's) what has been decided of that, and how many exchanges have begun."""
+
+UNEVEN = (
+    "Where it ran out of batches: deal as many to all, with a DistributedSampler and drop_last=True, or give ms.feed "
+    "uneven='drop' or 'pad'."
+)
+"""What helps where a process has taken fewer steps than others."""
 
 PAYLOAD_BYTES = 1 << 20
 SPIN_S, NAP_S, LOOK_S = 1e-3, 2e-5, 0.2
@@ -67,7 +73,7 @@ class Board:
         self._words = memory[: 8 * _SETS * size].cast("q")
         self._payload = memory[-PAYLOAD_BYTES:]
         self._words[2 * size + rank] = os.getpid()
-        self._round = 0
+        self._round = self._num_exchanges = 0
         self._has_failed = False
 
     def gather(self, value: int, what: str = "") -> list[int]:
@@ -190,6 +196,26 @@ class Board:
         """What each process has noted last."""
         return self._words[3 * self.size : 4 * self.size].tolist()
 
+    def count_exchange(self) -> None:
+        """Let others see that this process begins another exchange of the group's."""
+        self._num_exchanges += 1
+        self._words[8 * self.size + self.rank] = self._num_exchanges
+
+    def missing(self, patience_s: float = 0.0) -> str:
+        """Which processes are gone, or have begun fewer exchanges than this one, for people; empty where none is seen.
+
+        Args:
+            patience_s: So long one that has broken off may take to end.
+        """
+        end = time.monotonic() + patience_s
+        while not (ended := self.ended()) and time.monotonic() < end:
+            time.sleep(NAP_S)
+        begun = self._words[8 * self.size : 9 * self.size].tolist()
+        late = [rank for rank, count in enumerate(begun) if count < self._num_exchanges]
+        told = [f"{self.name(rank)} has ended, after it had begun {begun[rank]}" for rank in ended]
+        told += [f"{self.name(rank)} has begun {begun[rank]} only" for rank in late if rank not in ended]
+        return f"of {self._num_exchanges} exchanges {'; '.join(told)}" if told else ""
+
     def arrivals_ns(self) -> list[int]:
         """When each process came to the round that was gathered last, by ``time.monotonic_ns``.
 
@@ -218,7 +244,7 @@ class Board:
         happened = "has ended" if ended else f"did not come within {self.timeout_s:.0f} s"
         raise DataParallelError(
             f"Rank {self.rank} waited for {names}, which {happened}, to {what or 'begin a step'} (time {self._round} "
-            "that all agree). Parameters of the processes may differ by a step now: go on from a checkpoint."
+            f"that all agree). {UNEVEN} Parameters of the processes may differ by a step now: go on from a checkpoint."
         )
 
 

@@ -13,9 +13,14 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d  # whose functions nobody replaces for a while, as in a profile
 
 from millstream._torch.distributed.collectives import all_gather, reduce_scatter, register_exchange
-from millstream.data_parallel.agreement import Agreement
+from millstream.data_parallel.agreement import Agreement, board_known
+from millstream.data_parallel.board import UNEVEN, Board
 from millstream.data_parallel.buckets import Bucket
 from millstream.errors import DataParallelError
+
+
+PATIENCE_S = 1.0
+"""So long a process may take to end whose connection has broken."""
 
 
 class Progress:
@@ -126,6 +131,7 @@ class Exchange:
         if sent is not None:
             self.sent = [self.views[each] if isinstance(each, int) else memory[each] for each in sent]
         self.num_uses = 0
+        self._board: Board | None = None
         self._work: Any = None
         self.is_beside = False
         self._done: Any = None
@@ -169,6 +175,10 @@ class Exchange:
     def _begin(self, memory: Tensor) -> None:
         self.num_uses += 1
         PROGRESS.num_started += 1
+        if self._board is None:
+            self._board = board_known(self.group)
+        if self._board is not None:
+            self._board.count_exchange()
         try:
             if memory.device.type != "cuda":
                 self._work = self._issue(memory, async_op=True)
@@ -210,9 +220,11 @@ class Exchange:
     def _failure(self, error: RuntimeError) -> DataParallelError:
         rank = dist.get_rank(self.group) if dist.is_initialized() else "?"
         last = f"the last that came through was {PROGRESS.last}" if PROGRESS.last else "none came through before"
+        missing = self._board.missing(PATIENCE_S) if self._board is not None else ""
+        missing = missing or "another process is gone or does not answer"
         return DataParallelError(
-            f"Rank {rank} could not exchange {self.label}, use {self.num_uses} ({last}): {error} "
-            "Another process is gone or does not answer, and parameters may differ now: go on from a checkpoint."
+            f"Rank {rank} could not exchange {self.label}, use {self.num_uses} ({last}): {missing}. {UNEVEN} "
+            f"Parameters may differ now: go on from a checkpoint. What was told of the exchange: {error}"
         )
 
 

@@ -60,7 +60,7 @@ def roll_call_of(group: dist.ProcessGroup) -> RollCall:
     Raises:
         DataParallelError: A process is gone.
     """
-    board = meet(group, is_wanted=True)
+    board = meet(group)
     if board is not None:
         return board
     ranks = dist.get_process_group_ranks(group)
