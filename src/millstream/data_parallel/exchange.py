@@ -18,7 +18,6 @@ from millstream.data_parallel.board import UNEVEN, Board
 from millstream.data_parallel.buckets import Bucket
 from millstream.errors import DataParallelError
 
-
 PATIENCE_S = 1.0
 """So long a process may take to end whose connection has broken."""
 
