@@ -22,8 +22,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from millstream.capture import Step
+from millstream.capture.trace.patches.signals import signals_wait
 from millstream.capture.trace.scalars import GraphScalar
 from millstream.errors import CaptureError, FallbackWarning
 from tests.capture.worlds import interpret
@@ -677,6 +679,171 @@ def test_an_interrupt_waits_and_a_second_one_does_not(presses, handle, signals):
     step(torch.ones(3, 4))
     assert world.n == 2
     assert len(step.graphs) == 1
+
+
+class TooSoonError(Exception):
+    pass
+
+
+def make_step_that_is_built(during):
+    """A step whose graph is built, among fake tensors, by what calls ``during`` first, and so does its first run."""
+    world = types.SimpleNamespace(n=0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+
+    def build(gm, inputs, static):
+        run = interpret(gm, inputs, static)
+        with FakeTensorMode():
+            during("built")
+
+        def executable(values):
+            results = run(values)
+            during("run")
+            return results
+
+        return executable
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        world.n += 1
+        return loss
+
+    step = Step(step, build=build)
+    step(torch.ones(3, 4))
+    model.weight.grad = torch.ones(2, 4)
+    return step, model, world
+
+
+def all_of(model, world):
+    return world.n, model.weight.tolist(), model.weight.grad.tolist()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("stage", ["built", "run"])
+def test_a_handler_waits_until_a_graph_is_built_and_has_run(stage, raises, handle):
+    waiting, seen = [stage], []
+
+    def during(now):
+        if now in waiting:
+            waiting.remove(now)
+            _raise(signal.SIGUSR1)
+
+    def look(number, frame):
+        seen.append((model.weight + 1).sum().item())
+        if raises:
+            raise TooSoonError
+
+    handle(signal.SIGUSR1, look)
+    step, model, world = make_step_that_is_built(during)
+    before = all_of(model, world)
+    with pytest.raises(TooSoonError) if raises else contextlib.nullcontext():
+        step(torch.ones(3, 4))
+    assert not waiting
+    assert len(seen) == 1
+    if raises:
+        assert all_of(model, world) == before
+        step(torch.ones(3, 4))
+    assert world.n == 2
+    assert model.weight.grad is None
+    assert len(step.graphs) == 1
+    assert not step.fallbacks
+
+
+@pytest.mark.parametrize("is_caught", [False, True])
+def test_an_interrupt_comes_from_the_compiler_at_once_and_even_where_that_catches_it(is_caught, handle):
+    waiting = ["built"]
+
+    def during(now):
+        if now in waiting:
+            waiting.remove(now)
+            with contextlib.suppress(KeyboardInterrupt if is_caught else ()):
+                _raise(signal.SIGINT)
+                waiting.append("it waited")
+
+    handle(signal.SIGINT, signal.default_int_handler)
+    step, model, world = make_step_that_is_built(during)
+    before = all_of(model, world)
+    with pytest.raises(KeyboardInterrupt):
+        step(torch.ones(3, 4))
+    assert not waiting
+    assert all_of(model, world) == before
+    step(torch.ones(3, 4))
+    assert (world.n, len(step.graphs)) == (2, 1)
+
+
+def in_a_child(check):
+    """What ``check`` returns in a forked child, in which all else comes to an end."""
+    get, put = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(put, repr(check()).encode())
+        except BaseException:  # noqa: BLE001 - told to the parent
+            os.write(put, traceback.format_exc().encode())
+        finally:
+            os._exit(0)
+    os.close(put)
+    os.waitpid(child, 0)
+    said = os.read(get, 9999).decode()
+    os.close(get)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:This process .*is multi-threaded:DeprecationWarning")
+def test_a_child_that_another_thread_forks_during_a_trace_finds_what_was_there_before(handle):
+    def stop(number, frame):
+        pass
+
+    handle(signal.SIGUSR1, stop)
+    world = types.SimpleNamespace(n=0)
+
+    def count(world):
+        world.n += 1
+
+    def look():
+        is_real = type(world.model.weight) is nn.Parameter and (world.model.weight + 1).isfinite().all().item()
+        return is_real, type(world.n), signal.getsignal(signal.SIGUSR1) is stop, torch.compiler.is_compiling()
+
+    with Meanwhile(lambda: in_a_child(look), patience=0.2) as meanwhile:
+        step = make_step(world, count, meanwhile.pause)
+        for _ in range(3):
+            step(torch.ones(3, 4))
+    assert {*meanwhile.outcomes} == {repr((True, int, True, False))}
+    assert len(step.graphs) == 1
+    assert world.n == 3
+
+
+def test_a_step_that_forks_is_refused():
+    """Its graph would not."""
+
+    def step(x):
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+        return x + 1
+
+    with pytest.raises(CaptureError, match=r"os\.fork\(\)"):
+        Step(step, build=interpret, strict=True)(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:This process .*is multi-threaded:DeprecationWarning")
+def test_a_child_forked_while_signals_wait_has_the_handlers_and_none_of_the_signals(handle):
+    handled = []
+    handle(signal.SIGUSR1, lambda number, frame: handled.append(number))
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def look():
+        return signal.getsignal(signal.SIGUSR1) is before, handled
+
+    with signals_wait(interrupts_wait=True):
+        _raise(signal.SIGUSR1)
+        said = in_a_child(look)
+    assert said == "(True, [])"
+    assert handled == [signal.SIGUSR1]
 
 
 def by_key(world):

@@ -262,7 +262,7 @@ class CodeWatch:
         if what is None:
             return
         asking = _beyond_library(frame)
-        harmless = _HARMLESS_WRITERS if is_written else _HARMLESS
+        harmless = (() if function.__name__ == "fork" else _HARMLESS_WRITERS) if is_written else _HARMLESS
         if (
             threading.get_ident() == self._thread
             and asking is not None
@@ -443,10 +443,12 @@ WRITING: dict[str, frozenset[str]] = {
 
 WRITING_FUNCTIONS: dict[Any, str] = {
     getattr(os, name): f"os.{name}()"
-    for name in "write writev pwrite sendfile remove unlink rename replace mkdir rmdir system kill putenv".split()
+    for name in """
+        write writev pwrite sendfile remove unlink rename replace mkdir rmdir system kill putenv fork forkpty
+        """.split()
     if hasattr(os, name)
 } | {pickle.dump: "a file"}
-"""Functions in C that write."""
+"""Functions in C that write, or do what else is not done again."""
 
 _BALANCED = frozenset({"__enter__", "__exit__"})
 """Methods of locks that a block undoes at its end."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,20 @@ TRACING = ForkSafeLock()
 
 LONGEST_WAIT = 300.0
 """Seconds that another thread waits for tensors that are being traced. Then it has a lock that the step waits for."""
+
+
+def _wait_before_fork() -> None:
+    """Let another thread's trace end first: in the child all that it has changed meanwhile would stay so for good."""
+    TRACING.lock.acquire(timeout=LONGEST_WAIT)
+
+
+def _go_on_after_fork() -> None:
+    with contextlib.suppress(RuntimeError):  # it was not free in time
+        TRACING.lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_wait_before_fork, after_in_parent=_go_on_after_fork)
 
 
 @functools.lru_cache(maxsize=64)  # what is kept by the type of a tensor is found again in the next trace

@@ -69,6 +69,7 @@ from millstream.capture.trace.patches.optimizers import (
     pretended_state,
 )
 from millstream.capture.trace.patches.randomness import RandomState
+from millstream.capture.trace.patches.signals import signals_wait
 from millstream.capture.trace.tracer import trace_step, tracing_alone
 from millstream.capture.trace.unsupported import check_modes, check_supported
 from millstream.data_parallel.exchange import PROGRESS
@@ -587,14 +588,17 @@ class Step(Generic[P, R]):
             The complete arguments, and the graph's results.
         """
         start = time.perf_counter()
-        num_exchanges = PROGRESS.num_started
         random_state = RandomState()
         # On the host, so that a large model does not need its state twice on the device.
         backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
         arguments = graph.complete(call.arguments)
         argument_backups = [tensor.detach().clone() for tensor in arguments] if graph.writes_arguments else []
 
+        gradients = [tensor.grad for tensor, _ in graph.left]
+
         def restore() -> None:
+            for (tensor, _), gradient in zip(graph.left, gradients, strict=True):
+                tensor.grad = gradient
             with torch.no_grad():
                 for tensor, backup in zip(graph.written, backups, strict=True):
                     tensor.copy_(backup)
@@ -602,6 +606,20 @@ class Step(Generic[P, R]):
                     tensor.copy_(backup)
             random_state.restore()
 
+        try:
+            with signals_wait(interrupts_wait=False):  # what a handler raises is no failure of the graph
+                results = self._run_first(call, graph, arguments, is_trial=is_trial)
+        except BaseException:
+            restore()
+            raise
+        if is_trial:
+            restore()
+        graph.capture_seconds = graph.trace_seconds + time.perf_counter() - start
+        return arguments, results
+
+    def _run_first(self, call: Call, graph: StepGraph, arguments: list[Tensor], *, is_trial: bool) -> list[Tensor]:
+        """Build the graph and run it."""
+        num_exchanges = PROGRESS.num_started
         try:
             graph.fill_slots()
             with torch.no_grad():
@@ -613,20 +631,17 @@ class Step(Generic[P, R]):
             results = graph.replay(arguments)
             if is_trial:
                 graph.replay(arguments)  # in its second run a plan is chosen
-                restore()
-        except BaseException as error:
-            restore()
+            return results
+        except Exception as error:
             if PROGRESS.num_started > num_exchanges:  # which others have taken part in: no plain run may repeat them
                 raise
-            if not isinstance(error, Exception) or isinstance(error, (ArgumentError, CaptureError, NoSymbols)):
+            if isinstance(error, (ArgumentError, CaptureError, NoSymbols)):
                 raise  # it is the user who is asked, or it says by itself what it is
             what = error if isinstance(error, MillstreamError) else f"{type(error).__name__}: {error}"
             raise CaptureError(
                 f"The captured step could not be built or run: {what}".splitlines()[0],
-                remedy="If it also fails without ms.step, correct it; otherwise please report it.",
+                remedy="Please report it; the step works without ms.step.",
             ) from error
-        graph.capture_seconds = graph.trace_seconds + time.perf_counter() - start
-        return arguments, results
 
     def _keep(self, graph: StepGraph) -> None:
         self._usual = None

@@ -170,7 +170,7 @@ def tracing_alone() -> Iterator[None]:
     Handlers of signals run without the locks: they may wait for such a thread.
     """
     with contextlib.ExitStack() as end, compile_lock(), TRACING.lock:
-        end.enter_context(signals_wait())
+        end.enter_context(signals_wait(interrupts_wait=True))
         keep_device_guard()
         yield
 
