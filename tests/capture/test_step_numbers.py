@@ -5,8 +5,10 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from millstream.capture.step.step import Step
+from millstream.errors import FallbackWarning
 from tests.capture.worlds import interpret
 
 CALLS = 22
@@ -32,7 +34,48 @@ def set_global(_, value):
     globals()["NUMBER"] = value
 
 
+class Reversed(torch.autograd.Function):
+    """A gradient-reversal layer: what its forward is given, its backward uses."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.factor * gradient * torch.tensor([ctx.factor, 1.0, 2]), None
+
+
+def gradient(function, x):
+    """Through ``backward`` as users write it, so that what it runs is called from within a call of PyTorch's."""
+    x = x.clone().requires_grad_()
+    function(x * 2).square().sum().backward()
+    return x.grad
+
+
+def hooked(x, factor):
+    x.register_hook(lambda gradient: gradient * factor)
+    return x.sin()
+
+
+def set_number(held, value):
+    held.number = value
+
+
 ANNEALED = {
+    "autograd.Function": (set_number, lambda o, x: gradient(lambda y: Reversed.apply(y, o.number), x)),
+    "autograd.Function of a value": (
+        set_number,
+        lambda o, x: gradient(lambda y: Reversed.apply(y, (y.sum() * o.number).item()), x),
+    ),
+    "checkpoint": (
+        set_number,
+        lambda o, x: gradient(lambda y: checkpoint(lambda z: (z * o.number).sin(), y, use_reentrant=False), x),
+    ),
+    "hook": (set_number, lambda o, x: gradient(lambda y: hooked(y, o.number), x)),
+    "tensor": (set_number, lambda o, x: x * torch.tensor(o.number) + torch.tensor([[o.number] * 3, [1, 2, 3]]).sum()),
+    "distribution": (set_number, lambda o, x: torch.distributions.Normal(x, o.number + 1).log_prob(x + 1)),
     "attribute": (lambda o, v: setattr(o, "number", v), lambda o, x: x * o.number),
     "module": (lambda o, v: setattr(o.net, "temperature", v + 1), lambda o, x: torch.softmax(x, 0) / o.net.temperature),
     "entry": (lambda o, v: o.table.update(weight=v), lambda o, x: torch.add(x, x, alpha=o.table["weight"])),
@@ -101,3 +144,27 @@ def test_arguments_that_change_or_are_never_used_cost_two_captures():
     for index in range(CALLS):
         assert step(torch.ones(2), index / 4, index).tolist() == [index / 4] * 2
     assert len(made) <= 2
+
+
+def test_tensor_of_whole_numbers_that_change_is_whole():
+    def take(x, n):
+        return x[torch.tensor([n, 0])] + torch.tensor(n, dtype=torch.float64)
+
+    step = Step(take, build=interpret, strict=True)
+    for n in (1, 2, 1, 0):
+        assert torch.equal(step(torch.arange(3.0), n), take(torch.arange(3.0), n))
+    assert len(step.graphs) == 2
+
+
+def test_number_where_pytorch_takes_none_falls_back_with_a_remedy_that_works():
+    def add(x, n):
+        with torch._C.DisableTorchFunction():  # as in a library's code beneath its tensor subclass
+            return torch.add(x, x, alpha=n)
+
+    step = Step(add, build=interpret)
+    step(torch.ones(3), 1.0)
+    with pytest.warns(FallbackWarning, match=r"takes none\. At .* Give it int\(number\) or float\(number\)"):
+        step(torch.ones(3), 2.0)
+    followed = Step(lambda x, n: add(x, float(n)), build=interpret, strict=True)
+    for n in (1.0, 2.0, 3.0):
+        assert torch.equal(followed(torch.ones(3), n), add(torch.ones(3), n))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 _lock = threading.Lock()
 _thread = threading.local()
@@ -17,8 +18,10 @@ _num_watching = [0]
 
 
 @contextmanager
-def backward_watched(on_backward: Callable[[Sequence[Any]], object]) -> Iterator[None]:
+def backward_watched(on_backward: Callable[[Sequence[Any]], AbstractContextManager[Any] | None]) -> Iterator[None]:
     """For the length of the context, call ``on_backward`` with the nodes at which a backward of this thread begins.
+
+    The pass runs within the context that it returns, if any.
 
     Where all of PyTorch's ways to a backward pass meet, a function of its Python part stands; nothing is left there
     once no thread watches.
@@ -42,9 +45,16 @@ def backward_watched(on_backward: Callable[[Sequence[Any]], object]) -> Iterator
 
 def _run_backward(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     roots = [each.grad_fn if isinstance(each, Tensor) else getattr(each, "node", each) for each in tensors]
-    for watcher in _thread.__dict__.get("watchers", ()):
-        watcher([root for root in roots if root is not None])
-    return _original[0](tensors, *args, **kwargs)
+    with ExitStack() as within:
+        for watcher in _thread.__dict__.get("watchers", ()):
+            if (context := watcher([root for root in roots if root is not None])) is not None:
+                within.enter_context(context)
+        return _original[0](tensors, *args, **kwargs)
+
+
+def is_active(mode: TorchFunctionMode) -> bool:
+    """Whether a mode sees what this thread calls: not while it handles a call itself. Tried on 2.11 and 2.13."""
+    return any(torch._C._get_function_stack_at(i) is mode for i in range(torch._C._len_torch_function_stack()))
 
 
 def reaches_before(roots: Sequence[Any], number: int) -> bool:

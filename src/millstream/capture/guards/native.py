@@ -46,7 +46,7 @@ class QuickGuards:
         library: ctypes.PyDLL,
         entries: Sequence[tuple[Any, Any, Any]],
         containers: Sequence[Any],
-        orders: Sequence[tuple[dict[Any, Any], list[Any]]],
+        orders: Sequence[tuple[dict[Any, Any], tuple[Any, ...]]],
         pins: Sequence[tuple[Any, int, Any]],
         tensors: Sequence[Tensor],
         gradients: Sequence[Tensor | None],

@@ -173,11 +173,11 @@ bool holds(const Watched& watched, const std::vector<int64_t>& layouts) {
 }
 
 bool has_order(PyObject* dict, PyObject* keys) {
-  if (PyDict_Size(dict) != PyList_GET_SIZE(keys)) return false;
+  if (PyDict_Size(dict) != PyTuple_GET_SIZE(keys)) return false;
   PyObject *key, *value;
   Py_ssize_t position = 0;
   for (Py_ssize_t i = 0; PyDict_Next(dict, &position, &key, &value); ++i) {
-    if (key != PyList_GET_ITEM(keys, i)) return false;
+    if (key != PyTuple_GET_ITEM(keys, i)) return false;
   }
   return true;
 }
@@ -255,7 +255,7 @@ int millstream_add_length(Guards* guards, PyObject* container) {
 
 int millstream_add_order(Guards* guards, PyObject* dict, PyObject* keys) {
   guards->contents_of(dict).orders.emplace_back(dict, keys);
-  return PyDict_Check(dict);
+  return PyDict_Check(dict) && PyTuple_Check(keys);
 }
 
 int millstream_add_pin(Guards* guards, PyObject* owner, int part, PyObject* value) {

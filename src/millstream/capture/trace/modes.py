@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from millstream._torch.backward import is_active
 from millstream._torch.checkpointing import RandomRecords
 from millstream._torch.compiler.hints import current_stream_hint, note_stream_hint
 from millstream._torch.operators import is_expanded_later
@@ -161,6 +162,10 @@ class FunctionWatch(TorchFunctionMode):
         finally:
             self.calling = before
 
+    def around_backward(self, _: Sequence[Any]) -> FunctionWatch | None:
+        """What a backward pass runs in: this mode, also if the call that began the pass came through it."""
+        return None if is_active(self) else self
+
     def _for_this_thread(self, result: Any) -> Any:
         """Let other threads, which may find it where the program puts it, not compute with what has no values."""
         for each in _tensors_in((result,)):
@@ -260,7 +265,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Most of the Python that tracing runs is PyTorch's within an operator. Operators and tensor subclasses of the
         # user's may lead to their code.
         if getattr(func, "namespace", "") in _PYTORCHS and all(issubclass(kind, FakeTensor) for kind in types):
-            return unwatched(self._dispatch, func, args, kwargs or {})
+            with torch._C.DisableTorchFunction():  # what the operator consists of is none of the function mode's
+                return unwatched(self._dispatch, func, args, kwargs or {})
         if is_expanded_later(func):  # its Python is called once more, and reads numbers as they are then
             self._write_numbers_down()
         return self._dispatch(func, args, kwargs or {})

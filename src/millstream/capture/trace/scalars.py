@@ -33,6 +33,7 @@ from typing import Any, NoReturn, TypeAlias, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from millstream._torch.tracing import patched
 from millstream.capture.effects.values import Always, Expression, Leaf, Texts, holds_token
@@ -177,11 +178,17 @@ class GraphScalar(torch.SymFloat):
     def __getattr__(self, name: str) -> Any:
         """What numbers have besides: ``bit_length()``, ``real``."""
         number = self.outside() if self.is_asked_by_others else self.value
-        if name == "node" and self.is_asked_by_others:  # PyTorch, which would compute with what it does not know
-            raise CaptureError(
-                "PyTorch was given a number of a step that another thread captures just now.",
-                where=here(),
-                remedy="Give it int(number) or float(number).",
+        if name == "node":  # PyTorch, which would compute with what it does not know
+            if self.is_asked_by_others:
+                raise CaptureError(
+                    "PyTorch was given a number of a step that another thread captures just now.",
+                    where=here(),
+                    remedy="Give it int(number) or float(number).",
+                )
+            raise_refusal(
+                self.questions.refused.append,
+                "PyTorch was given a number that changes where it takes none.",
+                HOST_REMEDY if self.needs else "Give it int(number) or float(number): each value has a graph then.",
             )
         if name.startswith("__") or not hasattr(number, name):
             raise AttributeError(f"'{type(number).__name__}' object has no attribute '{name}'")
@@ -383,6 +390,11 @@ def is_tensor(value: Any) -> bool:
     return issubclass(type(value), Tensor)
 
 
+def is_whole(number: Any) -> bool:
+    """Whether a number, or what a scalar stands for, is an integer."""
+    return bool(number.is_whole) if is_scalar(number) else isinstance(number, int | np.integer)
+
+
 def _key_of(what: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
     return *what, type(other), id(other) if is_scalar(other) else other
 
@@ -504,6 +516,7 @@ _TAKE_TENSORS = frozenset(
     """
     add radd sub subtract rsub mul multiply rmul div divide true_divide rdiv rtruediv pow rpow float_power remainder
     fmod floor_divide rfloordiv eq ne lt le gt ge clamp clamp_min clamp_max fill where copysign atan2 hypot
+    broadcast_tensors
     """.split()
 )
 """Functions that compute with a 0-d tensor given for a number. Most others take one as well, but read its value."""
@@ -536,11 +549,29 @@ def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs
             return function(*map(as_tensor, args), **{key: as_tensor(value) for key, value in kwargs.items()})
         except TypeError:  # not in this combination
             pass
+    if function is torch.tensor and args and all(is_scalar(n) or type(n) in (int, float) for n in tree_leaves(args[0])):
+        return _new_tensor(*args, **kwargs)
     # Takes numbers only: the graph then belongs to this value, which is written down.
     return function(*map(_plain_of, args), **{key: _plain_of(value) for key, value in kwargs.items()})
 
 
+def _new_tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **how: Any) -> Tensor:
+    """``torch.tensor`` of numbers, in lists or not, some of which change."""
+    if dtype is None:
+        dtype = torch.int64 if all(map(is_whole, tree_leaves(data))) else torch.get_default_dtype()
+
+    def made(part: Any) -> Tensor:
+        if isinstance(part, list | tuple):
+            return torch.stack([*map(made, part)])
+        number = part.in_graph() if is_scalar(part) else torch.tensor(part)
+        return number.to(dtype=dtype, device=device, copy=True)
+
+    return made(data).requires_grad_(how.get("requires_grad", False))
+
+
 def _plain_of(value: Any) -> Any:
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(map(_plain_of, value))
     return value.plain() if is_scalar(value) else value
 
 

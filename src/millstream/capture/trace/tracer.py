@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from millstream._torch.backward import backward_watched
 from millstream._torch.checkpointing import RandomRecords, checkpoints_reuse_randoms
 from millstream._torch.compiler.dynamo import compile_lock
 from millstream._torch.devices.device_guard import keep_device_guard
@@ -322,6 +323,7 @@ class _Tracer:
                 OperatorWatch(self._note_failure, functions, randoms, self._write_numbers_down),
                 functions,
                 functions.from_numpy_refused(),
+                backward_watched(functions.around_backward),
                 checkpoints_reuse_randoms(randoms),
                 scripts_as_python(),
                 steps_are_masked(),

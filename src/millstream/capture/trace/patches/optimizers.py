@@ -19,7 +19,7 @@ from millstream.capture.effects.values import Returned
 from millstream.capture.lines import raise_refusal
 from millstream.capture.state.location import Location, SequenceItems, Shared
 from millstream.capture.step.request import NumberInput
-from millstream.capture.trace.scalars import is_scalar
+from millstream.capture.trace.scalars import is_scalar, is_whole
 from millstream.errors import CaptureError
 
 _TRACEABLE = {"capturable": True, "fused": False, "foreach": True}
@@ -152,10 +152,10 @@ def schedulers_are_recorded(
         number = recorder.call(call, *args, is_state=True, **kwargs)
         origin = f"a number that {kind}.step() changes in the same call"
         for part, place in enumerate(places):
-            place.set(recorder.returned(number, part, _is_whole(place.get()), origin))
+            place.set(recorder.returned(number, part, is_whole(place.get()), origin))
         for part, key in enumerate(attributes, len(places)):
             own.append((vars(scheduler), key, vars(scheduler)[key]))
-            vars(scheduler)[key] = recorder.returned(number, part, _is_whole(vars(scheduler)[key]), origin)
+            vars(scheduler)[key] = recorder.returned(number, part, is_whole(vars(scheduler)[key]), origin)
 
     def rates_of(scheduler: LRScheduler) -> list[Any]:
         meet(scheduler.optimizer)
@@ -179,10 +179,6 @@ def _step_scheduler(
     """Step it; returns the numbers that it leaves."""
     scheduler.step(*args, **kwargs)
     return [*(place.get() for place in places), *(vars(scheduler).get(key) for key in attributes)]
-
-
-def _is_whole(number: Any) -> bool:
-    return bool(number.is_whole) if is_scalar(number) else isinstance(number, int | np.integer)
 
 
 def is_schedulers(value: Any) -> bool:
