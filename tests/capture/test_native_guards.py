@@ -67,7 +67,7 @@ class Scene:
             native.load_library(),
             entries,
             [self.holder, self.items],
-            [(self.order, [*self.order])],
+            [(self.order, (*self.order,))],
             [
                 (self.settings, 0, Settings),
                 (Settings, 1, Settings.__mro__),
