@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import warnings
+import weakref
 from unittest import mock
 
 import torch
@@ -642,15 +643,25 @@ def no_sync_outside(rank, num_steps):
     return [len(step.graphs) for step in steps]
 
 
-def eval_between(rank, num_steps):
-    """The wrapper itself, by DDP's own ways, between steps: evaluation, and a forward pass without a backward one."""
+def wrapper_between(rank, num_steps, compresses):
+    """The wrapper itself, by DDP's own ways, between steps: evaluation, a forward pass alone, and training.
+
+    Its reducer, with its buckets, is there only where it is used.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    hook = fp16_compress_hook if compresses else None
 
     def run(wrap):
-        net, step = make(plain, sgd, {}, {})
-        ddp = step.__closure__[0].cell_contents
-        step, seen = wrap(step), []
+        net, plain_step = make(plain, sgd, {}, {}, hook)
+        ddp = plain_step.__closure__[0].cell_contents
+        step, seen, reducer = wrap(plain_step), [], weakref.ref(ddp.reducer)
         for number, batch in enumerate(batches(rank, num_steps)):
             step(*batch)
+            if step is not plain_step and number == 2:
+                assert reducer() is None
+            if number > 3:
+                plain_step(*batch)
             if number % 3 == 1:
                 ddp.eval()
                 with torch.no_grad():

@@ -70,8 +70,9 @@ def test_no_sync_around_steps(pair):
     pair.run(checks.no_sync_outside, 18)
 
 
-def test_wrapper_is_used_between_steps(pair):
-    pair.run(checks.eval_between, 10)
+@pytest.mark.parametrize("compresses", [False, True])
+def test_wrapper_is_used_between_steps(pair, compresses):
+    pair.run(checks.wrapper_between, 10, compresses)
 
 
 def test_compression(pair):

@@ -30,6 +30,7 @@ from millstream._torch.distributed.data_parallel import (
     compression_of,
     inputs_on_device,
     is_distributed_run,
+    put_reducer_away,
     put_reducer_off,
     reduced_parameters,
     why_not_ours,
@@ -69,6 +70,7 @@ class Session:
             return None
         if wrapper not in _reducers:
             _reducers[wrapper] = new_reducer(wrapper, self._optimizers())
+            put_reducer_away(wrapper)
         put_reducer_off(wrapper)
         return _reducers[wrapper]
 

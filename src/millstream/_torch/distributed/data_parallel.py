@@ -140,7 +140,54 @@ def broadcast_buffers(wrapper: DistributedDataParallel) -> list[Tensor]:
 
 def put_reducer_off(wrapper: DistributedDataParallel) -> None:
     """Let hooks of the reducer do nothing in the next backward pass, also where a forward pass has prepared it."""
-    wrapper.reducer._reset_state()
+    if not isinstance(wrapper.reducer, _Remade):
+        wrapper.reducer._reset_state()
+
+
+def put_reducer_away(wrapper: DistributedDataParallel) -> None:
+    """Give back the buckets of ``wrapper``, as large as all gradients: they go with its reducer, and come with another.
+
+    The wrapper gets a new one as soon as it needs it, as when it is loaded from a file. To be called in all processes
+    at once: in its first backward pass a reducer asks the others for their buckets.
+    """
+    names = {getattr(hook, "__qualname__", None) for hook, _ in wrapper._comm_hooks} | {""}
+    if wrapper.logger is None or wrapper.logger._get_ddp_logging_data().strs_map.get("comm_hook", "") not in names:
+        return  # a hook that nobody can register again
+    wrapper.reducer, wrapper.logger = _Remade(wrapper, "reducer"), _Remade(wrapper, "logger")  # type: ignore[assignment]
+
+
+class _Remade:
+    """Stands for a wrapper's reducer or logger until anything is asked of it; there are new ones then.
+
+    Args:
+        wrapper: That has it.
+        name: Where.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel, name: str) -> None:
+        self._wrapper, self._name = weakref.ref(wrapper), name
+
+    def __getattr__(self, attribute: str) -> Any:
+        wrapper = self._wrapper()
+        if wrapper is None:
+            raise AttributeError(attribute)
+        with _lock.lock:
+            if getattr(wrapper, self._name) is self:
+                _make_reducer(wrapper)
+        return getattr(getattr(wrapper, self._name), attribute)
+
+
+def _make_reducer(wrapper: DistributedDataParallel) -> None:
+    """As ``DistributedDataParallel.__setstate__`` does, and with the hooks that the last one had."""
+    parameters, are_sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, are_sparse, names, wrapper.static_graph)
+    if wrapper.static_graph:
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()  # type: ignore[union-attr]
+    for hook, state in wrapper._comm_hooks:
+        wrapper.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
+        dist._register_comm_hook(wrapper.reducer, state, hook)  # type: ignore[attr-defined]
 
 
 def inputs_on_device(wrapper: DistributedDataParallel, inputs: Any) -> Any:
