@@ -55,7 +55,7 @@ class Workaround:
         """Whether this PyTorch needs it, and it is not switched off."""
         version = torch_version()
         is_needed = (self.since is None or self.since <= version) and (self.until is None or version < self.until)
-        return is_needed and self.issue not in _switched_off()
+        return is_needed and not is_off(self.issue)
 
 
 _off: ContextVar[frozenset[str]] = ContextVar("workarounds that are off", default=frozenset())
@@ -71,8 +71,9 @@ def without(issues: Iterable[str]) -> Iterator[None]:
         _off.reset(token)
 
 
-def _switched_off() -> frozenset[str]:
-    return _off.get() | frozenset(re.findall(r"[^\s,]+", os.environ.get("MILLSTREAM_WITHOUT", "")))
+def is_off(name: str) -> bool:
+    """Whether a workaround, or another part that is not needed, is switched off."""
+    return name in _off.get() or name in re.findall(r"[^\s,]+", os.environ.get("MILLSTREAM_WITHOUT", ""))
 
 
 def torch_version() -> tuple[int, int]:

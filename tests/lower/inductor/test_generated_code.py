@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 
@@ -15,6 +14,7 @@ from torch.nn.functional import softmax
 import millstream as ms
 from millstream.lower import compile as lowering
 from millstream.lower.inductor.cpp_kernels import CppKernels
+from millstream.lower.inductor.shortcuts import no_collections, shortcuts
 
 
 @pytest.fixture
@@ -43,13 +43,21 @@ def reductions(x):
 @pytest.mark.parametrize("shape", [(32, 64), (19, 21), (3, 5)], ids=["full vectors", "with a rest", "rest only"])
 def test_shortcuts_change_no_letter(function, shape, sources, monkeypatch):
     texts = []
-    for shortcuts in (lowering.shortcuts, contextlib.nullcontext):
+    for without in ("", "shortcuts"):
         torch._dynamo.reset()
         sources.clear()
-        monkeypatch.setattr(lowering, "shortcuts", shortcuts)
+        monkeypatch.setenv("MILLSTREAM_WITHOUT", without)
         ms.compile(function, strict=True)(torch.randn(shape))
         texts.append(list(sources))
     assert texts[0] == texts[1] != []
+
+
+def test_switched_off_nothing_is_left_out(monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_WITHOUT", "pytorch#1, shortcuts")
+    threshold, generate = gc.get_threshold(), SchedulerNode.codegen
+    with shortcuts(), no_collections():
+        assert gc.get_threshold() == threshold
+        assert SchedulerNode.codegen is generate
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

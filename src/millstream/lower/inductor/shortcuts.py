@@ -1,4 +1,6 @@
-"""Work that Inductor does for nothing, left out. What it generates stays the same, to the letter.
+"""Work that is done for nothing while Inductor compiles, left out. What it generates stays the same, to the letter.
+
+``MILLSTREAM_WITHOUT=shortcuts`` switches all of this off.
 
 Private APIs of Inductor's code generation; tried on torch 2.11 and 2.13.
 """
@@ -16,6 +18,8 @@ from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
 
+from millstream._torch.workarounds import is_off
+
 
 @contextlib.contextmanager
 def shortcuts() -> Iterator[None]:
@@ -28,6 +32,9 @@ def shortcuts() -> Iterator[None]:
 
     Not for several threads at once: Inductor itself compiles under one lock.
     """
+    if is_off("shortcuts"):
+        yield
+        return
     DtypePropagationOpsHandler()
     fill_in, generate = DtypePropagationOpsHandler.__init__, SchedulerNode.codegen
 
@@ -53,11 +60,11 @@ def no_collections() -> Iterator[None]:
     """Let Python not look for garbage inside the ``with`` block, in the whole process.
 
     Lowering makes millions of objects, nearly all of which stay until its end, and every so often Python looks through
-    all of them: a tenth of the time, for some twentieth of the memory.
+    all of them: a twentieth of the time (a training step of a GPT-2 with two layers), for as much of the memory.
 
     A threshold of zero does that, too, and leaves ``gc.disable()`` to the user. Processes forked meanwhile look again.
     """
-    if not (threshold := gc.get_threshold()[0]):
+    if is_off("shortcuts") or not (threshold := gc.get_threshold()[0]):
         yield
         return
     _postponed.append(threshold)
