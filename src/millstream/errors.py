@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -71,6 +72,13 @@ class CaptureError(MillstreamError):
         self.reason = reason
         self.where = where
         self.remedy = remedy
+
+
+def why_disabled() -> CaptureError | None:
+    """Why nothing is to be captured, if the environment says so."""
+    if os.environ.get("MILLSTREAM_DISABLE", "") in ("", "0"):
+        return None
+    return CaptureError("MILLSTREAM_DISABLE is set: all of it runs as plain Python.", remedy="Unset it.")
 
 
 class EmptyCaptureError(CaptureError):

@@ -705,6 +705,9 @@ ELSEWHERE = (
     "ever other values",  # test_effects.py
     "The step writes to",  # test_step_writers.py
     "eager_region",  # test_eager_regions.py
+    "stops in a debugger",  # test_step_debugging.py
+    "MILLSTREAM_DISABLE is set",  # likewise
+    "where it takes none",  # test_step_numbers.py
     "The step changes ….",  # of hyperparameters that no graph reads: test_step_optimizers.py
 )
 """Reasons whose remedies other tests follow, or that have none to follow here."""

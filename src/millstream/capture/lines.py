@@ -141,9 +141,36 @@ def here(*, num_left_out: int = 0) -> str:
 
 def raise_refusal(refuse: Callable[[CaptureError], object], reason: str, remedy: str) -> NoReturn:
     """Raise that the line of the user's cannot be captured; ``refuse`` is told, too, as the program may catch it."""
-    error = CaptureError(reason, where=here(), remedy=remedy)
+    stopped = stopped_at()
+    error = CaptureError(reason, where=here(), remedy=remedy) if stopped is None else stops_in_debugger(stopped)
     refuse(error)
     raise error
+
+
+def stops_in_debugger(where: str) -> CaptureError:
+    """The refusal of a step in which a debugger stops: it would show what has no values."""
+    return CaptureError(
+        "The step stops in a debugger while it is captured, where its tensors have no values.",
+        where=where,
+        remedy="Set MILLSTREAM_DISABLE=1 in the environment while you debug: then steps run as plain Python.",
+    )
+
+
+def stopped_at() -> str | None:
+    """``file:line`` at which a debugger has stopped the step and now asks for something; ``None`` if none has."""
+    place: str | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != BOUNDARY:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
+            place = ""
+        elif place == "" and is_users(frame.f_code.co_filename):
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return place
+
+
+_DEBUGGERS = frozenset({"bdb", "pdb", "ipdb", "pudb", "pydevd", "_pydevd_bundle", "_pydevd_frame_eval", "debugpy"})
+"""Packages; IPython's debugger is one of ``bdb``'s, and those of editors are ``pydevd``'s."""
 
 
 def place_of(error: BaseException) -> str:

@@ -36,7 +36,7 @@ from millstream._torch.distributed.data_parallel import call_around
 from millstream._torch.hooks import count_hooks
 from millstream.capture.lines import is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
-from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
+from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user, why_disabled
 from millstream.lower import Lowered, LoweredForSizes, compile_graph, describe_failure
 from millstream.progress import showing
 
@@ -249,6 +249,9 @@ class Compiled:
         self._reported = 0
         self._has_nothing = False
         self._scripted = _find_scripted(function)
+        disabled = why_disabled()
+        self._is_disabled = disabled is not None
+        compiler.fallbacks += [] if disabled is None else [str(disabled)]
         self._num_refused = num_refused_forms()
         self._function = function
         self._hooks = _Hooks(function) if isinstance(function, torch.nn.Module) else None
@@ -266,7 +269,7 @@ class Compiled:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():  # part of another capture
+        if is_compiling() or self._is_disabled:  # the first: part of another capture
             return self._function(*args, **kwargs)
         if self._scripted:
             self.compiler.warn(self._scripted)

@@ -108,7 +108,7 @@ class Recorder:
     def text(self, tensor: Tensor, make: Callable[[Tensor], str]) -> str:
         """Text made from a tensor, as it is at this point."""
         leaf = self._keep(tensor)
-        return self.questions.texts.token(lambda values: make(leaf(values)), frozenset((leaf,)), here())
+        return self.questions.text(lambda values: make(leaf(values)), frozenset((leaf,)))
 
     def returned(self, call: int, part: int, is_whole: bool, origin: str) -> HostScalar:
         """A number that a call noted here will return, in a list."""

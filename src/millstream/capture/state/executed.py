@@ -7,6 +7,7 @@ code would read need not be the same in each call.
 from __future__ import annotations
 
 import _locale
+import bdb
 import contextlib
 import datetime
 import decimal
@@ -156,6 +157,7 @@ class CodeWatch:
         opaque: Gives the ids of objects in C whose state nobody can compare.
         on_opaque: Called with a frame that is about to call a method of one, with that; may raise an error there.
         on_text: Called with a frame of the user's that is about to call a method of text with tokens; likewise.
+        on_stop: Called with a frame of the user's that starts a debugger; likewise.
     """
 
     def __init__(
@@ -167,9 +169,10 @@ class CodeWatch:
         opaque: Callable[[], Container[int]] = frozenset,
         on_opaque: Callable[[FrameType, Any], None] = lambda frame, function: None,
         on_text: Callable[[FrameType], None] = lambda frame: None,
+        on_stop: Callable[[FrameType], None] = lambda frame: None,
     ) -> None:
         self._ran, self._on_code, self._on_impure, self._always = ran, on_code, on_impure, always
-        self._opaque, self._on_opaque, self._on_text = opaque, on_opaque, on_text
+        self._opaque, self._on_opaque, self._on_text, self._on_stop = opaque, on_opaque, on_text, on_stop
         self._codes: set[CodeType] = set()
         self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet
         self._met: dict[int, CodeType] = {}  # by id: code that says the same in another place is equal
@@ -252,6 +255,8 @@ class CodeWatch:
             self._ran.variables.add(str(frame.f_locals.get("key")))
 
     def _note_impure(self, frame: FrameType, function: Any) -> None:
+        if function in _STOPPING:
+            self._note_stop(frame)
         what, is_written = IMPURE.get(function), False
         if what is None and isinstance(function.__self__, type):
             what = _OF_CLASSES.get(function.__name__)
@@ -270,6 +275,14 @@ class CodeWatch:
             and not any(each.f_globals.get("__name__", "").startswith(harmless) for each in _between(frame, asking))
         ):
             self._on_impure(asking, what, is_written)
+
+    def _note_stop(self, frame: FrameType) -> None:
+        """A debugger is about to stop in the user's code, in which it says so itself."""
+        asking: FrameType | None = frame
+        while asking is not None and not is_users_own(asking.f_code.co_filename):
+            asking = asking.f_back
+        if asking is not None and threading.get_ident() == self._thread:
+            self._on_stop(asking)
 
     def _written_by(self, function: Any) -> str | None:
         """What a function in C writes to, unless that was made while this watches."""
@@ -300,7 +313,7 @@ class CodeWatch:
         return is_library and is_telling and not is_open
 
     def _is_asked_again(self, code: CodeType) -> bool:
-        return code is _ENVIRONMENT or code in _SETTINGS or code in self._always
+        return code is _ENVIRONMENT or code is _DEBUGGER or code in _SETTINGS or code in self._always
 
     def _note(self, frame: FrameType) -> None:
         code = frame.f_code
@@ -310,6 +323,8 @@ class CodeWatch:
             asking = _beyond_library(frame) if code in _LISTING else frame.f_back
             if asking is not None and is_users_own(asking.f_code.co_filename):
                 self._on_impure(asking, _SETTINGS[code], False)
+        if code is _DEBUGGER:
+            self._note_stop(frame)
         if code is _SAVE and threading.get_ident() == self._thread and frame.f_back is not None:
             self._on_impure(frame.f_back, "a file", True)
         waiting, is_new = self._functions.get(id(code), []), id(code) not in self._met or code in self._always
@@ -457,7 +472,7 @@ _HARMLESS_WRITERS = ("logging", "tqdm", "warnings", "traceback", "importlib", "_
 """Modules whose writing is recorded otherwise, or is none of the step's."""
 
 _NAMES = _READERS.union(
-    _OF_CLASSES, *WRITING.values(), (each.__name__ for each in IMPURE), (each.__name__ for each in WRITING_FUNCTIONS)
+    _OF_CLASSES, *WRITING.values(), (each.__name__ for each in (*IMPURE, *WRITING_FUNCTIONS, breakpoint, sys.settrace))
 )
 
 
@@ -470,6 +485,11 @@ def _writer_kinds() -> set[type]:
 
 
 _SAVE = torch.save.__code__
+
+_DEBUGGER = bdb.Bdb.__init__.__code__
+
+_STOPPING = (breakpoint, sys.settrace)
+"""Functions in C by which code asks for a debugger."""
 
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
 

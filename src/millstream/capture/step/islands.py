@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, TracebackType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -51,8 +52,15 @@ class Region:
     def __enter__(self) -> None:
         recorder = recorder_of_thread()
         if recorder is not None:
+            refuse = recorder.questions.refused.append
+            if not _has_source(sys._getframe(1)):
+                raise_refusal(
+                    refuse,
+                    "The step comes to an eager_region, and its source, by which to split it, cannot be read.",
+                    "Put the step into a file, or into a cell of a notebook.",
+                )
             raise_refusal(
-                recorder.questions.refused.append,
+                refuse,
                 "The step comes to an eager_region that is not a statement of its own in the function's body.",
                 "Write `with ms.eager_region():` into the function that ms.step takes, within no other block.",
             )
@@ -66,6 +74,14 @@ class Region:
     def _note_edge(self) -> None:
         for watched in getattr(_first, "calls", ()):
             watched.note_edge()
+
+
+def _has_source(frame: FrameType) -> bool:
+    """Whether the source of what runs can be had: not that of what was typed in, or made by ``exec``."""
+    try:
+        return bool(inspect.getsource(frame.f_code))
+    except (OSError, TypeError):
+        return False
 
 
 def eager_region() -> Region:
@@ -135,7 +151,6 @@ class IslandStep(Step[P, R]):
     def __init__(self, function: Callable[P, R], parts: list[Part], refused: CaptureError | None, **how: Any) -> None:
         super().__init__(function, **how)
         self._how = how
-        self._refused_whole: CaptureError | None = None
         self._shared = refused
         self._num_regions = sum(part.is_region for part in parts)
         self._num_watched = 0
@@ -171,9 +186,9 @@ class IslandStep(Step[P, R]):
             return self._run(args, kwargs)  # type: ignore[no-any-return]
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        if self._shared is not None and self._refused_whole is None:
+        if self._shared is not None and self._hopeless is None:
             self._refuse(self._shared)
-        if self._refused_whole is not None:
+        if self._hopeless is not None:
             return self._result_of(self.function(*args, **kwargs))
         if not self._is_watched:
             return self._run_watched(args, kwargs)
@@ -217,7 +232,7 @@ class IslandStep(Step[P, R]):
         """From now on run as plain Python."""
         if self.strict:
             raise error
-        self._refused_whole = error
+        self._hopeless = error
         self.refusals.append(Fallback({}, error))
         warn_user(f"{self._name} runs as plain Python: {error}")
 

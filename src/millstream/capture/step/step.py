@@ -77,7 +77,7 @@ from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.replica import replicate
 from millstream.data_parallel.session import Session
 from millstream.device.likeness import Likeness
-from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user
+from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user, why_disabled
 from millstream.locks import ForkSafeLock
 from millstream.lower import ask_early
 from millstream.progress import phase, showing
@@ -157,7 +157,8 @@ class Step(Generic[P, R]):
         self.data_parallel = data_parallel
         self.shard_optimizer = shard_optimizer
         self._replica: Reducer | None = None
-        self.refusals: list[Fallback] = []
+        self._hopeless = why_disabled()
+        self.refusals = [] if self._hopeless is None else [Fallback({}, self._hopeless)]
         self._name = getattr(function, "__name__", type(function).__name__)
         self._parameters = _parameters_of(function)
         self._build = build
@@ -172,7 +173,6 @@ class Step(Generic[P, R]):
         self._varying: dict[Structure, frozenset[int]] = {}  # which numbers among the arguments change
         self._numbers_before: dict[Structure, list[float]] = {}
         self._refused: dict[Any, CaptureError] = {}
-        self._hopeless: CaptureError | None = None
         self._stepped: dict[int, Optimizer] = {}
         self._has_run = False
         self._num_unready = self._num_unserving = self._num_first = 0

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from millstream._torch.tracing import patched
 from millstream.capture.effects.values import Always, Expression, Leaf, Texts, holds_token
-from millstream.capture.lines import here, raise_refusal
+from millstream.capture.lines import here, raise_refusal, stopped_at, stops_in_debugger
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.location import MISSING
 from millstream.capture.state.signature import is_other
@@ -62,6 +62,13 @@ class Questions:
     thread: int | None = field(default_factory=threading.get_ident)  # that traces; ``None`` after the trace
     # gives what was there before the program put a number that nobody knows yet there; ``MISSING`` where it did not
     before: Callable[[Any], Any] = lambda number: MISSING
+
+    def text(self, of: Expression, needs: frozenset[Leaf]) -> str:
+        """Text that stands for what ``of`` will give, from what ``needs`` says; not for a debugger to show."""
+        if (where := stopped_at()) is not None:
+            self.refused.append(stops_in_debugger(where))
+            raise self.refused[-1]
+        return self.texts.token(of, needs, here())
 
     def allow(self, numbers: Numbers) -> bool:
         """Whether a program with these numbers would get the same answers, so that the graph holds for it."""
@@ -235,7 +242,7 @@ class GraphScalar(torch.SymFloat):
         if self.is_asked_by_others:
             return make(self.outside())
         of = self.of
-        return self.questions.texts.token(lambda values: make(of(values)), self.needs, here())
+        return self.questions.text(lambda values: make(of(values)), self.needs)
 
     def __round__(self, digits: int | None = None) -> Any:
         return self.apply(

@@ -53,7 +53,7 @@ from millstream.capture.effects.outputs import outputs_recorded
 from millstream.capture.effects.program import Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure, text_changed
 from millstream.capture.effects.values import Always, Nth, holds_token
-from millstream.capture.lines import caller_of, here, is_asked_by_user, is_of_call, place_of
+from millstream.capture.lines import caller_of, here, is_asked_by_user, is_of_call, place_of, stops_in_debugger
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.executed import CodeWatch, Ran, others_may_write, record_module_reads, stand_in
@@ -310,6 +310,7 @@ class _Tracer:
                 lambda: self.request.found.opaque,  # of what is found later, too
                 self._on_opaque,
                 self._on_text,
+                lambda frame: self._report(stops_in_debugger(f"{frame.f_code.co_filename}:{frame.f_lineno}")),
             ):
                 if self.ran.codes is None:
                     self._check_sources()
