@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -56,6 +57,23 @@ class Workaround:
         version = torch_version()
         is_needed = (self.since is None or self.since <= version) and (self.until is None or version < self.until)
         return is_needed and not is_off(self.issue)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
+    """Have another function in a class or module for the length of the context, for all threads.
+
+    Args:
+        owner: The class or module.
+        name: Of the function in it.
+        new: Takes its place; a ``staticmethod`` where the function is one.
+    """
+    before = inspect.getattr_static(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 _off: ContextVar[frozenset[str]] = ContextVar("workarounds that are off", default=frozenset())

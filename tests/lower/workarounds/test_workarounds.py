@@ -214,3 +214,14 @@ def test_what_was_patched_is_put_back(patch):
     with patch():
         assert patched() != before
     assert patched() == before
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod, lambda function: function])
+def test_a_replaced_function_is_back_as_the_kind_it_was(kind):
+    class Owner:
+        find = kind(lambda *_: "old")
+
+    before = vars(Owner)["find"]
+    with workarounds.replaced(Owner, "find", kind(lambda *_: "new")):
+        assert Owner().find() == "new"
+    assert vars(Owner)["find"] is before

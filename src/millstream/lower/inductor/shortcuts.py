@@ -18,7 +18,7 @@ from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
 
-from millstream._torch.workarounds import is_off
+from millstream._torch.workarounds import is_off, replaced
 
 
 @contextlib.contextmanager
@@ -36,19 +36,17 @@ def shortcuts() -> Iterator[None]:
         yield
         return
     DtypePropagationOpsHandler()
-    fill_in, generate = DtypePropagationOpsHandler.__init__, SchedulerNode.codegen
+    generate = SchedulerNode.codegen
 
     def generate_if_used(self: SchedulerNode, index_vars: Sequence[Sequence[Any]]) -> None:
         if not _is_for_nothing(V.kernel):
             generate(self, index_vars)
 
-    DtypePropagationOpsHandler.__init__ = lambda self: None  # type: ignore[method-assign]
-    SchedulerNode.codegen = generate_if_used  # type: ignore[method-assign]
-    try:
+    with (
+        replaced(DtypePropagationOpsHandler, "__init__", lambda self: None),
+        replaced(SchedulerNode, "codegen", generate_if_used),
+    ):
         yield
-    finally:
-        DtypePropagationOpsHandler.__init__ = fill_in  # type: ignore[method-assign]
-        SchedulerNode.codegen = generate  # type: ignore[method-assign]
 
 
 _postponed: list[int] = []

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
 
-from millstream._torch.workarounds import Workaround
+from millstream._torch.workarounds import Workaround, replaced
 
 
 @contextlib.contextmanager
@@ -23,11 +23,8 @@ def _reorder_single_operations_only() -> Iterator[None]:
     def reorder(self: Any, own: Any, other: Any) -> bool:
         return all(isinstance(part, SchedulerNode) for part in self.snodes) and original(self, own, other)
 
-    FusedSchedulerNode.reorder_loops_by_dep_pair = reorder  # type: ignore[method-assign]
-    try:
+    with replaced(FusedSchedulerNode, "reorder_loops_by_dep_pair", reorder):
         yield
-    finally:
-        FusedSchedulerNode.reorder_loops_by_dep_pair = original  # type: ignore[method-assign]
 
 
 WORKAROUND = Workaround(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._inductor import pattern_matcher
 
-from millstream._torch.workarounds import Workaround
+from millstream._torch.workarounds import Workaround, replaced
 
 aten = torch.ops.aten
 
@@ -25,11 +25,8 @@ def _match_no_shuffle() -> Iterator[None]:
     def is_match_of_others(match: Any) -> bool:
         return is_match(match) and not _is_shuffle(match)
 
-    pattern_matcher.is_match = is_match_of_others  # type: ignore[assignment]
-    try:
+    with replaced(pattern_matcher, "is_match", is_match_of_others):
         yield
-    finally:
-        pattern_matcher.is_match = is_match  # type: ignore[assignment]
 
 
 def _is_shuffle(match: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.scheduler import SchedulerNode
 
-from millstream._torch.workarounds import Workaround
+from millstream._torch.workarounds import Workaround, replaced
 
 
 @contextlib.contextmanager
@@ -31,11 +31,8 @@ def _keep_names() -> Iterator[None]:
             self.set_read_writes(self.read_writes.with_read(each))
         self.set_read_writes(self.read_writes.rename(self.mutation_renames))
 
-    SchedulerNode.recompute_size_and_body = recompute_and_rename  # type: ignore[method-assign]
-    try:
+    with replaced(SchedulerNode, "recompute_size_and_body", recompute_and_rename):
         yield
-    finally:
-        SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign]
 
 
 WORKAROUND = Workaround(

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 
-from millstream._torch.workarounds import Workaround
+from millstream._torch.workarounds import Workaround, replaced
 
 
 @contextlib.contextmanager
@@ -25,11 +25,8 @@ def _fold_whole_numbers_only() -> Iterator[None]:
             if dtype.is_floating_point or dtype.is_complex:
                 del self.node_replacements[node], self.node_replacements_shapes[node]
 
-    UniformValueConstantFolder._add_peephole_patterns = find_whole_numbers  # type: ignore[method-assign]
-    try:
+    with replaced(UniformValueConstantFolder, "_add_peephole_patterns", find_whole_numbers):
         yield
-    finally:
-        UniformValueConstantFolder._add_peephole_patterns = find  # type: ignore[method-assign]
 
 
 WORKAROUND = Workaround(

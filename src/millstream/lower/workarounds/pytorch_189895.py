@@ -15,7 +15,7 @@ from torch._inductor.codegen.triton import TritonKernelOverrides
 from torch._inductor.virtualized import V
 from torch._inductor.virtualized import _ops as ops
 
-from millstream._torch.workarounds import Workaround
+from millstream._torch.workarounds import Workaround, replaced
 
 
 def _is_computed_here(body: Any) -> bool:
@@ -34,11 +34,8 @@ def _choose_what_is_computed() -> Iterator[None]:
         result = original(mask, body, other)
         return ops.where(mask, result, ops.constant(other, result.dtype)) if is_computed else result
 
-    TritonKernelOverrides.masked = staticmethod(masked)  # type: ignore[method-assign]
-    try:
+    with replaced(TritonKernelOverrides, "masked", staticmethod(masked)):
         yield
-    finally:
-        TritonKernelOverrides.masked = staticmethod(original)  # type: ignore[method-assign]
 
 
 WORKAROUND = Workaround(

@@ -15,7 +15,7 @@ from typing import Any
 from torch._inductor import config
 from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
 
-from millstream._torch.workarounds import Workaround
+from millstream._torch.workarounds import Workaround, replaced
 
 
 @contextlib.contextmanager
@@ -29,11 +29,8 @@ def _store_once() -> Iterator[None]:
         else:
             store(self, name, index, value, mode)
 
-    CppTile2DKernel.store = store_once  # type: ignore[method-assign]
-    try:
+    with replaced(CppTile2DKernel, "store", store_once):
         yield
-    finally:
-        CppTile2DKernel.store = store  # type: ignore[method-assign]
 
 
 WORKAROUND = Workaround(

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch._inductor.codegen.cpp import CppKernelProxy, CppTile2DKernel
 
-from millstream._torch.workarounds import Workaround
+from millstream._torch.workarounds import Workaround, replaced
 
 
 @contextlib.contextmanager
@@ -26,11 +26,8 @@ def _aggregate_by_tiles() -> Iterator[None]:
             inner_reduces = inner.is_reduction and not outer.is_reduction
         aggregate(self, inner_reduces, outer_loop)
 
-    CppKernelProxy.aggregate_reduction_buffers = aggregate_by_tiles  # type: ignore[method-assign]
-    try:
+    with replaced(CppKernelProxy, "aggregate_reduction_buffers", aggregate_by_tiles):
         yield
-    finally:
-        CppKernelProxy.aggregate_reduction_buffers = aggregate  # type: ignore[method-assign]
 
 
 WORKAROUND = Workaround(
