@@ -7,11 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch.optim import lr_scheduler
+from torch import nn
+from torch.optim import lr_scheduler, swa_utils
 
 from millstream.capture import Step
 from millstream.errors import FallbackWarning
-from tests.capture.worlds import batches, check, interpret, mlp
+from tests.capture.worlds import World, batches, check, interpret, mlp
 
 OPTIMIZERS = {
     "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr),
@@ -278,3 +279,44 @@ def test_whatever_an_optimizer_may_read_of_its_groups_is_noticed(change):
             wrapped(torch.randn(3, 4))
         ends.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*ends, strict=True))
+
+
+def cumulative(average, new, count):
+    return average + (new - average) / (count + 1)
+
+
+@torch.no_grad()
+def lerps(averages, news, count):
+    for average, new in zip(averages, news, strict=True):
+        average.lerp_(new, 1 / (count.item() + 1))
+
+
+AVERAGES = {
+    "equal weights": {},
+    "equal weights, several at once": {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},
+    "exponential, with buffers": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9), "use_buffers": True},
+    "a function of the user's": {"avg_fn": cumulative},
+    "one that reads the count": {"multi_avg_fn": lerps},
+}
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_averages_of_weights(kind):
+    def make():
+        world = mlp(partial(torch.optim.SGD, momentum=0.9), 0.1)
+        model, step = nn.Sequential(world.modules[0], nn.BatchNorm1d(2)), world.step
+        average = swa_utils.AveragedModel(model, **AVERAGES[kind])
+
+        def step_and_average(x, y):
+            loss = step(x, y)
+            model[1](x[:, :2])  # its buffers change
+            average.update_parameters(model)
+            return loss
+
+        return World(step_and_average, [model, average], world.optimizers)
+
+    def start_anew(world, number):
+        if number == 3:
+            world.modules[1].n_averaged.zero_()
+
+    check(make, batches(5, 6, 4), between=start_anew)

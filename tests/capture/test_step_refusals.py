@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import lr_scheduler, swa_utils
+from torch.optim import lr_scheduler
 from torch.utils.flop_counter import FlopCounterMode
 
 from millstream.capture import Step
@@ -34,7 +34,6 @@ class Base:
         self.scheduler = lr_scheduler.StepLR(self.opt, 2)
         self.history, self.kept = [], {}
         self.count = 0
-        self.average = swa_utils.AveragedModel(nn.Linear(4, 3))
 
     def finish(self, loss):
         loss.backward()
@@ -166,9 +165,9 @@ def appends(base, x, y):
     return loss
 
 
-def averages(base, x, y):
+def clips_finite(base, x, y):
     loss = base.finish(base.loss(x, y))
-    base.average.update_parameters(base.average.module)
+    nn.utils.clip_grad_norm_(base.model.parameters(), 1.0, error_if_nonfinite=True)
     return loss
 
 
@@ -232,7 +231,7 @@ REFUSED = {
     nonzero: ("shape of a result depends on values", "nonzero", "torch.where"),
     nan_to_skip: ("branches on a tensor's value", "nan_to_skip", "torch.where"),
     appends: ("changes", "", "out of the step"),
-    averages: ("branches on a tensor's value", "", "torch.where"),
+    clips_finite: ("branches on a tensor's value", "", "torch.where"),
     python_random: ("calls random.random", "python_random", "outside of the step"),
     seeds: ("sets a seed", "seeds", "outside of the step"),
     own_generator: ("generator of its own", "own_generator", "torch.manual_seed"),
@@ -257,12 +256,12 @@ def prepared(function):
 
 
 def world_of(base):
-    return World(None, [base.model, base.average], [base.opt])
+    return World(None, [base.model], [base.opt])
 
 
 def fingerprint(base):
     """Everything that must be untouched: objects, values, versions apart."""
-    tensors = [*base.model.parameters(), *base.model.buffers(), *base.average.parameters(), *base.average.buffers()]
+    tensors = [*base.model.parameters(), *base.model.buffers()]
     tensors += [value for entry in base.opt.state.values() for value in entry.values()]
     tensors += [parameter.grad for parameter in base.model.parameters()]
     return {

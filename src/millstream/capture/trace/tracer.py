@@ -87,6 +87,7 @@ from millstream.capture.step.request import (
 )
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch, fits
 from millstream.capture.trace.outputs import check_returned
+from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
 from millstream.capture.trace.patches.data_parallel import TracedSession
 from millstream.capture.trace.patches.optimizers import (
@@ -325,6 +326,7 @@ class _Tracer:
                 functions,
                 functions.from_numpy_refused(),
                 backward_watched(functions.around_backward),
+                averages_take_first(self.recorder),
                 checkpoints_reuse_randoms(randoms),
                 scripts_as_python(),
                 steps_are_masked(),
