@@ -6,9 +6,10 @@ import weakref
 import pytest
 import torch
 
-from millstream.device import MAX_STREAMS, Event, Place, Stream, context, driver, guard, native
+from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard, native
 from millstream.device.context import DeviceContext
-from millstream.device.driver import CpuDriver
+from millstream.device.drivers import cuda, lending
+from millstream.device.drivers.cpu import CpuDriver
 from millstream.errors import ArgumentError, DeviceError
 from tests import processes
 from tests.device.virtual_device import make_virtual_context
@@ -391,7 +392,8 @@ def test_the_guard_of_an_absent_device(monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", "virtual", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_a_lent_tensor_tells_when_its_last_view_is_gone(device, compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr(driver, "lender", lambda: None)
+        for module in (cuda, lending):
+            monkeypatch.setattr(module, "lender", lambda: None)
     ctx = make_virtual_context()[0] if device == "virtual" else context(device)
 
     class Token:
@@ -419,7 +421,8 @@ def test_a_lent_tensor_tells_when_its_last_view_is_gone(device, compiled, monkey
 @pytest.mark.parametrize("device", ["cpu", "virtual", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_what_is_lent_has_the_form_of_its_memory(device, dtype, compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr(driver, "lender", lambda: None)
+        for module in (cuda, lending):
+            monkeypatch.setattr(module, "lender", lambda: None)
     ctx = make_virtual_context()[0] if device == "virtual" else context(device)
     memory = ctx.allocate(1024).fill_(1).view(dtype)[3:].as_strided((4, 2, 3), (6, 1, 2), 7)
     lent = ctx.lend(memory, object())
@@ -459,19 +462,19 @@ def test_a_lent_tensor_keeps_its_memory():
 def test_a_thread_is_kept_near_the_device_for_a_while():
     before = os.sched_getaffinity(0)
     one = {min(before)}
-    with driver._run_on(one):
+    with cuda._run_on(one):
         assert os.sched_getaffinity(0) == one
-    with driver._run_on({10_000}):  # not ours to use
+    with cuda._run_on({10_000}):  # not ours to use
         assert os.sched_getaffinity(0) == before
     assert os.sched_getaffinity(0) == before
 
 
 def test_the_runtime_is_looked_up_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(driver.ctypes, "CDLL", asked.append)
-    driver._find.cache_clear()
+    monkeypatch.setattr(cuda.ctypes, "CDLL", asked.append)
+    cuda._find.cache_clear()
     for _ in range(3):
-        with driver._SpareCaptures():
+        with cuda._SpareCaptures():
             pass
-    driver._find.cache_clear()
+    cuda._find.cache_clear()
     assert len(asked) == 1

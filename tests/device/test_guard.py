@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from millstream.device import Place, driver
+from millstream.device import Place
+from millstream.device.drivers import cuda as driver
 from millstream.device.guard import guard
 from millstream.errors import DeviceError
 

@@ -18,7 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.device import driver, native
+from millstream.device import native
+from millstream.device.drivers import cuda
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
@@ -196,18 +197,18 @@ def test_copies_are_enqueued_between_the_records_and_behind_the_waits():
 
 def test_a_driver_gives_all_of_a_transfer_to_compiled_code(monkeypatch):
     fake, to, source = FakeDriver(), torch.zeros(6, dtype=torch.uint8), torch.ones(6, dtype=torch.uint8)
-    monkeypatch.setattr(driver, "enqueuer", fake.enqueuer)
-    made = object.__new__(driver.CudaDriver)  # without asking for a device
+    monkeypatch.setattr(cuda, "enqueuer", fake.enqueuer)
+    made = object.__new__(cuda.CudaDriver)  # without asking for a device
     waits, before, after = ([SimpleNamespace(cuda_event=number)] for number in (8, 1, 2))
-    made.copy(driver.Transfer([(to, source)], SimpleNamespace(cuda_stream=77), waits, before, after))
+    made.copy(cuda.Transfer([(to, source)], SimpleNamespace(cuda_stream=77), waits, before, after))
     copied = ("copy", to.data_ptr(), source.data_ptr(), 6, 77)
     assert fake.calls == [("wait", 8, 77), ("record", 1, 77), copied, ("record", 2, 77)]
 
 
 def test_where_compiled_code_meets_an_error_pytorch_does_all_of_a_transfer(monkeypatch):
     fake, to, calls = FakeDriver(fails_at=1), torch.zeros(6), []
-    monkeypatch.setattr(driver, "enqueuer", fake.enqueuer)
-    made = object.__new__(driver.CudaDriver)
+    monkeypatch.setattr(cuda, "enqueuer", fake.enqueuer)
+    made = object.__new__(cuda.CudaDriver)
     monkeypatch.setattr(made, "on", lambda stream: nullcontext(), raising=False)
 
     def event(number):
@@ -218,7 +219,7 @@ def test_where_compiled_code_meets_an_error_pytorch_does_all_of_a_transfer(monke
         )
 
     stream = SimpleNamespace(cuda_stream=77)
-    made.copy(driver.Transfer([(to, torch.ones(6))], stream, [event(8)], [event(1)], [event(2)]))
+    made.copy(cuda.Transfer([(to, torch.ones(6))], stream, [event(8)], [event(1)], [event(2)]))
     assert calls == [("wait", 8), ("record", 1), ("record", 2)]
     assert bool((to == 1).all())
 

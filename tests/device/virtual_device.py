@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from millstream.device.context import DeviceContext
-from millstream.device.driver import lend_host
+from millstream.device.drivers.lending import lend_host
 from millstream.device.place import Place
 
 

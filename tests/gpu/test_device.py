@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
 from millstream.device.cuda_graphs.capturing import capture
-from millstream.device.driver import capture_nothing
+from millstream.device.drivers.cuda import capture_nothing
 from millstream.errors import DeviceError
 from tests.processes import output_of
 

@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from millstream.device.arena import PinnedArena
-from millstream.device.driver import CpuDriver, CudaDriver, Driver, GraphPool, Transfer
+from millstream.device.drivers.base import Driver, GraphPool, Transfer
+from millstream.device.drivers.cpu import CpuDriver
+from millstream.device.drivers.cuda import CudaDriver
 from millstream.device.handles import Event, Stream
 from millstream.device.place import Place
 from millstream.errors import ArgumentError, DeviceError

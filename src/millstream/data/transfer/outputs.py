@@ -17,7 +17,7 @@ from torch import Tensor
 from millstream.data.transfer.base import Transform
 from millstream.data.transfer.layout import is_plain, view_leaves
 from millstream.device import DeviceContext, Stream, StreamMarker
-from millstream.device.driver import see_alike, whole_storage
+from millstream.device.drivers.lending import see_alike, whole_storage
 from millstream.tree import Unflatten, as_tensor, name_leaf, tree_flatten
 
 if TYPE_CHECKING:

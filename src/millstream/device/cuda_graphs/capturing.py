@@ -11,7 +11,8 @@ import torch
 from millstream._torch.devices.generators import Aside, aside
 from millstream._torch.devices.streams import RunOn, stop_recording
 from millstream.device.context import DeviceContext
-from millstream.device.driver import GraphPool, capture_nothing
+from millstream.device.drivers.base import GraphPool
+from millstream.device.drivers.cuda import capture_nothing
 from millstream.device.guard import guard
 
 

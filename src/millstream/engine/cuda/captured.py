@@ -21,7 +21,7 @@ from millstream._torch.tensors import (
 from millstream.device import DeviceContext
 from millstream.device.cuda_graphs.capturing import capture
 from millstream.device.cuda_graphs.spread import spread_kernels
-from millstream.device.driver import GraphPool
+from millstream.device.drivers.base import GraphPool
 from millstream.engine.arena import Arena, User, bind_arena, bind_buffers, lay_out, view_memory
 from millstream.engine.cuda.carrier import make_carrier
 from millstream.engine.cuda.passage import Passage, make_passage

@@ -37,7 +37,7 @@ from millstream._torch.devices.streams import current_stream_handle
 from millstream.cost import Costs
 from millstream.device import DeviceContext, context, guard
 from millstream.device.cuda_graphs.capturing import repair
-from millstream.device.driver import GraphPool
+from millstream.device.drivers.base import GraphPool
 from millstream.engine.arena import Arena
 from millstream.engine.cuda import passage
 from millstream.engine.cuda.captured import Captured, Family

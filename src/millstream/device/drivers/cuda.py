@@ -1,9 +1,4 @@
-"""The few things a context asks of PyTorch's device runtime, for the CPU and for CUDA.
-
-A driver makes and acts; pools, limits and life times are the context's. Tests put a driver of a
-virtual device in its place and so prove, without hardware, that code which uses a context is correct on the slowest and
-on the most eager of devices.
-"""
+"""The driver of a CUDA device, through ``torch.cuda`` and CUDA's own driver."""
 
 from __future__ import annotations
 
@@ -13,12 +8,11 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,255 +26,12 @@ from millstream._torch.devices.streams import (
     stream_setter,
 )
 from millstream._torch.tensors import mark_use
+from millstream.device.drivers.base import GraphPool, Transfer, make_copies
+from millstream.device.drivers.lending import see_alike, whole_storage
 from millstream.device.guard import guard
-from millstream.device.handles import Event, NullEvent, NullStream, Stream
+from millstream.device.handles import Event, Stream
 from millstream.device.native import enqueuer, lender, with_pointer
 from millstream.device.place import Place
-
-GraphPool = tuple[int, int]
-"""PyTorch's name for a memory pool that CUDA graphs share; ``(0, 0)`` means none."""
-
-
-class Transfer(NamedTuple):
-    """Copies on a stream, and what stands around them.
-
-    Attributes:
-        pairs: Tensors of one size and dtype: where to, where from.
-        stream: Where.
-        waits: Events for which the stream waits first of all.
-        before: Events to be recorded in front of the copies.
-        after: Events to be recorded behind them.
-    """
-
-    pairs: Sequence[tuple[Tensor, Tensor]]
-    stream: Any
-    waits: Sequence[Any] = ()
-    before: Sequence[Any] = ()
-    after: Sequence[Any] = ()
-
-
-def _make(transfer: Transfer) -> None:
-    pairs, stream, waits, before, after = transfer
-    for event in waits:
-        event.wait(stream)
-    for event in before:
-        event.record(stream)
-    for destination, source in pairs:
-        destination.copy_(source, non_blocking=True)
-    for event in after:
-        event.record(stream)
-
-
-class Driver(Protocol):
-    """What a device must be able to do. All calls but ``synchronize`` return before the device has done the work."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Where its tensors live."""
-        ...
-
-    def make_stream(self, *, high_priority: bool) -> Stream:
-        """Make a stream, or hand out one of PyTorch's: two calls may give the same one."""
-        ...
-
-    def make_event(self, *, timing: bool) -> Event:
-        """Make an event."""
-        ...
-
-    def current_stream(self) -> Stream:
-        """The stream on which the calling thread's operators run on this device."""
-        ...
-
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Make ``stream`` (and its device) the calling thread's current one, and restore both."""
-        ...
-
-    def stream_id(self, stream: Stream) -> int:
-        """A number that no other stream of this device has."""
-        ...
-
-    def current_stream_id(self) -> int:
-        """That of the calling thread's current stream."""
-        ...
-
-    def is_current(self) -> bool:
-        """Whether it is the calling thread's current device."""
-        ...
-
-    def is_capturing_elsewhere(self) -> bool:
-        """Whether the calling thread captures a graph on another device."""
-        ...
-
-    def entry(self, stream: Stream) -> Callable[[], Any]:
-        """What makes ``stream`` (and its device) the calling thread's current one."""
-        ...
-
-    def blas_handle(self) -> int:
-        """That of cuBLAS for the calling thread, set to its current stream; 0 where there is none."""
-        ...
-
-    def workspace_bytes(self) -> int:
-        """What cuBLAS takes for each stream."""
-        ...
-
-    def guard(self) -> AbstractContextManager[Any]:
-        """Make the device current, and restore device and streams."""
-        ...
-
-    def mark_use(self, storage: torch.UntypedStorage, stream: Stream) -> None:
-        """When the storage is freed, keep its memory until ``stream`` has done what it has been given by then."""
-        ...
-
-    def is_capturing(self) -> bool:
-        """Tell whether the calling thread's current stream is being captured into a CUDA graph."""
-        ...
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Allocate a uint8 tensor of the device for the calling thread's current stream."""
-        ...
-
-    def lend(self, memory: Tensor, token: object) -> Tensor:
-        """The same as ``memory``, in a storage that keeps ``token`` and ``memory`` until its last view is gone."""
-        ...
-
-    def copy(self, transfer: Transfer) -> None:
-        """Wait for events, record events, enqueue copies to the first of each pair, record events.
-
-        Asynchronous to the host when the host's side is pinned.
-        """
-        ...
-
-    def prepare_copy(self, transfer: Transfer) -> Callable[[], int] | None:
-        """What does the same each time that it is called, but for errors, of which it gives the number; 0 for none.
-
-        It keeps no memory alive. ``None`` where nothing can be prepared.
-        """
-        ...
-
-    def pin(self, num_bytes: int) -> Tensor:
-        """Allocate a uint8 host tensor that the device reads directly; ``RuntimeError`` when refused."""
-        ...
-
-    def name_graph_pool(self) -> GraphPool:
-        """Name a memory pool that one CUDA graph may have for itself."""
-        ...
-
-    def make_graph_pool(self) -> GraphPool:
-        """Make a memory pool that several CUDA graphs may share."""
-        ...
-
-    def in_thread(self) -> AbstractContextManager[Any]:
-        """Prepare a helper thread for calls to this device."""
-        ...
-
-    def spare_captures(self) -> AbstractContextManager[Any]:
-        """Keep the calling thread's calls from ending captures that other threads make. May be entered again later."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until the device has done everything."""
-        ...
-
-
-class CpuDriver:
-    """The CPU: everything has happened when a call returns."""
-
-    def __init__(self) -> None:
-        self.torch_device = torch.device("cpu")
-        self._current = NullStream()
-
-    def make_stream(self, *, high_priority: bool) -> Stream:
-        """A stream that never waits."""
-        return NullStream("urgent" if high_priority else "stream")
-
-    def make_event(self, *, timing: bool) -> Event:
-        """An event that is reached when it is recorded."""
-        return NullEvent(timing)
-
-    def current_stream(self) -> Stream:
-        """The one stream operators run on: the host itself."""
-        return self._current
-
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """Do nothing: all streams of the CPU are the host itself."""
-        return nullcontext()
-
-    def stream_id(self, stream: Stream) -> int:
-        """The object's."""
-        return id(stream)
-
-    def current_stream_id(self) -> int:
-        """That of the one stream."""
-        return id(self._current)
-
-    def is_current(self) -> bool:
-        """Always."""
-        return True
-
-    def is_capturing_elsewhere(self) -> bool:
-        """Nobody asks."""
-        return False
-
-    def entry(self, stream: Stream) -> Callable[[], Any]:  # noqa: ARG002
-        """Nothing: all streams of the CPU are the host itself."""
-        return _do_nothing
-
-    def blas_handle(self) -> int:
-        """None."""
-        return 0
-
-    def workspace_bytes(self) -> int:
-        """None."""
-        return 0
-
-    def guard(self) -> AbstractContextManager[Any]:
-        """Nothing to set."""
-        return nullcontext()
-
-    def mark_use(self, storage: torch.UntypedStorage, stream: Stream) -> None:
-        """Do nothing: whatever uses it is done."""
-
-    def is_capturing(self) -> bool:
-        """Never."""
-        return False
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Plain memory."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-    def lend(self, memory: Tensor, token: object) -> Tensor:
-        """As ``lend_host`` does."""
-        return lend_host(memory, token)
-
-    def copy(self, transfer: Transfer) -> None:
-        """Copy at once."""
-        _make(transfer)
-
-    def prepare_copy(self, transfer: Transfer) -> None:
-        """Nothing can be."""
-
-    def pin(self, num_bytes: int) -> Tensor:
-        """Plain memory: no other device will read it."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-    def name_graph_pool(self) -> GraphPool:
-        """No pool: the CPU captures no graphs."""
-        return (0, 0)
-
-    def make_graph_pool(self) -> GraphPool:
-        """No pool either."""
-        return (0, 0)
-
-    def in_thread(self) -> AbstractContextManager[None]:
-        """Nothing to prepare."""
-        return nullcontext()
-
-    def spare_captures(self) -> AbstractContextManager[None]:
-        """There are none."""
-        return nullcontext()
-
-    def synchronize(self) -> None:
-        """Do nothing: the CPU is idle."""
 
 
 class CudaDriver:
@@ -394,7 +145,7 @@ class CudaDriver:
         enqueue = self.prepare_copy(transfer)
         if enqueue is None or enqueue() != 0:
             with self.on(transfer.stream):
-                _make(transfer)  # after an error PyTorch is left to meet it, and to say what it is
+                make_copies(transfer)  # after an error PyTorch is left to meet it, and to say what it is
 
     def prepare_copy(self, transfer: Transfer) -> Callable[[], int] | None:
         """In compiled code, for bytes that lie close together, and events that have been recorded before."""
@@ -454,10 +205,6 @@ class CudaDriver:
         torch.cuda.synchronize(self.torch_device)
 
 
-def _do_nothing() -> None:
-    pass
-
-
 def capture_nothing(pool: GraphPool | None = None) -> torch.cuda.CUDAGraph:
     """Capture an empty graph on the current device, behind all of its work so far and in front of all that follows.
 
@@ -493,31 +240,6 @@ class _Lent:
         }
 
 
-class _LentArray(np.ndarray[Any, np.dtype[np.uint8]]):
-    token: object
-
-
-def lend_host(memory: Tensor, token: object) -> Tensor:
-    """Do what ``Driver.lend`` does, for host memory; without compiled code by an array that a tensor keeps alive."""
-    if (compiled := lender()) is not None and (lent := compiled.lend(memory, token)) is not None:
-        return lent
-    array = whole_storage(memory).numpy().view(_LentArray)
-    array.token = token
-    return see_alike(torch.from_numpy(array), memory)
-
-
-def whole_storage(tensor: Tensor) -> Tensor:
-    """The bytes of the storage under ``tensor``, as a uint8 tensor."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def see_alike(whole: Tensor, example: Tensor) -> Tensor:
-    """See the bytes of a storage as ``example`` sees those of its own."""
-    empty = torch.empty(0, dtype=example.dtype, device=whole.device)
-    return empty.set_(whole.untyped_storage(), int(example.storage_offset()), example.size(), example.stride())
-
-
 def _processors_near(place: Place) -> set[int]:
     """Numbers of the processors on the device's NUMA node; empty when the system does not say (only Linux does)."""
     try:
@@ -548,6 +270,8 @@ def _run_on(processors: set[int]) -> Iterator[None]:
 
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
+
+
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
