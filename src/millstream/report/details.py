@@ -10,7 +10,8 @@ from millstream.graph import Candidate
 from millstream.report.words import count, duration, percent, size
 
 if TYPE_CHECKING:
-    from millstream.report.explanation import Explanation, ProgramReport
+    from millstream.report.explanation import Explanation
+    from millstream.report.program import ProgramReport
 
 MAX_KERNELS = 500  # rows of a table: the page stays below 2 MB
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from millstream.report.words import count, duration, shorten, size, table
 
 if TYPE_CHECKING:
-    from millstream.report.explanation import ProgramReport
+    from millstream.report.program import ProgramReport
 
 MOST_SIZES = 20  # sizes of which a line is shown
 
