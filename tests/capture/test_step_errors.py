@@ -78,7 +78,8 @@ def test_a_strict_step_says_what_and_blames_nobody(mistake, capfd):
         assert type(error) is TypeError
     else:
         assert isinstance(error, CaptureError)
-        assert re.search(r"\w\. (At .*)?If (the line|it) also fails without ms\.step, correct it", str(error))
+        assert error.where.startswith(f"{__file__}:")
+        assert re.search(r"[^.]\. At .* (If the line also fails|It does so) without ms\.step", str(error))
     assert capfd.readouterr() == ("", "")
 
 

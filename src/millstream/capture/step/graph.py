@@ -15,12 +15,14 @@ from millstream.capture.effects.program import Effects, Output
 from millstream.capture.effects.values import Values
 from millstream.capture.guards.guards import Guards
 from millstream.capture.guards.recheck import Line
+from millstream.capture.lines import last_place
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import LEAF, Structure, are_same, is_other, put_together
 from millstream.capture.step.sizes import SizeGuard, numbers_of
 from millstream.capture.trace.patches.optimizers import is_number
 from millstream.capture.trace.scalars import Questions
 from millstream.device.likeness import Likeness
+from millstream.errors import CaptureError
 
 
 class Build(Protocol):
@@ -271,3 +273,36 @@ class Memory:
             return True
         storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
         return len({*storages} - {0}) == len(storages) - storages.count(0)
+
+
+class _Eager(fx.Interpreter):
+    """Runs a graph operator by operator, and keeps the user's line of one that fails."""
+
+    where = ""
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except Exception:
+            self.where = last_place(n.meta.get("stack_trace", ""))
+            raise
+
+
+def find_failure(gm: fx.GraphModule, inputs: list[Tensor]) -> CaptureError | None:
+    """What is wrong with a step whose graph fails, if it is the step: its operators fail as they are, too."""
+    if gm.meta.get("exchanges"):  # other processes would have to take part
+        return None
+    eager = _Eager(gm)
+    eager.extra_traceback = False  # no more text in errors
+    try:
+        with torch.no_grad():
+            eager.run(*inputs)
+    except Exception as error:  # noqa: BLE001  it is to be told
+        told = CaptureError(
+            f"The step fails: {type(error).__name__}: {error}".splitlines()[0],
+            where=eager.where,
+            remedy="It does so without ms.step, too.",
+        )
+        told.__cause__ = error
+        return told
+    return None

@@ -47,7 +47,7 @@ from millstream.capture.state.signature import (
     take_apart,
 )
 from millstream.capture.step.bind import Call, Workshop
-from millstream.capture.step.graph import Build, StepGraph
+from millstream.capture.step.graph import Build, StepGraph, find_failure
 from millstream.capture.step.request import (
     Disturbed,
     EagerFirst,
@@ -637,6 +637,8 @@ class Step(Generic[P, R]):
                 raise
             if isinstance(error, (ArgumentError, CaptureError, NoSymbols)):
                 raise  # it is the user who is asked, or it says by itself what it is
+            if (own := find_failure(graph.gm, graph.inputs(arguments))) is not None:
+                raise own from own.__cause__
             what = error if isinstance(error, MillstreamError) else f"{type(error).__name__}: {error}"
             raise CaptureError(
                 f"The captured step could not be built or run: {what}".splitlines()[0],
