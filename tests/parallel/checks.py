@@ -751,6 +751,42 @@ def without_wrapper(rank, num_steps):
     return digest(ours)
 
 
+def synchronized_norms(rank, num_steps):
+    """SyncBatchNorm in both processes, against one that has the batches of both."""
+
+    def run(convert, capture, data):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            *(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5, bias=False)),
+            nn.BatchNorm1d(5, momentum=None),
+        )
+        net = convert(net)
+        optimizer = adamw(net.parameters())
+
+        def step(x, y):
+            loss = net(x).mul(y[:, :1]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = capture(step)
+        return net, train(step, data), step
+
+    data = [[*batches(each, num_steps)] for each in range(2)]
+    both = [tuple(map(torch.cat, zip(*pair, strict=True))) for pair in zip(*data, strict=True)]
+    theirs, expected, _ = run(lambda net: net, lambda step: step, both)
+    ours, results, step = run(
+        nn.SyncBatchNorm.convert_sync_batchnorm, lambda step: ms.step(step, strict=True, data_parallel=True), data[rank]
+    )
+    for mine, loss in zip(results, expected, strict=True):
+        dist.all_reduce(mine)
+        torch.testing.assert_close(mine / 2, loss, rtol=1e-4, atol=1e-5)
+    assert_alike(ours, theirs)
+    assert len(step.graphs) == 1
+    return digest(ours), step.graphs[0].executable._runner.whole is not None
+
+
 def other_model(rank):
     """``data_parallel=True`` where the processes have other models; what each is told."""
     net = nn.Linear(4, 2 + rank)

@@ -60,6 +60,12 @@ def test_two_models(agreeing_pair):
     assert agreeing_pair.run(checks.two_models, 10) == [1, 1]
 
 
+def test_statistics_are_those_of_all_ranks(agreeing_pair):
+    (one, *ways), other = agreeing_pair.run(checks.synchronized_norms, 10)
+    assert [one, *ways] == other
+    assert ways == [True]
+
+
 def test_rank_that_gave_its_memory_back_joins_again(agreeing_pair):
     first, second = agreeing_pair.run(checks.released_on_one, 6)
     assert first == second

@@ -146,7 +146,7 @@ def meet(group: dist.ProcessGroup) -> Board | None:
     """A new board of the processes of a group, made in all of them at once.
 
     Returns:
-        ``None`` where they are on several hosts, or there is one alone.
+        ``None`` where they are on several hosts, or there is one alone, or others are made up.
 
     Raises:
         DataParallelError: A process is gone.
@@ -156,10 +156,10 @@ def meet(group: dist.ProcessGroup) -> Board | None:
         return None
     path = make_file(size) if rank == 0 else ""
     try:
-        met = _tell(group, (_host(), path))
-        if not all(host == _host() for host, _ in met):
+        met = _tell(group, (_host(), os.getpid(), path))
+        if not all(host == _host() for host, *_ in met) or len({process for _, process, _ in met}) < size:
             return None
-        board = _opened(lambda: Board(met[0][1], rank, size, timeout_of(group)))
+        board = _opened(lambda: Board(met[0][2], rank, size, timeout_of(group)))
         has_all = all(_tell(group, board is not None))
         return board if has_all else None
     finally:

@@ -244,8 +244,8 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     return stride
 
 
-def mean_over(group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Sums that become the mean, since each process divides its own values by their number before."""
+def sum_over(group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Sums over all processes: the mean, where each divides its own values by their number before."""
     return functools.partial(c10d.all_reduce, op=dist.ReduceOp.SUM, group=group)
 
 

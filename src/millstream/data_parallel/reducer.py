@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from millstream._torch.distributed.collectives import EXCHANGE, unsaved_writes
 from millstream.data_parallel.agreement import agreement_of
 from millstream.data_parallel.buckets import CAP_BYTES, Bucket, Member, plan_buckets
-from millstream.data_parallel.exchange import Exchange, first_of, greatest_over, mean_over
+from millstream.data_parallel.exchange import Exchange, first_of, greatest_over, sum_over
 from millstream.data_parallel.hyperparameters import optimizers_of, told_of
 from millstream.errors import DataParallelError
 
@@ -193,7 +193,7 @@ class Reducer:
         )
 
     def _operation(self, bucket: int) -> Callable[..., Any]:  # noqa: ARG002  for others
-        return mean_over(self.group)
+        return sum_over(self.group)
 
     def broadcast(self, buffers: Sequence[Tensor], time: int = 0) -> None:
         """Give all processes the buffers of the first.

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -36,6 +36,7 @@ from millstream._torch.distributed.data_parallel import (
     why_not_ours,
 )
 from millstream._torch.hooks import OwnHook
+from millstream.data_parallel.norms import group_of, normalize
 from millstream.data_parallel.reducer import Reducer, Settings
 from millstream.data_parallel.sharded import ShardedReducer
 from millstream.errors import DataParallelError
@@ -153,6 +154,21 @@ class Session:
             with torch.no_grad():
                 sharded.add_shares(shares)
         return None
+
+    def sync_batch_norm(self, original: Callable[..., Tensor], module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+        """``SyncBatchNorm.forward``, with collectives that a graph may have."""
+        group = group_of(module)
+        if group is None:
+            return original(module, x)
+        module._check_input_dim(x)
+        module._check_non_zero_input_channels(x)
+        self._times[module, "statistics"] += 1
+        time = self._times[module, "statistics"] - 1
+        self.prepare_statistics(module, time, x)
+        return normalize(module, x, group, time)
+
+    def prepare_statistics(self, module: nn.SyncBatchNorm, time: int, x: Tensor) -> None:
+        """A call of ``module`` is about to exchange statistics."""
 
     def total_norm(
         self,

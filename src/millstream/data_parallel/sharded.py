@@ -28,8 +28,8 @@ from millstream.data_parallel.exchange import (
     dense_strides,
     gather_over,
     greatest_over,
-    mean_over,
     scatter_over,
+    sum_over,
 )
 from millstream.data_parallel.reducer import Reducer, Settings, member_of
 from millstream.data_parallel.shares import Piece, pad, pieces_of
@@ -94,7 +94,7 @@ class ShardedReducer(Reducer):
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def _operation(self, bucket: int) -> Callable[..., Any]:
-        return mean_over(self.group) if self.owner_of[bucket] is None else scatter_over(self.group)
+        return sum_over(self.group) if self.owner_of[bucket] is None else scatter_over(self.group)
 
     def _put(self, bucket: int, member: int, parameter: Tensor, result: Tensor) -> None:
         piece = self.pieces[bucket].get(member)
@@ -174,7 +174,7 @@ class ShardedReducer(Reducer):
         key = is_greatest, time
         if key not in self._norms:
             like = torch.empty((), dtype=dtype, device=device)
-            issue = greatest_over(self.group) if is_greatest else mean_over(self.group)
+            issue = greatest_over(self.group) if is_greatest else sum_over(self.group)
             label = f"norm {time} of {self.name}"
             one = Bucket((0,), (0,), 1)
             self._norms[key] = Exchange(one, [like], self.group, issue, label, agreement=self._agreement, is_first=True)

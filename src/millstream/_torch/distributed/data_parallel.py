@@ -98,7 +98,6 @@ def why_not_ours(wrapper: DistributedDataParallel) -> str:
         "delayed parameters": bool(wrapper._delay_all_reduce_params),
         "a hook for buffers": hasattr(wrapper, "buffer_hook"),
         "the context manager Join": wrapper._join_config.enable,
-        "SyncBatchNorm": any(isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules()),
         "DTensor parameters": any(_is_distributed(parameter) for parameter in wrapper.parameters()),
         "sparse gradients": any(getattr(module, "sparse", False) is True for module in wrapper.modules()),
         "torch.compile's own reducer": wrapper._use_python_reducer,
@@ -203,6 +202,7 @@ REPLACED: tuple[tuple[str, Any, str], ...] = (
     ("backward", torch.autograd, "backward"),
     ("all_reduce", dist, "all_reduce"),
     ("broadcast", dist, "broadcast"),
+    ("sync_batch_norm", nn.SyncBatchNorm, "forward"),
     ("total_norm", clip_grad, "_get_total_norm"),  # which clip_grad_norm_ calls
     ("total_norm", nn.utils, "get_total_norm"),
 )

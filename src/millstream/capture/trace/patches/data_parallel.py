@@ -18,6 +18,7 @@ from millstream.capture.lines import here, raise_refusal
 from millstream.capture.step.request import FoundLate, StateMissing
 from millstream.data_parallel.buckets import Bucket
 from millstream.data_parallel.exchange import Exchange
+from millstream.data_parallel.norms import is_known
 from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.session import Session, reducer_known
 from millstream.errors import CaptureError, DataParallelError
@@ -95,6 +96,11 @@ class TracedSession(Session):
                     f"{name} gets a gradient, but was not there when the step was first called, so that processes "
                     "would train it apart. Let the step's function reach it from the first call on."
                 )
+
+    def prepare_statistics(self, module: nn.SyncBatchNorm, time: int, x: Tensor) -> None:
+        """Those of the graph are those that an eager run has made."""
+        if not is_known(module, time, x):
+            self._report(StateMissing("what SyncBatchNorm exchanges"))
 
     # --- collectives of the user's own --------------------------------------------------------------------------------
 
