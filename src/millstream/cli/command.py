@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millstream import __version__
+from millstream.cli.exits import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from millstream.errors import ArgumentError
 
 if TYPE_CHECKING:
     from millstream.cli.training.job import Job
 
-EXIT_BAD_INPUT = 2  # as argparse's own
 SCRIPT_COMMANDS = (
     "profile",
     "syncs",
@@ -27,7 +27,6 @@ SCRIPT_COMMANDS = (
 )  # options, a script, and all that follows is the script's own
 WITH_VALUE = ("--save", "--fail-if", "--devices", "--network", "--per-host", "--fit")
 MAX_SEED = 2**32 - 1  # leaves room to mix an epoch into the 64 bits that PyTorch takes
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,8 +25,8 @@ import millstream as ms
 from millstream.api import executables
 from millstream.api.environment import compiler, version_of
 from millstream.cache import cache_folder
+from millstream.cli.exits import EXIT_BROKEN, EXIT_OK
 
-EXIT_OK, EXIT_BROKEN = 0, 1
 OLDEST_CAPABILITY = (7, 0)  # Triton's own limit
 TOLERANCE = 1e-3  # relative to values of about 1; PyTorch leaves TF32 off for matrix products
 NUM_STEPS = 5

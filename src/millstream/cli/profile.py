@@ -12,17 +12,16 @@ import traceback
 from pathlib import Path
 
 from millstream.api.profiling import Profile, check_writable
+from millstream.cli.exits import EXIT_CONDITION, EXIT_FAILED
 from millstream.cli.running import run_script
 from millstream.errors import ArgumentError
 from millstream.insight.ranks import merge
 from millstream.report.idle import SLOWER, Condition, compare, ranks, syncs
 from millstream.trace import SyncTrace
 
-EXIT_FAILED = 1
 PATIENCE_S = 10.0  # for the reports of other ranks
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read when PyTorch is imported, which here is before the script
-EXIT_CONDITION = 3  # a --fail-if holds, and the script itself had succeeded
 
 
 def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Path], fail_if: list[str]) -> int:

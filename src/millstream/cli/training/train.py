@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 import millstream as ms
-from millstream.cli.command import EXIT_INTERRUPTED
+from millstream.cli.exits import EXIT_DISAGREE, EXIT_INTERRUPTED, EXIT_OK
 from millstream.cli.training.checkpoint import check_writable, load_checkpoint, restore, save_checkpoint
 from millstream.cli.training.devices import STEPS_BETWEEN_ASKS, Team
 from millstream.cli.training.job import Carry, Job
@@ -45,9 +45,6 @@ WIDEST_SPREAD = 1.5  # of the gains of single rounds, 80th over 20th percentile;
 REFRESH_SECONDS = 0.5  # a loss is read from the device, which waits for it, no more often than this
 
 STDERR = 2
-
-EXIT_OK = 0
-EXIT_DISAGREE = 1
 
 
 @dataclass
