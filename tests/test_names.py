@@ -111,3 +111,10 @@ def test_files_named_in_texts_are_there():
 )
 def test_a_name_of_nothing_is_seen(name):
     assert not is_there(name)
+
+
+def test_every_folder_of_a_package_stands_in_the_architecture():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    source = PACKAGES["millstream"]
+    folders = [path.parent.relative_to(source).as_posix() for path in source.glob("*/**/__init__.py")]
+    assert [each for each in folders if "/" in each and f"`{each}/`" not in text] == []
