@@ -79,7 +79,7 @@ def test_a_strict_step_says_what_and_blames_nobody(mistake, capfd):
     else:
         assert isinstance(error, CaptureError)
         assert error.where.startswith(f"{__file__}:")
-        assert re.search(r"[^.]\. At .* (If the line also fails|It does so) without ms\.step", str(error))
+        assert re.search(r"[^.]\. At .* (If the line also fails|So it does) without ms\.step", str(error))
     assert capfd.readouterr() == ("", "")
 
 
@@ -159,3 +159,23 @@ def test_a_fallback_returns_what_a_graph_would():
     assert not any(each.requires_grad for each in (loss, kept["rows"][0], view))
     assert kept["rows"][1] is weight
     assert view._base is None
+
+
+def test_errors_name_public_types_as_eager_does():
+    def no_method(x):
+        return x.tensor_has_none()
+
+    def elsewhere(x):
+        return x + torch.ones(4, device="meta")
+
+    def stops(x):
+        raise StopIteration
+
+    for function, said in (
+        (no_method, "'Tensor' object has no"),
+        (elsewhere, ": RuntimeError: "),
+        (stops, "StopIteration."),
+    ):
+        with pytest.raises(CaptureError, match=said):
+            make(strict=True, function=function)[0](X)
+    assert make(strict=True, function=lambda x: x * len(type(x * 2).__name__))[0](X)[0, 0].item() == 6

@@ -173,6 +173,12 @@ _DEBUGGERS = frozenset({"bdb", "pdb", "ipdb", "pudb", "pydevd", "_pydevd_bundle"
 """Packages; IPython's debugger is one of ``bdb``'s, and those of editors are ``pydevd``'s."""
 
 
+def told(error: BaseException) -> str:
+    """The first line of an error, with the name of its type, or of the public one that it is of."""
+    kind = next(each for each in type(error).__mro__ if not each.__module__.startswith("torch._"))
+    return ": ".join((kind.__name__, *str(error).splitlines()[:1]))
+
+
 def place_of(error: BaseException) -> str:
     """``file:line`` of the user's innermost line that led to ``error``, or an empty string."""
     place = ""

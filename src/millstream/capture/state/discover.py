@@ -41,7 +41,7 @@ from torch.optim import SGD, Optimizer
 
 from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
 from millstream.capture.effects.registry import PACKAGES
-from millstream.capture.lines import is_ours, is_users, is_users_own, place_of
+from millstream.capture.lines import is_ours, is_users, is_users_own, place_of, told
 from millstream.capture.state.code import (
     NAMESPACES,
     Names,
@@ -150,7 +150,7 @@ def discover(roots: Iterable[tuple[str, Any]], ran: Ran | None = None) -> Found:
         search.finish()
     except Exception as error:
         raise CaptureError(
-            f"Looking for what the step uses failed: {type(error).__name__}: {error}".splitlines()[0],
+            f"Looking for what the step uses failed: {told(error)}",
             where=place_of(error),
             remedy="Please report it; the step works without ms.step.",
         ) from error

@@ -176,6 +176,7 @@ def _stand_in_for(thread: int) -> type[FakeTensor]:
                 )
             return func(*args, **(kwargs or {}))
 
+    TracedTensor.__name__ = TracedTensor.__qualname__ = "Tensor"  # which programs ask for, and errors say
     return TracedTensor
 
 

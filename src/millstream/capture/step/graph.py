@@ -15,7 +15,7 @@ from millstream.capture.effects.program import Effects, Output
 from millstream.capture.effects.values import Values
 from millstream.capture.guards.guards import Guards
 from millstream.capture.guards.recheck import Line
-from millstream.capture.lines import last_place
+from millstream.capture.lines import last_place, told
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import LEAF, Structure, are_same, is_other, put_together
 from millstream.capture.step.sizes import SizeGuard, numbers_of
@@ -298,11 +298,7 @@ def find_failure(gm: fx.GraphModule, inputs: list[Tensor]) -> CaptureError | Non
         with torch.no_grad():
             eager.run(*inputs)
     except Exception as error:  # noqa: BLE001  it is to be told
-        told = CaptureError(
-            f"The step fails: {type(error).__name__}: {error}".splitlines()[0],
-            where=eager.where,
-            remedy="It does so without ms.step, too.",
-        )
-        told.__cause__ = error
-        return told
+        own = CaptureError(f"The step fails: {told(error)}", where=eager.where, remedy="So it does without ms.step.")
+        own.__cause__ = error
+        return own
     return None

@@ -31,6 +31,7 @@ from millstream._torch.modes import ambient
 from millstream._torch.tensors import place_of_implementation
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
+from millstream.capture.lines import told
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import (
@@ -440,7 +441,9 @@ class Step(Generic[P, R]):
             call = self._make_call(args, kwargs)
             if self._find(call.key, call.arguments, call.given) is not None:
                 return
-            optimizers = [optimizer for _, optimizer in discover(self._roots(call)).optimizers if not optimizer.state]
+            found = discover(self._roots(call))
+            check_supported(found)
+            optimizers = [optimizer for _, optimizer in found.optimizers if not optimizer.state]
             try:
                 with pretended_state(optimizers):
                     graph, _, _ = self._capture(call, is_trial=True)
@@ -639,9 +642,9 @@ class Step(Generic[P, R]):
                 raise  # it is the user who is asked, or it says by itself what it is
             if (own := find_failure(graph.gm, graph.inputs(arguments))) is not None:
                 raise own from own.__cause__
-            what = error if isinstance(error, MillstreamError) else f"{type(error).__name__}: {error}"
+            what = str(error).splitlines()[0] if isinstance(error, MillstreamError) else told(error)
             raise CaptureError(
-                f"The captured step could not be built or run: {what}".splitlines()[0],
+                f"The captured step could not be built or run: {what}",
                 remedy="Please report it; the step works without ms.step.",
             ) from error
 

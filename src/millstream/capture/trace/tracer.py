@@ -53,7 +53,7 @@ from millstream.capture.effects.outputs import outputs_recorded
 from millstream.capture.effects.program import Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure, text_changed
 from millstream.capture.effects.values import Always, Nth, holds_token
-from millstream.capture.lines import caller_of, here, is_asked_by_user, is_of_call, place_of, stops_in_debugger
+from millstream.capture.lines import caller_of, here, is_asked_by_user, is_of_call, place_of, stops_in_debugger, told
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.executed import CodeWatch, Ran, others_may_write, record_module_reads, stand_in
@@ -456,11 +456,11 @@ class _Tracer:
                 where=launched,
                 remedy="Put the launch into a torch.library.custom_op with a register_fake, which is captured.",
             )
-        text = f"Tracing failed: {type(error).__name__}: {error}"
+        text = f"Tracing failed: {told(error)}"
         has_number = self.questions.texts.readable(text, self.numbers) != text
         instead = "use the number there, and not its text" if has_number else "keep it out of the step"
         return CaptureError(
-            text.splitlines()[0],
+            text,
             where=place_of(error),
             remedy=f"If the line also fails without ms.step, correct it; otherwise {instead}.",
         )

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from millstream._torch.tracing import patched
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.effects.values import Returned
-from millstream.capture.lines import raise_refusal
+from millstream.capture.lines import raise_refusal, told
 from millstream.capture.state.location import Location, SequenceItems, Shared
 from millstream.capture.step.request import NumberInput
 from millstream.capture.trace.scalars import is_scalar, is_whole
@@ -290,9 +290,8 @@ def _make_state(optimizer: Optimizer) -> None:
             each.grad = torch.zeros_like(each)
         plain(optimizer)
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
         raise CaptureError(
-            f"{type(optimizer).__name__} cannot make its state ahead of the first call ({what}).",
+            f"{type(optimizer).__name__} cannot make its state ahead of the first call ({told(error)}).",
             remedy="Call the step once.",
         ) from error
     finally:
