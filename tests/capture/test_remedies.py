@@ -71,6 +71,17 @@ def _(w):
     return masked, multiplied
 
 
+@remedy("makes an optimizer")
+def _(w):
+    def made(x):
+        opt = torch.optim.SGD(w.model.parameters(), 0.1)
+        w.model(x).sum().backward()
+        opt.step()
+        w.opt.zero_grad()
+
+    return made, lambda x: w.finish(w.model(x).sum())
+
+
 @remedy("and nobody can compare what that")
 def _(w):
     digest = hashlib.sha256()

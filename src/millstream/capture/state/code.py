@@ -85,6 +85,7 @@ class Stores:
     any_name: bool = False  # attributes whose names do not stand in it
     any_item: bool = False  # items whose keys do not
     fills: bool = False  # whether it may change what is in some container
+    lines: dict[str, set[int]] = field(default_factory=dict)  # of all these; of keys that do not stand in it as "None"
 
 
 @functools.lru_cache(maxsize=65536)
@@ -116,6 +117,7 @@ def stores_of(code: CodeType) -> Stores:
             found.any_item |= what == "SLICE"
             found.fills |= what in ("SUBSCR", "SLICE")
             (found.counted if is_counted else found.assigned).add(str(name))
+            found.lines.setdefault(str(name), set()).add(item.positions.lineno)  # type: ignore[union-attr,arg-type]
         elif operation == "LOAD_ATTR" and not _is_method_load(item) and name in MUTATING:
             found.any_item = True  # it hands the method on
         is_in_place = operation == "BINARY_OP" and item.argrepr.endswith("=")

@@ -75,7 +75,8 @@ class Ran:
     variables: set[str] = field(default_factory=set)  # names of environment variables that were read
     # code that may have written to objects of the user's, and whether also under names that do not stand in it
     writers: dict[CodeType, bool] = field(default_factory=dict)
-    filled: set[int] = field(default_factory=set)  # ids of containers of which methods were called that change them
+    # by id, containers of which methods were called that change them, and by what code, on which line
+    filled: dict[int, tuple[CodeType, int]] = field(default_factory=dict)
 
     def may_have_run(self, code: CodeType) -> bool:
         """Whether that code may have run."""
@@ -106,6 +107,17 @@ class Ran:
         if self.codes is None or id(container) in self.filled:
             return True
         return any(stores_of(code).fills for code, is_open in self.writers.items() if is_open)
+
+    def where_stored(self, place: Location) -> str:
+        """``file:line`` of the user's that has changed what is there, where only one can have been it."""
+        code, line = self.filled.get(id(place.holder), (None, 0))
+        found = set() if code is None or place.key is not None else {(code.co_filename, line)}
+        for name in (str(name_of(place)), str(None)):
+            found = found or {
+                (code.co_filename, line) for code in self.writers for line in stores_of(code).lines.get(name, ())
+            }
+        own = [f"{file}:{line}" for file, line in found if is_users_own(file)]
+        return own[0] if len(own) == 1 else ""
 
     def has_read(self, module: nn.Module, name: str) -> bool:
         """Whether that attribute was read."""
@@ -232,7 +244,7 @@ class CodeWatch:
             self._note_impure(frame, function)
         owner = function.__self__
         if name in MUTATING:
-            self._ran.filled.add(id(owner))
+            self._ran.filled[id(owner)] = frame.f_code, frame.f_lineno
         is_text = type(owner) is str and name not in _PUTTING_TOGETHER and is_users(frame.f_code.co_filename)
         if is_text and holds_token(owner) and threading.get_ident() == self._thread:
             self._on_text(frame)

@@ -529,6 +529,14 @@ class _Tracer:
         thread = threading.get_ident()
 
         def meet(optimizer: Optimizer) -> None:
+            if id(optimizer) not in known and Optimizer.__init__.__code__ in (self.ran.codes or ()):
+                self._report(
+                    CaptureError(
+                        f"The step makes an optimizer, {type(optimizer).__name__}, in each call.",
+                        where=here(),
+                        remedy="Make it once, outside of the step.",
+                    )
+                )
             if id(optimizer) not in known:
                 self._report(FoundLate(type(optimizer).__name__, optimizer, ""))
 
@@ -585,7 +593,11 @@ class _Tracer:
             elif change.kind is Kind.STATE:
                 raise StateMissing(str(change.location))
             elif change.kind is Kind.GROUP:
-                raise CaptureError(f"The step changes {change.location}.", remedy="Change it outside of the step.")
+                raise CaptureError(
+                    f"The step changes {change.location}.",
+                    where=self.ran.where_stored(change.location),
+                    remedy="Change it outside of the step.",
+                )
             elif isinstance(after, FakeTensor) and change.is_entry and not is_type_of_tracing(change.location.key):
                 if after.requires_grad and after.is_leaf and id(after) not in given:
                     raise _needs_gradient(str(change.location))
@@ -593,7 +605,7 @@ class _Tracer:
             elif change.kind is not Kind.SCALER and not (
                 change.kind is Kind.OPTIMIZER and change.location.key in _NOTES
             ):
-                raise _side_effect(change)
+                raise _side_effect(change, self.ran.where_stored(change.location))
         self._check_numbers(counted)
         if not settled <= self.request.settled:
             self.request.settled |= settled
@@ -943,11 +955,11 @@ def _writes_host(entry: Lifted) -> CaptureError:
     )
 
 
-def _side_effect(change: Change) -> CaptureError:
+def _side_effect(change: Change, where: str) -> CaptureError:
     if change.after is MISSING:
         what = f"removes {change.location}"
     elif isinstance(change.after, Tensor):
         what = f"stores a tensor in {change.location}"
     else:
         what = f"changes {change.location}"
-    return CaptureError(f"The step {what}, which a graph would not do again.", remedy=CALLBACK_REMEDY)
+    return CaptureError(f"The step {what}, which a graph would not do again.", where=where, remedy=CALLBACK_REMEDY)
