@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from millstream._torch.distributed.collectives import release_before_shutdown
 from millstream.cost import Costs, KernelCost, Roofline
-from millstream.data_parallel.agreement import Agreement, collectives_wanted
+from millstream.data_parallel import agreement
+from millstream.data_parallel.agreement import NO, NOT_KNOWN, Agreement, Hyperparameters, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
 from millstream.engine.parallel import lockstep
 from millstream.engine.parallel.lockstep import LockstepTrials, propose_together, recall_together, together
 from millstream.engine.planning import choice, trial
 from millstream.engine.planning.choice import Scheduling, choose
-from millstream.errors import ArgumentError
+from millstream.errors import ArgumentError, DataParallelError
 from millstream.graph import CHOSEN, Buffer, Kernel, KernelGraph, KernelKind, Role
 from tests.parallel.threads import in_both
 
@@ -166,6 +167,27 @@ def test_proposals_can_be_made_again_from_their_recipes():
     assert serial.recipe is None
     for each in others:
         assert choice.plan_by(each.recipe, graph, replace(costs, wait_ns=100), budget) == each.plan
+
+
+@pytest.mark.parametrize("known", ["both", "one"])
+def test_other_hyperparameters_are_heard_by_who_asks_and_who_declines(pair, known, monkeypatch):
+    monkeypatch.setattr(agreement, "differing", lambda told, group: DataParallelError(f"here {told}"))
+
+    def act(own, rank):
+        if known == "both" or rank == 0:
+            own.hyperparameters = Hyperparameters([f"lr = 0.{rank}"])
+        try:
+            return own.ask(5, "begin") if rank == 0 else own.decline("begin")
+        except DataParallelError as error:
+            own.hyperparameters = NOT_KNOWN
+            return str(error), own.ask(7, "begin")
+
+    first, second = in_both_processes(pair, act)
+    if known == "both":
+        assert first == ("here ['lr = 0.0']", [7, 7])
+        assert second == ("here ['lr = 0.1']", [7, 7])
+    else:
+        assert (first, second) == ([5, NO], None)
 
 
 # --- around it --------------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,16 +26,39 @@ import torch.distributed as dist
 
 from millstream._torch.distributed.collectives import timeout_of
 from millstream.data_parallel.board import Board, make_file
+from millstream.data_parallel.hyperparameters import differing
 from millstream.errors import ArgumentError, DataParallelError
 
 NO = 0
 """The answer of who does not want to replay."""
+
+MARK_SHIFT, MARK_BITS = 24, 16
+"""Where an answer has the mark of the hyperparameters of a step, which is 0 where they are not known."""
+_MARKS = ((1 << MARK_BITS) - 1) << MARK_SHIFT
 
 REMEMBERED = 200
 """Questions: long enough to tell a straggler from chance, and short enough to forget what compiling took."""
 
 CHOICES = ("auto", "captured", "between")
 """Of ``MILLSTREAM_COLLECTIVES``: whether collectives are captured with the step they are in, or issued in between."""
+
+
+class Hyperparameters:
+    """Numbers of optimizers, to be compared.
+
+    Args:
+        told: Names and values.
+
+    Attributes:
+        mark: A number that others have only by chance.
+    """
+
+    def __init__(self, told: Sequence[str] = ()) -> None:
+        self.told = list(told)
+        self.mark = zlib.crc32(repr(self.told).encode()) % ((1 << MARK_BITS) - 1) + 1 if told else 0
+
+
+NOT_KNOWN = Hyperparameters()
 
 
 class Agreement:
@@ -45,12 +69,15 @@ class Agreement:
         board: Through which.
         num_captures: How many captures all processes have made together: the next one's number.
         arrivals: When each process came to be asked, of the last ``REMEMBERED`` questions.
+        hyperparameters: Of the optimizers of the step that this process runs, as far as they are known: names and
+            values. All who know theirs are to have the same.
     """
 
     label = "whether all processes are there"
 
-    def __init__(self, board: Board) -> None:
-        self.board = board
+    def __init__(self, board: Board, group: dist.ProcessGroup | None = None) -> None:
+        self.board, self._group = board, group
+        self.hyperparameters = NOT_KNOWN
         self.num_captures = 0
         self.arrivals: deque[list[int]] = deque(maxlen=REMEMBERED)
         self._answered = self._is_silent = False
@@ -63,7 +90,7 @@ class Agreement:
             what: What comes next, for an error.
 
         Raises:
-            DataParallelError: A process is gone, or does not come.
+            DataParallelError: A process is gone, or does not come, or has other hyperparameters, in all of them.
         """
         answers = self.gather(answer, what)
         self._answered = len(set(answers)) > 1
@@ -77,15 +104,14 @@ class Agreement:
             self.gather(NO, what)
         self._answered = False
 
-    def forget_answer(self) -> None:
-        """The exchange that the last question was about does not take place, in no process."""
-        self._answered = False
-
     def gather(self, answer: int, what: str) -> list[int]:
         """Tell all processes an answer, and hear theirs."""
-        answers = self.board.gather(answer, what)
+        answers = self.board.gather(answer | self.hyperparameters.mark << MARK_SHIFT, what)
         self.arrivals.append(self.board.arrivals_ns())
-        return answers
+        if len({each & _MARKS for each in answers} - {0}) > 1:
+            self._answered = False  # what they asked about does not take place
+            raise differing(self.hyperparameters.told, self._group)
+        return [each & ~_MARKS for each in answers]
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
@@ -133,7 +159,7 @@ def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | None:
             _known[group] = None, None
         else:
             asks = all(board.gather(wanted == "captured" or (wanted == "auto" and on_gpu), "begin together"))
-            _known[group] = board, Agreement(board) if asks else None
+            _known[group] = board, Agreement(board, group) if asks else None
     return _known[group][1]
 
 

@@ -12,16 +12,14 @@ they run a call at times, as at the end of an epoch, it is kernel by kernel, in 
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from millstream.data_parallel.agreement import NO, Agreement, collectives_wanted
+from millstream.data_parallel.agreement import MARK_SHIFT, NOT_KNOWN, Agreement, Hyperparameters, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
-from millstream.data_parallel.hyperparameters import differing
 from millstream.device import context
 from millstream.engine.build import Executable, with_environment
 from millstream.engine.by_size import BySize
@@ -49,8 +47,8 @@ from millstream.simulate import with_collectives
 OFFER, REPLAY = 1 << 40, 2 << 40
 """Answers: with the digest of what is exchanged and given, or with the number of a capture."""
 
-WHAT_BITS, HYPERPARAMETER_BITS = 24, 16
-"""Of an answer: that digest or number, and above it a digest of the numbers that optimizers have in this call."""
+WHAT_BITS = MARK_SHIFT
+"""Of an answer: that digest or number."""
 
 PATIENCE_S = 10.0
 """So long a process that is to measure waits for the others."""
@@ -109,8 +107,7 @@ class AgreedEngine:
 
     def tell_hyperparameters(self, told: list[str]) -> None:
         """Numbers of optimizers, by name, that all processes are to have alike from the next call on."""
-        self._hyperparameters = told
-        self._mark = zlib.crc32(repr(told).encode()) % (1 << HYPERPARAMETER_BITS) << WHAT_BITS
+        self._hyperparameters = Hyperparameters(told)
 
     @property
     def executables(self) -> list[Executable | BySize]:
@@ -163,20 +160,27 @@ class AgreedEngine:
         return with_collectives(whole.plan.graph, timeline), ""
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
+        asked = self.segmented.exchanges[0].agreement
+        if asked is None:
+            return self.segmented(inputs)
+        asked.hyperparameters = self._hyperparameters
+        try:
+            return self._run(inputs)
+        finally:
+            asked.hyperparameters = NOT_KNOWN  # of what runs without this engine
+
+    def _run(self, inputs: list[Any]) -> list[Any]:
         agreement = self._agreement
         if agreement is None or (self.whole is None and not self._may_offer(inputs)):
             return self.segmented(inputs)
-        answer = self._mark | (self._offer if self.whole is None else REPLAY | self._number)
+        answer = self._offer if self.whole is None else REPLAY | self._number
         answers = agreement.ask(answer, "begin a step")
-        if NO not in answers and len({_mark_of(other) for other in answers}) > 1:
-            agreement.forget_answer()
-            raise differing(self._hyperparameters, self.segmented.exchanges[0].group)
         if all(other == answer for other in answers):
             if self.whole is None:
                 self._try_together(agreement, inputs)
             if self.whole is not None:
                 return self._run_whole(self.whole, inputs)
-        elif self.whole is not None and self._mark | self._offer in answers:  # another process has lost it
+        elif self.whole is not None and self._offer in answers:  # another process has lost it
             self._drop()
         return self._run_apart(inputs)
 
@@ -277,11 +281,6 @@ class AgreedEngine:
         index = context(next(iter(program.devices))).place.index
         with unchanged(program, written, torch.cuda.default_generators[index]):
             yield
-
-
-def _mark_of(answer: int) -> int:
-    """What an answer says of hyperparameters."""
-    return answer >> WHAT_BITS & ((1 << HYPERPARAMETER_BITS) - 1)
 
 
 def _is_ready(executable: Executable) -> bool:
