@@ -456,7 +456,22 @@ def returns_the_rate(bench, x):
     return loss.item(), before, bench.half.get_last_lr()[0]
 
 
-SCHEDULING = {steps_scheduler: 1, steps_two_schedulers: 1, steps_by_count: 2, returns_the_rate: 1}
+def sets_the_rate_from_before(bench, x):
+    group = bench.opt.param_groups[0]
+    before = group["lr"]
+    loss = bench.train(x)
+    bench.decay.step()
+    group["lr"] = before * 0.5
+    return loss.item(), before
+
+
+SCHEDULING = {
+    steps_scheduler: 1,
+    steps_two_schedulers: 1,
+    steps_by_count: 2,
+    returns_the_rate: 1,
+    sets_the_rate_from_before: 1,
+}
 
 
 @pytest.mark.parametrize("function", SCHEDULING, ids=lambda function: function.__name__)

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -96,6 +97,7 @@ class Effects:
     # questions that the program asked of the host, and their answers
     conditions: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)  # the user's lines whose values the host waits for
+    counts: list[Count] = field(default_factory=list)  # those writes of the program
     # the same for two traces that differ in the style of text alone; ``None`` where there is no text
     outline: Any = None
 
@@ -136,7 +138,8 @@ class Effects:
                 continue
             number = numbers.pop(effect.location, None)
             if number is not None and effect.output.kind == "host":
-                self.program[position] = Count(effect.location, effect.output, number, allow)
+                count = self.program[position] = Count(effect.location, effect.output, number, allow)
+                self.counts.append(count)
 
     def run(self, values: Values, value_of: Callable[[Output], Any]) -> None:
         """Do everything; raises the first error, at the end."""
@@ -146,7 +149,8 @@ class Effects:
                 if isinstance(effect, Write):
                     effect.run(values, value_of)
                 elif failure is None or effect.is_state:
-                    effect.run(values)
+                    with self._own_writes_known(values) if effect.is_state else nullcontext():
+                        effect.run(values)
             except BaseException as error:  # noqa: BLE001  also Ctrl-C: the state is made whole first
                 if failure is None:
                     failure = error
@@ -154,6 +158,20 @@ class Effects:
                         error.add_note(f"Raised after a captured step, which is done, by its effect at {effect.where}.")
         if failure is not None:
             raise failure
+
+    @contextmanager
+    def _own_writes_known(self, values: Values) -> Iterator[None]:
+        """What a scheduler writes within the context is no other thread's: what follows reads it from the call's result.
+
+        A number that it writes and that is read all the same was read before it.
+        """
+        before = [count.location.get() for count in self.counts]
+        try:
+            yield
+        finally:
+            for count, number in zip(self.counts, before, strict=True):
+                if count.location.get() is not number:
+                    values.keep(count.number)
 
 
 def all_needs(effects: Iterable[Effect], outputs: Sequence[Output]) -> list[Leaf]:

@@ -35,6 +35,7 @@ class Values:
         self._numbers = numbers
         self._stacks = stacks
         self._items: list[Any] | None = None
+        self._kept: set[int] = set()
         self.tensors = tensors
         self.returned: dict[int, Any] = {}
 
@@ -43,13 +44,17 @@ class Values:
 
     def renew(self, index: int, now: Any, allow: Callable[[Sequence[Any]], bool]) -> bool:
         """From here on read the number that is there by now, if it is another and ``allow`` finds it fine."""
-        if now == self._numbers[index] or now != now or not isinstance(now, Real) or isinstance(now, bool):
+        if index in self._kept or now == self._numbers[index] or now != now or not isinstance(now, Real) or isinstance(now, bool):
             return False
         numbers = [*self._numbers[:index], now, *self._numbers[index + 1 :]]
         if not allow(numbers):
             return False
         self._numbers = numbers
         return True
+
+    def keep(self, index: int) -> None:
+        """Go on reading that number as it was when the call began, whatever is there by now."""
+        self._kept.add(index)
 
     def item(self, index: int) -> Any:
         """A number from a tensor. The first one waits for the device, and brings all."""
