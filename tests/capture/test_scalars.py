@@ -47,6 +47,15 @@ def test_arithmetic_is_done_for_the_value_and_for_the_tensor(formula, number, qu
     assert questions.asked == []
 
 
+def test_a_tensor_of_numbers_is_made_where_the_graph_has_them(number, questions):
+    with FunctionWatch(pytest.fail, set(), Recorder(questions)):
+        made = torch.tensor([number, 0.1], dtype=torch.float64)
+        assert questions.asked == []
+        assert made.tolist() == [VALUE, 0.1]
+        assert torch.tensor([number, 0.1], device="meta").device.type == "meta"
+    assert not questions.allow([0.5])  # it is another tensor then
+
+
 def test_comparisons_are_answered_and_asked_again(number, questions):
     assert number != 0
     assert 1 - number < 0.5

@@ -556,10 +556,21 @@ def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs
             return function(*map(as_tensor, args), **{key: as_tensor(value) for key, value in kwargs.items()})
         except TypeError:  # not in this combination
             pass
-    if function is torch.tensor and args and all(is_scalar(n) or type(n) in (int, float) for n in tree_leaves(args[0])):
+    if function is torch.tensor and args and _are_at(kwargs.get("device"), tree_leaves(args[0])):
         return _new_tensor(*args, **kwargs)
     # Takes numbers only: the graph then belongs to this value, which is written down.
     return function(*map(_plain_of, args), **{key: _plain_of(value) for key, value in kwargs.items()})
+
+
+def _are_at(device: Any, parts: Sequence[Any]) -> bool:
+    """Whether these are numbers that the graph has on a device; ``None``: that of new tensors.
+
+    Those of an optimizer are where its parameters are. To bring them to the host a graph would have to wait.
+    """
+    device = torch.get_default_device() if device is None else torch.device(device)
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
+    return all(each.in_graph().device == device if is_scalar(each) else type(each) in (int, float) for each in parts)
 
 
 def _new_tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **how: Any) -> Tensor:
@@ -570,8 +581,7 @@ def _new_tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = No
     def made(part: Any) -> Tensor:
         if isinstance(part, list | tuple):
             return torch.stack([*map(made, part)])
-        number = part.in_graph() if is_scalar(part) else torch.tensor(part)
-        return number.to(dtype=dtype, device=device, copy=True)
+        return part.in_graph().to(dtype, copy=True) if is_scalar(part) else torch.tensor(part, dtype=dtype, device=device)
 
     return made(data).requires_grad_(how.get("requires_grad", False))
 
