@@ -161,9 +161,9 @@ class Effects:
 
     @contextmanager
     def _own_writes_known(self, values: Values) -> Iterator[None]:
-        """What a scheduler writes within the context is no other thread's: what follows reads it from the call's result.
+        """What a scheduler writes within the context is no other thread's count.
 
-        A number that it writes and that is read all the same was read before it.
+        What follows reads it from the call's result. What reads the graph's number all the same has read it before.
         """
         before = [count.location.get() for count in self.counts]
         try:

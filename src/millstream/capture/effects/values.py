@@ -44,7 +44,9 @@ class Values:
 
     def renew(self, index: int, now: Any, allow: Callable[[Sequence[Any]], bool]) -> bool:
         """From here on read the number that is there by now, if it is another and ``allow`` finds it fine."""
-        if index in self._kept or now == self._numbers[index] or now != now or not isinstance(now, Real) or isinstance(now, bool):
+        if index in self._kept or now == self._numbers[index] or now != now:
+            return False
+        if not isinstance(now, Real) or isinstance(now, bool):
             return False
         numbers = [*self._numbers[:index], now, *self._numbers[index + 1 :]]
         if not allow(numbers):

@@ -581,7 +581,9 @@ def _new_tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = No
     def made(part: Any) -> Tensor:
         if isinstance(part, list | tuple):
             return torch.stack([*map(made, part)])
-        return part.in_graph().to(dtype, copy=True) if is_scalar(part) else torch.tensor(part, dtype=dtype, device=device)
+        if is_scalar(part):
+            return part.in_graph().to(dtype, copy=True)
+        return torch.tensor(part, dtype=dtype, device=device)
 
     return made(data).requires_grad_(how.get("requires_grad", False))
 
