@@ -120,7 +120,7 @@ KINDS = {
 }
 
 
-COMPILED = ("sgd", "clipping", "unused")
+COMPILED = ("sgd", "unused")
 """Others are interpreted: what is special of them is in the traced graph."""
 
 
