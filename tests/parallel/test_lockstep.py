@@ -6,6 +6,7 @@ from math import inf
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from millstream._torch.distributed.collectives import release_before_shutdown
@@ -13,6 +14,7 @@ from millstream.cost import Costs, KernelCost, Roofline
 from millstream.data_parallel import agreement
 from millstream.data_parallel.agreement import NO, NOT_KNOWN, Agreement, Hyperparameters, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
+from millstream.data_parallel.hyperparameters import differing, optimizers_of
 from millstream.engine.parallel import lockstep
 from millstream.engine.parallel.lockstep import LockstepTrials, propose_together, recall_together, together
 from millstream.engine.planning import choice, trial
@@ -188,6 +190,43 @@ def test_other_hyperparameters_are_heard_by_who_asks_and_who_declines(pair, know
         assert second == ("here ['lr = 0.1']", [7, 7])
     else:
         assert (first, second) == ([5, NO], None)
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ([["a = 1", "b = 2"], ["a = 1"], ["b = 2"]], None),
+        ([[], ["a = 1"], ["a = 2"]], "rank 1 has a = 1 where rank 2 has a = 2"),
+        ([["a = 1", "a = 2"], ["a = 1", "a = 3"]], "rank 0 has a = 2 where rank 1 has a = 3"),
+    ],
+)
+def test_numbers_that_not_all_processes_have_are_not_compared(told, says, monkeypatch):
+    def gather(into, mine, group):
+        into[:] = told
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: len(told))
+    error = differing(told[0], None)
+    assert (error is None) if says is None else (says in str(error))
+
+
+def test_processes_whose_graphs_read_other_numbers_go_on(pair, monkeypatch):
+    monkeypatch.setattr(agreement, "differing", lambda told, group: None)
+
+    def act(own, rank):
+        own.hyperparameters = Hyperparameters([f"{rank} = 1"])
+        return own.ask(5, "begin"), own.hyperparameters.mark
+
+    (first, mark), (second, other) = in_both_processes(pair, act)
+    assert first == second == [5, 5]
+    assert mark != other
+
+
+def test_an_optimizer_within_another_is_not_compared():
+    weight = torch.nn.Parameter(torch.ones(2))
+    outer, inner = torch.optim.SGD([weight], 0.1), torch.optim.SGD([weight], 0.1)
+    outer.inner = inner
+    assert optimizers_of([weight], []) == [outer]
 
 
 # --- around it --------------------------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ class Agreement:
         self.num_captures = 0
         self.arrivals: deque[list[int]] = deque(maxlen=REMEMBERED)
         self._answered = self._is_silent = False
+        self._compares = True  # whether processes have told the same hyperparameters so far, by name
 
     def ask(self, answer: int, what: str) -> list[int]:
         """Answer the question of the next exchange, and hear what all processes do. Where they differ it is answered.
@@ -106,11 +107,15 @@ class Agreement:
 
     def gather(self, answer: int, what: str) -> list[int]:
         """Tell all processes an answer, and hear theirs."""
-        answers = self.board.gather(answer | self.hyperparameters.mark << MARK_SHIFT, what)
+        mark = self.hyperparameters.mark if self._compares else NOT_KNOWN.mark
+        answers = self.board.gather(answer | mark << MARK_SHIFT, what)
         self.arrivals.append(self.board.arrivals_ns())
         if len({each & _MARKS for each in answers} - {0}) > 1:
-            self._answered = False  # what they asked about does not take place
-            raise differing(self.hyperparameters.told, self._group)
+            error = differing(self.hyperparameters.told, self._group)
+            if error is not None:
+                self._answered = False  # what they asked about does not take place
+                raise error
+            self._compares = False
         return [each & ~_MARKS for each in answers]
 
     @contextlib.contextmanager

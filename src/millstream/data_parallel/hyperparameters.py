@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,7 +33,12 @@ def optimizers_of(parameters: Iterable[Tensor], found: Sequence[Optimizer]) -> l
         groups = getattr(optimizer, "param_groups", ())  # of one that is being made there are none
         return any(id(each) in wanted for group in groups for each in group["params"])
 
-    return [each for each in found if trains(each)] or [each for each in instances([Optimizer]) if trains(each)]
+    if reached := [each for each in found if trains(each)]:
+        return reached
+    gc.collect()  # in one process an optimizer that is gone may wait for that, and not in another
+    known = [each for each in instances([Optimizer]) if trains(each)]
+    within = {id(part) for each in known for part in vars(each).values()}  # ZeRO has one for a part of the parameters
+    return [each for each in known if id(each) not in within]
 
 
 def told_of(optimizers: Iterable[Optimizer], named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -67,23 +74,32 @@ def _told(value: Any) -> str:
     return repr(value) if plain else type(value).__name__
 
 
-def differing(mine: Sequence[str], group: dist.ProcessGroup | None) -> DataParallelError:
+def differing(mine: Sequence[str], group: dist.ProcessGroup | None) -> DataParallelError | None:
     """The error that says where processes' hyperparameters differ. Called in all of them at once.
 
     Args:
         mine: Names and values, of this process.
         group: The processes.
+
+    Returns:
+        ``None`` where no two processes have told other values of one number: graphs of one step may read other numbers.
     """
     told: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(told, [*mine], group=group)
     except RuntimeError as error:
         return DataParallelError(f"Hyperparameters differ between processes, which could not say how: {error}")
-    other = next((rank for rank, theirs in enumerate(told) if theirs != told[0]), 0)
-    pairs = zip(told[0], told[other], strict=False)
-    first, second = next((pair for pair in pairs if pair[0] != pair[1]), (f"{len(told[0])}", f"{len(told[other])}"))
-    return DataParallelError(
-        f"Hyperparameters differ between processes before a step: rank 0 has {first} where rank {other} has {second}. "
-        "Step schedulers, and set learning rates, in all processes alike. This step has not run; earlier ones that ran "
-        "with other numbers have trained the processes apart."
-    )
+    first: dict[tuple[str, int], tuple[int, str]] = {}  # of each number: who tells it first, and what
+    for rank, entries in enumerate(told):
+        times: Counter[str] = Counter()  # two optimizers of one class have the same names
+        for entry in entries:
+            name = entry.partition(" = ")[0]
+            times[name] += 1
+            before, as_before = first.setdefault((name, times[name]), (rank, entry))
+            if entry != as_before:
+                return DataParallelError(
+                    f"Hyperparameters differ between processes before a step: rank {before} has {as_before} where rank "
+                    f"{rank} has {entry}. Step schedulers, and set learning rates, in all processes alike. This step "
+                    "has not run; earlier ones that ran with other numbers have trained the processes apart."
+                )
+    return None
