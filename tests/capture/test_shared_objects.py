@@ -412,6 +412,49 @@ def test_what_two_count_on_at_once_is_the_sum():
     assert (world.n, world.slots.n, world.module.n, world.table["n"], flag, cell) == (expected,) * 6
 
 
+def test_what_another_thread_counts_before_the_step_does_is_counted_once():
+    """What the step adds in a trace to a plain number is not taken for the other thread's, too."""
+    world = make_holders()
+
+    def add(by):
+        world.n += by
+        world.table["n"] += by
+        world.module.n += by
+
+    def count(world):
+        add(1)
+        meanwhile.pause()
+        add(1)
+
+    with Meanwhile(lambda: add(100)) as meanwhile:
+        step = make_step(world, count, lambda: None)
+        with pytest.warns(FallbackWarning, match="Another thread writes to .* while the step is captured"):
+            for _ in range(3):
+                step(torch.ones(3, 4))
+    expected = 1 + 6 + 100 * len(meanwhile.outcomes)
+    assert (world.n, world.table["n"], world.module.n) == (expected,) * 3
+
+
+def test_what_another_thread_counts_once_before_the_step_does_is_counted_once():
+    world, is_over = make_holders(), []
+
+    def add():
+        if not is_over:
+            is_over.append(1)
+            world.n += 100
+
+    def count(world):
+        meanwhile.pause()
+        world.n += 1
+
+    with Meanwhile(add) as meanwhile:
+        step = make_step(world, count, lambda: None)
+        for _ in range(3):
+            step(torch.ones(3, 4))
+    assert world.n == 104
+    assert len(step.graphs) == 1
+
+
 @contextlib.contextmanager
 def collector_counts():
     """The collector's work is told to a function that fills a list, while Python collects whenever it may."""
@@ -814,20 +857,6 @@ def test_a_child_that_another_thread_forks_during_a_trace_finds_what_was_there_b
     assert {*meanwhile.outcomes} == {repr((True, int, True, False))}
     assert len(step.graphs) == 1
     assert world.n == 3
-
-
-def test_a_step_that_forks_is_refused():
-    """Its graph would not."""
-
-    def step(x):
-        child = os.fork()
-        if not child:
-            os._exit(0)
-        os.waitpid(child, 0)
-        return x + 1
-
-    with pytest.raises(CaptureError, match=r"os\.fork\(\)"):
-        Step(step, build=interpret, strict=True)(torch.ones(2))
 
 
 @pytest.mark.filterwarnings("ignore:This process .*is multi-threaded:DeprecationWarning")

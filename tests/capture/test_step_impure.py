@@ -3,6 +3,7 @@
 
 import asyncio
 import bz2
+import concurrent.futures
 import configparser
 import datetime
 import decimal
@@ -12,12 +13,13 @@ import hashlib
 import hmac
 import io
 import logging
-import multiprocessing
+import multiprocessing.pool
 import os
 import random
 import re
 import secrets
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -32,6 +34,7 @@ from time import perf_counter
 import pytest
 import torch
 
+from millstream import callback
 from millstream.capture import Step
 from millstream.errors import CaptureError, FallbackWarning
 from tests.capture.worlds import interpret
@@ -98,6 +101,81 @@ def test_it_is_refused_with_the_line(what, name):
     with pytest.raises(CaptureError, match=message) as caught:
         Step(function, build=interpret, strict=True)(torch.ones(1))
     assert f"{__file__}:{function.__code__.co_firstlineno}" in str(caught.value)
+
+
+def start_thread(act):
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+
+
+def start_timer(act):
+    timer = threading.Timer(0, act)
+    timer.start()
+    timer.join()
+
+
+def submit(act):
+    POOL.submit(act).result()
+
+
+def map_in_threads(act):
+    with multiprocessing.pool.ThreadPool(1) as pool:
+        pool.apply(act)
+
+
+def fork(_):
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def fork_a_process(_):
+    process = multiprocessing.get_context("fork").Process(target=os.getpid)
+    process.start()
+    process.join()
+
+
+def run_a_program(_):
+    subprocess.run(["true"], check=True)
+
+
+STARTS = {
+    "a thread": (start_thread, start_timer),
+    "work elsewhere": (submit, map_in_threads),
+    "a process": (fork, fork_a_process, run_a_program),
+}
+POOL = concurrent.futures.ThreadPoolExecutor(1)
+
+
+@pytest.mark.filterwarnings("ignore:This process .*is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(("what", "start"), [(what, start) for what, starts in STARTS.items() for start in starts])
+def test_what_a_step_starts_is_refused_as_it_would_not_be_started_again(what, start):
+    started = []
+
+    def step(x):
+        start(lambda: started.append(1))
+        return x + 1
+
+    POOL.submit(int).result()  # it has its thread
+    with pytest.raises(CaptureError, match=f"The step starts (a thread|{what}), which a graph would not do again"):
+        Step(step, build=interpret, strict=True)(torch.ones(1))
+    assert not started
+
+
+def test_what_a_callback_starts_is_started_in_each_call():
+    started = []
+
+    def step(x):
+        callback(start_thread, lambda: started.append(1))
+        return x + 1
+
+    step = Step(step, build=interpret, strict=True)
+    for _ in range(3):
+        step(torch.ones(1))
+    assert started == [1, 1, 1]
+    assert step.graphs
 
 
 def test_an_error_that_the_step_catches_counts():

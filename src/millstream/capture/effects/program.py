@@ -43,8 +43,8 @@ class Write:
         self.location.set(value_of(self.output))
 
 
-_COUNTING = ForkSafeLock()
-"""Held while any step reads a number again and writes it."""
+COUNTING = ForkSafeLock()
+"""Held while any step reads a number again and writes it, or puts something in its place for a trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Count(Write):
     def run(self, values: Values, value_of: Callable[[Output], Any]) -> None:
         """Put it there, and let what follows read the number that this counts on."""
         value = value_of(self.output)  # without the lock: it may wait for the device
-        with _COUNTING.lock:
+        with COUNTING.lock:
             while values.renew(self.number, self.location.get(), self.allow):
                 value = value_of(self.output)
             self.location.set(value)

@@ -170,6 +170,7 @@ class CodeWatch:
         on_opaque: Called with a frame that is about to call a method of one, with that; may raise an error there.
         on_text: Called with a frame of the user's that is about to call a method of text with tokens; likewise.
         on_stop: Called with a frame of the user's that starts a debugger; likewise.
+        on_event: Called at each call and each return, if it is given.
     """
 
     def __init__(
@@ -182,9 +183,11 @@ class CodeWatch:
         on_opaque: Callable[[FrameType, Any], None] = lambda frame, function: None,
         on_text: Callable[[FrameType], None] = lambda frame: None,
         on_stop: Callable[[FrameType], None] = lambda frame: None,
+        on_event: Callable[[], None] | None = None,
     ) -> None:
         self._ran, self._on_code, self._on_impure, self._always = ran, on_code, on_impure, always
         self._opaque, self._on_opaque, self._on_text, self._on_stop = opaque, on_opaque, on_text, on_stop
+        self._on_event = on_event
         self._codes: set[CodeType] = set()
         self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet
         self._met: dict[int, CodeType] = {}  # by id: code that says the same in another place is equal
@@ -195,6 +198,7 @@ class CodeWatch:
         self._outer: Any = None
         self._writers: list[Any] = []  # what was there before and may be written to
         self._profile = self._notice  # one object, to be known again
+        self._starting = _starting()
 
     def __enter__(self) -> None:
         self._outer = sys.getprofile()
@@ -223,6 +227,8 @@ class CodeWatch:
         self._writers.clear()
 
     def _notice(self, frame: FrameType, event: str, arg: Any) -> None:
+        if self._on_event is not None:
+            self._on_event()
         # Of every call there is: code is told by its id, as to hash it takes a look into all of it.
         code = id(frame.f_code)
         if event == "call":
@@ -279,7 +285,7 @@ class CodeWatch:
         if what is None:
             return
         asking = _beyond_library(frame)
-        harmless = (() if function.__name__ == "fork" else _HARMLESS_WRITERS) if is_written else _HARMLESS
+        harmless = _HARMLESS_WRITERS if is_written else _HARMLESS
         if (
             threading.get_ident() == self._thread
             and asking is not None
@@ -325,7 +331,13 @@ class CodeWatch:
         return is_library and is_telling and not is_open
 
     def _is_asked_again(self, code: CodeType) -> bool:
-        return code is _ENVIRONMENT or code is _DEBUGGER or code in _SETTINGS or code in self._always
+        return (
+            code is _ENVIRONMENT
+            or code is _DEBUGGER
+            or code in _SETTINGS
+            or code in self._starting
+            or code in self._always
+        )
 
     def _note(self, frame: FrameType) -> None:
         code = frame.f_code
@@ -337,6 +349,10 @@ class CodeWatch:
                 self._on_impure(asking, _SETTINGS[code], False)
         if code is _DEBUGGER:
             self._note_stop(frame)
+        if code in self._starting and threading.get_ident() == self._thread:
+            asking = _beyond_library(frame)
+            if asking is not None and is_users_own(asking.f_code.co_filename):
+                self._on_impure(asking, self._starting[code], True)
         if code is _SAVE and threading.get_ident() == self._thread and frame.f_back is not None:
             self._on_impure(frame.f_back, "a file", True)
         waiting, is_new = self._functions.get(id(code), []), id(code) not in self._met or code in self._always
@@ -471,11 +487,32 @@ WRITING: dict[str, frozenset[str]] = {
 WRITING_FUNCTIONS: dict[Any, str] = {
     getattr(os, name): f"os.{name}()"
     for name in """
-        write writev pwrite sendfile remove unlink rename replace mkdir rmdir system kill putenv fork forkpty
+        write writev pwrite sendfile remove unlink rename replace mkdir rmdir system kill putenv
         """.split()
     if hasattr(os, name)
 } | {pickle.dump: "a file"}
-"""Functions in C that write, or do what else is not done again."""
+"""Functions in C that write."""
+
+STARTED = frozenset({"a thread", "a process", "work elsewhere"})
+"""What a step may start that does something besides."""
+
+WRITING_FUNCTIONS |= {getattr(os, name): "a process" for name in ("fork", "forkpty") if hasattr(os, name)}
+
+_STARTING = (
+    ("threading", "Thread", "start", "a thread"),
+    ("multiprocessing.process", "BaseProcess", "start", "a process"),
+    ("subprocess", "Popen", "__init__", "a process"),
+    ("multiprocessing.pool", "Pool", "_check_running", "work elsewhere"),  # which all of its methods begin with
+    ("concurrent.futures.thread", "ThreadPoolExecutor", "submit", "work elsewhere"),
+    ("concurrent.futures.process", "ProcessPoolExecutor", "submit", "work elsewhere"),
+)
+"""Module, class and method by which a program starts one of these."""
+
+
+def _starting() -> dict[CodeType, str]:
+    loaded = ((getattr(sys.modules.get(module), kind, None), name, what) for module, kind, name, what in _STARTING)
+    return {getattr(kind, name).__code__: what for kind, name, what in loaded if kind is not None}
+
 
 _BALANCED = frozenset({"__enter__", "__exit__"})
 """Methods of locks that a block undoes at its end."""

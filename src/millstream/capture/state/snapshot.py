@@ -172,8 +172,15 @@ class Snapshot:
         return [*self._of_others(self._differences()).values()]
 
     def restore(self) -> None:
-        """Put everything back that the step has changed."""
-        others = self._of_others(self._differences())
+        """Put everything back that the step has changed, but for numbers that others may count on meanwhile.
+
+        Those are put back where they were replaced, if no other thread has put its own there by then.
+        """
+        differences = self._differences()
+        others = self._of_others(differences)
+        if others_may_write():
+            numbers = (each for each in differences if all(map(_stands_for_number, (each.before, each.after))))
+            others |= {change.location: change for change in numbers}
         for location, before in self._links.items():
             if location not in others and location.get() is not before:
                 location.set(before)

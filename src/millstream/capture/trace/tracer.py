@@ -50,13 +50,13 @@ from millstream._torch.tracing import (
     unchecked_distributions,
 )
 from millstream.capture.effects.outputs import outputs_recorded
-from millstream.capture.effects.program import Effects, Output, Write
+from millstream.capture.effects.program import COUNTING, Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure, text_changed
 from millstream.capture.effects.values import Always, Nth, holds_token
 from millstream.capture.lines import caller_of, here, is_asked_by_user, is_of_call, place_of, stops_in_debugger, told
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import Found, discover
-from millstream.capture.state.executed import CodeWatch, Ran, others_may_write, record_module_reads, stand_in
+from millstream.capture.state.executed import STARTED, CodeWatch, Ran, others_may_write, record_module_reads, stand_in
 from millstream.capture.state.lift import TRACING, Lifted, become_fake, check_apart, lift
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import (
@@ -196,7 +196,9 @@ class _Tracer:
     failure: Exception | None = None
     ran: Ran = field(default_factory=lambda: Ran(attributes={}))
     numbers: list[Any] = field(default_factory=list)
-    users_scalars: list[GraphScalar] = field(default_factory=list)
+    users_scalars: dict[int, GraphScalar] = field(default_factory=dict)
+    taken: list[Location] = field(default_factory=list)
+    left_alone: set[Location] = field(default_factory=set)
     looked_at: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
     graded: set[int] = field(default_factory=set)
@@ -312,6 +314,7 @@ class _Tracer:
                 self._on_opaque,
                 self._on_text,
                 lambda frame: self._report(stops_in_debugger(f"{frame.f_code.co_filename}:{frame.f_lineno}")),
+                self._take_from_others if others_may_write() else None,
             ):
                 if self.ran.codes is None:
                     self._check_sources()
@@ -401,9 +404,10 @@ class _Tracer:
     def _on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if is_written:
+            does = f"starts {what}" if what in STARTED else f"writes to {what}"
             self._report(
                 CaptureError(
-                    f"The step writes to {what}, which a graph would not do again.",
+                    f"The step {does}, which a graph would not do again.",
                     where=where,
                     remedy="Let ms.callback do it, as in ms.callback(writer.writerow, [loss.item()]).",
                 )
@@ -496,15 +500,35 @@ class _Tracer:
             for index, (number, tensor) in enumerate(zip(numbers, tensors, strict=True)):
                 scalar = GraphScalar(0, tensor, Nth(index), self.questions, is_users=number.is_users)
                 if number.is_users:
-                    self.users_scalars.append(scalar)
-                scalar.value = number.location.get()  # and at once, as other threads may write there
-                number.location.set(scalar)
+                    self.users_scalars[index] = scalar
+                with COUNTING.lock:
+                    scalar.value = number.location.get()  # and at once, as other threads may write there
+                    number.location.set(scalar)
                 self.numbers.append(scalar.value)
             yield tensors
         finally:
             for number, value in zip(numbers, self.numbers, strict=False):
-                if is_scalar(number.location.get()):  # and not what another thread has put there
-                    number.location.set(value)
+                with COUNTING.lock:
+                    if is_scalar(number.location.get()):  # and not what another thread has put there
+                        number.location.set(value)
+
+    def _take_from_others(self) -> None:
+        """Where another thread has put a number in the place of one that the step counts on, count on that one.
+
+        Asked all the time: what the step adds to a plain number would be taken for the other thread's, too.
+        """
+        for index, scalar in self.users_scalars.items():
+            location = self.request.numbers[index].location
+            now = location.get()
+            if is_scalar(now) or location in self.left_alone or not is_number(now):
+                continue
+            if any(change.location == location for change in self.snapshot.others()):
+                with COUNTING.lock:
+                    self.numbers[index] = scalar.value = location.get()
+                    location.set(scalar)
+                self.taken.append(location)
+            else:
+                self.left_alone.add(location)
 
     def _before(self, number: Any) -> Any:
         """What was where the step has put ``number``; asked by other threads."""
@@ -512,7 +536,7 @@ class _Tracer:
 
     def _write_numbers_down(self) -> None:
         """Let the graph depend on the user's numbers as they are."""
-        for scalar in self.users_scalars:
+        for scalar in self.users_scalars.values():
             scalar.plain()
 
     def _on_forward(self, module: nn.Module) -> None:
@@ -646,6 +670,8 @@ class _Tracer:
 
     def _check_writers(self, changes: list[Change]) -> None:
         """Trace again where another thread has written over what the step has written, or may have."""
+        if self.taken:
+            raise Disturbed(self.taken[0])
         for change in self.snapshot.others():
             if is_scalar(change.before) and not is_scalar(change.after):  # the step may have read that as it is
                 raise Disturbed(change.location)
