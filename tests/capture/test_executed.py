@@ -8,7 +8,6 @@ import string
 import sys
 import types
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -201,19 +200,6 @@ def by_cache():
     return (lambda x: x * ask()), change
 
 
-def by_thread():
-    world = types.SimpleNamespace(scale=1.0)
-
-    def ask():
-        return world.scale
-
-    def step(x):
-        with ThreadPoolExecutor(1) as others:
-            return x * others.submit(ask).result()
-
-    return step, lambda value: setattr(world, "scale", value)
-
-
 def past_the_module():
     model = nn.Linear(2, 2)
     model.scales = {}
@@ -271,7 +257,6 @@ def by_arguments_of_the_process():
 OTHERS = [
     by_attribute_of_a_function,
     by_cache,
-    by_thread,
     past_the_module,
     by_hook,
     by_one_of_two_closures,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -125,7 +126,7 @@ class StepGraph:
             numbers = self._numbers_now(given)
         except (KeyError, IndexError, ValueError):  # there is none any more
             return False
-        if not are_same(numbers, self.numbers):
+        if not all(map(is_, numbers, self.numbers)) and not are_same(numbers, self.numbers):
             if not all(map(is_number, numbers)) or not self.questions.allow(numbers):
                 return False
             self.numbers = numbers
@@ -160,7 +161,7 @@ class StepGraph:
     def fill_slots(self) -> None:
         """Bring the numbers that the graph reads up to date."""
         for slot, number in zip(self.slots, self.numbers, strict=True):
-            if is_other(number, slot.value):
+            if number is not slot.value and is_other(number, slot.value):
                 slot.set(number)
         for mirror in self.mirrors:
             number = mirror.read()
