@@ -173,7 +173,7 @@ class CodeWatch:
         on_event: Called at each call and each return, if it is given.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what is told of each kind of event, each with a default
         self,
         ran: Ran,
         on_code: Callable[[FrameType, list[FunctionType]], None],
