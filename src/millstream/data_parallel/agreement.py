@@ -170,7 +170,8 @@ def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | None:
 
 def board_known(group: dist.ProcessGroup | None) -> Board | None:
     """The board of a group's processes, where ``agreement_of`` has made one; ``None``: of all processes."""
-    return _known.get(group or dist.group.WORLD, (None, None))[0]  # type: ignore[arg-type]
+    group = group or dist.group.WORLD
+    return None if group is None else _known.get(group, (None, None))[0]
 
 
 def meet(group: dist.ProcessGroup) -> Board | None:
