@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import millstream as ms
 from millstream.capture import Step
@@ -179,3 +179,15 @@ def test_errors_name_public_types_as_eager_does():
         with pytest.raises(CaptureError, match=said):
             make(strict=True, function=function)[0](X)
     assert make(strict=True, function=lambda x: x * len(type(x * 2).__name__))[0](X)[0, 0].item() == 6
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), torch.AcceleratorError("dead")])
+def test_a_device_that_is_full_or_dead_is_not_the_steps_mistake(error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    step = Step(lambda x: x.sin() + 1, build=fail)
+    monkeypatch.setattr(fx.Interpreter, "run_node", fail)
+    with pytest.warns(FallbackWarning, match="could not be built or run"):
+        step(torch.ones(2))
+    assert len(step.fallbacks) == 1

@@ -289,6 +289,9 @@ class _Eager(fx.Interpreter):
             raise
 
 
+_OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
+
+
 def find_failure(gm: fx.GraphModule, inputs: list[Tensor]) -> CaptureError | None:
     """What is wrong with a step whose graph fails, if it is the step: its operators fail as they are, too."""
     if gm.meta.get("exchanges"):  # other processes would have to take part
@@ -298,6 +301,8 @@ def find_failure(gm: fx.GraphModule, inputs: list[Tensor]) -> CaptureError | Non
     try:
         with torch.no_grad():
             eager.run(*inputs)
+    except _OF_THE_DEVICE:  # full, or dead since the graph failed, which says nothing of the step
+        return None
     except Exception as error:  # noqa: BLE001  it is to be told
         own = CaptureError(f"The step fails: {told(error)}", where=eager.where, remedy="So it does without ms.step.")
         own.__cause__ = error
