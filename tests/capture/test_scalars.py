@@ -9,7 +9,8 @@ import torch
 
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.trace.modes import FunctionWatch
-from millstream.capture.trace.scalars import GraphScalar, Questions, math_takes_scalars
+from millstream.capture.trace.patches.numbers import math_takes_scalars
+from millstream.capture.trace.scalars import GraphScalar, Questions
 
 VALUE = 0.75
 

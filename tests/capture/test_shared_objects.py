@@ -15,6 +15,7 @@ import pickle
 import select
 import signal
 import threading
+import time
 import traceback
 import types
 
@@ -453,6 +454,41 @@ def test_what_another_thread_counts_once_before_the_step_does_is_counted_once():
             step(torch.ones(3, 4))
     assert world.n == 104
     assert len(step.graphs) == 1
+
+
+num_collected, collected_at = 0, 0.0
+
+
+class Collected:
+    """Counts what Python's collector does, and when: in globals of a module that a step may reach."""
+
+    def note(self, phase, info):
+        global num_collected, collected_at  # noqa: PLW0603
+        num_collected += 1
+        collected_at = time.perf_counter()
+
+    __call__ = note
+
+
+@pytest.mark.parametrize("kind", ["function", "method", "object"])
+def test_what_the_collector_calls_is_no_part_of_a_step(kind):
+    """Numbers that it counts are no inputs of a graph, and it meets none of tracing's."""
+    tell = {"function": lambda *args: Collected().note(*args), "method": Collected().note, "object": Collected()}[kind]
+    world, threshold, before = make_holders(), gc.get_threshold(), num_collected
+    gc.callbacks.append(tell)
+    gc.set_threshold(1)
+    try:
+        with Meanwhile(lambda: None) as meanwhile:
+            step = make_step(world, lambda world: float(world.n), meanwhile.pause)
+            for _ in range(3):
+                step(torch.ones(3, 4))
+    finally:
+        gc.callbacks.remove(tell)
+        gc.set_threshold(*threshold)
+    assert not step.fallbacks
+    assert len(step.graphs) == 1
+    assert num_collected > before
+    assert type(num_collected) is int
 
 
 @contextlib.contextmanager

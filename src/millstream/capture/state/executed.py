@@ -197,6 +197,7 @@ class CodeWatch:
         self._computing: dict[tuple[Any, ...], Any] = {}  # code and ids of the objects in its variables; and these
         self._outer: Any = None
         self._writers: list[Any] = []  # what was there before and may be written to
+        self._collecting: FrameType | None = None  # what Python's collector calls, which is none of the step's
         self._profile = self._notice  # one object, to be known again
         self._starting = _starting()
 
@@ -231,7 +232,10 @@ class CodeWatch:
             self._on_event()
         # Of every call there is: code is told by its id, as to hash it takes a look into all of it.
         code = id(frame.f_code)
-        if event == "call":
+        if self._collecting is not None:
+            if event == "return" and frame is self._collecting:
+                self._collecting = None
+        elif event == "call":
             if code not in self._met or code in self._again:
                 self._note(frame)
         elif event == "c_call":
@@ -341,6 +345,11 @@ class CodeWatch:
 
     def _note(self, frame: FrameType) -> None:
         code = frame.f_code
+        if code in _codes_of_collector():
+            self._again.add(id(code))
+            self._met[id(code)] = code
+            self._collecting = frame
+            return
         if code is _ENVIRONMENT and frame.f_locals.get("self") is os.environ:
             self._note_variable(frame)
         if code in _SETTINGS and threading.get_ident() == self._thread:
@@ -379,10 +388,17 @@ def _is_made_for_library(frame: FrameType) -> bool:
     return file is not None and not is_users(file)
 
 
+def _codes_of_collector() -> Iterator[CodeType]:
+    """Code that Python's collector calls, at whatever moment it is at work."""
+    for each in gc.callbacks:
+        function = getattr(each, "__func__", each)  # of a method
+        function = function if isinstance(function, FunctionType) else getattr(type(each), "__call__", None)  # noqa: B004  what it is
+        if isinstance(function, FunctionType):
+            yield function.__code__
+
+
 def _is_pytorchs_affair(frame: FrameType) -> bool:
-    """Whether code of some library is no part of a step: PyTorch calculates sizes or logs by it, or Python collects."""
-    if any(getattr(each, "__code__", None) is frame.f_code for each in gc.callbacks):
-        return True
+    """Whether code of some library is no part of a step: PyTorch calculates sizes or logs by it."""
     outer, is_logging = frame.f_back, False
     while outer is not None and not is_ours(outer.f_code.co_filename):
         if is_users_own(outer.f_code.co_filename):

@@ -21,12 +21,11 @@ from __future__ import annotations
 import builtins
 import contextlib
 import gc
-import json
 import math
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeGuard
 
@@ -35,7 +34,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from millstream._torch.tracing import patched
 from millstream.capture.effects.values import Always, Expression, Leaf, Texts, holds_token
 from millstream.capture.lines import here, raise_refusal, stopped_at, stops_in_debugger
 from millstream.capture.state.executed import others_may_write
@@ -594,41 +592,6 @@ def _plain_of(value: Any) -> Any:
     return value.plain() if is_scalar(value) else value
 
 
-@contextlib.contextmanager
-def math_takes_scalars() -> Iterator[None]:
-    """For the length of the context, functions of ``math`` give a graph scalar for one."""
-
-    def taking(name: str) -> Callable[..., Any]:
-        function, of_tensor = getattr(math, name), getattr(torch, name)
-
-        def compute(*args: Any) -> Any:
-            if not any(is_scalar(arg) for arg in args):
-                return function(*args)
-            return args[0] ** args[1] if name == "pow" else args[0].apply(function, of_tensor)
-
-        return compute
-
-    with contextlib.ExitStack() as patches:
-        for name in _OF_MATH:
-            patches.enter_context(patched(math, name, taking(name)))
-        yield
-
-
-@contextlib.contextmanager
-def json_takes_scalars() -> Iterator[None]:
-    """For the length of the context, ``json`` writes a scalar as the number that it is."""
-    original = json.JSONEncoder.default
-
-    def default(encoder: json.JSONEncoder, value: Any) -> Any:
-        return value.plain() if is_scalar(value) else original(encoder, value)
-
-    json.JSONEncoder.default = default  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        json.JSONEncoder.default = original  # type: ignore[method-assign]
-
-
 def give_back(questions: Questions) -> None:
     """After a trace, put numbers where other threads have kept what stood for them: ``log.append(trainer.count)``."""
     questions.thread = None
@@ -652,9 +615,6 @@ def give_back(questions: Questions) -> None:
                     plain = value.plain()
                     if get(holder, key) is value:
                         kind.__setitem__(holder, key, plain)
-
-
-_OF_MATH = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tanh", "pow")
 
 
 def _times(value: Any, scalar: GraphScalar) -> Any:

@@ -22,7 +22,7 @@ import sys
 import threading
 from bdb import BdbQuit
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FrameType, FunctionType
 from typing import Any, NoReturn
 
@@ -38,10 +38,9 @@ from millstream._torch.compiler.dynamo import compile_lock
 from millstream._torch.devices.device_guard import keep_device_guard
 from millstream._torch.hooks import OwnHook
 from millstream._torch.scaler import is_idle, steps_are_masked
-from millstream._torch.tensors import FakeTensor, FakeTensorMode, is_real, is_same_view, storage_id
+from millstream._torch.tensors import FakeTensor, FakeTensorMode, is_real, storage_id
 from millstream._torch.tracing import (
     failures_unlogged,
-    graph_being_traced,
     no_compiled_modules,
     plain_recurrence,
     pretend_compiling,
@@ -50,17 +49,16 @@ from millstream._torch.tracing import (
     unchecked_distributions,
 )
 from millstream.capture.effects.outputs import outputs_recorded
-from millstream.capture.effects.program import COUNTING, Effects, Output, Write
-from millstream.capture.effects.recorder import Recorder, open_structure, text_changed
-from millstream.capture.effects.values import Always, Nth, holds_token
+from millstream.capture.effects.program import COUNTING
+from millstream.capture.effects.recorder import Recorder, text_changed
+from millstream.capture.effects.values import Nth
 from millstream.capture.lines import caller_of, here, is_asked_by_user, is_of_call, place_of, stops_in_debugger, told
 from millstream.capture.state.contents import without_cache
-from millstream.capture.state.discover import Found, discover
+from millstream.capture.state.discover import discover
 from millstream.capture.state.executed import STARTED, CodeWatch, Ran, others_may_write, record_module_reads, stand_in
-from millstream.capture.state.lift import TRACING, Lifted, become_fake, check_apart, lift
+from millstream.capture.state.lift import TRACING, become_fake, check_apart, lift
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import (
-    SCALARS,
     Reference,
     Structure,
     merge_same,
@@ -70,8 +68,6 @@ from millstream.capture.state.signature import (
     take_apart,
 )
 from millstream.capture.state.snapshot import (
-    Change,
-    Kind,
     Snapshot,
     is_type_of_tracing,
 )
@@ -85,14 +81,14 @@ from millstream.capture.step.request import (
     StateMissing,
     Traced,
 )
-from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch, fits
-from millstream.capture.trace.outputs import check_returned
+from millstream.capture.trace.changes import Changes
+from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch
 from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
 from millstream.capture.trace.patches.data_parallel import TracedSession
+from millstream.capture.trace.patches.numbers import json_takes_scalars, math_takes_scalars
 from millstream.capture.trace.patches.optimizers import (
     is_number,
-    is_schedulers,
     narrow_counts,
     schedulers_are_recorded,
     traceable,
@@ -103,14 +99,11 @@ from millstream.capture.trace.patches.signals import signals_wait
 from millstream.capture.trace.scalars import (
     GraphScalar,
     Questions,
-    as_scalar,
     give_back,
     is_scalar,
-    is_tensor,
-    json_takes_scalars,
-    math_takes_scalars,
 )
 from millstream.capture.trace.sizes import TracedSizes
+from millstream.capture.trace.tensors import Leaving, writes_host
 from millstream.capture.trace.unsupported import check_sources
 from millstream.errors import CaptureError, DataParallelError
 from millstream.passes.cleanup import (
@@ -127,19 +120,7 @@ from millstream.passes.cleanup import (
 _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
 """What must be known before tracing begins."""
 
-_NOTES = frozenset(
-    """
-    _opt_called _step_supports_amp_scaling _warned_capturable_if_run_uncaptured grad_scale found_inf
-    """.split()
-)
-"""Attributes of optimizers in which PyTorch notes what does not matter to a graph."""
-
-_OPTIMIZERS = (Kind.OPTIMIZER, Kind.GROUP, Kind.STATE)
-"""Where numbers may change: a graph does it again."""
-
 SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
-
-CALLBACK_REMEDY = "Move this out of the step, or let ms.callback do it, as in ms.callback(losses.append, loss)."
 
 
 def trace_step(request: Request) -> Traced:
@@ -183,21 +164,10 @@ class _Tracer:
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
     questions: Questions = field(default_factory=Questions)
     stepped: list[Optimizer] = field(default_factory=list)
-    outputs: list[Output] = field(default_factory=list)
-    effects: Effects = field(default_factory=Effects)
-    written: dict[Location, Change] = field(default_factory=dict)
-    memory: set[int] = field(default_factory=set)
-    moved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    stored: dict[int, str] = field(default_factory=dict)
-    replaced: dict[int, Location] = field(default_factory=dict)
-    left: list[bool] = field(default_factory=list)
-    structure: Structure | None = None
     failure: Exception | None = None
     ran: Ran = field(default_factory=lambda: Ran(attributes={}))
     numbers: list[Any] = field(default_factory=list)
     users_scalars: dict[int, GraphScalar] = field(default_factory=dict)
-    taken: list[Location] = field(default_factory=list)
     left_alone: set[Location] = field(default_factory=set)
     looked_at: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
@@ -241,6 +211,8 @@ class _Tracer:
                 traceable([optimizer for _, optimizer in request.found.optimizers]),
             ):
                 self.snapshot = Snapshot(request.found, self.ran)
+                self.changes = Changes(request, self.questions, self.recorder, self.snapshot, self.ran, self.numbers)
+                self.leaving = Leaving(request, self.recorder, self._report)
                 cached = request.found.cached
                 self.caches = CachesUnfilled(cached, lambda name: self._report(StateMissing(f"{name}'s cache")))
                 with (
@@ -248,8 +220,7 @@ class _Tracer:
                     self._optimizers_watched(),
                     self.caches if cached else contextlib.nullcontext(),
                 ):
-                    self.homes = self._make_homes()
-                    inputs = [*state, *self.homes, *numbers, *request.arguments]
+                    inputs = [*state, *self.leaving.homes, *numbers, *request.arguments]
                     self.questions.before = self._before
                     try:
                         gm = self._record(inputs)
@@ -334,7 +305,7 @@ class _Tracer:
                 scripts_as_python(),
                 steps_are_masked(),
             ):
-                self.moved, self.memory = functions.moved, set(map(storage_id, self._inputs()))
+                self.leaving.begin(functions.moved)
                 counts = widen_counts(optimizer for _, optimizer in self.request.found.optimizers)
                 functions.looked_at.clear()
                 functions.asked.clear()
@@ -352,12 +323,12 @@ class _Tracer:
                 self.looked_at, self.asked = {*functions.looked_at}, {*functions.asked}
                 with torch.no_grad():
                     narrow_counts(counts, self.stepped)
-                    self._keep_data()
-                    stored = self._keep_changes()
+                    self.leaving.keep_data()
+                    stored = self.changes.keep(self.leaving.copies)
                     self._check_left()
-                    self._keep_gradients()
-                    results = self._take_outputs(result, stored)
-                    self._copy_back()
+                    self.leaving.keep_gradients()
+                    results = self.leaving.take_outputs(result, stored)
+                    self.leaving.copy_back()
                     return results
 
         try:
@@ -382,8 +353,7 @@ class _Tracer:
                     )
                 )
             if not any(map(is_type_of_tracing, asked)):  # for which an eager call would bring no answer
-                changed = [change for change in self.snapshot.changes() if _is_count(change)]
-                if new := [change.location for change in changed if not is_scalar(change.before)]:
+                if new := self.changes.numbers_missing():
                     self._report(NumbersChanged(new))
                 self._report(StateMissing(f"{frame.f_code.co_name}'s cache"))
         if not functions and frame.f_code not in known.codes:
@@ -526,7 +496,7 @@ class _Tracer:
                 with COUNTING.lock:
                     self.numbers[index] = scalar.value = location.get()
                     location.set(scalar)
-                self.taken.append(location)
+                self.changes.taken.append(location)
             else:
                 self.left_alone.add(location)
 
@@ -585,105 +555,8 @@ class _Tracer:
         self._note_failure(error)
         raise error
 
-    def _make_homes(self) -> list[Tensor]:
-        """One input for each gradient: the one there is, or memory for one that the step may leave."""
-        return [
-            torch.empty_like(gradient.parameter, requires_grad=False) if gradient.before is None else gradient.before
-            for gradient in self.request.gradients
-        ]
-
-    def _keep_changes(self) -> list[Change]:  # noqa: C901  one line per kind of change
-        """Note what becomes of optimizers' state and of Python objects; refuse what no graph can do again.
-
-        Returns:
-            Where the function stored tensors.
-        """
-        given = {*map(id, self.request.arguments), *(id(entry.tensor) for entry in self.request.state)}
-        stored: list[Change] = []
-        counted: list[Change] = []
-        settled: set[Any] = set()
-        for change in self._note_writes():
-            before, after = change.before, change.after
-            is_users = change.kind in (Kind.PLAIN, Kind.MODULE)
-            if _is_count(change):
-                counted.append(change)
-            elif _is_write(change):
-                if change.location.key != "training":
-                    settled.add((change.location, _form_of(before), _form_of(after)))
-            elif is_schedulers(after):
-                pass  # it puts it there itself
-            elif id(before) in given and not is_users and fits(after, before):
-                self.copies.append((before, after))
-            elif change.kind is Kind.STATE:
-                raise StateMissing(str(change.location))
-            elif change.kind is Kind.GROUP:
-                raise CaptureError(
-                    f"The step changes {change.location}.",
-                    where=self.ran.where_stored(change.location),
-                    remedy="Change it outside of the step.",
-                )
-            elif isinstance(after, FakeTensor) and change.is_entry and not is_type_of_tracing(change.location.key):
-                if after.requires_grad and after.is_leaf and id(after) not in given:
-                    raise _needs_gradient(str(change.location))
-                stored.append(change)
-            elif change.kind is not Kind.SCALER and not (
-                change.kind is Kind.OPTIMIZER and change.location.key in _NOTES
-            ):
-                raise _side_effect(change, self.ran.where_stored(change.location))
-        self._check_numbers(counted)
-        if not settled <= self.request.settled:
-            self.request.settled |= settled
-            raise FirstChange
-        return stored
-
-    def _note_writes(self) -> list[Change]:
-        """Add to the effects what has become of Python's values since it was last asked; returns all that differs."""
-        changes = [replace(change, after=as_scalar(change.after)) for change in self.snapshot.changes()]
-        now = {change.location: change for change in changes if _is_write(change)}
-        undone = [replace(change, after=change.before) for place, change in self.written.items() if place not in now]
-        for change in (*now.values(), *undone):
-            location = change.location
-            if location not in self.written or self.written[location].after is not change.after:
-                self.written[location] = change
-                self.recorder.program.append(Write(location, self._output_of(change.after)))
-        return changes
-
-    def _output_of(self, value: Any) -> Output:
-        if is_scalar(value) or (isinstance(value, str) and holds_token(value)):
-            return self.recorder.host_output(value)
-        return Output("object", value=value)
-
-    def _check_numbers(self, changes: list[Change]) -> None:
-        """Ask for numbers that the function has changed and that are no scalars yet; see that the graph will serve."""
-        if new := [change.location for change in changes if not is_scalar(change.before)]:
-            raise NumbersChanged(new)
-        self._check_writers(changes)
-        successors: dict[int, Any] = {}
-        for change in changes:
-            after = change.after
-            if not is_scalar(after):
-                successors[change.before.of.index] = Always(after)
-            elif after.is_known:
-                successors[change.before.of.index] = after.of
-        if successors and not self.questions.allow_again(self.numbers, successors):
-            raise ServesOnce(str(self.request.numbers[min(successors)].location))
-
-    def _check_writers(self, changes: list[Change]) -> None:
-        """Trace again where another thread has written over what the step has written, or may have."""
-        if self.taken:
-            raise Disturbed(self.taken[0])
-        for change in self.snapshot.others():
-            if is_scalar(change.before) and not is_scalar(change.after):  # the step may have read that as it is
-                raise Disturbed(change.location)
-        plain = {change.location for change in changes if not is_scalar(change.after)}
-        if mixed := self.request.plain - plain:
-            raise CaptureError(
-                f"The step may write to {mixed.pop()}, and so did another thread while it was captured, which is lost.",
-                remedy="Let threads that write where the step writes wait for its first calls.",
-            )
-        if others_may_write() and (new := plain - self.request.plain):
-            self.request.plain |= plain
-            raise Disturbed(new.pop())
+    def _note_writes(self) -> None:
+        self.changes.note_writes()
 
     def _check_left(self) -> None:
         """Refuse what a call would leave unfinished or changed without a graph noticing."""
@@ -704,156 +577,12 @@ class _Tracer:
                     remedy="Use torch.autograd.grad and return the gradient.",
                 )
 
-    def _note_replaced(self, stored: list[Change], leaves: list[Tensor]) -> None:
-        """Find state that the step uses and in whose place it, or the user between calls, puts other tensors.
-
-        Such state is read from its place in each call, like an argument: to copy the new tensor into the old one would
-        change what the user may keep by another name. Where several places hold one tensor, nobody can tell by which
-        it was read; then the graph is for that very tensor.
-        """
-        placeholders = graph_being_traced().find_nodes(op="placeholder")
-        returned = {*map(id, leaves), *(id(change.after) for change in stored)}
-        replaced = {id(change.before) for change in stored}
-        linked = {id(link.value): link.location for link in self.request.found.links}
-        for index, entry in enumerate(self.request.state):
-            tensor = id(entry.tensor)
-            if not placeholders[index].users and tensor not in returned:
-                continue
-            registered = {*entry.locations}
-            location = next(iter(entry.locations), linked.get(tensor))
-            if tensor in replaced:
-                if entry.required_grad:
-                    raise _needs_gradient(entry.name)
-                if index in self.request.mirrored:
-                    raise _writes_host(entry)
-            elif (
-                entry.required_grad
-                or index in self.request.mirrored
-                or location is None
-                or location not in self.request.changing
-            ):
-                continue
-            if self.request.found.references[tensor] + len(registered) == 1 and location is not None:
-                self.replaced[index] = location
-
-    def _keep_gradients(self) -> None:
-        gradients = [gradient.parameter.grad for gradient in self.request.gradients]
-        self.left += [now is not None for now in gradients]
-        kept = [home for now, home in zip(gradients, self.homes, strict=True) if now is home]
-        taken = {storage_id(tensor) for tensor in (*kept, *(entry.tensor for entry in self.request.state))}
-        for gradient, now, home in zip(self.request.gradients, gradients, self.homes, strict=True):
-            if now is None or now is home:
-                continue
-            if not fits(now, home):
-                raise CaptureError(
-                    f"The gradient of {gradient.name} has another shape, dtype or layout than it had.",
-                    remedy="Keep gradients dense and in the parameter's dtype.",
-                )
-            if storage_id(now) in taken:
-                raise CaptureError(
-                    f"The gradient of {gradient.name} shares memory with state or with another gradient.",
-                    remedy="Give it memory of its own, with clone().",
-                )
-            taken.add(storage_id(now))
-            self.copies.append((home, now))
-
-    def _keep_data(self) -> None:
-        """Note what was assigned to the ``.data`` of inputs."""
-        taken = set(self.memory)
-        for tensor in self._inputs():
-            before = self._memory_of(tensor)
-            if is_same_view(tensor, before):
-                continue
-            if storage_id(tensor) in taken:
-                raise CaptureError(
-                    "The step assigns to .data what shares memory with state or with an argument.",
-                    remedy="Assign a clone of it, or use copy_().",
-                )
-            taken.add(storage_id(tensor))
-            self.copies.append((before, tensor))
-
-    def _memory_of(self, tensor: Tensor) -> Tensor:
-        """What has the memory that ``tensor`` had when the step began."""
-        return self.moved.get(id(tensor), (tensor, tensor))[1]
-
-    def _take_outputs(self, result: Any, stored: list[Change]) -> list[Tensor]:
-        leaves: list[Tensor] = []
-        structure = take_apart(result, leaves)
-        parts: list[Any] = []
-        self.structure = open_structure(structure, iter(leaves), parts)
-        check_returned(self.structure, {id(entry.tensor) for entry in self.request.state})
-        self._note_replaced(stored, leaves)
-        arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
-        for index in self.replaced:
-            arguments[id(self.request.state[index].tensor)] = len(arguments)
-        objects = {id(entry.tensor) for entry in self.request.state} - {id(target) for target, _ in self.copies}
-        taken = set(self.memory)
-        results: list[Tensor] = []
-        index_of: dict[int, int] = {}
-
-        def take(leaf: Tensor) -> Output:
-            if id(leaf) in arguments:
-                return Output("argument", arguments[id(leaf)])
-            if id(leaf) in objects:
-                return Output("object", value=leaf)
-            if not isinstance(leaf, FakeTensor):
-                self._report(ForeignTensor(leaf, ""))
-            if id(leaf) not in index_of:
-                plain = leaf.detach()
-                if storage_id(plain) in taken:
-                    if storage_id(plain) in self.recorder.passed:
-                        raise CaptureError(
-                            "The step passes tensors that share memory across the edge of an eager_region.",
-                            remedy="Pass a clone.",
-                        )
-                    plain = plain.clone()
-                taken.add(storage_id(plain))
-                index_of[id(leaf)] = len(results)
-                results.append(plain)
-            return Output("graph", index_of[id(leaf)])
-
-        self.outputs += (take(part) if is_tensor(part) else self.recorder.host_output(part) for part in parts)
-        program = self.recorder.program
-        for change in stored:
-            if self.recorder.is_part and change.after.requires_grad and not change.after.is_leaf:
-                raise CaptureError(
-                    f"The step stores a tensor with gradients in {change.location}, and an eager_region follows.",
-                    remedy="Detach it.",
-                )
-            output = take(change.after)
-            program.append(Write(change.location, output))
-            if output.kind == "graph":
-                self.stored[storage_id(change.after)] = str(change.location)
-        self.effects = self.recorder.finish(self.outputs, results)
-        return results
-
-    def _copy_back(self) -> None:
-        """Do all copies as if at once: what one of them overwrites, another may read."""
-        values = [value.clone() if storage_id(value) in self.memory else value for _, value in self.copies]
-        for (target, _), value in zip(self.copies, values, strict=True):
-            self._memory_of(target).copy_(value)
-
-    def _inputs(self) -> Iterator[Tensor]:
-        yield from (entry.tensor for entry in self.request.state)
-        yield from self.homes
-        yield from self.request.arguments
-
-    def _numbers_now(self, used: Found) -> list[Any]:
-        """The numbers after the trace, if the graph holds for them and for everything else that there is by now."""
-        if (disturbed := self.snapshot.disturbed(used)) is not None:
-            raise Disturbed(disturbed)
-        places = [number.location for number in self.request.numbers]
-        values = [place.get() for place in places]
-        changed = [place for place, now, before in zip(places, values, self.numbers, strict=True) if now != before]
-        if changed and not (all(map(is_number, values)) and self.questions.allow(values)):
-            raise Disturbed(changed[0])
-        return values
-
     def _finish(self, gm: fx.GraphModule) -> Traced:
-        assert self.structure is not None
+        leaving = self.leaving
+        assert leaving.structure is not None
         used = discover(self.request.roots, self.ran)
         check_sources(used)
-        values = self._numbers_now(used)
+        values = self.changes.numbers_now(used)
         arguments = {*map(id, self.request.arguments)}
         for entry in lift(used):
             if id(entry.tensor) in arguments:
@@ -864,13 +593,14 @@ class _Tracer:
         if self.questions.texts.made:
             if (where := self.questions.texts.unshown()) is not None:
                 raise text_changed(where)
-            self.effects.outline = self.recorder.outline, [_constants_of(node, gm) for node in gm.graph.nodes]
+            leaving.effects.outline = self.recorder.outline, [_constants_of(node, gm) for node in gm.graph.nodes]
         subtract_powers_exactly(gm)
         move_constants(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
-        sizes = [len(part) for part in (self.request.state, self.homes, self.request.numbers, self.request.arguments)]
+        parts = (self.request.state, leaving.homes, self.request.numbers, self.request.arguments)
+        sizes = [len(part) for part in parts]
         starts = [sum(sizes[:part]) for part in range(4)]
-        replaced = [placeholders[index] for index in self.replaced]
+        replaced = [placeholders[index] for index in leaving.replaced]
         transfers = hoist_transfers(gm, [*placeholders[starts[3] :], *replaced])
         written = written_storages(gm)
         targets = written_inputs(gm)
@@ -880,20 +610,20 @@ class _Tracer:
         is_written = [storage_id(node.meta["val"]) in written for node in placeholders]
         for index in self.request.mirrored:
             if is_written[index]:
-                raise _writes_host(self.request.state[index])
+                raise writes_host(self.request.state[index])
         for node in placeholders[: starts[2]]:
             storage = storage_id(node.meta["val"])
-            if storage in self.stored and storage in written:
+            if storage in leaving.stored and storage in written:
                 raise CaptureError(
-                    f"The step stores in {self.stored[storage]} a view of state that it writes.",
+                    f"The step stores in {leaving.stored[storage]} a view of state that it writes.",
                     remedy="Store a clone of it.",
                 )
         devices = [transfers.get(node) for node in placeholders]
         kept = drop_unused_inputs(gm)
-        read = [(number, index) for number, index in enumerate(self.replaced) if index in kept]
+        read = [(number, index) for number, index in enumerate(leaving.replaced) if index in kept]
         for _, index in read:  # what calls bring comes last
             gm.graph.find_nodes(op="placeholder")[-1].append(placeholders[index])
-        kept = [position for position in kept if position not in self.replaced]
+        kept = [position for position in kept if position not in leaving.replaced]
         gm.recompile()
         gm.meta["exchanges"] = self.exchanges  # which the graph knows by number only
         state, gradients, numbers, arguments = (
@@ -909,21 +639,21 @@ class _Tracer:
                 *((index, devices[starts[3] + index]) for index in arguments),
                 *((len(self.request.arguments) + number, devices[index]) for number, index in read),
             ],
-            replaced=[*self.replaced.items()],
+            replaced=[*leaving.replaced.items()],
             written=[is_written[position] for position in kept],
-            left=self.left,
-            structure=self.structure,
-            outputs=self.outputs,
+            left=leaving.left,
+            structure=leaving.structure,
+            outputs=leaving.outputs,
             questions=self.questions,
             values=values,
             used=used,
             attributes=self.ran.attributes or {},
-            effects=self.effects,
+            effects=leaving.effects,
             looked_at=self.looked_at,
             asked=self.asked,
             variables=self.ran.variables,
             optimizers=self.stepped,
-            writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in self.replaced),
+            writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in leaving.replaced),
             sizes=self.sizes,
         )
 
@@ -936,23 +666,6 @@ def _constants_of(node: fx.Node, gm: fx.GraphModule) -> tuple[str, ...]:
     return (str(node.target), *map(str, given))
 
 
-def _is_write(change: Change) -> bool:
-    """Whether a call can do the change again after the replay: a plain value or number in one place."""
-    if change.kind in (Kind.STATE, Kind.GROUP) or (change.kind is Kind.OPTIMIZER and change.location.key in _NOTES):
-        is_ours = is_number(change.before) and is_number(change.after)
-    else:
-        is_ours = change.kind is not Kind.SCALER
-    after, key = change.after, change.location.key
-    if is_scalar(key) or (isinstance(key, str) and holds_token(key)):
-        return False
-    return is_ours and change.is_entry and not is_schedulers(after) and (is_scalar(after) or isinstance(after, SCALARS))
-
-
-def _is_count(change: Change) -> bool:
-    """Whether a number takes the place of another."""
-    return _is_write(change) and is_number(change.before) and is_number(change.after)
-
-
 def _containers(value: Any) -> Iterator[int]:
     """By id, the containers within a value, and it."""
     if isinstance(value, tuple | list | dict) or dataclasses.is_dataclass(value):
@@ -960,32 +673,3 @@ def _containers(value: Any) -> Iterator[int]:
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
         for part in parts:
             yield from _containers(part)
-
-
-def _form_of(value: Any) -> Any:
-    """What tells one plain value from another; numbers are all alike, as the next graph is given them anew."""
-    return float if is_number(value) else value if isinstance(value, SCALARS) else type(value)
-
-
-def _needs_gradient(name: str) -> CaptureError:
-    return CaptureError(
-        f"The step puts a new tensor that requires a gradient in {name}, or in the place of one.",
-        remedy="Change it in place, under torch.no_grad().",
-    )
-
-
-def _writes_host(entry: Lifted) -> CaptureError:
-    return CaptureError(
-        f"The step writes {entry.name}, a number on the host, from the device.",
-        remedy="Keep that tensor on the device.",
-    )
-
-
-def _side_effect(change: Change, where: str) -> CaptureError:
-    if change.after is MISSING:
-        what = f"removes {change.location}"
-    elif isinstance(change.after, Tensor):
-        what = f"stores a tensor in {change.location}"
-    else:
-        what = f"changes {change.location}"
-    return CaptureError(f"The step {what}, which a graph would not do again.", where=where, remedy=CALLBACK_REMEDY)

@@ -1,0 +1,208 @@
+"""What a traced step does to Python values and to optimizers: done again after each replay, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from millstream._torch.tensors import FakeTensor
+from millstream.capture.effects.program import Output, Write
+from millstream.capture.effects.recorder import Recorder
+from millstream.capture.effects.values import Always, holds_token
+from millstream.capture.state.discover import Found
+from millstream.capture.state.executed import Ran, others_may_write
+from millstream.capture.state.location import MISSING, Location
+from millstream.capture.state.signature import SCALARS
+from millstream.capture.state.snapshot import Change, Kind, Snapshot, is_type_of_tracing
+from millstream.capture.step.request import Disturbed, FirstChange, NumbersChanged, Request, ServesOnce, StateMissing
+from millstream.capture.trace.modes import fits
+from millstream.capture.trace.patches.optimizers import is_number, is_schedulers
+from millstream.capture.trace.scalars import Questions, as_scalar, is_scalar
+from millstream.errors import CaptureError
+
+_NOTES = frozenset(
+    """
+    _opt_called _step_supports_amp_scaling _warned_capturable_if_run_uncaptured grad_scale found_inf
+    """.split()
+)
+"""Attributes of optimizers in which PyTorch notes what does not matter to a graph."""
+
+CALLBACK_REMEDY = "Move this out of the step, or let ms.callback do it, as in ms.callback(losses.append, loss)."
+
+
+@dataclass
+class Changes:
+    """Compares what the step reaches with what was there before it ran.
+
+    Attributes:
+        request: What is traced.
+        questions: What the step asks of its numbers.
+        recorder: Has the list of what is done after a replay, to which writes are added.
+        snapshot: What was there.
+        ran: What has run of the step.
+        numbers: Those of the request, as they were.
+        taken: Where a number was another thread's when the step counted on it.
+    """
+
+    request: Request
+    questions: Questions
+    recorder: Recorder
+    snapshot: Snapshot
+    ran: Ran
+    numbers: list[Any]
+    taken: list[Location] = field(default_factory=list)
+    written: dict[Location, Change] = field(default_factory=dict)
+
+    def numbers_missing(self) -> list[Location]:
+        """Places of numbers that the step has changed so far, and that the request does not have."""
+        changed = [change for change in self.snapshot.changes() if _is_count(change)]
+        return [change.location for change in changed if not is_scalar(change.before)]
+
+    def keep(self, copies: list[tuple[Tensor, Tensor]]) -> list[Change]:  # noqa: C901  one line per kind of change
+        """Note what becomes of optimizers' state and of Python objects; refuse what no graph can do again.
+
+        Args:
+            copies: Gets what is to be copied into optimizers' state, and where.
+
+        Returns:
+            Where the function stored tensors.
+        """
+        given = {*map(id, self.request.arguments), *(id(entry.tensor) for entry in self.request.state)}
+        stored: list[Change] = []
+        counted: list[Change] = []
+        settled: set[Any] = set()
+        for change in self.note_writes():
+            before, after = change.before, change.after
+            is_users = change.kind in (Kind.PLAIN, Kind.MODULE)
+            if _is_count(change):
+                counted.append(change)
+            elif _is_write(change):
+                if change.location.key != "training":
+                    settled.add((change.location, _form_of(before), _form_of(after)))
+            elif is_schedulers(after):
+                pass  # it puts it there itself
+            elif id(before) in given and not is_users and fits(after, before):
+                copies.append((before, after))
+            elif change.kind is Kind.STATE:
+                raise StateMissing(str(change.location))
+            elif change.kind is Kind.GROUP:
+                raise CaptureError(
+                    f"The step changes {change.location}.",
+                    where=self.ran.where_stored(change.location),
+                    remedy="Change it outside of the step.",
+                )
+            elif isinstance(after, FakeTensor) and change.is_entry and not is_type_of_tracing(change.location.key):
+                if after.requires_grad and after.is_leaf and id(after) not in given:
+                    raise needs_gradient(str(change.location))
+                stored.append(change)
+            elif change.kind is not Kind.SCALER and not (
+                change.kind is Kind.OPTIMIZER and change.location.key in _NOTES
+            ):
+                raise _side_effect(change, self.ran.where_stored(change.location))
+        self._check_numbers(counted)
+        if not settled <= self.request.settled:
+            self.request.settled |= settled
+            raise FirstChange
+        return stored
+
+    def note_writes(self) -> list[Change]:
+        """Add to the effects what has become of Python's values since it was last asked; returns all that differs."""
+        changes = [replace(change, after=as_scalar(change.after)) for change in self.snapshot.changes()]
+        now = {change.location: change for change in changes if _is_write(change)}
+        undone = [replace(change, after=change.before) for place, change in self.written.items() if place not in now]
+        for change in (*now.values(), *undone):
+            location = change.location
+            if location not in self.written or self.written[location].after is not change.after:
+                self.written[location] = change
+                self.recorder.program.append(Write(location, self._output_of(change.after)))
+        return changes
+
+    def _output_of(self, value: Any) -> Output:
+        if is_scalar(value) or (isinstance(value, str) and holds_token(value)):
+            return self.recorder.host_output(value)
+        return Output("object", value=value)
+
+    def _check_numbers(self, changes: list[Change]) -> None:
+        """Ask for numbers that the function has changed and that are no scalars yet; see that the graph will serve."""
+        if new := [change.location for change in changes if not is_scalar(change.before)]:
+            raise NumbersChanged(new)
+        self._check_writers(changes)
+        successors: dict[int, Any] = {}
+        for change in changes:
+            after = change.after
+            if not is_scalar(after):
+                successors[change.before.of.index] = Always(after)
+            elif after.is_known:
+                successors[change.before.of.index] = after.of
+        if successors and not self.questions.allow_again(self.numbers, successors):
+            raise ServesOnce(str(self.request.numbers[min(successors)].location))
+
+    def _check_writers(self, changes: list[Change]) -> None:
+        """Trace again where another thread has written over what the step has written, or may have."""
+        if self.taken:
+            raise Disturbed(self.taken[0])
+        for change in self.snapshot.others():
+            if is_scalar(change.before) and not is_scalar(change.after):  # the step may have read that as it is
+                raise Disturbed(change.location)
+        plain = {change.location for change in changes if not is_scalar(change.after)}
+        if mixed := self.request.plain - plain:
+            raise CaptureError(
+                f"The step may write to {mixed.pop()}, and so did another thread while it was captured, which is lost.",
+                remedy="Let threads that write where the step writes wait for its first calls.",
+            )
+        if others_may_write() and (new := plain - self.request.plain):
+            self.request.plain |= plain
+            raise Disturbed(new.pop())
+
+    def numbers_now(self, used: Found) -> list[Any]:
+        """The numbers after the trace, if the graph holds for them and for everything else that there is by now."""
+        if (disturbed := self.snapshot.disturbed(used)) is not None:
+            raise Disturbed(disturbed)
+        places = [number.location for number in self.request.numbers]
+        values = [place.get() for place in places]
+        changed = [place for place, now, before in zip(places, values, self.numbers, strict=True) if now != before]
+        if changed and not (all(map(is_number, values)) and self.questions.allow(values)):
+            raise Disturbed(changed[0])
+        return values
+
+
+def _is_write(change: Change) -> bool:
+    """Whether a call can do the change again after the replay: a plain value or number in one place."""
+    if change.kind in (Kind.STATE, Kind.GROUP) or (change.kind is Kind.OPTIMIZER and change.location.key in _NOTES):
+        is_ours = is_number(change.before) and is_number(change.after)
+    else:
+        is_ours = change.kind is not Kind.SCALER
+    after, key = change.after, change.location.key
+    if is_scalar(key) or (isinstance(key, str) and holds_token(key)):
+        return False
+    return is_ours and change.is_entry and not is_schedulers(after) and (is_scalar(after) or isinstance(after, SCALARS))
+
+
+def _is_count(change: Change) -> bool:
+    """Whether a number takes the place of another."""
+    return _is_write(change) and is_number(change.before) and is_number(change.after)
+
+
+def _form_of(value: Any) -> Any:
+    """What tells one plain value from another; numbers are all alike, as the next graph is given them anew."""
+    return float if is_number(value) else value if isinstance(value, SCALARS) else type(value)
+
+
+def needs_gradient(name: str) -> CaptureError:
+    """The refusal of a new tensor that is to be trained."""
+    return CaptureError(
+        f"The step puts a new tensor that requires a gradient in {name}, or in the place of one.",
+        remedy="Change it in place, under torch.no_grad().",
+    )
+
+
+def _side_effect(change: Change, where: str) -> CaptureError:
+    if change.after is MISSING:
+        what = f"removes {change.location}"
+    elif isinstance(change.after, Tensor):
+        what = f"stores a tensor in {change.location}"
+    else:
+        what = f"changes {change.location}"
+    return CaptureError(f"The step {what}, which a graph would not do again.", where=where, remedy=CALLBACK_REMEDY)

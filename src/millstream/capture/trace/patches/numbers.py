@@ -1,0 +1,51 @@
+"""Python's ``math`` and ``json`` take numbers of a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from millstream._torch.tracing import patched
+from millstream.capture.trace.scalars import is_scalar
+
+_OF_MATH = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tanh", "pow")
+
+
+@contextlib.contextmanager
+def math_takes_scalars() -> Iterator[None]:
+    """For the length of the context, functions of ``math`` give a graph scalar for one."""
+
+    def taking(name: str) -> Callable[..., Any]:
+        function, of_tensor = getattr(math, name), getattr(torch, name)
+
+        def compute(*args: Any) -> Any:
+            if not any(is_scalar(arg) for arg in args):
+                return function(*args)
+            return args[0] ** args[1] if name == "pow" else args[0].apply(function, of_tensor)
+
+        return compute
+
+    with contextlib.ExitStack() as patches:
+        for name in _OF_MATH:
+            patches.enter_context(patched(math, name, taking(name)))
+        yield
+
+
+@contextlib.contextmanager
+def json_takes_scalars() -> Iterator[None]:
+    """For the length of the context, ``json`` writes a scalar as the number that it is."""
+    original = json.JSONEncoder.default
+
+    def default(encoder: json.JSONEncoder, value: Any) -> Any:
+        return value.plain() if is_scalar(value) else original(encoder, value)
+
+    json.JSONEncoder.default = default  # type: ignore[method-assign]  # for other threads, too, which may find one
+    try:
+        yield
+    finally:
+        json.JSONEncoder.default = original  # type: ignore[method-assign]

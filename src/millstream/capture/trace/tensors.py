@@ -1,0 +1,209 @@
+"""What a traced step leaves in tensors, and what it returns: gradients, state that it replaced, results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from millstream._torch.tensors import FakeTensor, is_same_view, storage_id
+from millstream._torch.tracing import graph_being_traced
+from millstream.capture.effects.program import Effects, Output, Write
+from millstream.capture.effects.recorder import Recorder, open_structure
+from millstream.capture.state.lift import Lifted
+from millstream.capture.state.location import Location
+from millstream.capture.state.signature import Structure, take_apart
+from millstream.capture.state.snapshot import Change
+from millstream.capture.step.request import Request
+from millstream.capture.trace.changes import needs_gradient
+from millstream.capture.trace.modes import ForeignTensor, fits
+from millstream.capture.trace.outputs import check_returned
+from millstream.capture.trace.scalars import is_tensor
+from millstream.errors import CaptureError
+
+
+@dataclass
+class Leaving:
+    """Makes results of the graph of everything that a call leaves behind.
+
+    Attributes:
+        request: What is traced.
+        recorder: What the step does besides; says how numbers in the result are made.
+        report: Raises an error that counts also if the step catches it.
+        homes: An input for each gradient: the one there is, or memory for one that the step may leave.
+        moved: By identity, inputs whose ``.data`` was assigned, and what has the memory that they had.
+        memory: Storages of the inputs.
+        copies: What is to be copied at the end, target first.
+        left: Of each gradient, whether there is one at the end.
+        replaced: State that is read from its place in each call, by index.
+        stored: By storage, where the step puts tensors of the graph.
+    """
+
+    request: Request
+    recorder: Recorder
+    report: Callable[[Exception], NoReturn]
+    homes: list[Tensor] = field(init=False)
+    moved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    memory: set[int] = field(default_factory=set)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    left: list[bool] = field(default_factory=list)
+    replaced: dict[int, Location] = field(default_factory=dict)
+    stored: dict[int, str] = field(default_factory=dict)
+    structure: Structure | None = None
+    outputs: list[Output] = field(default_factory=list)
+    effects: Effects = field(default_factory=Effects)
+
+    def __post_init__(self) -> None:
+        self.homes = [
+            torch.empty_like(gradient.parameter, requires_grad=False) if gradient.before is None else gradient.before
+            for gradient in self.request.gradients
+        ]
+
+    def begin(self, moved: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """The step is about to run; ``moved`` will be noted."""
+        self.moved, self.memory = moved, set(map(storage_id, self._inputs()))
+
+    def keep_data(self) -> None:
+        """Note what was assigned to the ``.data`` of inputs."""
+        taken = set(self.memory)
+        for tensor in self._inputs():
+            before = self._memory_of(tensor)
+            if is_same_view(tensor, before):
+                continue
+            if storage_id(tensor) in taken:
+                raise CaptureError(
+                    "The step assigns to .data what shares memory with state or with an argument.",
+                    remedy="Assign a clone of it, or use copy_().",
+                )
+            taken.add(storage_id(tensor))
+            self.copies.append((before, tensor))
+
+    def keep_gradients(self) -> None:
+        gradients = [gradient.parameter.grad for gradient in self.request.gradients]
+        self.left += [now is not None for now in gradients]
+        kept = [home for now, home in zip(gradients, self.homes, strict=True) if now is home]
+        taken = {storage_id(tensor) for tensor in (*kept, *(entry.tensor for entry in self.request.state))}
+        for gradient, now, home in zip(self.request.gradients, gradients, self.homes, strict=True):
+            if now is None or now is home:
+                continue
+            if not fits(now, home):
+                raise CaptureError(
+                    f"The gradient of {gradient.name} has another shape, dtype or layout than it had.",
+                    remedy="Keep gradients dense and in the parameter's dtype.",
+                )
+            if storage_id(now) in taken:
+                raise CaptureError(
+                    f"The gradient of {gradient.name} shares memory with state or with another gradient.",
+                    remedy="Give it memory of its own, with clone().",
+                )
+            taken.add(storage_id(now))
+            self.copies.append((home, now))
+
+    def take_outputs(self, result: Any, stored: list[Change]) -> list[Tensor]:
+        leaves: list[Tensor] = []
+        structure = take_apart(result, leaves)
+        parts: list[Any] = []
+        self.structure = open_structure(structure, iter(leaves), parts)
+        check_returned(self.structure, {id(entry.tensor) for entry in self.request.state})
+        self._note_replaced(stored, leaves)
+        arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
+        for index in self.replaced:
+            arguments[id(self.request.state[index].tensor)] = len(arguments)
+        objects = {id(entry.tensor) for entry in self.request.state} - {id(target) for target, _ in self.copies}
+        taken = set(self.memory)
+        results: list[Tensor] = []
+        index_of: dict[int, int] = {}
+
+        def take(leaf: Tensor) -> Output:
+            if id(leaf) in arguments:
+                return Output("argument", arguments[id(leaf)])
+            if id(leaf) in objects:
+                return Output("object", value=leaf)
+            if not isinstance(leaf, FakeTensor):
+                self.report(ForeignTensor(leaf, ""))
+            if id(leaf) not in index_of:
+                plain = leaf.detach()
+                if storage_id(plain) in taken:
+                    if storage_id(plain) in self.recorder.passed:
+                        raise CaptureError(
+                            "The step passes tensors that share memory across the edge of an eager_region.",
+                            remedy="Pass a clone.",
+                        )
+                    plain = plain.clone()
+                taken.add(storage_id(plain))
+                index_of[id(leaf)] = len(results)
+                results.append(plain)
+            return Output("graph", index_of[id(leaf)])
+
+        self.outputs += (take(part) if is_tensor(part) else self.recorder.host_output(part) for part in parts)
+        program = self.recorder.program
+        for change in stored:
+            if self.recorder.is_part and change.after.requires_grad and not change.after.is_leaf:
+                raise CaptureError(
+                    f"The step stores a tensor with gradients in {change.location}, and an eager_region follows.",
+                    remedy="Detach it.",
+                )
+            output = take(change.after)
+            program.append(Write(change.location, output))
+            if output.kind == "graph":
+                self.stored[storage_id(change.after)] = str(change.location)
+        self.effects = self.recorder.finish(self.outputs, results)
+        return results
+
+    def copy_back(self) -> None:
+        """Do all copies as if at once: what one of them overwrites, another may read."""
+        values = [value.clone() if storage_id(value) in self.memory else value for _, value in self.copies]
+        for (target, _), value in zip(self.copies, values, strict=True):
+            self._memory_of(target).copy_(value)
+
+    def _note_replaced(self, stored: list[Change], leaves: list[Tensor]) -> None:
+        """Find state that the step uses and in whose place it, or the user between calls, puts other tensors.
+
+        Such state is read from its place in each call, like an argument: to copy the new tensor into the old one would
+        change what the user may keep by another name. Where several places hold one tensor, nobody can tell by which
+        it was read; then the graph is for that very tensor.
+        """
+        placeholders = graph_being_traced().find_nodes(op="placeholder")
+        returned = {*map(id, leaves), *(id(change.after) for change in stored)}
+        replaced = {id(change.before) for change in stored}
+        linked = {id(link.value): link.location for link in self.request.found.links}
+        for index, entry in enumerate(self.request.state):
+            tensor = id(entry.tensor)
+            if not placeholders[index].users and tensor not in returned:
+                continue
+            registered = {*entry.locations}
+            location = next(iter(entry.locations), linked.get(tensor))
+            if tensor in replaced:
+                if entry.required_grad:
+                    raise needs_gradient(entry.name)
+                if index in self.request.mirrored:
+                    raise writes_host(entry)
+            elif (
+                entry.required_grad
+                or index in self.request.mirrored
+                or location is None
+                or location not in self.request.changing
+            ):
+                continue
+            if self.request.found.references[tensor] + len(registered) == 1 and location is not None:
+                self.replaced[index] = location
+
+    def _memory_of(self, tensor: Tensor) -> Tensor:
+        """What has the memory that ``tensor`` had when the step began."""
+        return self.moved.get(id(tensor), (tensor, tensor))[1]
+
+    def _inputs(self) -> Iterator[Tensor]:
+        yield from (entry.tensor for entry in self.request.state)
+        yield from self.homes
+        yield from self.request.arguments
+
+
+def writes_host(entry: Lifted) -> CaptureError:
+    """The refusal of a write to the host."""
+    return CaptureError(
+        f"The step writes {entry.name}, a number on the host, from the device.",
+        remedy="Keep that tensor on the device.",
+    )
