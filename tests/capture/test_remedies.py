@@ -715,6 +715,7 @@ ELSEWHERE = (
     "ever more that was made outside",  # test_step_refusals.py
     "ever other values",  # test_effects.py
     "The step writes to",  # test_step_writers.py
+    "The step starts",  # test_step_impure.py
     "eager_region",  # test_eager_regions.py
     "stops in a debugger",  # test_step_debugging.py
     "MILLSTREAM_DISABLE is set",  # likewise

@@ -461,12 +461,14 @@ def test_optimizer_state_that_is_reset(how):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_has_locks_of_its_own():
-    """At that moment another thread of the parent may hold them."""
+    """At that moment another thread of the parent may hold them, which waits for the one that forks."""
     told = output_of(
         """
         import importlib, os, threading, warnings
         from millstream.capture import Step
+        from millstream.capture.state import lift
         from millstream.capture.state.lift import TRACING
+        lift.LONGEST_WAIT_TO_FORK = 0.1
         fetch = importlib.import_module("millstream.results.fetching")
         warnings.simplefilter("ignore")  # about threads in who forks
 

@@ -130,10 +130,13 @@ TRACING = ForkSafeLock()
 LONGEST_WAIT = 300.0
 """Seconds that another thread waits for tensors that are being traced. Then it has a lock that the step waits for."""
 
+LONGEST_WAIT_TO_FORK = 60.0
+"""Likewise, of a thread that is to fork."""
+
 
 def _wait_before_fork() -> None:
     """Let another thread's trace end first: in the child all that it has changed meanwhile would stay so for good."""
-    TRACING.lock.acquire(timeout=LONGEST_WAIT)
+    TRACING.lock.acquire(timeout=LONGEST_WAIT_TO_FORK)
 
 
 def _go_on_after_fork() -> None:

@@ -21,7 +21,7 @@ import dataclasses
 import sys
 import threading
 from bdb import BdbQuit
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType
 from typing import Any, NoReturn
@@ -168,6 +168,7 @@ class _Tracer:
     ran: Ran = field(default_factory=lambda: Ran(attributes={}))
     numbers: list[Any] = field(default_factory=list)
     users_scalars: dict[int, GraphScalar] = field(default_factory=dict)
+    users_readers: dict[int, Callable[[], Any]] = field(default_factory=dict)
     left_alone: set[Location] = field(default_factory=set)
     looked_at: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
@@ -373,11 +374,18 @@ class _Tracer:
 
     def _on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if is_written:
-            does = f"starts {what}" if what in STARTED else f"writes to {what}"
+        if what in STARTED:
             self._report(
                 CaptureError(
-                    f"The step {does}, which a graph would not do again.",
+                    f"The step starts {what}, which a graph would not do again.",
+                    where=where,
+                    remedy="Let ms.callback do it, as in ms.callback(pool.submit, save, loss).",
+                )
+            )
+        if is_written:
+            self._report(
+                CaptureError(
+                    f"The step writes to {what}, which a graph would not do again.",
                     where=where,
                     remedy="Let ms.callback do it, as in ms.callback(writer.writerow, [loss.item()]).",
                 )
@@ -471,6 +479,7 @@ class _Tracer:
                 scalar = GraphScalar(0, tensor, Nth(index), self.questions, is_users=number.is_users)
                 if number.is_users:
                     self.users_scalars[index] = scalar
+                    self.users_readers[index] = number.location.reader()
                 with COUNTING.lock:
                     scalar.value = number.location.get()  # and at once, as other threads may write there
                     number.location.set(scalar)
@@ -487,10 +496,15 @@ class _Tracer:
 
         Asked all the time: what the step adds to a plain number would be taken for the other thread's, too.
         """
-        for index, scalar in self.users_scalars.items():
-            location = self.request.numbers[index].location
-            now = location.get()
-            if is_scalar(now) or location in self.left_alone or not is_number(now):
+        for index, read in self.users_readers.items():
+            try:
+                now = read()
+            except (LookupError, ValueError):  # it is gone
+                continue
+            if type(now) is GraphScalar or not is_number(now):
+                continue
+            scalar, location = self.users_scalars[index], self.request.numbers[index].location
+            if is_scalar(now) or location in self.left_alone:
                 continue
             if any(change.location == location for change in self.snapshot.others()):
                 with COUNTING.lock:
