@@ -14,6 +14,7 @@ import os
 import pickle
 import select
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -454,6 +455,64 @@ def test_what_another_thread_counts_once_before_the_step_does_is_counted_once():
             step(torch.ones(3, 4))
     assert world.n == 104
     assert len(step.graphs) == 1
+
+
+ticks = 1.0
+
+
+def beating(kind):
+    """An object with a time in it, how another thread sets that, and how a step reads it in the branch ``if told``."""
+    slots, told = Slots(), False
+    held, cell = types.SimpleNamespace(n=1.0, told=told), 1.0
+    slots.n = 1.0
+
+    def beat():
+        nonlocal cell
+        global ticks  # noqa: PLW0603
+        held.n = slots.n = cell = ticks = time.time()
+
+    reads = {
+        "attribute": lambda told: held.n if told else 0.0,
+        "slot": lambda told: slots.n if told else 0.0,
+        "closure": lambda told: cell if told else 0.0,
+        "global": lambda told: ticks if told else 0.0,
+        "getattr": lambda told: getattr(held, "n") if told else 0.0,  # noqa: B009
+        "vars": lambda told: vars(held)["n"] if told else 0.0,
+    }
+    return beat, reads[kind]
+
+
+@pytest.mark.parametrize("kind", ["attribute", "slot", "closure", "global", "getattr"])
+def test_what_another_thread_writes_all_the_time_may_stand_in_a_branch_that_is_not_taken(kind):
+    beat, read = beating(kind)
+    with Meanwhile(beat) as meanwhile:
+
+        def body(world):
+            meanwhile.pause()
+            return read(told=False)
+
+        step = make_step(types.SimpleNamespace(), body, meanwhile.pause)
+        for _ in range(3):
+            step(torch.ones(3, 4))
+    assert not step.fallbacks
+    assert len(step.graphs) == 1
+    assert sys.gettrace() is None
+
+
+@pytest.mark.parametrize("kind", ["attribute", "slot", "closure", "global", "getattr", "vars"])
+def test_what_another_thread_writes_all_the_time_is_refused_where_it_is_read(kind):
+    beat, read = beating(kind)
+    with Meanwhile(beat) as meanwhile:
+
+        def body(world):
+            meanwhile.pause()
+            return read(told=True)
+
+        step = make_step(types.SimpleNamespace(), body, meanwhile.pause)
+        with pytest.warns(FallbackWarning, match="Another thread writes to .* while the step is captured"):
+            for _ in range(3):
+                step(torch.ones(3, 4))
+    assert not step.graphs
 
 
 num_collected, collected_at = 0, 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from types import CellType, FunctionType
@@ -190,12 +190,18 @@ class Snapshot:
                 put_back(holder, copy, left)
         _take_out(self._long.values())
 
-    def disturbed(self, used: Found) -> Location | None:
+    def is_item(self, place: Location) -> bool:
+        """Whether a place is an item of a container, and neither an attribute nor a variable."""
+        return id(place.holder) in self._containers
+
+    def disturbed(self, used: Found, unread: Container[Location]) -> Location | None:
         """A place of what a step uses where another thread has put something since this was made, if there is one.
 
-        To be asked when everything is put back that the step has changed.
+        To be asked when everything is put back that the step has changed; not about ``unread``.
         """
         for link in used.links:
+            if link.location in unread:
+                continue
             kept = self._copies.get(id(link.location.holder), (Kind.PLAIN,))
             before = self._links.get(link.location, link.value)
             if kept[0] in (Kind.PLAIN, Kind.MODULE) and not _is_unchanged(link.value, before):

@@ -68,6 +68,7 @@ class Request:
     settled: set[Any] = field(default_factory=set)  # changes of plain values that were seen before; see ``FirstChange``
     # places of numbers where an earlier trace of the same call has found plain ones in the end, see ``Disturbed``
     plain: set[Location] = field(default_factory=set)
+    disturbed: set[Location] = field(default_factory=set)  # where other threads have written in earlier traces
     style: int = 0  # of text; see ``Texts``
     replica: Reducer | None = None  # reduces all gradients between processes, if the step is to do that by itself
     # by position in ``arguments``, dimensions whose sizes are symbols

@@ -550,11 +550,13 @@ class Step(Generic[P, R]):
         """Trace, and again wherever something shows up late; ``like`` a graph that there is, if one is given."""
         roots, where, num_disturbed = list(self._roots(call)), "", 0
         plain: set[Location] = set()
+        disturbed: set[Location] = set()
         for _ in range(MAX_LATE):
             for _, optimizer in found.optimizers:
                 counts.move(optimizer)
             request = self._workshop.make_request(self.function, call, roots, found, like)
             request.replica, request.dimensions, request.plain = self._replica, dimensions, plain
+            request.disturbed = disturbed
             try:
                 return request, _trace_twice(request)
             except FoundLate as late:
@@ -568,6 +570,7 @@ class Step(Generic[P, R]):
                 continue
             except Disturbed as other:
                 num_disturbed += 1
+                disturbed.add(other.location)
                 if num_disturbed > MAX_DISTURBED:
                     raise CaptureError(
                         f"Another thread writes to {other.location} while the step is captured.",

@@ -11,8 +11,9 @@ from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.program import Output, Write
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.effects.values import Always, holds_token
+from millstream.capture.state.code import attributes_of
 from millstream.capture.state.discover import Found
-from millstream.capture.state.executed import Ran, others_may_write
+from millstream.capture.state.executed import Ran, name_of, others_may_write
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import SCALARS
 from millstream.capture.state.snapshot import Change, Kind, Snapshot, is_type_of_tracing
@@ -54,6 +55,23 @@ class Changes:
     numbers: list[Any]
     taken: list[Location] = field(default_factory=list)
     written: dict[Location, Change] = field(default_factory=dict)
+    unread: set[Location] = field(default_factory=set)
+
+    def note_unread(self, met: set[str]) -> None:
+        """Note that the step has read by name only what stands in ``met``, of what other threads have written before.
+
+        That concerns attributes and variables: items are found by keys that need not stand in code, as are attributes
+        by names that code computes.
+        """
+        computed = {id(held) for value in self.ran.computed.values() for held in attributes_of(value)}
+        self.unread = {
+            place
+            for place in self.request.disturbed
+            if str(name_of(place)) not in met
+            and id(place.holder) not in computed
+            and id(getattr(place.holder, "_owner", None)) not in self.ran.computed
+            and not self.snapshot.is_item(place)
+        }
 
     def numbers_missing(self) -> list[Location]:
         """Places of numbers that the step has changed so far, and that the request does not have."""
@@ -141,9 +159,11 @@ class Changes:
 
     def _check_writers(self, changes: list[Change]) -> None:
         """Trace again where another thread has written over what the step has written, or may have."""
-        if self.taken:
-            raise Disturbed(self.taken[0])
+        if taken := [place for place in self.taken if place not in self.unread]:
+            raise Disturbed(taken[0])
         for change in self.snapshot.others():
+            if change.location in self.unread:
+                continue
             if is_scalar(change.before) and not is_scalar(change.after):  # the step may have read that as it is
                 raise Disturbed(change.location)
         plain = {change.location for change in changes if not is_scalar(change.after)}
@@ -158,7 +178,7 @@ class Changes:
 
     def numbers_now(self, used: Found) -> list[Any]:
         """The numbers after the trace, if the graph holds for them and for everything else that there is by now."""
-        if (disturbed := self.snapshot.disturbed(used)) is not None:
+        if (disturbed := self.snapshot.disturbed(used, self.unread)) is not None:
             raise Disturbed(disturbed)
         places = [number.location for number in self.request.numbers]
         values = [place.get() for place in places]

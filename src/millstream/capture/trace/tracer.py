@@ -55,8 +55,17 @@ from millstream.capture.effects.values import Nth
 from millstream.capture.lines import caller_of, here, is_asked_by_user, is_of_call, place_of, stops_in_debugger, told
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import discover
-from millstream.capture.state.executed import STARTED, CodeWatch, Ran, others_may_write, record_module_reads, stand_in
+from millstream.capture.state.executed import (
+    STARTED,
+    CodeWatch,
+    Ran,
+    name_of,
+    others_may_write,
+    record_module_reads,
+    stand_in,
+)
 from millstream.capture.state.lift import TRACING, become_fake, check_apart, lift
+from millstream.capture.state.loads import Loads
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import (
     Reference,
@@ -277,20 +286,25 @@ class _Tracer:
             args, kwargs = given
             self.recorder.given = frozenset(_containers(given))
             cached = {without_cache(cache).__code__ for cache in self.request.found.cached}
-            with CodeWatch(
-                self.ran,
-                self._on_code,
-                self._on_impure,
-                cached,
-                lambda: self.request.found.opaque,  # of what is found later, too
-                self._on_opaque,
-                self._on_text,
-                lambda frame: self._report(stops_in_debugger(f"{frame.f_code.co_filename}:{frame.f_lineno}")),
-                self._take_from_others if others_may_write() else None,
+            loads = Loads({str(name_of(place)) for place in self.request.disturbed})
+            with (
+                loads,  # before what follows, to which a tracer that the step sets is a debugger
+                CodeWatch(
+                    self.ran,
+                    self._on_code,
+                    self._on_impure,
+                    cached,
+                    lambda: self.request.found.opaque,  # of what is found later, too
+                    self._on_opaque,
+                    self._on_text,
+                    lambda frame: self._report(stops_in_debugger(f"{frame.f_code.co_filename}:{frame.f_lineno}")),
+                    self._take_from_others if others_may_write() else None,
+                ),
             ):
                 if self.ran.codes is None:
                     self._check_sources()
                 result = self.request.function(*args, **kwargs)
+            self.changes.note_unread(loads.met)
             self._check_arguments(given, structure)
             return result
 
