@@ -482,18 +482,24 @@ def beating(kind):
     return beat, reads[kind]
 
 
-@pytest.mark.parametrize("kind", ["attribute", "slot", "closure", "global", "getattr"])
-def test_what_another_thread_writes_all_the_time_may_stand_in_a_branch_that_is_not_taken(kind):
+def run_beside_a_beat(kind, *, told):
+    """A step called thrice, while another thread sets a time before and after each place where it may be read."""
     beat, read = beating(kind)
     with Meanwhile(beat) as meanwhile:
 
         def body(world):
             meanwhile.pause()
-            return read(told=False)
+            return read(told=told)
 
         step = make_step(types.SimpleNamespace(), body, meanwhile.pause)
         for _ in range(3):
             step(torch.ones(3, 4))
+    return step
+
+
+@pytest.mark.parametrize("kind", ["attribute", "slot", "closure", "global", "getattr"])
+def test_what_another_thread_writes_all_the_time_may_stand_in_a_branch_that_is_not_taken(kind):
+    step = run_beside_a_beat(kind, told=False)
     assert not step.fallbacks
     assert len(step.graphs) == 1
     assert sys.gettrace() is None
@@ -501,17 +507,8 @@ def test_what_another_thread_writes_all_the_time_may_stand_in_a_branch_that_is_n
 
 @pytest.mark.parametrize("kind", ["attribute", "slot", "closure", "global", "getattr", "vars"])
 def test_what_another_thread_writes_all_the_time_is_refused_where_it_is_read(kind):
-    beat, read = beating(kind)
-    with Meanwhile(beat) as meanwhile:
-
-        def body(world):
-            meanwhile.pause()
-            return read(told=True)
-
-        step = make_step(types.SimpleNamespace(), body, meanwhile.pause)
-        with pytest.warns(FallbackWarning, match="Another thread writes to .* while the step is captured"):
-            for _ in range(3):
-                step(torch.ones(3, 4))
+    with pytest.warns(FallbackWarning, match="Another thread writes to .* while the step is captured"):
+        step = run_beside_a_beat(kind, told=True)
     assert not step.graphs
 
 

@@ -460,7 +460,7 @@ class DeviceContext:
             stream: Where.
             waits: Events for which the stream waits first of all.
             before: Events to be recorded in front of the copies.
-            after: Events to be recorded behind them.
+            after: Events to be recorded after them.
         """
         self._check_open()
         self._driver.copy(Transfer(pairs, stream, waits, before, after))

@@ -45,6 +45,8 @@ class Changes:
         ran: What has run of the step.
         numbers: Those of the request, as they were.
         taken: Where a number was another thread's when the step counted on it.
+        written: The latest write to each place, as far as it is among the effects.
+        unread: Where other threads have written before, and the step has read nothing; see ``note_unread``.
     """
 
     request: Request

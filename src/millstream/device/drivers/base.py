@@ -28,7 +28,7 @@ class Transfer(NamedTuple):
         stream: Where.
         waits: Events for which the stream waits first of all.
         before: Events to be recorded in front of the copies.
-        after: Events to be recorded behind them.
+        after: Events to be recorded after them.
     """
 
     pairs: Sequence[tuple[Tensor, Tensor]]
