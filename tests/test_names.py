@@ -1,8 +1,10 @@
 """What the code and the pages name is there: also what is imported within a function that runs on a GPU alone."""
 
 import ast
+import contextlib
 import functools
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -62,8 +64,15 @@ def is_there(dotted):
     return False
 
 
+PROGRAM = re.compile(rf"^\s*from (?:{'|'.join(PACKAGES)})\b.* import ", re.MULTILINE)
+
+
 def imported_names(tree):
+    """What a module imports, also in the programs that it holds as texts and runs in other processes."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and PROGRAM.search(node.value):
+            with contextlib.suppress(SyntaxError):  # a text with places to fill in
+                yield from imported_names(ast.parse(textwrap.dedent(node.value)))
         if isinstance(node, ast.Import):
             found = [each.name for each in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:

@@ -70,7 +70,7 @@ def test_another_process_gives_the_same_bits(tmp_path):
 
 TAKEN = """
 import json
-from millstream.lower import fx_wrapper, tuning
+from millstream.lower.inductor import fx_wrapper, tuning
 from tests.gpu.engines.test_tuning import train
 tuners, keep = [], fx_wrapper.keep_choice
 fx_wrapper.keep_choice = lambda tuner, source: (keep(tuner, source), tuners.append(tuner))
