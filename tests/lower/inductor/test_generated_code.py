@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import tempfile
 
 import pytest
 import torch
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._inductor.graph import output_code_log
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import SchedulerNode
 from torch.nn.functional import softmax
 
@@ -95,3 +99,24 @@ def test_shortcuts_end_with_the_lowering():
     torch._dynamo.reset()
     ms.compile(pointwise, strict=True)(torch.randn(7))
     assert before == (DtypePropagationOpsHandler.__init__, SchedulerNode.codegen)
+
+
+@pytest.fixture
+def temporary_files(tmp_path, monkeypatch):
+    """The Python files in the temporary folder, which is another one than Inductor's cache is in."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache_dir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return lambda: [*tmp_path.glob("*.py")]
+
+
+def test_compiling_leaves_no_temporary_files(temporary_files):
+    ms.compile(lambda x: x.sin() + 3, strict=True)(torch.ones(3))
+    assert not temporary_files()
+
+
+def test_output_code_is_a_file_where_it_was_asked_for(temporary_files, caplog):
+    with caplog.at_level(logging.INFO, logger=output_code_log.name):
+        ms.compile(lambda x: x.cos() + 3, strict=True)(torch.ones(3))
+    (file,) = temporary_files()
+    assert str(file) in caplog.text
+    assert "def forward" in file.read_text()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 import sympy
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._inductor import config, ir
+from torch._inductor import config, graph, ir
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import common, wrapper_fxir
 from torch._inductor.codegen.wrapper import KernelDefinitionLine, PythonWrapperCodegen, WrapperLine
@@ -291,6 +292,26 @@ class Sources:
         return kernels
 
 
+class KernelGraphModule(common.FileBackedGraphModule):
+    """A finished graph as Inductor takes it, without the file that upstream writes of each.
+
+    Upstream's file is deleted only where the interpreter exits normally: processes that are killed or forked leave it
+    in the temporary folder, and one that compiles for days collects them. It is written where Inductor was asked for
+    its output code (``TORCH_LOGS=output_code``, ``TORCH_COMPILE_DEBUG=1``), since that is what names or copies it.
+
+    Tried on 2.11 and 2.13.
+    """
+
+    def __post_init__(self) -> None:
+        if config.trace.enabled or graph.output_code_log.isEnabledFor(logging.INFO):
+            super().__post_init__()
+
+    @property
+    def __file__(self) -> str:
+        written = getattr(self, "tempfile", None)
+        return "<kernel graph>" if written is None else written.name
+
+
 class Codegen(wrapper_fxir.WrapperFxCodegen):
     """The FX wrapper with our converter; ``collect_wrappers`` makes a subclass of it for each compilation.
 
@@ -343,7 +364,7 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
         gm = converter.generate()
         gm.meta[SOURCES] = sources
         self.collected.append(gm)
-        return common.FileBackedGraphModule(gm, gm.forward), None
+        return KernelGraphModule(gm, gm.forward), None
 
 
 @contextlib.contextmanager
