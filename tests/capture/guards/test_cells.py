@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.capture.cells import CELLS
-from tests.capture.programs import Program, Site, frozen, run
+from tests.capture.guards.cells import CELLS
+from tests.capture.guards.programs import Program, Site, frozen, run
 
 
 @pytest.fixture(scope="module", autouse=True)

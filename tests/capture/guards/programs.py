@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from millstream.capture import Step
 from millstream.errors import FallbackWarning
-from tests.capture.cells import CELLS, Cell
+from tests.capture.guards.cells import CELLS, Cell
 from tests.capture.worlds import assert_same, interpret
 
 PREAMBLE = """

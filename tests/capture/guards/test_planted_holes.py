@@ -17,8 +17,8 @@ from millstream.capture.guards.guards import Guards
 from millstream.capture.state.code import Reach
 from millstream.capture.state.contents import is_buffer
 from millstream.capture.state.location import MISSING, Attributes, ClassAttributes, ContextValue, SlotAttributes
-from tests.capture.cells import CELLS
-from tests.capture.programs import frozen, programs, run
+from tests.capture.guards.cells import CELLS
+from tests.capture.guards.programs import frozen, programs, run
 
 
 def expecting_no(is_hole):

@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
-from tests.capture.programs import frozen, programs, run
+from tests.capture.guards.programs import frozen, programs, run
 
 FUZZ = int(os.environ.get("MILLSTREAM_FUZZ", "0"))
 # Processes that share a run must collect the same tests.

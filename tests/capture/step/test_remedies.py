@@ -20,7 +20,7 @@ from millstream.capture import Step
 from millstream.errors import CaptureError, FallbackWarning
 from tests.capture.worlds import interpret
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "docs"))
 
 
 class World:
