@@ -18,6 +18,7 @@ from torch.nn.functional import softmax
 import millstream as ms
 from millstream.lower import compile as lowering
 from millstream.lower.inductor.cpp_kernels import CppKernels
+from millstream.lower.inductor.fx_wrapper import is_updated
 from millstream.lower.inductor.shortcuts import no_collections, shortcuts
 
 
@@ -120,3 +121,18 @@ def test_output_code_is_a_file_where_it_was_asked_for(temporary_files, caplog):
     (file,) = temporary_files()
     assert str(file) in caplog.text
     assert "def forward" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "updated"),
+    [
+        ("out_ptr0", "tl.store(out_ptr0 + (x0), tmp1, xmask)", False),
+        ("out_ptr0", "tl.atomic_add(out_ptr0 + (tl.broadcast_to(x0, [XBLOCK])), tmp1, xmask, sem='relaxed')", True),
+        ("out_ptr0", "tmp0 = tl.load(out_ptr0 + (x0), xmask)", True),
+        ("out_ptr1", "tl.atomic_add(out_ptr10 + (x0), tmp1)\ntl.store(out_ptr1 + (x0), tmp1)", False),
+        ("in_out_ptr0", "tl.store(in_out_ptr0 + (x0), tmp1)", True),
+    ],
+)
+def test_an_input_that_a_triton_kernel_overwrites_is_no_input_of_it(name, body, updated):
+    """Else kernels that write other parts of one bucket would wait for each other."""
+    assert is_updated(name, body) == updated

@@ -515,12 +515,20 @@ def describe_arguments(compiled: Any, body: str, num_args: int) -> tuple[KernelA
         names = [name for name in signature if name not in compiled.triton_meta.get("constants", {})]
         if len(names) < num_args:
             names = list(signature)
-        mutated = set(compiled.mutated_arg_names or ())
+        mutated = {name for name in compiled.mutated_arg_names or () if is_updated(name, body)}
     else:
         names = [declaration.split()[-1].lstrip("*") for declaration in declare_arguments(body)]
         mutated = set()
     names += [f"unknown{i}" for i in range(len(names), num_args)]
     return tuple(describe_argument(name, name in mutated) for name in names[:num_args])
+
+
+def is_updated(name: str, body: str) -> bool:
+    """Whether a Triton kernel's argument that is listed as mutated holds something that the kernel needs.
+
+    Inductor lists every input of the graph that a kernel writes. Most are overwritten without being looked at.
+    """
+    return not name.startswith("out_ptr") or re.search(rf"\b(?:load|atomic_\w+)\(\s*{name}\b", body) is not None
 
 
 def describe_argument(name: str, mutated: bool) -> KernelArgument:
