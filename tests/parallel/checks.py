@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 import millstream as ms
+from millstream._torch.distributed.communicators import new_communicator
 from millstream.capture import Step
 from millstream.data_parallel import exchange
 from millstream.data_parallel.roll_call import OverNetwork
@@ -233,6 +235,56 @@ def one_program(rank, num_steps):
         train(captured, batches(rank, num_steps))
         nets.append((digest(net), len(seen), runner.whole is not None))
     return nets
+
+
+@contextlib.contextmanager
+def groups_counted():
+    """How often a sum was issued, by the number of its process group among those there are."""
+    original, counts = c10d.all_reduce, {}
+
+    def all_reduce(*args, group=None, **how):
+        number = c10d._world.pg_names[group or dist.group.WORLD]
+        counts[number] = counts.get(number, 0) + 1
+        return original(*args, group=group, **how)
+
+    with mock.patch.object(c10d, "all_reduce", all_reduce):
+        yield counts
+
+
+def on_own_communicator(rank):
+    """A step of a group of its own, on the group's communicator and on one of ours: parameters, and who was used."""
+
+    found = []
+    for wanted in ("group", "4"):
+        before = len(c10d._world.pg_map)
+        group = dist.new_group()
+        with mock.patch.dict(os.environ, MILLSTREAM_COMMUNICATOR=wanted), groups_counted() as counts:
+            net, step = make(plain, sgd, {}, {"process_group": group})
+            captured = ms.step(step, strict=True)
+            train(captured, batches(rank, 4))
+            runner = captured.graphs[0].executable._runner
+            assert runner.whole is not None
+            counts.clear()
+            train(captured, batches(rank, 1))
+            if rank == 1:
+                runner.release()  # so that both run in segments
+            train(captured, batches(rank, 1))
+            found.append((digest(net), [*counts.values()], runner._told.partition("; ")[2]))
+        assert len(c10d._world.pg_map) == before + 1 + (wanted == "4")
+        dist.destroy_process_group(group)
+        assert len(c10d._world.pg_map) == before
+    return found
+
+
+def group_of_some(rank):
+    """Why a group of some processes has no communicator of ours."""
+    group = dist.new_group([rank], use_local_synchronization=True)
+    try:
+        new_communicator(group, DEVICE, None)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group(group)
 
 
 def memory_held(rank):

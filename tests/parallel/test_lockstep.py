@@ -4,18 +4,20 @@ import json
 from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from millstream._torch.distributed.collectives import release_before_shutdown
+from millstream._torch.distributed import shutdown
 from millstream.cost import Costs, KernelCost, Roofline
-from millstream.data_parallel import agreement
+from millstream.data_parallel import agreement, communicators
 from millstream.data_parallel.agreement import NO, NOT_KNOWN, Agreement, Hyperparameters, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
 from millstream.data_parallel.hyperparameters import differing, optimizers_of
 from millstream.engine.parallel import lockstep
+from millstream.engine.parallel.communicators import choose_communicator
 from millstream.engine.parallel.lockstep import LockstepTrials, propose_together, recall_together, together
 from millstream.engine.planning import choice, trial
 from millstream.engine.planning.choice import Scheduling, choose
@@ -232,24 +234,165 @@ def test_an_optimizer_within_another_is_not_compared():
 # --- around it --------------------------------------------------------------------------------------------------------
 
 
-def test_captures_are_released_before_the_group_ends(monkeypatch):
-    done = []
+class Named:
+    """A capture or a process group."""
 
-    class Capture:
-        def release(self):
-            done.append("released")
+    def __init__(self, name, done):
+        self.name, self.done = name, done
+
+    def release(self):
+        self.done.append(f"released {self.name}")
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What has ended, in order."""
+    ended = []
 
     def destroy_process_group(group=None):
-        done.append(f"destroyed {group}")
+        ended.append(f"destroyed {'all' if group is None else group.name}")
 
     for module in (dist, dist.distributed_c10d):
         monkeypatch.setattr(module, "destroy_process_group", destroy_process_group)
-    captures = [Capture(), Capture()]
+    monkeypatch.setattr(shutdown, "_captures", WeakKeyDictionary())
+    monkeypatch.setattr(shutdown, "_beside", WeakKeyDictionary())
+    return ended
+
+
+def test_captures_are_released_before_the_group_ends(done):
+    original, group = dist.destroy_process_group, Named("group", done)
+    captures = [Named(number, done) for number in range(2)]
     for capture in captures:
-        release_before_shutdown(capture)
-    dist.destroy_process_group("all")
-    assert done == ["released", "released", "destroyed all"]
-    assert dist.destroy_process_group is dist.distributed_c10d.destroy_process_group is destroy_process_group
+        shutdown.release_before_shutdown(capture, group)
+    dist.destroy_process_group()
+    assert done == ["released 0", "released 1", "destroyed all"]
+    assert dist.destroy_process_group is dist.distributed_c10d.destroy_process_group is original
+
+
+def test_another_group_ends_alone_and_one_ends_after_what_is_beside_it(done):
+    group, other, beside, unused = (Named(name, done) for name in ("group", "other", "beside", "unused"))
+    capture = Named("capture", done)
+    shutdown.release_before_shutdown(capture, group)
+    for each in (beside, unused):
+        shutdown.end_with(group, each)
+    dist.destroy_process_group(other)
+    shutdown.destroy(group, unused)
+    assert done == ["destroyed other", "destroyed unused"]
+    del done[:]
+    dist.destroy_process_group(group)
+    assert done == ["released capture", "destroyed beside", "destroyed group"]
+    dist.destroy_process_group()
+
+
+# --- which communicator -----------------------------------------------------------------------------------------------
+
+
+class Collective:
+    """Of a step, in one of the processes."""
+
+    operation = "all_reduce"
+
+    def __init__(self, done):
+        self.group, self.memory, self.held = Named("group", done), torch.ones(2), SimpleNamespace(make_ready=int)
+        self.issued_on = []
+
+    def perform(self, memory):
+        current = communicators.communicators_of(self.group).current
+        self.issued_on.append(None if current is None else current.group.name)
+
+
+def settle_in_both(pair, monkeypatch, done, ns_of, opens=lambda rank, ctas: None, noted=None):
+    """What each process settles on when the step takes ``ns_of(rank, ctas)``, ``"group"`` on the process group."""
+
+    def new(group, device, max_ctas):
+        opens(ranks[group], max_ctas)
+        return Named(max_ctas, done)
+
+    def compare(own, base, agree):
+        agree(5)
+        return ns_of(*own), ns_of(*base)
+
+    monkeypatch.setattr(communicators, "new_communicator", new)
+    monkeypatch.setattr(lockstep, "compare", compare)
+    monkeypatch.setattr(trial.Trials, "_prepare", lambda self, stack, *ways: tuple(map(self._capture, ways)))
+    ranks, collectives = {}, [Collective(done) for _ in pair]
+
+    def act(agreement, rank):
+        collective = collectives[rank]
+        ranks[collective.group] = rank
+
+        def capture(communicator):
+            return SimpleNamespace(graph=(rank, "group" if communicator is None else communicator.max_ctas))
+
+        trials = LockstepTrials(agreement, capture, None, None, None)
+        settled = choose_communicator(agreement, [collective], trials, noted if rank == 0 else None)
+        current = communicators.communicators_of(collective.group).current
+        assert current is settled.communicator
+        return settled.noted, settled.told, collective.issued_on
+
+    return in_both_processes(pair, act)
+
+
+def test_quickest_communicator_is_taken_and_others_are_closed(pair, monkeypatch, done):
+    def ns_of(rank, ctas):
+        return {"group": 100, None: 101, 8: 90, 4: 80 if rank == 0 else 95}[ctas] * 10**6
+
+    first, second = settle_in_both(pair, monkeypatch, done, ns_of)
+    assert first == second
+    noted, told, issued_on = first
+    assert noted == {"is_own": True, "max_ctas": 8}
+    assert "of at most 8 CTAs (the process group itself 100.000 ms," in told
+    assert issued_on == [None, 8, 4]  # each warmed up; the one without a number has the name ``None``
+    assert sorted(done) == ["destroyed 4", "destroyed 4", "destroyed None", "destroyed None"]
+
+
+def test_process_group_is_kept_where_nothing_is_clearly_faster(pair, monkeypatch, done):
+    for noted, told, _ in settle_in_both(pair, monkeypatch, done, lambda _, ctas: 1000 if ctas == "group" else 995):
+        assert noted == {"is_own": False, "max_ctas": None}
+        assert told.startswith("collectives on the process group itself (")
+    assert len(done) == 6
+
+
+def test_communicator_that_cannot_be_opened_in_one_process_is_used_in_none(pair, monkeypatch, done):
+    def opens(rank, ctas):
+        if rank == 1 and ctas == 8:
+            raise RuntimeError("no room")
+
+    for noted, told, _ in settle_in_both(pair, monkeypatch, done, lambda *_: 1, opens):
+        assert not noted["is_own"]
+        assert "the process group itself: rank 1 could not" in told
+
+
+@pytest.mark.parametrize(
+    ("asked", "noted", "issued_on"),
+    [
+        ("group", None, []),
+        ("own", None, [None]),
+        ("6", None, [6]),
+        ("auto", {"is_own": True, "max_ctas": 4}, [4]),
+        ("auto", {"is_own": False, "max_ctas": None}, []),
+        ("auto", {"is_own": "no such"}, [None, 8, 4]),
+    ],
+)
+def test_communicator_that_is_asked_for_or_was_chosen_before_is_not_tried(
+    asked, noted, issued_on, pair, monkeypatch, done
+):
+    monkeypatch.setenv("MILLSTREAM_COMMUNICATOR", asked)
+    tried = []
+    for settled, _, seen in settle_in_both(pair, monkeypatch, done, lambda *who: tried.append(who) or 1, noted=noted):
+        assert seen == issued_on
+        assert settled["is_own"] is (len(issued_on) == 1)
+    assert bool(tried) is (len(issued_on) > 1)
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "many", "²"])
+def test_unknown_communicator_is_an_error(asked, monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_COMMUNICATOR", asked)
+    with pytest.raises(ArgumentError, match="is none of 'auto', 'group', 'own'"):
+        communicators.communicator_wanted()
+
+
+# --- where collectives go ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asked", ["", "auto", "between", "captured"])

@@ -13,6 +13,19 @@ def test_one_program_is_bitwise_the_segments(agreeing_pair):
         assert segments[1:] == [20, False]
 
 
+def test_step_on_a_communicator_of_its_own(agreeing_pair):
+    for (on_group, counts, told), (on_own, own_counts, own_told) in agreeing_pair.run(checks.on_own_communicator):
+        assert on_group == on_own
+        assert counts == own_counts == [2]  # both calls on one, that in segments included
+        assert told == ""
+        assert own_told == "collectives on a communicator of its own of at most 4 CTAs"
+
+
+def test_group_of_some_ranks_keeps_its_communicator(agreeing_pair):
+    for told in agreeing_pair.run(checks.group_of_some):
+        assert "not of all processes" in told
+
+
 def test_ranks_differ_without_one_all_reduce(agreeing_pair):
     digests = agreeing_pair.run(checks.ranks_after, 6, 1)
     assert digests[0] != digests[1]

@@ -16,6 +16,7 @@ from millstream._torch.distributed.collectives import all_gather, reduce_scatter
 from millstream.data_parallel.agreement import Agreement, board_known
 from millstream.data_parallel.board import UNEVEN, Board
 from millstream.data_parallel.buckets import Bucket
+from millstream.data_parallel.communicators import Communicator, communicators_of
 from millstream.errors import DataParallelError
 
 PATIENCE_S = 1.0
@@ -81,7 +82,7 @@ class Exchange:
         bucket: How ``like`` lie in the memory; its members are counted in the order of ``like``.
         like: Tensors that look as what is exchanged; each view has the strides of one, where those are dense.
         group: The processes.
-        issue: ``issue(memory, async_op=...)`` begins the collective.
+        over: ``over(group)(memory, async_op=...)`` begins the collective, on that group or another of the processes.
         label: What it is, for people.
         dtype: Of what travels; ``None`` for that of ``like``.
         device: Where it is; ``None`` for where ``like`` are.
@@ -104,7 +105,7 @@ class Exchange:
         bucket: Bucket,
         like: Sequence[Tensor],
         group: dist.ProcessGroup | None,
-        issue: Callable[..., Any],
+        over: Callable[[Any], Callable[..., Any]],
         label: str,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
@@ -116,7 +117,10 @@ class Exchange:
     ) -> None:
         device = device or like[0].device
         self.agreement, self._is_first = agreement, is_first
-        self.group, self.label, self._issue = group, label, issue
+        self.group, self.label = group, label
+        self._over, self._issue = over, over(group)
+        self._communicators = communicators_of(group)
+        self._communicator: Communicator | None = None  # on which ``_issue`` does
         if shares is None:
             self.held = Memory(torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device))
         else:
@@ -166,10 +170,18 @@ class Exchange:
             DataParallelError: As ``start`` and ``wait``.
         """
         if memory.device.type == "cuda":
+            self._use_current()
             self._issue(memory, async_op=False)
         else:
             self._begin(memory)
             self.wait()
+
+    def _use_current(self) -> None:
+        """Go by the communicator that processes have agreed on."""
+        current = self._communicators.current
+        if current is not self._communicator:
+            self._communicator = current
+            self._issue = self._over(self.group if current is None else current.group)
 
     def _begin(self, memory: Tensor) -> None:
         self.num_uses += 1
@@ -178,6 +190,7 @@ class Exchange:
             self._board = board_known(self.group)
         if self._board is not None:
             self._board.count_exchange()
+        self._use_current()
         try:
             if memory.device.type != "cuda":
                 self._work = self._issue(memory, async_op=True)

@@ -139,7 +139,7 @@ class Reducer:
                     whole,
                     [like],
                     self.group,
-                    greatest_over(self.group),
+                    greatest_over,
                     f"which parameters {self.name} uses",
                     agreement=self._agreement,
                     is_first=True,
@@ -193,7 +193,7 @@ class Reducer:
         )
 
     def _operation(self, bucket: int) -> Callable[..., Any]:  # noqa: ARG002  for others
-        return sum_over(self.group)
+        return sum_over
 
     def broadcast(self, buffers: Sequence[Tensor], time: int = 0) -> None:
         """Give all processes the buffers of the first.
@@ -210,7 +210,7 @@ class Reducer:
                     bucket,
                     [buffers[position] for position in bucket.members],
                     self.group,
-                    first_of(self.group),
+                    first_of,
                     f"buffers of {self.name}",
                     agreement=self._agreement,
                     is_first=number == 0,

@@ -94,7 +94,7 @@ class ShardedReducer(Reducer):
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def _operation(self, bucket: int) -> Callable[..., Any]:
-        return sum_over(self.group) if self.owner_of[bucket] is None else scatter_over(self.group)
+        return sum_over if self.owner_of[bucket] is None else scatter_over
 
     def _put(self, bucket: int, member: int, parameter: Tensor, result: Tensor) -> None:
         piece = self.pieces[bucket].get(member)
@@ -174,10 +174,10 @@ class ShardedReducer(Reducer):
         key = is_greatest, time
         if key not in self._norms:
             like = torch.empty((), dtype=dtype, device=device)
-            issue = greatest_over(self.group) if is_greatest else sum_over(self.group)
+            over = greatest_over if is_greatest else sum_over
             label = f"norm {time} of {self.name}"
             one = Bucket((0,), (0,), 1)
-            self._norms[key] = Exchange(one, [like], self.group, issue, label, agreement=self._agreement, is_first=True)
+            self._norms[key] = Exchange(one, [like], self.group, over, label, agreement=self._agreement, is_first=True)
         return self._norms[key]
 
     # --- parameters ---------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class ShardedReducer(Reducer):
             bucket,
             [self.parameters[position] for position in bucket.members],
             self.group,
-            gather_over(self.group),
+            gather_over,
             f"parameters of bucket {number} of {self.name}",
             agreement=self._agreement,
             is_first=number == self.buckets_of(self.owner_of[number] or 0)[0],

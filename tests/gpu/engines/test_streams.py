@@ -257,7 +257,7 @@ def test_the_fastest_of_one_chain_is_one_stream():
 
 @pytest.mark.parametrize("streams", [1, 2, 5])
 def test_the_number_of_streams_asked_for_is_kept_without_trials(streams, monkeypatch):
-    monkeypatch.setattr(Trials, "_time", lambda *_: pytest.fail("nothing was to be tried"))
+    monkeypatch.setattr(Trials, "time", lambda *_: pytest.fail("nothing was to be tried"))
     model, x, expected = towers()
     y, executable = called(ms.compile(model, streams=streams, memory=100.0, strict=True), x)
     networks.assert_close(y, expected, 1e-4)
@@ -273,7 +273,7 @@ def test_costs_and_choices_are_kept_on_disk_and_used_again(monkeypatch, tmp_path
     torch._dynamo.reset()
     monkeypatch.setattr(planner, "_tables", {})
     monkeypatch.setattr(planner, "CostMeter", lambda *_: pytest.fail("all kernels are known"))
-    monkeypatch.setattr(Trials, "_time", lambda *_: pytest.fail("the choice is known"))
+    monkeypatch.setattr(Trials, "time", lambda *_: pytest.fail("the choice is known"))
     second, after = called(ms.compile(model, strict=True), x)
     assert torch.equal(first, second)
     assert after.plan.steps == before.plan.steps

@@ -5,12 +5,11 @@ Tried on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -99,42 +98,6 @@ def _describe_exchange(values: Sequence[Tensor], key: int) -> list[Tensor]:  # n
 def unsaved_writes(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
     """Let a backward pass that has saved ``tensors`` go on after they are written, as DDP does with its buffers."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined, no-any-return]
-
-
-class Releasable(Protocol):
-    """What holds collectives in captured graphs."""
-
-    def release(self) -> None: ...
-
-
-_captures: WeakSet[Releasable] = WeakSet()
-
-
-def release_before_shutdown(capture: Releasable) -> None:
-    """Have ``capture`` released before ``destroy_process_group``, which otherwise waits for its graph's end for ever.
-
-    As long as there are any, that function of PyTorch's goes through ours.
-    """
-    _captures.add(capture)
-    original = dist.distributed_c10d.destroy_process_group
-    if hasattr(original, "restore"):
-        return
-
-    @functools.wraps(original)
-    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
-        for each in list(_captures):
-            each.release()
-        _captures.clear()
-        destroy_process_group.restore()  # type: ignore[attr-defined]
-        original(*args, **kwargs)
-
-    def restore() -> None:
-        for module in (dist, dist.distributed_c10d):
-            module.destroy_process_group = original
-
-    destroy_process_group.restore = restore  # type: ignore[attr-defined]
-    for module in (dist, dist.distributed_c10d):
-        module.destroy_process_group = destroy_process_group
 
 
 #: ``reduce_scatter(output, input, op=..., group=..., async_op=...)``; its first name is of torch before 2.13.

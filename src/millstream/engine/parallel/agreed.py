@@ -20,10 +20,12 @@ import torch
 
 from millstream.data_parallel.agreement import MARK_SHIFT, NOT_KNOWN, Agreement, Hyperparameters, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
+from millstream.data_parallel.communicators import communicators_of
 from millstream.device import context
 from millstream.engine.build import Executable, with_environment
 from millstream.engine.by_size import BySize
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
+from millstream.engine.parallel.communicators import choose_communicator
 from millstream.engine.parallel.described import Described, describe
 from millstream.engine.parallel.lockstep import time_steps, together
 from millstream.engine.parallel.segmented import SegmentedEngine
@@ -102,7 +104,7 @@ class AgreedEngine:
             for executable in executables:
                 if isinstance(executable, Executable) and isinstance(executable.engine, CudaGraphEngine):
                     executable.engine.gives_memory_back = True
-        self._told = "collectives are among its kernels"
+        self._told = ""  # why it is one graph
         self.tell_hyperparameters([])
 
     def tell_hyperparameters(self, told: list[str]) -> None:
@@ -247,7 +249,9 @@ class AgreedEngine:
         agreement.num_captures = (agreement.num_captures + 1) % (1 << WHAT_BITS)
         self._number = agreement.num_captures
         if not self.segmented.exchanges[0].memory.is_cuda:
+            settled = choose_communicator(agreement, self.segmented.exchanges, None)
             self.whole = WholeOnHost(self._lowered)
+            self._told = _joined("collectives are among its kernels", settled.told)
             self.segmented.release()
             return
         costs = costs_of(self._lowered, self.segmented.segments, self._executables)
@@ -260,18 +264,24 @@ class AgreedEngine:
                     agreement, lambda: whole([*inputs]), lambda: self.segmented([*inputs])
                 )
         except NotTogetherError as error:
-            self._note(f"not one graph: {error}")
+            self._stay_apart(str(error))
             return
         except BaseException:  # others shall not wait
             agreement.board.fail()
             raise
         told = f"one graph takes {own_ns / 1e6:.3f} ms, segments with collectives in between {segmented_ns / 1e6:.3f}"
+        told = _joined(told, whole.settled.told)
         if own_ns > segmented_ns:
-            self._note(f"not one graph: {told}")
+            self._stay_apart(told)
             return
         self.whole, self._told = whole, told
         self.segmented.release()
         torch.cuda.empty_cache()
+
+    def _stay_apart(self, reason: str) -> None:
+        """Go on in segments, in all processes."""
+        communicators_of(self.segmented.exchanges[0].group).current = None
+        self._note(f"not one graph: {reason}")
 
     @contextlib.contextmanager
     def _unchanged(self, inputs: Sequence[Any]) -> Iterator[None]:
@@ -281,6 +291,10 @@ class AgreedEngine:
         index = context(next(iter(program.devices))).place.index
         with unchanged(program, written, torch.cuda.default_generators[index]):
             yield
+
+
+def _joined(*told: str) -> str:
+    return "; ".join(filter(None, told))
 
 
 def _is_ready(executable: Executable) -> bool:

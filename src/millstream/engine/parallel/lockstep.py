@@ -23,8 +23,8 @@ from millstream.device import DeviceContext
 from millstream.device.cuda_graphs.capturing import capture
 from millstream.engine.cuda.captured import Captured
 from millstream.engine.planning.choice import Found, Proposal, Recipe, Scheduling, plan_by, propose, recall
-from millstream.engine.planning.trial import Trials, compare
-from millstream.graph import KernelGraph, KernelKind, Plan
+from millstream.engine.planning.trial import Trials, Way, compare
+from millstream.graph import KernelGraph, KernelKind
 from millstream.lower.program import Program
 from millstream.schedule import peak_bytes
 
@@ -53,7 +53,7 @@ def together(agreement: Agreement, act: Callable[[], T]) -> T:
     return result
 
 
-class LockstepTrials(Trials):
+class LockstepTrials(Trials[Way]):
     """Times plans in all processes; the slowest counts.
 
     Args:
@@ -67,17 +67,17 @@ class LockstepTrials(Trials):
     def __init__(
         self,
         agreement: Agreement,
-        capture: Callable[[Plan], Captured],
-        serial: Plan,
+        capture: Callable[[Way], Captured],
+        serial: Way,
         context: DeviceContext,
         program: Program,
     ) -> None:
         super().__init__(capture, serial, context, program)
         self._agreement = agreement
 
-    def _prepare(self, stack: ExitStack, plan: Plan, best: Plan) -> tuple[Captured, Captured]:
+    def _prepare(self, stack: ExitStack, way: Way, best: Way) -> tuple[Captured, Captured]:
         prepare = super()._prepare
-        return together(self._agreement, lambda: prepare(stack, plan, best))
+        return together(self._agreement, lambda: prepare(stack, way, best))
 
     def _compare(self, graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph) -> tuple[int, int]:
         gather = self._agreement.board.gather

@@ -12,15 +12,18 @@ from typing import Any
 import torch
 
 from millstream._torch.devices.streams import current_stream_handle
-from millstream._torch.distributed.collectives import release_before_shutdown
+from millstream._torch.distributed.shutdown import release_before_shutdown
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.data_parallel.agreement import Agreement
 from millstream.data_parallel.board import NotTogetherError
+from millstream.data_parallel.communicators import Communicator, communicators_of
+from millstream.data_parallel.exchange import Exchange
 from millstream.device import DeviceContext, context, guard
 from millstream.device.cuda_graphs.capturing import repair
 from millstream.engine.build import Executable
 from millstream.engine.cuda.captured import Captured, Family
+from millstream.engine.parallel.communicators import Settled, choose_communicator
 from millstream.engine.parallel.lockstep import (
     LockstepTrials,
     measure_collectives,
@@ -33,7 +36,7 @@ from millstream.engine.planning.choice import Found, Scheduling, choice_key, cho
 from millstream.engine.planning.store import Store
 from millstream.engine.serial import SerialEngine
 from millstream.engine.unchanged import unchanged
-from millstream.graph import Candidate, Plan
+from millstream.graph import Candidate, KernelKind, Plan
 from millstream.lower import Lowered, Phase
 from millstream.lower.merging import merge
 from millstream.lower.segments import Segments
@@ -116,6 +119,7 @@ class WholeGraph:
         costs: Of the kernels.
         candidates: Among which the plan was chosen.
         watchdog: Sees that replays come to an end.
+        settled: On which communicator its collectives are.
     """
 
     name = "graph"
@@ -129,8 +133,9 @@ class WholeGraph:
         costs: Costs,
         candidates: tuple[Candidate, ...],
         watchdog: Watchdog,
+        settled: Settled,
     ) -> None:
-        self._watchdog = watchdog
+        self._watchdog, self.settled = watchdog, settled
         self.lowered, self.plan, self.costs, self.candidates = lowered, plan, costs, candidates
         self._context: DeviceContext = context(next(iter(lowered.program.devices)))
         self._index = self._context.place.index
@@ -144,7 +149,7 @@ class WholeGraph:
             fixed_state=True,
             pool=None,
         )
-        release_before_shutdown(self)
+        release_before_shutdown(self, group_of(lowered))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         captured = self.captured
@@ -198,16 +203,20 @@ def capture_together(
         NotTogetherError: Some process could not capture it.
         DataParallelError: Some process is gone.
     """
-    program = lowered.program
+    program, group = lowered.program, group_of(lowered)
     place = context(next(iter(program.devices)))
     try:
         with place.graph_lock, guard(place.place):
-            costs = measure_collectives(agreement, place, program, costs)
-            best, candidates = _choose(agreement, lowered, costs, inputs, place, scheduling, copied)
+            with communicators_of(group).on(None):
+                costs = measure_collectives(agreement, place, program, costs)
+                best, candidates = _choose(agreement, lowered, costs, inputs, place, scheduling, copied)
             check_plan(best.plan)
+            settled = _settle(agreement, lowered, best.plan, inputs, place, scheduling, copied)
             return together(
                 agreement,
-                lambda: WholeGraph(lowered, best.plan, inputs, copied, costs, candidates, watchdog_of(agreement)),
+                lambda: WholeGraph(
+                    lowered, best.plan, inputs, copied, costs, candidates, watchdog_of(agreement), settled
+                ),
             )
     except NotTogetherError:
         with place.graph_lock:
@@ -233,9 +242,7 @@ def _choose(
         return found
 
     def attempt(plan: Plan) -> Captured:
-        return Captured(
-            lowered, plan, inputs, context=place, family=Family(), copied=copied, fixed_state=True, pool=None
-        )
+        return _capture(lowered, plan, inputs, place, copied)
 
     proposals = propose_together(agreement, program.graph, costs, scheduling)
     trials = LockstepTrials(agreement, attempt, proposals[0].plan, place, program)
@@ -248,3 +255,52 @@ def _choose(
         del trials
         torch.cuda.empty_cache()
     return found
+
+
+def _settle(
+    agreement: Agreement,
+    lowered: Lowered,
+    plan: Plan,
+    inputs: Sequence[Any],
+    place: DeviceContext,
+    scheduling: Scheduling,
+    copied: frozenset[int],
+) -> Settled:
+    """Choose the communicator: as before, if the first process has chosen for this program; otherwise by trials."""
+    program, exchanges = lowered.program, exchanges_of(lowered)
+    store = Store(place.torch_device)
+    key = f"{choice_key(program, scheduling)} of {agreement.board.size}, communicator"
+    known = communicators_of(exchanges[0].group)
+
+    def attempt(communicator: Communicator | None) -> Captured:
+        with known.on(communicator):
+            return _capture(lowered, plan, inputs, place, copied)
+
+    trials = LockstepTrials[Communicator | None](agreement, attempt, None, place, program)
+    settled = choose_communicator(agreement, exchanges, trials, store.load_choice(key))
+    if trials.error is not None:
+        repair(place)
+    elif trials.ran and agreement.board.rank == 0:
+        store.save_choice(key, settled.noted)
+    if trials.ran:
+        torch.cuda.empty_cache()
+    return settled
+
+
+def _capture(
+    lowered: Lowered, plan: Plan, inputs: Sequence[Any], place: DeviceContext, copied: frozenset[int]
+) -> Captured:
+    """Capture it in memory of its own, to be tried."""
+    return Captured(lowered, plan, inputs, context=place, family=Family(), copied=copied, fixed_state=True, pool=None)
+
+
+def exchanges_of(lowered: Lowered) -> list[Exchange]:
+    """The collectives of a merged program, in the order of its kernels."""
+    steps = zip(lowered.program.graph.kernels, lowered.program.calls, strict=True)
+    issued: list[Any] = [call.target for kernel, call in steps if kernel.kind is KernelKind.COLLECTIVE]
+    return [each.__self__ for each in issued]  # methods of theirs
+
+
+def group_of(lowered: Lowered) -> Any:
+    """The process group of a merged program's collectives."""
+    return exchanges_of(lowered)[0].group

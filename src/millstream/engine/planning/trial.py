@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import median
+from typing import Generic, TypeVar
 
 import torch
 
@@ -12,7 +13,6 @@ from millstream.device import DeviceContext
 from millstream.engine.cuda.captured import Captured
 from millstream.engine.planning.choice import Proposal
 from millstream.engine.unchanged import unchanged
-from millstream.graph import Plan
 from millstream.lower.program import Program
 
 WARM_UPS = 2
@@ -20,11 +20,15 @@ LEAST_SAMPLES, MOST_SAMPLES = 7, 25
 SAMPLES_MS = 60.0  # that long a comparison may take, unless so few samples take longer
 
 
-class Trials:
+Way = TypeVar("Way")
+"""A way to run a program, which is captured to be timed: a plan, most often."""
+
+
+class Trials(Generic[Way]):
     """Times plans in turn with the best so far, each captured in memory of its own that is given back.
 
     Args:
-        capture: Captures a plan on the caller's inputs.
+        capture: Captures a plan, or another way to run the program, on the caller's inputs.
         serial: The plan on one stream.
         context: Of the device.
         program: What is run.
@@ -36,15 +40,15 @@ class Trials:
 
     def __init__(
         self,
-        capture: Callable[[Plan], Captured],
-        serial: Plan,
+        capture: Callable[[Way], Captured],
+        serial: Way,
         context: DeviceContext,
         program: Program,
     ) -> None:
         self.ran = False
         self.error: Exception | None = None
         self._capture, self._serial, self._context, self._program = capture, serial, context, program
-        self._kept: list[tuple[Plan, Captured]] = []  # what was timed last
+        self._kept: list[tuple[Way, Captured]] = []  # what was timed last
 
     def forget(self) -> None:
         """Give back the memory of what was timed last."""
@@ -52,29 +56,30 @@ class Trials:
 
     def serial_ns(self) -> int | None:
         """Time the plan on one stream."""
-        times = self._time(self._serial, self._serial)
+        times = self.time(self._serial, self._serial)
         return times[1] if times else None
 
     def compare(self, proposal: Proposal, best: Proposal) -> tuple[int, int] | None:
         """Time a plan and the best so far in turn; ``None`` when one of them cannot be captured."""
-        return self._time(proposal.plan, best.plan)
+        return self.time(proposal.plan, best.plan)  # type: ignore[arg-type]  whoever compares proposals captures plans
 
-    def _time(self, plan: Plan, best: Plan) -> tuple[int, int] | None:
+    def time(self, way: Way, best: Way) -> tuple[int, int] | None:
+        """Time one way and the best so far in turn, in ns; ``None`` when one of them cannot be captured."""
         if self.error is not None:
             return None
         self.ran = True
         try:
             with ExitStack() as stack:
-                own, base = self._prepare(stack, plan, best)
+                own, base = self._prepare(stack, way, best)
                 return self._compare(own.graph, base.graph)
         except (RuntimeError, torch.AcceleratorError) as error:
             self.error = error.with_traceback(None)  # which would keep what was captured
             return None
 
-    def _prepare(self, stack: ExitStack, plan: Plan, best: Plan) -> tuple[Captured, Captured]:
+    def _prepare(self, stack: ExitStack, way: Way, best: Way) -> tuple[Captured, Captured]:
         """Capture both, and have put back what they write when the stack is left."""
         self._kept = [pair for pair in self._kept if pair[0] is best]  # before more memory is taken
-        base, own = self._capture_once(best), self._capture_once(plan)
+        base, own = self._capture_once(best), self._capture_once(way)
         generator = torch.cuda.default_generators[self._context.place.index]
         stack.enter_context(unchanged(self._program, own.written, generator))
         return own, base
@@ -82,12 +87,12 @@ class Trials:
     def _compare(self, graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph) -> tuple[int, int]:
         return compare(graph, base)
 
-    def _capture_once(self, plan: Plan) -> Captured:
+    def _capture_once(self, way: Way) -> Captured:
         for known, captured in self._kept:
-            if known is plan:
+            if known is way:
                 return captured
-        captured = self._capture(plan)
-        self._kept.append((plan, captured))
+        captured = self._capture(way)
+        self._kept.append((way, captured))
         return captured
 
 

@@ -108,13 +108,13 @@ class TracedSession(Session):
         self, original: Callable[..., Any], tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **how: Any
     ) -> None:
         """``torch.distributed.all_reduce`` as a node of the graph."""
-        self._exchange(f"all_reduce ({op})", functools.partial(original, op=op, group=group), tensor, group, how)
+        self._exchange(f"all_reduce ({op})", functools.partial(original, op=op), tensor, group, how)
 
     def broadcast(self, original: Callable[..., Any], tensor: Tensor, *source: Any, **how: Any) -> None:
         """``torch.distributed.broadcast`` as a node of the graph."""
         group = source[1] if len(source) > 1 else how.pop("group", None)
         origin = {"src": source[0]} if source else {key: how.pop(key) for key in ("src", "group_src") if key in how}
-        self._exchange("broadcast", functools.partial(original, group=group, **origin), tensor, group, how)
+        self._exchange("broadcast", functools.partial(original, **origin), tensor, group, how)
 
     def _exchange(self, name: str, issue: Callable[..., Any], tensor: Tensor, group: Any, how: dict[str, Any]) -> None:
         if how.get("async_op") or not isinstance(tensor, FakeTensor):
@@ -126,11 +126,16 @@ class TracedSession(Session):
         like = torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
         with real_tensors():
             whole = Bucket((0,), (0,), tensor.numel())
-            exchange = Exchange(whole, [like], group, issue, f"{name} at {here()}", device=tensor.device)
+            over = functools.partial(_over, issue)
+            exchange = Exchange(whole, [like], group, over, f"{name} at {here()}", device=tensor.device)
         self.exchanges.append(exchange)
         with torch.no_grad():
             (result,) = EXCHANGE([tensor.detach().reshape(-1)], exchange.key)
             tensor.copy_(result.view(tensor.shape))
+
+
+def _over(issue: Callable[..., Any], group: Any) -> Callable[..., Any]:
+    return functools.partial(issue, group=group)
 
 
 def uses_own_reducer(name: Any, obstacle: str) -> CaptureError:
