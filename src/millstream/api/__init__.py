@@ -9,7 +9,7 @@ from millstream.api.profiling import Profile, profile, trace_syncs
 from millstream.api.stepping import step
 from millstream.capture.step.islands import eager_region
 from millstream.data import feed
-from millstream.data_parallel.sharding import full_state_dict
+from millstream.data_parallel.sharding.optimizer import full_state_dict
 
 __all__ = [
     "Profile",

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from millstream._torch.distributed.data_parallel import copy_from_first, is_distributed_run
 from millstream.data_parallel.reducer import Reducer, Settings
 from millstream.data_parallel.session import watch_steps
-from millstream.data_parallel.sharded import ShardedReducer
-from millstream.data_parallel.sharding import Sharding, sharding_of, why_not_sharded
+from millstream.data_parallel.sharding.optimizer import Sharding, sharding_of, why_not_sharded
+from millstream.data_parallel.sharding.reducer import ShardedReducer
 from millstream.errors import ArgumentError, DataParallelError, MillstreamError
 
 

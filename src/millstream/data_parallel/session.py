@@ -36,9 +36,9 @@ from millstream._torch.distributed.data_parallel import (
     why_not_ours,
 )
 from millstream._torch.hooks import OwnHook
-from millstream.data_parallel.norms import group_of, normalize
 from millstream.data_parallel.reducer import Reducer, Settings
-from millstream.data_parallel.sharded import ShardedReducer
+from millstream.data_parallel.sharding.reducer import ShardedReducer
+from millstream.data_parallel.sync_batch_norm import group_of, normalize
 from millstream.errors import DataParallelError
 from millstream.locks import ForkSafeLock
 

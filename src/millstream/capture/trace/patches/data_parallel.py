@@ -18,9 +18,9 @@ from millstream.capture.lines import here, raise_refusal
 from millstream.capture.step.request import FoundLate, StateMissing
 from millstream.data_parallel.buckets import Bucket
 from millstream.data_parallel.exchange import Exchange
-from millstream.data_parallel.norms import is_known
 from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.session import Session, reducer_known
+from millstream.data_parallel.sync_batch_norm import is_known
 from millstream.errors import CaptureError, DataParallelError
 
 

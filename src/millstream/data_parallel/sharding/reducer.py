@@ -32,7 +32,7 @@ from millstream.data_parallel.exchange import (
     sum_over,
 )
 from millstream.data_parallel.reducer import Reducer, Settings, member_of
-from millstream.data_parallel.shares import Piece, pad, pieces_of
+from millstream.data_parallel.sharding.pieces import Piece, pad, pieces_of
 from millstream.errors import ArgumentError
 
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from millstream._torch.distributed.collectives import all_gather, timeout_of
-from millstream.data_parallel.sharded import ShardedReducer, flat, shaped
-from millstream.data_parallel.shares import Piece
+from millstream.data_parallel.sharding.pieces import Piece
+from millstream.data_parallel.sharding.reducer import ShardedReducer, flat, shaped
 from millstream.errors import ArgumentError, DataParallelError
 
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad)
