@@ -479,6 +479,29 @@ def test_schedulers_step_after_the_replay(function):
     compare(function, calls=8, graphs=SCHEDULING[function])
 
 
+def test_a_new_scheduler_knows_that_the_optimizer_has_stepped_in_a_captured_step():
+    """Its warning is an error here; it still comes where none has stepped."""
+    model = nn.Linear(4, 2)
+    opt = torch.optim.SGD(model.parameters(), 0.4)
+
+    def step(x):
+        model(x).square().mean().backward()
+        opt.step()
+
+    captured = Step(step, build=interpret, strict=True)
+    captured(torch.ones(2, 4))
+    scheduler = lr_scheduler.StepLR(opt, 1, 0.5)
+    rates = []
+    for _ in range(3):
+        captured(torch.ones(2, 4))
+        scheduler.step()
+        rates.append(opt.param_groups[0]["lr"])
+    assert rates == [0.2, 0.1, 0.05]
+    idle = lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), 0.4), 1, 0.5)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        idle.step()
+
+
 def test_a_scheduler_that_is_given_the_loss():
     def make():
         torch.manual_seed(0)

@@ -255,12 +255,31 @@ _NS = "ns# = types.SimpleNamespace(v=1.5, u=1.0)"
 _DC = "@dataclasses.dataclass\nclass D#:\n    v: float = 1.5\nd# = D#()"
 _KEYS = "key# = ''.join(['v'])\n"
 _TO, _BACK = "ns#.v = 2.5", "ns#.v = 1.5"
+_WITHIN = (
+    "keys# = [''.join(['v']), ''.join(['with', 'in'])]\n"
+    "ns# = types.SimpleNamespace(within=types.SimpleNamespace(v=1.5, u=1.0))\n"
+    "class C#:\n    def held(self): return self._held\nc# = C#()\nc#._held = ns#.within\n"
+    "def walk#(holder, path):\n    for name in path: holder = getattr(holder, name)\n    return holder"
+)
+_BY_NAMES = {
+    "getattr of getattr": "getattr(getattr(ns#, keys#[1]), keys#[0])",
+    "getattr of vars": "getattr(vars(ns#)[keys#[1]], keys#[0])",
+    "__dict__ of __dict__": "ns#.__dict__[keys#[1]].__dict__[keys#[0]]",
+    "reduce": "functools.reduce(getattr, keys#[::-1], ns#)",
+    "a loop": "walk#(ns#, keys#[::-1])",
+    "a path": "operator.attrgetter('.'.join(keys#[::-1]))(ns#)",
+    "what a method returns": "getattr(c#.held(), keys#[0])",
+}
 _COMPUTED = [
     Cell("namespace", "getattr", "rebind", _NS, "getattr(ns#, 'v')", _TO, _BACK),
     Cell("namespace", "getattr of a computed name", "rebind", _KEYS + _NS, "getattr(ns#, key#)", _TO, _BACK),
     Cell("namespace", "getattr of a formatted name", "rebind", _NS, "getattr(ns#, f\"{'v'}\")", _TO, _BACK),
     Cell("namespace", "attrgetter", "rebind", "get# = operator.attrgetter('v')\n" + _NS, "get#(ns#)", _TO, _BACK),
     Cell("namespace", "attrgetter in the step", "rebind", _KEYS + _NS, "operator.attrgetter(key#)(ns#)", _TO, _BACK),
+    *(
+        Cell("namespace within one", read, "rebind", _WITHIN, value, "vars(ns#.within)['v'] = 2.5", "vars(ns#.within)['v'] = 1.5")
+        for read, value in _BY_NAMES.items()
+    ),
     Cell("namespace", "vars", "rebind", _KEYS + _NS, "vars(ns#)[key#]", _TO, _BACK),
     Cell("namespace", "all of vars", "rebind", _NS, "sum(vars(ns#).values())", _TO, _BACK),
     Cell("namespace", "__dict__", "rebind", _KEYS + _NS, "ns#.__dict__[key#]", _TO, _BACK),

@@ -1,6 +1,7 @@
 """What a step reads changes in a way that leaves no trace where it was read: results are never stale."""
 
 import enum
+import operator
 import threading
 import time
 from collections import deque
@@ -176,3 +177,58 @@ def test_masked_arrays_are_looked_at():
     for _ in range(4):
         step(torch.randn(6, 4))
     assert len(step.graphs) == 1
+
+
+class Holder:
+    pass
+
+
+def by_computed_names():
+    """What a step changes in objects that it comes to by computed names alone, by kind."""
+    path = {"part": "inner", "deep": "deeper", "items": "items", "table": "table", "kind": "kind"}
+    world = Holder()
+    world.inner, world.items, world.table, world.kind = Holder(), [0], {"n": 0}, type("Kind", (), {"n": 0})
+    world.inner.n, world.inner.text, world.inner.deeper = 0, "", Holder()
+    world.inner.deeper.n = 0
+
+    def add(part):
+        part.n += 1
+
+    ways = {
+        "getattr": lambda: add(getattr(world, path["part"])),
+        "getattr of that": lambda: add(getattr(getattr(world, path["part"]), path["deep"])),
+        "attrgetter": lambda: add(operator.attrgetter(path["part"])(world)),
+        "__dict__": lambda: add(world.__dict__[path["part"]]),
+        "vars": lambda: [add(part) for part in vars(world).values() if isinstance(part, Holder)],
+        "setattr": lambda: setattr(getattr(world, path["part"]), "n", getattr(world, path["part"]).n + 2),
+        "text": lambda: setattr(getattr(world, path["part"]), "text", "seen"),
+        "list": lambda: count_first(getattr(world, path["items"])),
+        "dict": lambda: getattr(world, path["table"]).update(n=getattr(world, path["table"])["n"] + 1),
+        "class": lambda: add(getattr(world, path["kind"])),
+    }
+
+    def look():
+        inner = world.inner
+        return inner.n, inner.text, inner.deeper.n, [*world.items], {**world.table}, world.kind.n
+
+    return ways, look
+
+
+def count_first(items):
+    items[0] += 1
+
+
+@pytest.mark.parametrize("way", by_computed_names()[0])
+def test_what_is_changed_by_computed_names_is_changed_in_each_call(way):
+    (ours, look), (theirs, expected) = by_computed_names(), by_computed_names()
+
+    def step(x):
+        ours[way]()
+        return x * 2
+
+    captured = Step(step, build=interpret, strict=True)
+    for _ in range(4):
+        captured(torch.ones(2))
+        theirs[way]()
+        assert look() == expected()
+    assert len(captured.graphs) == 1

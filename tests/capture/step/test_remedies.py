@@ -429,6 +429,17 @@ def _(w):
     return lazily, listed
 
 
+@remedy("The step is a generator or a coroutine")
+def _(w):
+    def generator(x):
+        yield w.finish(w.model(x).sum())
+
+    def plain(x):
+        return w.finish(w.model(x).sum())
+
+    return generator, plain
+
+
 @remedy("which is to see each operator")
 def _(w):
     def step(x):

@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import math
+import operator
 import os
 import pickle
 import select
@@ -369,6 +370,31 @@ def test_what_another_thread_writes_once_is_there_and_counts():
     assert (world.names, world.text, world.optimizer.param_groups[0]["lr"]) == ({"a", "b"}, "bb", 0.25)
     assert world.unread == len(meanwhile.outcomes)
     assert not step.fallbacks
+    assert step.graphs
+
+
+READS_BY_NAME = {
+    "getattr": lambda world: getattr(world.inner, world.key),
+    "attrgetter": lambda world: operator.attrgetter(world.key)(world.inner),
+    "an attribute of such": lambda world: getattr(getattr(world, world.part), world.key),
+}
+
+
+@pytest.mark.parametrize("read", READS_BY_NAME)
+def test_what_another_thread_writes_after_it_was_read_by_a_computed_name_counts(read):
+    world, once = make_holders(), [1]
+    world.inner, world.part, world.key = types.SimpleNamespace(**{"".join("scale"): 1.0}), "inner", "".join("scale")
+
+    def write():
+        if once:
+            once.clear()
+            vars(world.inner).update({world.key: 10.0})
+
+    with Meanwhile(write) as meanwhile:
+        step = make_step(world, READS_BY_NAME[read], meanwhile.pause)
+        results = [step(torch.zeros(3, 4)).item() for _ in range(4)]
+    plain = world.model(torch.zeros(3, 4)).square().mean().item()
+    assert results[-1] - plain == pytest.approx(10, abs=0.5)
     assert step.graphs
 
 

@@ -196,10 +196,9 @@ class Reach(IntEnum):
     DEEP = 3  # and all that these hold
 
 
-_DEEP = frozenset({"asdict", "astuple", "deepcopy", "dumps", "__getstate__", "__reduce_ex__"})
-_ALL = frozenset(
-    "vars __dict__ dir fields getmembers getattr_static attrgetter methodcaller __getattribute__".split()
-)  # fmt: skip
+_DEEP = frozenset("asdict astuple deepcopy dumps __getstate__ __reduce_ex__ attrgetter methodcaller".split())
+_ALL = frozenset("vars __dict__ dir fields getmembers getattr_static __getattribute__".split())
+_NAMING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD")
 _SHOWING = frozenset({"repr", "str", "format", "print"})
 
 
@@ -207,10 +206,13 @@ _SHOWING = frozenset({"repr", "str", "format", "print"})
 def reach_of(code: CodeType) -> Reach:
     """Which attributes some code may read by names that it computes, or all at once."""
     names = {*code.co_names}
-    if not _DEEP.isdisjoint(names):
+    if not _DEEP.isdisjoint(names) or names >= {"reduce", "getattr"}:
         return Reach.DEEP
+    if (computed := _computes_names(code)) is Reach.DEEP:
+        return computed
     if not _ALL.isdisjoint(names):
-        return Reach.NAMED
+        num_named = sum(item.argval in _ALL for item in dis.get_instructions(code) if item.opname in _NAMING)
+        return Reach.DEEP if num_named > 1 or computed else Reach.NAMED
     found = Reach.NONE
     for item in dis.get_instructions(code):
         is_loaded = item.opname in ("LOAD_GLOBAL", "LOAD_NAME")
@@ -219,21 +221,22 @@ def reach_of(code: CodeType) -> Reach:
         is_shown = item.opname in ("COMPARE_OP", "CONTAINS_OP") or item.opname.startswith("FORMAT_")
         if is_shown or (is_loaded and item.argval in _SHOWING):
             found = Reach.NAMESPACES
-    return Reach.NAMED if _computes_a_name(code) else found
+    return max(found, computed)
 
 
-def _computes_a_name(code: CodeType) -> bool:
-    """Whether some code calls ``getattr`` or ``hasattr`` with a name that is no constant."""
+def _computes_names(code: CodeType) -> Reach:
+    """How far some code gets by ``getattr`` or ``hasattr`` with names that are no constants; one within the other."""
+    found = Reach.NONE
     depth, is_told = -1, False  # of the stack above the function, and whether the name is a constant so far
     for item in dis.get_instructions(code):
         if item.opname in ("LOAD_GLOBAL", "LOAD_NAME") and item.argval in ("getattr", "hasattr"):
             if depth >= 0:
-                return True  # one within the other
+                return Reach.NAMED if depth > 0 else Reach.DEEP
             depth, is_told = 0, False
         elif depth >= 0 and item.opname != "PUSH_NULL":
             if item.opname in ("PRECALL", "CALL") and item.arg == depth:  # the arguments are all there is on the stack
                 if not is_told:
-                    return True
+                    found = Reach.NAMED
                 depth = -1
                 continue
             before, depth = depth, depth + dis.stack_effect(item.opcode, item.arg, jump=False)
@@ -241,7 +244,7 @@ def _computes_a_name(code: CodeType) -> bool:
                 is_told = item.opname == "LOAD_CONST"
             elif depth == 2 and item.opname not in ("KW_NAMES", "EXTENDED_ARG"):  # something was made of the constant
                 is_told = False
-    return depth >= 0
+    return Reach.NAMED if depth >= 0 else found
 
 
 @functools.lru_cache(maxsize=65536)
@@ -287,15 +290,23 @@ MAX_NAMEABLE = 1000
 """Objects of a frame that are looked at."""
 
 
+WITHOUT_ATTRIBUTES = (str, int, float, ModuleType, FunctionType, Tensor, type(None))
+"""Of these no attributes are looked at, or they are known otherwise."""
+
+
 def nameable(frame: FrameType) -> Iterator[Any]:
     """Objects with attributes that some code can reach from its variables, by the names in it and by items."""
+    code, globals_ = frame.f_code, frame.f_globals
+    yield from nameable_from(frame, [*frame.f_locals.values(), *(globals_[n] for n in code.co_names if n in globals_)])
+
+
+def nameable_from(frame: FrameType, waiting: list[Any]) -> Iterator[Any]:
+    """Objects with attributes that some code can reach from these; the list is used up."""
     code, is_deep = frame.f_code, reach_of(frame.f_code) is Reach.DEEP
-    waiting = [*frame.f_locals.values()]
-    waiting += (frame.f_globals[name] for name in code.co_names if name in frame.f_globals)
     seen: dict[int, Any] = {}
     while waiting and len(seen) < MAX_NAMEABLE:
         value = waiting.pop()
-        if id(value) in seen or isinstance(value, (str, int, float, ModuleType, FunctionType, Tensor)):
+        if id(value) in seen or isinstance(value, WITHOUT_ATTRIBUTES):
             continue
         seen[id(value)] = value
         if isinstance(value, list | tuple | set | frozenset | deque):

@@ -42,10 +42,12 @@ from millstream.capture.lines import is_asked_by_user, is_ours, is_part_of_model
 from millstream.capture.state.code import (
     MUTATING,
     NAMESPACES,
+    WITHOUT_ATTRIBUTES,
     Reach,
     computes_a_global,
     modules_handed_on,
     nameable,
+    nameable_from,
     reach_of,
     stores_of,
 )
@@ -171,6 +173,8 @@ class CodeWatch:
         on_text: Called with a frame of the user's that is about to call a method of text with tokens; likewise.
         on_stop: Called with a frame of the user's that starts a debugger; likewise.
         on_event: Called at each call and each return, if it is given.
+        on_computed: Called with objects of which code may read attributes by names that it computes, before it does as
+            far as that can be told; may raise an error there.
     """
 
     def __init__(  # noqa: PLR0913  what is told of each kind of event, each with a default
@@ -184,16 +188,18 @@ class CodeWatch:
         on_text: Callable[[FrameType], None] = lambda frame: None,
         on_stop: Callable[[FrameType], None] = lambda frame: None,
         on_event: Callable[[], None] | None = None,
+        on_computed: Callable[[list[Any]], None] = lambda objects: None,
     ) -> None:
         self._ran, self._on_code, self._on_impure, self._always = ran, on_code, on_impure, always
         self._opaque, self._on_opaque, self._on_text, self._on_stop = opaque, on_opaque, on_text, on_stop
-        self._on_event = on_event
+        self._on_event, self._on_computed = on_event, on_computed
         self._codes: set[CodeType] = set()
         self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet
         self._met: dict[int, CodeType] = {}  # by id: code that says the same in another place is equal
         self._thread = threading.get_ident()
         self._again: set[int] = set()  # by id: code that is looked at in each call
         self._reaching: set[int] = set()  # likewise: that may read attributes by names that it computes
+        self._early: set[int] = set()  # those of it that may change what such an attribute holds
         self._computing: dict[tuple[Any, ...], Any] = {}  # code and ids of the objects in its variables; and these
         self._outer: Any = None
         self._writers: list[Any] = []  # what was there before and may be written to
@@ -238,10 +244,15 @@ class CodeWatch:
         elif event == "call":
             if code not in self._met or code in self._again:
                 self._note(frame)
+            if code in self._early:
+                self._note_computed(frame, reach_of(frame.f_code))
         elif event == "c_call":
             self._note_call(frame, arg)
-        elif event == "return" and code in self._reaching:
-            self._note_computed(frame, reach_of(frame.f_code))
+        elif event == "return":
+            if code in self._reaching:
+                self._note_computed(frame, reach_of(frame.f_code))
+            if frame.f_back is not None and id(frame.f_back.f_code) in self._early:
+                self._note_given(frame.f_back, arg)
         if self._outer is not None:
             self._outer(frame, event, arg)
 
@@ -252,6 +263,8 @@ class CodeWatch:
             self._on_impure(frame, "a global whose name it computes", False)
         if name in _NAMES:
             self._note_impure(frame, function)
+        if function is getattr and id(frame.f_code) in self._early:
+            self._note_computed(frame, reach_of(frame.f_code))
         owner = function.__self__
         if name in MUTATING:
             self._ran.filled[id(owner)] = frame.f_code, frame.f_lineno
@@ -264,13 +277,26 @@ class CodeWatch:
                 self._on_opaque(asking, function)
 
     def _note_computed(self, frame: FrameType, reach: Reach) -> None:
-        known = (frame.f_code, *map(id, frame.f_locals.values()))
+        values = [value for value in frame.f_locals.values() if not isinstance(value, WITHOUT_ATTRIBUTES)]
+        known = (frame.f_code, *map(id, values))
         if known not in self._computing:
-            self._computing[known] = [*frame.f_locals.values()]
+            self._computing[known] = values
             kinds = NAMESPACES if reach is Reach.NAMESPACES else object
-            self._ran.computed.update((id(each), each) for each in nameable(frame) if isinstance(each, kinds))
+            objects = [each for each in nameable(frame) if isinstance(each, kinds)]
             if reach >= Reach.NAMED:
-                self._ran.computed.update((id(each), each) for each in modules_handed_on(frame))
+                objects += modules_handed_on(frame)
+            self._add_computed(frame, objects)
+
+    def _note_given(self, frame: FrameType, value: Any) -> None:
+        """Code that computes names is given something by what it calls, whose attributes they may be."""
+        if not isinstance(value, WITHOUT_ATTRIBUTES) and id(value) not in self._ran.computed:
+            self._add_computed(frame, [*nameable_from(frame, [value])])
+
+    def _add_computed(self, frame: FrameType, objects: list[Any]) -> None:
+        new = [each for each in objects if id(each) not in self._ran.computed]
+        self._ran.computed.update((id(each), each) for each in new)
+        if new and id(frame.f_code) in self._early and is_asked_by_user(frame):
+            self._on_computed(new)
 
     def _note_variable(self, frame: FrameType) -> None:
         if threading.get_ident() == self._thread and is_asked_by_user(_beyond_library(frame)):
@@ -374,8 +400,9 @@ class CodeWatch:
         # Another function may have the code, with another closure.
         is_again = is_again or (waiting and code.co_freevars) or self._is_asked_again(code)
         (self._again.add if is_again else self._again.discard)(id(code))
-        if is_users(code.co_filename) and reach_of(code):
-            self._reaching.add(id(code))
+        reach = reach_of(code) if is_users(code.co_filename) else Reach.NONE
+        self._reaching |= {id(code)} if reach else set()
+        self._early |= {id(code)} if reach >= Reach.NAMED else set()
         if is_users(code.co_filename) and (is_new or functions):
             self._on_code(frame, functions)
 

@@ -186,7 +186,7 @@ class Snapshot:
                 location.set(before)
         for _, _, holder, copy in self._copies.values():
             left = [place.key for place in others if place.holder is holder]
-            if None not in left:
+            if all(key is not None for key in left):
                 put_back(holder, copy, left)
         _take_out(self._long.values())
 
@@ -202,8 +202,10 @@ class Snapshot:
         for link in used.links:
             if link.location in unread:
                 continue
-            kept = self._copies.get(id(link.location.holder), (Kind.PLAIN,))
+            kept = self._copies.get(id(link.location.holder), (Kind.PLAIN, "", None, None))
             before = self._links.get(link.location, link.value)
+            if link.location not in self._links and isinstance(kept[3], dict):  # as its name is computed
+                before = kept[3].get(link.location.key, MISSING)
             if kept[0] in (Kind.PLAIN, Kind.MODULE) and not _is_unchanged(link.value, before):
                 return link.location
         for name, container in used.watched:

@@ -269,6 +269,7 @@ class Workshop:
             structure=traced.structure,
             outputs=traced.outputs,
             effects=traced.effects,
+            stepped=[vars(optimizer) for optimizer in traced.optimizers],
             written=[tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written],
             parameters=parameters,
             written_state=written_state,

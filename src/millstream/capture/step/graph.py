@@ -93,6 +93,7 @@ class StepGraph:
     structure: Structure  # of the result
     outputs: list[Output]  # tensors of the result
     effects: Effects  # what to do on the host after a run
+    stepped: list[dict[str, Any]]  # attributes of the optimizers that step
     written: list[Tensor]  # those of ``static`` that it writes
     parameters: list[Tensor]  # the user's parameters that it writes
     written_state: Memory  # memory of the user's state that it writes
@@ -206,6 +207,9 @@ class StepGraph:
 
     def finish(self, arguments: list[Tensor], results: list[Tensor]) -> Any:
         """Do what the step does on the host, and return its result."""
+        for attributes in self.stepped:
+            if "step" in attributes:  # the wrapper of a scheduler, which would note that the optimizer has stepped
+                attributes["_opt_called"] = True
         if self.structure is LEAF and self.outputs[0].kind == "graph" and not self.effects.program:
             return results[0]
         numbers = self.numbers if self.sizes is None else [*self.numbers, *numbers_of(arguments)]

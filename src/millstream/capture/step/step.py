@@ -72,7 +72,7 @@ from millstream.capture.trace.patches.optimizers import (
 from millstream.capture.trace.patches.randomness import RandomState
 from millstream.capture.trace.patches.signals import signals_wait
 from millstream.capture.trace.tracer import trace_step, tracing_alone
-from millstream.capture.trace.unsupported import check_modes, check_supported
+from millstream.capture.trace.unsupported import check_function, check_modes, check_supported
 from millstream.data_parallel.exchange import PROGRESS
 from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.replica import replicate
@@ -496,6 +496,7 @@ class Step(Generic[P, R]):
             with tracing_alone():
                 found = discover(self._roots(call))
                 check_supported(found)
+                check_function(self.function)
                 check_modes()
                 if self._is_unready(found, is_trial=is_trial):
                     raise EagerFirst

@@ -23,11 +23,12 @@ import threading
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -53,6 +54,7 @@ from millstream.capture.effects.program import COUNTING
 from millstream.capture.effects.recorder import Recorder, text_changed
 from millstream.capture.effects.values import Nth
 from millstream.capture.lines import caller_of, here, is_asked_by_user, is_of_call, place_of, stops_in_debugger, told
+from millstream.capture.state.code import attributes_of
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import discover
 from millstream.capture.state.executed import (
@@ -68,6 +70,7 @@ from millstream.capture.state.lift import TRACING, become_fake, check_apart, lif
 from millstream.capture.state.loads import Loads
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import (
+    SCALARS,
     Reference,
     Structure,
     merge_same,
@@ -129,6 +132,9 @@ from millstream.passes.cleanup import (
 _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
 """What must be known before tracing begins."""
 
+_MET_LATER = (Tensor, nn.Module, Optimizer, GradScaler, FunctionType, ModuleType, *SCALARS)
+"""What is met by its use, or holds nothing that a step changes."""
+
 SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
 
 
@@ -181,6 +187,7 @@ class _Tracer:
     left_alone: set[Location] = field(default_factory=set)
     looked_at: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
+    computed: dict[int, Any] = field(default_factory=dict)
     graded: set[int] = field(default_factory=set)
     exchanges: list[Any] = field(default_factory=list)
     sizes: TracedSizes | None = None
@@ -299,6 +306,7 @@ class _Tracer:
                     self._on_text,
                     lambda frame: self._report(stops_in_debugger(f"{frame.f_code.co_filename}:{frame.f_lineno}")),
                     self._take_from_others if others_may_write() else None,
+                    self._on_computed,
                 ),
             ):
                 if self.ran.codes is None:
@@ -385,6 +393,19 @@ class _Tracer:
             self.record_files(found.files)
             self.random_state.add(found)
         self._check_sources()
+
+    def _on_computed(self, objects: list[Any]) -> None:
+        """Code computes names of attributes: note what those hold, that the step may change, before it does."""
+        held = [
+            (f"{type(each).__name__}.{name}", value)
+            for each in objects
+            for attributes in attributes_of(each)
+            for name, value in [*attributes.items()]
+            if not isinstance(value, _MET_LATER) and id(value) not in self.computed
+        ]
+        self.computed |= {id(value): value for _, value in held}
+        if held:
+            self.snapshot.add(discover([*self.request.roots, *held]))
 
     def _on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"

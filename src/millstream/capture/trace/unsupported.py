@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,22 @@ def check_supported(found: Found) -> None:
                 remedy="Remove the hook and change the gradient in the step, after backward.",
             )
     _check_data_parallel(found)
+
+
+def check_function(function: Callable[..., Any]) -> None:
+    """Refuse a function whose code runs when the call is over.
+
+    Raises:
+        CaptureError: It is a generator function, or asynchronous.
+    """
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(is_kind(function) for is_kind in kinds):
+        code = getattr(function, "__code__", None)  # a functools.partial has none
+        raise CaptureError(
+            "The step is a generator or a coroutine, whose code runs after the call.",
+            where="" if code is None else f"{code.co_filename}:{code.co_firstlineno}",
+            remedy="Let a plain function be the step, and call that in the generator or coroutine.",
+        )
 
 
 def check_modes() -> None:
