@@ -104,7 +104,7 @@ def capture_chain(executable: Any, base: Captured, chain: Iterable[int]) -> Chai
         return launch() if kernel in wanted else results[kernel]
 
     graph = torch.cuda.CUDAGraph()
-    with device.graph_lock, guard(device.place):
+    with device.graphs.lock, guard(device.place):
         outputs = compile_plan(program, plan, observe=run_all)(base.inputs)
         with capture(device, graph):
             captured = compile_plan(program, plan, observe=run_wanted)(base.inputs)

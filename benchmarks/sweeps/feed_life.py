@@ -128,9 +128,9 @@ def make_feed(source: Iterable[Any], device: str) -> tuple[Feed, Callable[[], in
         feeding: Any = importlib.import_module("millstream.data.feeding")
         made, _ = make_virtual_context("eager")
         feeding.context = lambda _: made
-        return Feed(source, Place("cuda", 0), feeding.Options()), lambda: len(made._lent_events)
+        return Feed(source, Place("cuda", 0), feeding.Options()), lambda: made.events.num_lent
     fed = ms.feed(source, device)
-    return fed, lambda: len(context(Place.of(device))._lent_events)
+    return fed, lambda: context(Place.of(device)).events.num_lent
 
 
 def look(num_events: Callable[[], int]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from millstream.data.transfer.buffers import BatchLease, BufferPool, SegmentLease
 from millstream.data.transfer.layout import describe_leaves, plan_layout, view_leaves
+from millstream.device.drivers.base import Copies
 from tests.device.virtual_device import make_virtual_context
 
 SIZES = [10, 300, 70_000]
@@ -31,10 +32,10 @@ class RingModel(RuleBasedStateMachine):
     @initialize(num_slots=st.integers(2, 4), mood=st.sampled_from(["lazy", "random", "eager"]), seed=st.integers(0, 9))
     def begin(self, num_slots, mood, seed):
         self.context, self.device = make_virtual_context(mood, seed)
-        self.streams = [self.device.default, self.context.stream(0)]
+        self.streams = [self.device.default, self.context.streams[0]]
         self.stream = self.streams[0]
         self.ring = BufferPool(self.context, num_slots, self.stream)
-        self.copy_stream = self.context.copy_stream
+        self.copy_stream = self.context.streams.to_device
         self.number = 0
         self.under_way, self.held, self.reads = [], [], []
 
@@ -53,7 +54,7 @@ class RingModel(RuleBasedStateMachine):
         for segment, memory in zip(layout.segments, memories, strict=True):
             source = torch.full((segment.num_bytes,), self.number, dtype=torch.uint8)
             waits = [slot.released] if slot.was_lent else []
-            self.context.copy([(memory[: segment.num_bytes], source)], self.copy_stream, waits=waits)
+            self.device.copy(Copies([(memory[: segment.num_bytes], source)], self.copy_stream, waits))
         slot.copied.record(self.copy_stream)
         slot.is_written, slot.was_lent = True, False
         numbers = [(first + i) % len(memories) for i in range(len(memories))]  # a transform returns them in any order
@@ -159,7 +160,7 @@ class RingModel(RuleBasedStateMachine):
         assert all(seen == [expected] for seen, expected in self.reads)
         assert all(bool((leaf == number).all()) for leaves, number, _ in self.held for leaf in leaves)
         assert all((raw == 0xAB).all() for _, raw in after)
-        assert self.context._lent_events == {}
+        assert self.context.events.num_lent == 0
 
 
 TestRingModel = RingModel.TestCase
@@ -237,8 +238,8 @@ def test_the_event_of_a_slot_that_is_dropped_while_the_ring_is_closed_is_lent_to
     ctx, _ = make_virtual_context("lazy")
     ring, layout = BufferPool(ctx, 2, ctx.current_stream()), plan_layout(describe_leaves([torch.ones(64)]))
     slot, _ = ring.take()
-    ring.fit(slot, layout, ctx.copy_stream)
-    slot.copied.record(ctx.copy_stream)
+    ring.fit(slot, layout, ctx.streams.to_device)
+    slot.copied.record(ctx.streams.to_device)
     slot.is_written = True
     leaves, loan = ring.lend_leaves(slot, layout), slot.lease
     released = slot.released
@@ -258,7 +259,7 @@ def test_the_event_of_a_slot_that_is_dropped_while_the_ring_is_closed_is_lent_to
     dropping.start()
     assert is_there.wait(10)
     ring.close()
-    lent = [ctx.acquire_event() for _ in range(4)]
+    lent = [ctx.events.acquire() for _ in range(4)]
     assert not any(event is released for event in lent)
     go_on.set()
     dropping.join()

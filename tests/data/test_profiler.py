@@ -30,7 +30,7 @@ class Clock:
         mark = StreamMarker(self.context, self.context.current_stream())
         self.device_ns = max(self.device_ns, self.host_ns)
         mark.event = Moment(self.device_ns)
-        self.context._lent_events[id(mark.event)] = True
+        self.context.events._lent[id(mark.event)] = True
         return mark
 
     def step(self, index, *, wait_ms, run_ms, host_ms, pull_ms=0, stage_ms=0, copy_ms=0, late_ms=0):
@@ -209,7 +209,7 @@ def test_events_come_back():
         profiler.num_batches += 1
         profiler.get(profiler.watch(i), mark)
     profiler.close()
-    assert context._lent_events == {}
+    assert context.events.num_lent == 0
 
 
 def test_a_pass_may_end_while_another_thread_reads():

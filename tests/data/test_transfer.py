@@ -21,11 +21,11 @@ from millstream.data.transfer import outputs, staging
 from millstream.data.transfer.buffers import Buffer, BufferPool
 from millstream.data.transfer.device import DeviceTransfer
 from millstream.data.transfer.layout import cut, describe_leaves, plan_layout
-from millstream.device import DeviceContext
 from millstream.device.cuda_graphs.capturing import capture
+from millstream.device.pools.events import EventPool
 from millstream.errors import FallbackWarning, FeedError
 from tests.data.conftest import feed_threads
-from tests.device.virtual_device import VirtualEvent, make_virtual_context
+from tests.device.virtual_device import VirtualDevice, VirtualEvent, make_virtual_context
 
 MOODS = ["eager", "lazy", "random"]
 
@@ -50,7 +50,7 @@ def train(fed, device, batches, rng, *, switch=False, keep=0.3, stop_after=None,
     The pass that is looked at and left is behind ``num_whole`` that are gone through to their ends.
     """
     results, expected, kept = [], [], []
-    streams = [device.default, device.context.stream(0), device.context.stream(1)]
+    streams = [device.default, device.context.streams[0], device.context.streams[1]]
     with device.on(device.default):
         for is_last in (*(False,) * num_whole, True):
             passing = iter(fed)
@@ -108,13 +108,13 @@ def run_once(virtual_feed, seed, mood, plant=None, *, prefetch=True, **options):
         [sum(leaf.nbytes for leaf in batches[0]) // rng.randint(1, 9) + 1, 1 << 20]
     )
     fed, device = virtual_feed(batches, rng.randint(1, 4), mood, seed, prefetch=prefetch)
-    device.context.copy_stream  # noqa: B018 - made now, so that a fault can be planted in it
+    device.context.streams.to_device  # noqa: B018 - made now, so that a fault can be planted in it
     if plant:
         plant(device)
     right = train(fed, device, batches, rng, **options)
     settle(device)
     assert device.context._arena.num_lent == 0
-    assert device.context._lent_events == {}
+    assert device.context.events.num_lent == 0
     return right
 
 
@@ -175,25 +175,25 @@ def test_memory_does_not_go_back_while_helpers_write_to_it(monkeypatch):
     assert unfinished == [False]
 
 
-@pytest.mark.parametrize("when", ["before", "within", "behind"])
+@pytest.mark.parametrize("when", ["before", "within", "after"])
 def test_memory_does_not_go_back_under_a_copy_that_was_interrupted(virtual_feed, monkeypatch, when):
     fed, device = virtual_feed([torch.full((64,), float(i)) for i in range(5)], 2, "lazy", prefetch=False)
-    copy = device.context.copy
+    copy = device.copy
 
-    def interrupt(pairs, stream, *, after=(), **others):
+    def interrupt(copies):
         if when != "before":
-            copy(pairs, stream, after=after if when == "behind" else (), **others)
+            copy(copies if when == "after" else copies._replace(after=()))
         raise KeyboardInterrupt
 
     passing = iter(fed)
     next(passing)
-    monkeypatch.setattr(device.context, "copy", interrupt)
+    monkeypatch.setattr(device, "copy", interrupt)
     with pytest.raises(KeyboardInterrupt):
         next(passing)
     assert_nothing_is_overwritten(fed, device, passing)
 
 
-@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_nor_under_one_that_was_prepared(virtual_feed, monkeypatch, when):
     fed, device = virtual_feed([torch.full((64,), float(i)) for i in range(40)], 2, "eager", prefetch=False)
     passing = iter(fed)
@@ -202,7 +202,7 @@ def test_nor_under_one_that_was_prepared(virtual_feed, monkeypatch, when):
     device.mood = "lazy"
 
     def interrupt(send):
-        if when == "behind":
+        if when == "after":
             send()
         raise KeyboardInterrupt
 
@@ -358,7 +358,7 @@ def test_a_batch_that_looks_like_the_one_before_takes_two_records(virtual_feed, 
     for _ in range(6):
         next(passing)
     # After the copy, and where it was dropped.
-    assert Counter(records) == {device.context.copy_stream: 6, device.default: 6}
+    assert Counter(records) == {device.context.streams.to_device: 6, device.default: 6}
     assert not prepared
     fed.close()
 
@@ -379,7 +379,7 @@ def test_slots_are_free_when_a_copy_enqueued_later_is_over(late):
 
     def send(slot):
         slot.busy, slot.turn = True, next(ring.turns)
-        slot.copied.record(ctx.copy_stream)
+        slot.copied.record(ctx.streams.to_device)
 
     first, second, third = fill(), fill(), fill()
     for slot in (second, third) if late else (first, second):
@@ -410,7 +410,7 @@ def test_a_missing_wait_at_the_end_is_caught(virtual_feed, monkeypatch):
 
 
 def test_a_missing_wait_of_the_old_stream_is_caught(virtual_feed, monkeypatch):
-    monkeypatch.setattr(DeviceContext, "order", lambda self, first, then: None)
+    monkeypatch.setattr(EventPool, "order", lambda self, first, then: None)
     outcomes = [run_once(virtual_feed, seed, "lazy", switch=True, keep=0.5) for seed in range(60)]
     assert not all(outcomes)
 
@@ -428,7 +428,7 @@ def test_a_feed_keeps_to_what_a_few_batches_need(virtual_feed):
     assert device.num_pins == 1  # the whole ring at once, for all epochs
     assert len(device.streams) == 2  # the consumer's and the copy stream, for life
     assert device.num_raw == 2  # depth times a batch on the device, in one parcel each
-    assert len(device.context._idle_events[False]) <= 3 + 2 * 2 + 2  # pinned slots, slots, and one in passing
+    assert len(device.context.events._idle[False]) <= 3 + 2 * 2 + 2  # pinned slots, slots, and one in passing
 
 
 def held(device):
@@ -462,7 +462,7 @@ def test_a_pass_takes_over_the_slots_of_the_one_before_until_the_feed_goes(virtu
     if way != "context":
         del fed
         settle(device)
-        assert device.context._lent_events == {}
+        assert device.context.events.num_lent == 0
         assert device.context._arena.num_lent == 0
     assert held(device) == 0
 
@@ -503,7 +503,7 @@ def test_a_pass_allocates_for_its_own_stream(virtual_feed, prefetch):
     fed, device = virtual_feed(batches)
     streams, allocate = [], device.allocate
     device.allocate = lambda num_bytes: (streams.append(device.current_stream()), allocate(num_bytes))[1]
-    for stream in (device.context.stream(0), device.context.stream(1)):
+    for stream in (device.context.streams[0], device.context.streams[1]):
         with device.on(stream):
             streams.clear()
             kept = list(fed)
@@ -669,7 +669,7 @@ def test_many_small_leaves_travel_in_one_copy(num_leaves, depth):
     ctx, device = make_virtual_context("eager")
     lane = DeviceTransfer(ctx, depth)
     copies = []
-    device.copy = lambda transfer: copies.extend(source.numel() for _, source in transfer.pairs)
+    device.copy = lambda given: copies.extend(source.numel() for _, source in given.pairs)
     device.prepare_copy = lambda *_: None
     load = lane.prepare([torch.ones(i + 1) for i in range(num_leaves)])
     lane.stage(load)
@@ -746,14 +746,14 @@ def test_no_copy_waits_for_the_step_before_where_a_transform_makes_batches(virtu
         batch = next(passing)
         while device.run_one():  # all but the step before
             pass
-        assert number < 2 or not device.context.copy_stream.queue, "memory was allocated for the first two"
+        assert number < 2 or not device.context.streams.to_device.queue, "memory was allocated for the first two"
         may_run[:number] = [True] * number
         device.default.enqueue(lambda: None, ready=lambda number=number: may_run[number])
         del batch
     may_run[:] = [True] * 8
     fed.close()
     settle(device)
-    assert device.context._lent_events == {}
+    assert device.context.events.num_lent == 0
 
 
 def test_what_the_source_made_on_the_device_is_read_before_its_memory_is_used_again(virtual_feed, monkeypatch):
@@ -841,7 +841,7 @@ def test_slots_are_made_ready_for_each_section_once(virtual_feed, monkeypatch):
     device_transfer.CHUNK_BYTES = 4096
     fed, device = virtual_feed([[torch.full((8000,), i, dtype=torch.uint8)] for i in range(30)], 2, "lazy")
     copies, openings = [], []
-    for cls, name, calls in ((DeviceContext, "prepare_copy", copies), (staging.StagingPool, "_prepare", openings)):
+    for cls, name, calls in ((VirtualDevice, "prepare_copy", copies), (staging.StagingPool, "_prepare", openings)):
         method = getattr(cls, name)
         spy = lambda *args, method=method, calls=calls, **options: calls.append(args) or method(*args, **options)  # noqa: E731
         monkeypatch.setattr(cls, name, spy)
@@ -851,7 +851,7 @@ def test_slots_are_made_ready_for_each_section_once(virtual_feed, monkeypatch):
         assert bool((batch[0] == i).all())
         del batch
     assert len({(slot, section) for _, slot, _, section in openings}) == len(openings) > 2
-    ends = [tuple(end.data_ptr() for end in pair) for _, (pair,), _ in copies]
+    ends = [tuple(end.data_ptr() for end in pair) for _, ((pair,), *_) in copies]
     assert len({*ends}) == len(ends) > 2
 
 
@@ -1060,12 +1060,12 @@ def test_a_transform_that_calls_an_engine_and_a_loop_that_captures_do_not_wait_f
     def transform(batch):
         is_inside.set()
         time.sleep(0.02)
-        with device.context.graph_lock:
+        with device.context.graphs.lock:
             return batch
 
     def capture_while_it_is_inside():
         is_inside.wait(1)
-        with device.context.graph_lock, capture(device.context, Graph()):
+        with device.context.graphs.lock, capture(device.context, Graph()):
             done.set()
 
     is_inside, done, got = threading.Event(), threading.Event(), []

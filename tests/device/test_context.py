@@ -9,6 +9,7 @@ import torch
 from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard, native
 from millstream.device.context import DeviceContext
 from millstream.device.drivers import cuda, lending
+from millstream.device.drivers.base import Copies
 from millstream.device.drivers.cpu import CpuDriver
 from millstream.errors import ArgumentError, DeviceError
 from tests import processes
@@ -68,11 +69,11 @@ def test_an_absent_place_has_no_context(monkeypatch):
 
 def test_streams_are_made_once_and_are_distinct():
     ctx, device = make_virtual_context()
-    streams = [ctx.stream(i) for i in range(MAX_STREAMS)]
+    streams = [ctx.streams[i] for i in range(MAX_STREAMS)]
     assert len(set(streams)) == MAX_STREAMS
-    assert [ctx.stream(i) for i in range(MAX_STREAMS)] == streams
-    assert ctx.copy_stream is ctx.copy_stream
-    assert ctx.copy_stream not in streams
+    assert [ctx.streams[i] for i in range(MAX_STREAMS)] == streams
+    assert ctx.streams.to_device is ctx.streams.to_device
+    assert ctx.streams.to_device not in streams
     assert len(device.streams) == MAX_STREAMS + 2  # and the default stream
 
 
@@ -80,35 +81,35 @@ def test_streams_stay_distinct_when_the_runtime_repeats_itself(monkeypatch):
     ctx, device = make_virtual_context()
     ring, turn = [device._add(str(i)) for i in range(3)], iter([0, 1, 0, 1, 2])
     monkeypatch.setattr(device, "make_stream", lambda high_priority: ring[next(turn)])
-    assert [ctx.stream(i) for i in range(3)] == ring
+    assert [ctx.streams[i] for i in range(3)] == ring
     monkeypatch.setattr(device, "make_stream", lambda high_priority: ring[0])
     with pytest.raises(DeviceError, match="beyond the 3 in use"):
-        ctx.stream(3)
+        ctx.streams[3]
 
 
 @pytest.mark.parametrize("index", [-1, MAX_STREAMS])
 def test_a_stream_that_does_not_exist(index, cpu):
     with pytest.raises(ArgumentError, match=f"Stream {index} of cpu"):
-        cpu.stream(index)
+        cpu.streams[index]
 
 
 def test_the_streams_and_events_of_the_cpu_have_the_interface(cpu):
-    for stream in (cpu.stream(0), cpu.copy_stream, cpu.current_stream()):
+    for stream in (cpu.streams[0], cpu.streams.to_device, cpu.current_stream()):
         assert isinstance(stream, Stream)
-    event = cpu.acquire_event()
+    event = cpu.events.acquire()
     assert isinstance(event, Event)
-    event.record(cpu.stream(0))
-    cpu.stream(1).wait_event(event)
+    event.record(cpu.streams[0])
+    cpu.streams[1].wait_event(event)
     event.synchronize()
-    cpu.stream(1).synchronize()
+    cpu.streams[1].synchronize()
     assert event.query()
-    assert cpu.stream(1).query()
-    with cpu.on(cpu.stream(1)), cpu.in_thread():
+    assert cpu.streams[1].query()
+    with cpu.on(cpu.streams[1]), cpu.driver.in_thread():
         assert cpu.current_stream() is cpu.current_stream()
     assert not cpu.is_capturing()
     cpu.synchronize()
-    assert cpu.graph_pool == (0, 0)
-    cpu.release_event(event)
+    assert cpu.graphs.pool == (0, 0)
+    cpu.events.release(event)
 
 
 @pytest.mark.gpu
@@ -118,32 +119,32 @@ def test_the_streams_and_events_of_torch_have_the_interface():
 
 
 def test_timing_events_of_the_cpu(cpu):
-    start, end = cpu.acquire_event(timing=True), cpu.acquire_event(timing=True)
-    start.record(cpu.stream(0))
-    end.record(cpu.stream(0))
+    start, end = cpu.events.acquire(timing=True), cpu.events.acquire(timing=True)
+    start.record(cpu.streams[0])
+    end.record(cpu.streams[0])
     assert 0 <= start.elapsed_time(end) < 1000
-    plain = cpu.acquire_event()
-    plain.record(cpu.stream(0))
+    plain = cpu.events.acquire()
+    plain.record(cpu.streams[0])
     with pytest.raises(RuntimeError, match="timing"):
         start.elapsed_time(plain)
 
 
 def test_events_are_lent_again(cpu):
-    events = [cpu.acquire_event(timing=timing) for timing in (False, True, False)]
+    events = [cpu.events.acquire(timing=timing) for timing in (False, True, False)]
     for event in events:
-        cpu.release_event(event)
-    again = [cpu.acquire_event(timing=timing) for timing in (True, False, False)]
+        cpu.events.release(event)
+    again = [cpu.events.acquire(timing=timing) for timing in (True, False, False)]
     assert set(map(id, again)) == set(map(id, events))
     assert again[0].timing
     assert not again[1].timing
-    assert id(cpu.acquire_event()) not in set(map(id, events))
+    assert id(cpu.events.acquire()) not in set(map(id, events))
 
 
 def test_an_event_cannot_be_released_twice(cpu):
-    event = cpu.acquire_event()
-    cpu.release_event(event)
+    event = cpu.events.acquire()
+    cpu.events.release(event)
     with pytest.raises(DeviceError, match="released before"):
-        cpu.release_event(event)
+        cpu.events.release(event)
 
 
 # --- memory
@@ -161,23 +162,23 @@ def test_pinned_blocks_are_lent_and_come_back(cpu):
 
 def test_a_pinned_block_waits_for_its_event_and_gives_it_back():
     ctx, device = make_virtual_context("lazy")
-    block, event = ctx.pinned(1000), ctx.acquire_event()
-    gate = ctx.acquire_event()
-    ctx.copy([(device.allocate(1000), block)], ctx.copy_stream)
-    event.record(ctx.copy_stream)
+    block, event = ctx.pinned(1000), ctx.events.acquire()
+    gate = ctx.events.acquire()
+    ctx.driver.copy(Copies([(device.allocate(1000), block)], ctx.streams.to_device))
+    event.record(ctx.streams.to_device)
     ctx.release_pinned(block, after=event)
     assert ctx.pinned(1 << 20).numel() == 1 << 20  # waits: there is room once the copy is over
     assert event.query()
-    assert ctx.acquire_event() is event
-    ctx.release_event(gate)
+    assert ctx.events.acquire() is event
+    ctx.events.release(gate)
     assert device.num_pins == 1
 
 
 def test_the_graph_pool_is_made_once():
     ctx, device = make_virtual_context()
-    assert ctx.graph_pool == (0, 1)
+    assert ctx.graphs.pool == (0, 1)
     device.make_graph_pool = None
-    assert ctx.graph_pool == (0, 1)
+    assert ctx.graphs.pool == (0, 1)
 
 
 def test_the_capture_lock_is_one_for_all_places_and_reentrant(cpu):
@@ -215,33 +216,33 @@ def test_close_ends_users_then_waits_for_the_device_then_drops_everything():
 
     class Logged(CpuDriver):
         def synchronize(self):
-            log.append(("waits", ctx.pinned_bytes > 0, list(ctx._streams)))
+            log.append(("waits", ctx.pinned_bytes > 0, list(ctx.streams._numbered)))
 
     ctx = DeviceContext(Place("cpu"), Logged())
     user = User(log)
     ctx.attach(user)
-    stream, block = ctx.stream(0), ctx.pinned(10)
+    stream, block = ctx.streams[0], ctx.pinned(10)
     ctx.close()
     ctx.close()
     assert log == ["user", ("waits", True, [0])]
     assert user.closed == 1
-    assert (ctx.closed, ctx.pinned_bytes, ctx._streams) == (True, 0, {})
+    assert (ctx.closed, ctx.pinned_bytes, ctx.streams._numbered) == (True, 0, {})
     assert stream.query()  # what was lent stays usable in the borrower's hands
     assert block.numel() == 10
 
 
 USES = {
-    "stream": lambda c: c.stream(0),
-    "copy_stream": lambda c: c.copy_stream,
+    "stream": lambda c: c.streams[0],
+    "stream for copies": lambda c: c.streams.to_device,
     "current_stream": lambda c: c.current_stream(),
     "on": lambda c: c.on(None),
-    "in_thread": lambda c: c.in_thread(),
-    "spare_captures": lambda c: c.spare_captures(),
-    "acquire_event": lambda c: c.acquire_event(),
+    "in_thread": lambda c: c.driver.in_thread(),
+    "spare_captures": lambda c: c.driver.spare_captures(),
+    "event": lambda c: c.events.acquire(),
     "pinned": lambda c: c.pinned(1),
-    "graph_pool": lambda c: c.graph_pool,
-    "allocate": lambda c: c.allocate(1),
-    "copy": lambda c: c.copy([], None),
+    "graph_pool": lambda c: c.graphs.pool,
+    "allocate": lambda c: c.driver.allocate(1),
+    "copy": lambda c: c.driver.copy(Copies([], None)),
     "synchronize": lambda c: c.synchronize(),
     "is_capturing": lambda c: c.is_capturing(),
     "attach": lambda c: c.attach(User()),
@@ -258,9 +259,9 @@ def test_a_closed_context_is_of_no_use(use):
 
 def test_what_a_closed_context_lent_can_still_be_given_back():
     ctx = context("cpu")
-    event, block = ctx.acquire_event(), ctx.pinned(10)
+    event, block = ctx.events.acquire(), ctx.pinned(10)
     ctx.close()
-    ctx.release_event(event)
+    ctx.events.release(event)
     ctx.release_pinned(block)
 
 
@@ -276,7 +277,7 @@ def test_after_close_there_is_a_new_context():
 
 def test_close_drops_everything_even_when_the_device_fails(monkeypatch):
     ctx = context("cpu")
-    ctx.stream(0)
+    ctx.streams[0]
     ctx.pinned(10)
 
     def fail():
@@ -333,13 +334,13 @@ def test_a_forked_child_sees_no_context_and_no_held_lock():
         child = os.fork()
         if child == 0:
             try:
-                old.stream(0)
+                old.streams[0]
             except DeviceError as error:
                 ok = "forked" in str(error)
             old.close()
             new = context("cpu")
             with new.capture_lock:
-                ok = ok and new is not old and new.stream(0) is not None
+                ok = ok and new is not old and new.streams[0] is not None
             os._exit(7 if ok else 1)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), old.closed)
         go.set(); thread.join()
@@ -399,9 +400,9 @@ def test_a_lent_tensor_tells_when_its_last_view_is_gone(device, compiled, monkey
     class Token:
         pass
 
-    token, memory = Token(), ctx.allocate(512)[256:]
+    token, memory = Token(), ctx.driver.allocate(512)[256:]
     gone = weakref.ref(token)
-    lent = ctx.lend(memory, token)
+    lent = ctx.driver.lend(memory, token)
     del token
     assert lent.data_ptr() == memory.data_ptr()
     assert (lent.numel(), lent.dtype, lent.device) == (256, torch.uint8, memory.device)
@@ -424,8 +425,8 @@ def test_what_is_lent_has_the_form_of_its_memory(device, dtype, compiled, monkey
         for module in (cuda, lending):
             monkeypatch.setattr(module, "lender", lambda: None)
     ctx = make_virtual_context()[0] if device == "virtual" else context(device)
-    memory = ctx.allocate(1024).fill_(1).view(dtype)[3:].as_strided((4, 2, 3), (6, 1, 2), 7)
-    lent = ctx.lend(memory, object())
+    memory = ctx.driver.allocate(1024).fill_(1).view(dtype)[3:].as_strided((4, 2, 3), (6, 1, 2), 7)
+    lent = ctx.driver.lend(memory, object())
     assert (lent.data_ptr(), lent.dtype, lent.device) == (memory.data_ptr(), memory.dtype, memory.device)
     assert (lent.size(), lent.stride()) == (memory.size(), memory.stride())
     assert not lent._is_view()
@@ -443,20 +444,20 @@ def test_memory_that_nobody_takes_is_let_go(monkeypatch):
     gone = weakref.ref(token)
     monkeypatch.setattr(torch, "from_dlpack", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        native.Lender(native.build(native._SOURCE, *native._OPTIONS)).lend(ctx.allocate(256), token)
+        native.Lender(native.build(native._SOURCE, *native._OPTIONS)).lend(ctx.driver.allocate(256), token)
     del token
     assert gone() is None
 
 
 def test_a_lent_tensor_keeps_its_memory():
     ctx, _ = make_virtual_context()
-    memory = ctx.allocate(256)
-    lent = ctx.lend(memory, object())
+    memory = ctx.driver.allocate(256)
+    lent = ctx.driver.lend(memory, object())
     address = memory.data_ptr()
     del memory
-    assert ctx.allocate(256).data_ptr() != address
+    assert ctx.driver.allocate(256).data_ptr() != address
     del lent
-    assert ctx.allocate(256).data_ptr() == address
+    assert ctx.driver.allocate(256).data_ptr() == address
 
 
 def test_a_thread_is_kept_near_the_device_for_a_while():

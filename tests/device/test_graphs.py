@@ -6,9 +6,9 @@ from contextlib import suppress
 
 import pytest
 
-from millstream.device import DeviceContext
 from millstream.device.cuda_graphs import capturing
 from millstream.device.cuda_graphs.capturing import capture
+from millstream.device.pools.events import EventPool
 from tests.device.virtual_device import make_virtual_context
 
 
@@ -34,11 +34,11 @@ def run(seed, mood):
     """Replays and captures in any order, on several streams; whether each replay has drawn from its own offset."""
     rng = random.Random(seed)
     ctx, device = make_virtual_context(mood, seed)
-    streams = [ctx.current_stream(), *(ctx.stream(i) for i in range(1, 4))]
+    streams = [ctx.current_stream(), *(ctx.streams[i] for i in range(1, 4))]
     graph, drawn = Graph(device, {}), []
     for offset in range(1, 30):
         with ctx.on(rng.choice(streams)):
-            ctx.enter_graphs()
+            ctx.graphs.enter()
             graph.replay(offset, drawn)
         if rng.random() < 0.4:
             with ctx.on(rng.choice(streams)), capture(ctx, graph):
@@ -54,7 +54,7 @@ def test_a_capture_leaves_replays_their_random_offset(mood):
 
 
 def test_a_missing_wait_is_seen(monkeypatch):
-    monkeypatch.setattr(DeviceContext, "order", lambda *_: None)
+    monkeypatch.setattr(EventPool, "order", lambda *_: None)
     assert not all(run(seed, "random") for seed in range(20))
 
 
@@ -80,7 +80,7 @@ def test_the_allocator_leaves_what_a_capture_that_cannot_be_ended_records_into(m
     monkeypatch.setattr(Graph, "capture_end", end)
     monkeypatch.setattr(capturing, "stop_recording", lambda index, pool: left.append(pool))
     ctx, device = make_virtual_context("eager", 0)
-    own = ctx.name_graph_pool()
+    own = ctx.driver.name_graph_pool()
     for pool in (None, (3, 4)):
         with pytest.raises(RuntimeError, match="no handle"), capture(ctx, Graph(device, {}), pool):
             raise RuntimeError("no handle")
@@ -94,7 +94,7 @@ def test_a_capture_is_ended_on_its_own_stream_whatever_is_current_when_it_fails(
     """On another one PyTorch refuses before it has ended anything."""
 
     def end(self):
-        if self.device.current_stream() is not ctx.stream(0):
+        if self.device.current_stream() is not ctx.streams[0]:
             raise RuntimeError("Capture must end on the same stream it began on.")
         ended.append(self)
 
@@ -104,7 +104,7 @@ def test_a_capture_is_ended_on_its_own_stream_whatever_is_current_when_it_fails(
     graph = Graph(device, {})
 
     def fail_elsewhere():
-        device.local.stream = ctx.stream(1)  # as the text of a plan on several streams does
+        device.local.stream = ctx.streams[1]  # as the text of a plan on several streams does
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"), capture(ctx, graph):

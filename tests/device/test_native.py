@@ -200,7 +200,7 @@ def test_a_driver_gives_all_of_a_transfer_to_compiled_code(monkeypatch):
     monkeypatch.setattr(cuda, "enqueuer", fake.enqueuer)
     made = object.__new__(cuda.CudaDriver)  # without asking for a device
     waits, before, after = ([SimpleNamespace(cuda_event=number)] for number in (8, 1, 2))
-    made.copy(cuda.Transfer([(to, source)], SimpleNamespace(cuda_stream=77), waits, before, after))
+    made.copy(cuda.Copies([(to, source)], SimpleNamespace(cuda_stream=77), waits, before, after))
     copied = ("copy", to.data_ptr(), source.data_ptr(), 6, 77)
     assert fake.calls == [("wait", 8, 77), ("record", 1, 77), copied, ("record", 2, 77)]
 
@@ -219,7 +219,7 @@ def test_where_compiled_code_meets_an_error_pytorch_does_all_of_a_transfer(monke
         )
 
     stream = SimpleNamespace(cuda_stream=77)
-    made.copy(cuda.Transfer([(to, torch.ones(6))], stream, [event(8)], [event(1)], [event(2)]))
+    made.copy(cuda.Copies([(to, torch.ones(6))], stream, [event(8)], [event(1)], [event(2)]))
     assert calls == [("wait", 8), ("record", 1), ("record", 2)]
     assert bool((to == 1).all())
 

@@ -195,11 +195,14 @@ class VirtualDevice:
     def lend(self, memory, token):
         return lend_host(memory, token)
 
-    def copy(self, transfer):
-        self.prepare_copy(transfer)()
+    def copy(self, copies):
+        self._prepare(copies)()
 
-    def prepare_copy(self, transfer):
-        pairs, stream, waits, before, after = transfer
+    def prepare_copy(self, copies):
+        return self._prepare(copies)
+
+    def _prepare(self, copies):
+        pairs, stream, waits, before, after = copies
         # A source on this device is not kept alive by the queue either: who frees it too early reads what came after.
         found = []
         for destination, source in pairs:

@@ -123,7 +123,7 @@ def test_kernels_find_their_inputs_aligned(copied, num_streams):
         assert all(address % ALIGNMENT_BYTES == 0 for address in addresses)
         assert sorted(copied) == ([] if place is not shifted else [(16,), (16, 16)])
     for event in run.events:
-        context("cpu").release_event(event)
+        context("cpu").events.release(event)
 
 
 def order_of(program, *tensors):

@@ -58,7 +58,7 @@ def test_operators_may_be_called_anything():
         run = compile_plan(replace(program, calls=calls), plan, context=context("cpu"))
         assert torch.equal(run(list(inputs))[0], expected)
         for event in run.events:
-            context("cpu").release_event(event)
+            context("cpu").events.release(event)
 
 
 @pytest.mark.parametrize("policy", ["list", "slack", "chains"])
@@ -77,7 +77,7 @@ def test_every_number_of_streams_gives_the_same(policy, memory):
         assert torch.equal(run(list(inputs))[0], expected)
         assert len(run.events) > 1
         for event in run.events:
-            context("cpu").release_event(event)
+            context("cpu").events.release(event)
 
 
 @torch.no_grad()

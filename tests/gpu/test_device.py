@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
 from millstream.device.cuda_graphs.capturing import capture
+from millstream.device.drivers.base import Copies
 from millstream.device.drivers.cuda import capture_nothing
 from millstream.errors import DeviceError
 from tests.processes import output_of
@@ -43,34 +44,34 @@ def test_importing_and_naming_places_does_not_initialise_cuda():
 
 def test_streams_are_distinct_and_for_life(gpu):
     others = [torch.cuda.Stream() for _ in range(5)]  # the user draws from the same streams of PyTorch
-    streams = [gpu.stream(i) for i in range(MAX_STREAMS)]
+    streams = [gpu.streams[i] for i in range(MAX_STREAMS)]
     assert len({stream.cuda_stream for stream in streams}) == MAX_STREAMS
-    assert [gpu.stream(i) for i in range(MAX_STREAMS)] == streams
+    assert [gpu.streams[i] for i in range(MAX_STREAMS)] == streams
     everyone = {stream.cuda_stream for stream in (*streams, *others, torch.cuda.default_stream())}
-    assert gpu.copy_stream.cuda_stream not in everyone
-    assert isinstance(gpu.stream(0), Stream)
+    assert gpu.streams.to_device.cuda_stream not in everyone
+    assert isinstance(gpu.streams[0], Stream)
 
 
 def test_work_on_streams_is_ordered_by_events(gpu):
     x = torch.zeros(1 << 20, device="cuda:0")
-    event = gpu.acquire_event()
+    event = gpu.events.acquire()
     assert isinstance(event, Event)
     event.record(gpu.current_stream())
-    gpu.stream(0).wait_event(event)
-    with gpu.on(gpu.stream(0)):
-        assert torch.cuda.current_stream() == gpu.stream(0)
+    gpu.streams[0].wait_event(event)
+    with gpu.on(gpu.streams[0]):
+        assert torch.cuda.current_stream() == gpu.streams[0]
         torch.cuda._sleep(20_000_000)
         x.fill_(3)
-        event.record(gpu.stream(0))
+        event.record(gpu.streams[0])
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert not event.query()
     gpu.current_stream().wait_event(event)
-    gpu.release_event(event)
+    gpu.events.release(event)
     assert bool((x == 3).all())
 
 
 def test_timing_events(gpu):
-    start, end = gpu.acquire_event(timing=True), gpu.acquire_event(timing=True)
+    start, end = gpu.events.acquire(timing=True), gpu.events.acquire(timing=True)
     start.record(gpu.current_stream())
     torch.cuda._sleep(1_000_000)
     end.record(gpu.current_stream())
@@ -84,13 +85,13 @@ def test_pinned_memory_is_pinned_reused_and_protected_by_its_event(gpu):
     assert block.data_ptr() % 256 == 0
     block.fill_(7)
     target = torch.zeros(1_000_000, dtype=torch.uint8, device="cuda:0")
-    event = gpu.acquire_event()
-    ready = gpu.acquire_event()
+    event = gpu.events.acquire()
+    ready = gpu.events.acquire()
     torch.cuda._sleep(50_000_000)
     ready.record(gpu.current_stream())
-    gpu.copy_stream.wait_event(ready)
-    gpu.copy([(target, block)], gpu.copy_stream)
-    event.record(gpu.copy_stream)
+    gpu.streams.to_device.wait_event(ready)
+    gpu.driver.copy(Copies([(target, block)], gpu.streams.to_device))
+    event.record(gpu.streams.to_device)
     gpu.release_pinned(block, after=event)
     again = gpu.pinned(1_000_000)  # the one chunk is in use: waits for the copy, or cuts another part
     again.fill_(9)
@@ -103,18 +104,18 @@ def test_graphs_share_the_pool(gpu):
     x = torch.ones(1000, device="cuda:0")
     graphs, outputs = [torch.cuda.CUDAGraph() for _ in range(2)], []
     for graph in graphs:
-        with gpu.capture_lock, torch.cuda.graph(graph, pool=gpu.graph_pool):
+        with gpu.capture_lock, torch.cuda.graph(graph, pool=gpu.graphs.pool):
             outputs.append(x * 2 + 1)
     for graph, output in zip(graphs, outputs, strict=True):
         graph.replay()
         assert bool((output == 3).all())
-    assert graphs[0].pool() == gpu.graph_pool == graphs[1].pool()
+    assert graphs[0].pool() == gpu.graphs.pool == graphs[1].pool()
 
 
 def test_a_capture_leaves_a_replay_that_is_under_way_its_random_numbers(gpu):
     def capture_numbers():
         graph = torch.cuda.CUDAGraph()
-        with gpu.graph_lock, capture(gpu, graph):
+        with gpu.graphs.lock, capture(gpu, graph):
             torch.cuda._sleep(20_000_000)  # ten milliseconds in which a replay has begun and not drawn yet
             return graph, torch.rand(1000, device="cuda:0")
 
@@ -137,7 +138,7 @@ def test_a_capture_leaves_a_replay_that_is_under_way_its_random_numbers(gpu):
 def test_after_a_failed_capture_random_numbers_are_drawn_at_once(gpu):
     x = torch.ones(4, device="cuda:0")
     graph = torch.cuda.CUDAGraph()
-    with gpu.graph_lock:
+    with gpu.graphs.lock:
         with pytest.raises(RuntimeError), capture(gpu, graph):
             x.sum().item()
         drawn = [torch.rand(1000, device="cuda:0") for _ in range(2)]
@@ -167,13 +168,13 @@ class Launched(TorchDispatchMode):
 def test_a_capture_launches_nothing_on_a_stream_of_its_own(gpu, stream):
     x, caller = torch.zeros(4, device="cuda:0"), stream("cuda:0")
     torch.cuda.synchronize()
-    with torch.cuda.stream(caller), Launched() as launched, gpu.graph_lock:
+    with torch.cuda.stream(caller), Launched() as launched, gpu.graphs.lock:
         graph = torch.cuda.CUDAGraph()
         with capture(gpu, graph):
             x += torch.rand(4, device="cuda:0") + 1
         graph.replay()
         capture_nothing()
-        assert gpu.graph_pool
+        assert gpu.graphs.pool
     assert set(launched.streams) <= {caller}
     torch.cuda.synchronize()
     assert bool((x >= 1).all())
@@ -189,13 +190,13 @@ def test_is_capturing(gpu):
 
 
 def test_a_prepared_thread_may_query_while_another_captures_in_global_mode(gpu):
-    event = gpu.acquire_event()
+    event = gpu.events.acquire()
     event.record(gpu.current_stream())
     torch.cuda.synchronize()
     capturing, queried, answers = threading.Event(), threading.Event(), []
 
     def work():
-        with gpu.in_thread():
+        with gpu.driver.in_thread():
             capturing.wait()
             answers.append(event.query())
             answers.append(gpu.pinned(5_000_000).is_pinned())  # a cudaHostAlloc
@@ -248,7 +249,7 @@ def test_a_helper_thread_works_on_its_place():
     seen = []
 
     def work():
-        with context("cuda:1").in_thread():
+        with context("cuda:1").driver.in_thread():
             seen.append(torch.empty(1, device="cuda").device.index)
 
     thread = threading.Thread(target=work)
@@ -260,11 +261,11 @@ def test_a_helper_thread_works_on_its_place():
 
 def test_close_and_a_new_context():
     old = context("cuda:0")
-    old.stream(0)
+    old.streams[0]
     old.pinned(100)
     old.close()
     with pytest.raises(DeviceError, match="closed"):
-        old.stream(0)
+        old.streams[0]
     new = context("cuda:0")
     assert new is not old
     new.close()
@@ -274,11 +275,12 @@ def test_the_interpreter_ends_cleanly_with_everything_in_use():
     output_of("""
         import torch
         from millstream.device import context
+        from millstream.device.drivers.base import Copies
         c = context("cuda:0")
-        block, event = c.pinned(1 << 20), c.acquire_event()
+        block, event = c.pinned(1 << 20), c.events.acquire()
         torch.cuda._sleep(50_000_000)
-        c.copy([(torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0"), block)], c.copy_stream)
-        event.record(c.copy_stream)
+        c.driver.copy(Copies([(torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0"), block)], c.streams.to_device))
+        event.record(c.streams.to_device)
         c.release_pinned(block, after=event)
     """)
 
@@ -290,13 +292,13 @@ def test_a_forked_child_sees_no_context():
         from millstream.device import context
         from millstream.errors import DeviceError
         c = context("cuda:0")
-        block, event = c.pinned(1 << 20), c.acquire_event()
-        event.record(c.stream(0))
+        block, event = c.pinned(1 << 20), c.events.acquire()
+        event.record(c.streams[0])
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
             try:
-                c.stream(0)
+                c.streams[0]
             except DeviceError:
                 pass
             else:

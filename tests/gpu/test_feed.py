@@ -324,7 +324,7 @@ def test_captures_elsewhere_survive_the_feed():
     done, totals = threading.Event(), []
 
     def consume():
-        with context("cuda:0").in_thread(), torch.cuda.stream(torch.cuda.Stream()):
+        with context("cuda:0").driver.in_thread(), torch.cuda.stream(torch.cuda.Stream()):
             flags = [check_sums(batch) for batch in feed(random_batches(400, 0, steady=False), "cuda:0", 2)]
             totals.append(int(torch.stack(flags).sum()))
             del flags

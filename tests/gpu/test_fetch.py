@@ -102,7 +102,7 @@ def test_captures_elsewhere_survive():
     done, wrong = threading.Event(), []
 
     def work():
-        with context("cuda:0").in_thread(), torch.cuda.stream(torch.cuda.Stream()):
+        with context("cuda:0").driver.in_thread(), torch.cuda.stream(torch.cuda.Stream()):
             wrong.extend(i for i in range(300) if fetch(torch.full((50,), float(i), device="cuda:0")).result()[0] != i)
         done.set()
 

@@ -139,7 +139,7 @@ def test_every_wait_is_needed(monkeypatch):
 
 
 def test_what_is_held_is_needed(monkeypatch):
-    from millstream.manual.session import Session
+    from millstream.manual.issuing import Issuer
 
     def run():
         a = torch.rand(512, 512, device="cuda")
@@ -154,7 +154,7 @@ def test_what_is_held_is_needed(monkeypatch):
         return torch.equal(kept, a * 2 + 1)
 
     assert run()
-    monkeypatch.setattr(Session, "_protect", lambda *args: None)
+    monkeypatch.setattr(Issuer, "protect", lambda *args: None)
     assert not run()
 
 

@@ -1,11 +1,10 @@
 """``ms.aux_streams`` within operators."""
 
-import sys
-
 import pytest
 import torch
 
 import millstream as ms
+from millstream.device.pools import streams
 from millstream.errors import ArgumentError
 from tests.device.virtual_device import make_virtual_context
 from tests.manual.virtual_torch import VirtualTorch
@@ -35,7 +34,7 @@ def test_aux_stream_is_forked_and_joined(machine):
         total = total + both(context, virtual.tensor([float(value)]))
     assert virtual.read(total).item() == 9 * 45
     assert context.current_stream() is device.default
-    assert not context._lent
+    assert context.streams.num_lent == 0
     assert len(device.streams) == 2
 
 
@@ -75,12 +74,12 @@ def test_no_memory_for_a_workspace_means_one_stream(machine, workspace):
         assert main is aux
         aux(result.add_, a)
     assert virtual.read(result).item() == 1
-    assert not context._lent
+    assert context.streams.num_lent == 0
 
 
 def test_no_streams_left_means_one_stream(machine, monkeypatch):
     context, _, _ = machine
-    monkeypatch.setattr(sys.modules["millstream.device.context"], "MAX_LENT_STREAMS", 0)
+    monkeypatch.setattr(streams, "MAX_LENT_STREAMS", 0)
     with ms.aux_streams(2, context) as (main, aux):
         assert main is aux
 

@@ -121,7 +121,7 @@ def beside(monkeypatch):
 
 
 def recorded(context, stream):
-    event = context.acquire_event()
+    event = context.events.acquire()
     event.record(stream)
     return event
 

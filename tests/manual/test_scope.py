@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import millstream as ms
+from millstream.device.pools import streams
 from millstream.errors import ArgumentError, DeviceError, StreamError
-from millstream.manual import session
+from millstream.manual import issuing, session, storages
 from millstream.manual.hints import HintedScope
 from millstream.manual.operators import Effect, find_function, recipe_of
 from millstream.manual.ordering import Ordering
@@ -183,7 +184,7 @@ def test_interrupted_scope_leaves_nothing(where, name, nth, machine, monkeypatch
             work()
     assert torch._C._len_torch_dispatch_stack() == before
     assert context.current_stream() is device.default
-    assert not context._lent
+    assert context.streams.num_lent == 0
     assert virtual.read(work()).item() == 3
 
 
@@ -220,7 +221,7 @@ def test_no_number_of_a_stream(index, machine):
 
 def test_more_groups_than_there_are_streams(machine, monkeypatch):
     context, device, _ = machine
-    monkeypatch.setattr(CONTEXTS, "MAX_LENT_STREAMS", 4)
+    monkeypatch.setattr(streams, "MAX_LENT_STREAMS", 4)
 
     def nest(depth):
         with ms.streams(2, context) as s, s[1]:
@@ -235,10 +236,10 @@ def test_more_groups_than_there_are_streams(machine, monkeypatch):
 
 def test_idle_streams_go_to_whom_needs_them(machine, monkeypatch):
     context, _, virtual = machine
-    monkeypatch.setattr(CONTEXTS, "MAX_LENT_STREAMS", 4)
+    monkeypatch.setattr(streams, "MAX_LENT_STREAMS", 4)
     a = virtual.tensor([1.0])
     for base in range(6):
-        with context.on(context.stream(base)), ms.streams(4, context) as s:
+        with context.on(context.streams[base]), ms.streams(4, context) as s:
             b = s[3].add(s[2].add(a, 1.0), 1.0)
         assert virtual.read(b).item() == 3
 
@@ -309,7 +310,7 @@ def test_forked_child_is_refused(monkeypatch):
 def test_forked_child_works_on_the_cpu_within_the_scope(monkeypatch):
     context, _ = make_virtual_context()
     monkeypatch.setitem(CONTEXTS._contexts, context.place, context)
-    monkeypatch.setattr(session, "LOOK_EVERY", 1)
+    monkeypatch.setattr(issuing, "LOOK_EVERY", 1)
     tensors = [torch.ones(2) for _ in range(200)]
     read, write = os.pipe()
     with torch.no_grad(), ms.streams(2, context) as s:
@@ -329,7 +330,7 @@ def test_forked_child_works_on_the_cpu_within_the_scope(monkeypatch):
 
 def test_scope_of_before_a_capture_is_refused_in_it(machine):
     context, device, _ = machine
-    capture = context.stream(5)
+    capture = context.streams[5]
     with ms.streams(2, context) as s:
         device.capturing = True
         with context.on(capture), pytest.raises(StreamError, match="within it"), s[1]:
@@ -441,7 +442,7 @@ def test_scope_ended_by_another_thread_is_no_ones_next(machine):
         made = s[1].add(made, results[0])
     assert virtual.read(made).item() == 5
     assert torch._C._len_torch_dispatch_stack() == before
-    assert not context._lent
+    assert context.streams.num_lent == 0
 
 
 def test_eight_threads_do_not_meet():
@@ -450,7 +451,7 @@ def test_eight_threads_do_not_meet():
 
     def work(number):
         try:
-            with VirtualTorch(device) as virtual, torch.no_grad(), context.on(context.stream(number)):
+            with VirtualTorch(device) as virtual, torch.no_grad(), context.on(context.streams[number]):
                 for _ in range(8):
                     fork_and_fail(context, virtual, number)
         except BaseException as error:  # noqa: BLE001 - told below
@@ -466,7 +467,7 @@ def test_eight_threads_do_not_meet():
     finally:
         sys.setswitchinterval(interval)
     assert not errors, errors
-    assert not context._lent
+    assert context.streams.num_lent == 0
 
 
 def fork_and_fail(context, virtual, number):
@@ -496,14 +497,14 @@ def fork_and_fail(context, virtual, number):
 
 def test_loop_in_a_scope_is_bounded(machine, monkeypatch):
     context, device, virtual = machine
-    monkeypatch.setattr(session, "MOST_HELD", 20)
-    monkeypatch.setattr(session, "LOOK_EVERY", 8)
+    monkeypatch.setattr(issuing, "MOST_HELD", 20)
+    monkeypatch.setattr(issuing, "LOOK_EVERY", 8)
     a = virtual.tensor([1.0])
     with ms.streams(3, context) as s:
         for _ in range(300):
             s[2].add(s[1].add(a, 1.0), 1.0)
         assert device.num_raw < 80, "memory is used again"
-    assert len(context._lent) == 0
+    assert context.streams.num_lent == 0
 
 
 def test_held_memory_is_given_back_at_the_end(machine):
@@ -519,13 +520,13 @@ def test_held_memory_is_given_back_at_the_end(machine):
 
 def test_books_of_storages_that_are_gone_are_thrown_away(machine, monkeypatch):
     context, _, virtual = machine
-    monkeypatch.setattr(session, "CLEAN_EVERY", 10)
+    monkeypatch.setattr(storages, "CLEAN_EVERY", 10)
     a = virtual.tensor([1.0])
     with ms.streams(2, context) as s:
-        s._session._clean_at = 10
+        s._session._storages._clean_at = 10
         for _ in range(100):
             s[1].add(a, 1.0)
-        assert len(s._session._memories) < 30
+        assert len(s._session._storages.memories) < 30
 
 
 def test_short_memory_waits_for_what_is_held(machine):
@@ -618,7 +619,7 @@ def use_foreign(context, foreign, a, *, ordered):
     with ms.streams(2, context, check=True) as s:
         made = s[1].mul(a, 2.0)
         if ordered:
-            event = context.acquire_event()
+            event = context.events.acquire()
             event.record(s[1].stream)
             foreign.wait_event(event)
         with context.on(foreign):
@@ -629,11 +630,11 @@ def test_unsynchronised_foreign_stream_is_told_with_two_lines(machine):
     context, _, virtual = machine
     a = virtual.tensor([1.0])
     with pytest.raises(StreamError, match="not ordered") as caught:
-        use_foreign(context, context.stream(9), a, ordered=False)
+        use_foreign(context, context.streams[9], a, ordered=False)
     assert str(caught.value).count("test_scope.py") >= 2
     assert "aten.mul" in str(caught.value)
     assert "aten.add" in str(caught.value)
-    use_foreign(context, context.stream(9), a, ordered=True)
+    use_foreign(context, context.streams[9], a, ordered=True)
 
 
 def test_check_is_for_the_outermost_scope(machine):

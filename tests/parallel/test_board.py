@@ -136,11 +136,12 @@ class Place:
     def __init__(self, ends):
         self._ends = ends
         self.capture_lock = threading.RLock()
+        self.driver = self.events = self
 
-    def acquire_event(self):
+    def acquire(self):
         return self
 
-    def release_event(self, event):
+    def release(self, event):
         pass
 
     def record(self, stream):

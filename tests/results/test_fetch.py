@@ -1,7 +1,6 @@
 """Results on their way to the host, on the CPU and on virtual devices, quick ones and such as take their time."""
 
 import asyncio
-import importlib
 import sys
 import threading
 import time
@@ -21,12 +20,12 @@ from millstream.data.transfer.layout import view_leaf
 from millstream.device import Place, StreamMarker
 from millstream.errors import ArgumentError, DeviceError, FeedError
 from millstream.results import fetch, fetch_each
-from millstream.results.fetching import LARGE_BYTES, RING_BYTES, Fetcher
+from millstream.results import fetcher as fetcher_module
+from millstream.results.fetcher import LARGE_BYTES, RING_BYTES, Fetcher
+from millstream.results.result import Fetched, Result, fail
 from millstream.results.ring import Ring, Stretch
 from tests.device.virtual_device import make_virtual_context
 from tests.interrupts import interrupt_everywhere
-
-fetch_module = importlib.import_module("millstream.results.fetching")  # not the function of that name
 
 DEADLINE_S = 20
 
@@ -307,7 +306,7 @@ def test_nor_does_a_result_that_cannot_be_read(fetcher, monkeypatch):
             raise MemoryError("no memory for three")
         return view_leaf(memory, start, spec)
 
-    monkeypatch.setattr(sys.modules[Fetcher.__module__], "view_leaf", view)
+    monkeypatch.setattr(sys.modules[Result.__module__], "view_leaf", view)
     gate = threading.Event()
     fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(DEADLINE_S))
     unreadable, wanted = fetcher.put(torch.zeros(3), step=7), fetcher.put(torch.tensor(2))
@@ -466,7 +465,7 @@ def test_ctrl_c_at_any_moment_loses_no_place_and_no_space():
         assert not fetcher._stretches._taken
         ctx.close()
 
-    assert len(interrupt_everywhere(run, "/results/fetching.py", "/results/ring.py")) > 20
+    assert len(interrupt_everywhere(run, "/results/fetcher.py", "/results/ring.py")) > 20
 
 
 def test_space_of_a_call_that_ctrl_c_ended_is_free_when_its_stream_is_through_and_not_before(monkeypatch):
@@ -507,7 +506,7 @@ def test_ctrl_c_in_the_first_call_leaves_a_fetcher_that_works():
         assert [fetcher.put(torch.tensor(float(i))).result(DEADLINE_S) for i in range(5)] == list(range(5))
         ctx.close()
 
-    assert len(interrupt_everywhere(run, "/results/fetching.py")) > 5
+    assert len(interrupt_everywhere(run, "/results/fetcher.py")) > 5
 
 
 def test_one_fetcher_per_device():
@@ -548,9 +547,9 @@ def test_an_error_keeps_where_it_came_from_and_has_the_note_of_its_step_only():
 
 
 def test_one_error_of_several_results_has_a_note_for_each():
-    error, results = make_error(), [types.SimpleNamespace(future=fetch_module.Fetched(step)) for step in (1, 2)]
+    error, results = make_error(), [types.SimpleNamespace(future=Fetched(step)) for step in (1, 2)]
     for result in results:
-        fetch_module._fail(result, error)
+        fail(result, error)
     notes = [result.future.exception().__notes__ for result in results]
     assert [len(each) for each in notes] == [2, 2]
     assert error.__notes__ == ["first"]
@@ -563,13 +562,13 @@ def make_error():
 
 
 def test_the_event_that_is_waited_for_is_lent_to_nobody_else(fetcher, monkeypatch):
-    wait, seen = fetch_module.wait_until_reached, []
+    wait, seen = fetcher_module.wait_until_reached, []
 
     def look(context, event, stopped):
-        seen.append(any(event is idle for events in context._idle_events.values() for idle in events))
+        seen.append(any(event is idle for idle in context.events._idle[False]))
         return wait(context, event, stopped)
 
-    monkeypatch.setattr(fetch_module, "wait_until_reached", look)
+    monkeypatch.setattr(fetcher_module, "wait_until_reached", look)
     for i in range(20):
         assert fetcher.put(torch.full((1000,), float(i))).result(DEADLINE_S)[0] == i
     assert seen == [False] * 20
@@ -611,11 +610,11 @@ def test_a_callback_that_cannot_be_called_is_refused_at_once():
 
 
 def test_pinned_memory_that_a_late_copy_still_writes_is_lent_to_nobody(monkeypatch):
-    monkeypatch.setattr(fetch_module, "JOIN_S", 0.1)
+    monkeypatch.setattr(fetcher_module, "JOIN_S", 0.1)
     ctx, device = make_virtual_context("lazy")
     monkeypatch.setattr(device, "run_some", lambda: None)  # it makes no progress while it is asked
     fetcher = Fetcher(ctx)
-    value = ctx.allocate(LARGE_BYTES * 2)
+    value = ctx.driver.allocate(LARGE_BYTES * 2)
     raw = device.raw(value)
     ctx.current_stream().enqueue(lambda: raw.fill(7))
     result = fetcher.put(value)

@@ -213,7 +213,7 @@ class Profiler:
                     return
                 assert step.end is not None
                 # A device in an error state refuses to tell. A measurement is no place to raise that.
-                with context.capture_lock, suppress(RuntimeError, DeviceError), context.spare_captures():
+                with context.capture_lock, suppress(RuntimeError, DeviceError), context.driver.spare_captures():
                     if not step.end.event.query():
                         return
                     # The copy of a batch that was handed out was waited for, so it is over, too.

@@ -31,14 +31,14 @@ class StreamMarker:
     def __init__(self, context: DeviceContext, stream: Stream, *, timing: bool = True, record: bool = True) -> None:
         self._context = context
         self.stream = stream
-        self.event = context.acquire_event(timing=timing)
+        self.event = context.events.acquire(timing=timing)
         if record:  # or the caller does, at once
             self.event.record(stream)
         self.at_ns = time.perf_counter_ns()
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # of which an interrupt may have kept it
-            self._context.release_event(self.event)
+            self._context.events.release(self.event)
 
     def until(self, later: StreamMarker) -> int:
         """Nanoseconds on the device; both points have been reached."""

@@ -35,7 +35,7 @@ class Arena(ForkSafeLock):
     come on a second one, it is given up, and everybody has memory of their own from then on.
 
     Attributes:
-        lock: On a CPU, held by who runs. On a GPU, calls are in order anyway: see ``DeviceContext.graph_lock``.
+        lock: On a CPU, held by who runs. On a GPU, calls are in order anyway: see ``SharedGraphMemory.lock``.
         latest: Whose values are in it.
     """
 

@@ -70,7 +70,7 @@ class OpenEngine:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._place == "cpu":
             return self._run(inputs)
-        with context(self._place).graph_lock, guard(self._place):
+        with context(self._place).graphs.lock, guard(self._place):
             return self._run(inputs)
 
     def release(self) -> None:

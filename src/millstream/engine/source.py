@@ -206,7 +206,7 @@ class Writer:
         self.scope["current_stream"] = self.context.current_stream
         self.lines += ["stream_0 = current_stream()", f"{self._event(None)}.record(stream_0)"]
         for index in range(1, self.plan.num_streams):
-            stream = self.context.stream(index)
+            stream = self.context.streams[index]
             self.scope[f"stream_{index}"] = stream
             self.scope[f"handle_{index}"] = getattr(stream, "cuda_stream", 0)
             self.lines.append(f"stream_{index}.wait_event({self._event(None)})")
@@ -216,7 +216,7 @@ class Writer:
         name = "fork" if event is None else f"event_{event}"
         if name not in self.scope:
             assert self.context is not None, "only plans with several streams have events"
-            self.scope[name] = self.context.acquire_event()
+            self.scope[name] = self.context.events.acquire()
             self.events.append(self.scope[name])
         return name
 

@@ -53,11 +53,11 @@ class StreamsEngine(ForkSafeLock):
 
     def _order_behind(self, here: Any) -> None:
         """Let whatever takes memory from the streams' pools next come behind this call."""
-        event = self._context.acquire_event()
+        event = self._context.events.acquire()
         event.record(here)
         for index in range(1, self.plan.num_streams):
-            self._context.stream(index).wait_event(event)
-        self._context.release_event(event)
+            self._context.streams[index].wait_event(event)
+        self._context.events.release(event)
 
     def _hand_over(self, outputs: list[Any], here: Any) -> None:
         """Tell the allocator that outputs, whichever stream they were allocated on, are used on the caller's."""

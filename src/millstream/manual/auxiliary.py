@@ -77,10 +77,10 @@ class AuxStreams:
             return tuple(scope[index] for index in range(self._num_streams))
         self._main = context.current_stream()
         try:
-            self._lent = context.lend_streams(self._main, self._num_streams - 1)
+            self._lent = context.streams.lend(self._main, self._num_streams - 1)
         except DeviceError:
             return (_HERE,) * self._num_streams
-        self._event = context.acquire_event()
+        self._event = context.events.acquire()
         self._event.record(self._main)
         for stream in self._lent:
             self._event.wait(stream)
@@ -97,8 +97,8 @@ class AuxStreams:
             for stream in lent:
                 self._event.record(stream)
                 self._event.wait(self._main)
-            self._context.release_event(self._event)
-            self._context.return_streams(lent)
+            self._context.events.release(self._event)
+            self._context.streams.take_back(lent)
 
 
 class AuxHandle:
@@ -131,14 +131,14 @@ class AuxHandle:
 
 def _has_workspace(context: DeviceContext, stream: Stream, num_bytes: int | None) -> bool:
     """Whether there is memory for a stream's workspace: asked by taking it for a moment."""
-    key = context, context.stream_id(stream)
+    key = context, context.driver.stream_id(stream)
     if num_bytes is None:
         if key in _tried:
             return True
         num_bytes = context.handles.workspace_bytes
     try:
         with context.on(stream):
-            context.allocate(num_bytes)
+            context.driver.allocate(num_bytes)
     except torch.OutOfMemoryError:
         return False
     _tried.add(key)

@@ -68,8 +68,8 @@ class _Side:
 
     def __init__(self, context: DeviceContext, main: Stream) -> None:
         self.context, self.main = context, main
-        (self.stream,) = lent = context.lend_streams(main, 1)
-        context.return_streams(lent)  # others of this thread may use it between: that only orders them
+        (self.stream,) = lent = context.streams.lend(main, 1)
+        context.streams.take_back(lent)  # others of this thread may use it between: that only orders them
         self._pending: deque[tuple[Event, int, tuple[Tensor, ...]]] = deque()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class _Side:
             second: What it does not wait for.
             used: What ``second`` reads that was allocated on the neighbour.
         """
-        event = self.context.acquire_event()
+        event = self.context.events.acquire()
         event.record(self.main)
         one = first()
         event.wait(self.stream)
@@ -94,7 +94,7 @@ class _Side:
             self._finish()
             event.record(self.stream)
             event.wait(self.main)
-            self.context.release_event(event)
+            self.context.events.release(event)
             return one, second()
         event.record(self.stream)
         with self._lock:
@@ -119,7 +119,7 @@ class _Side:
         event, num_bytes, _ = self._pending.popleft()
         event.wait(self.main)
         self._num_bytes -= num_bytes
-        self.context.release_event(event)
+        self.context.events.release(event)
 
 
 class _Sides(threading.local):
@@ -133,7 +133,7 @@ class _Sides(threading.local):
         if x.device.type != "cuda" or os.environ.get("MILLSTREAM_ENGINE") == "serial":
             return None
         found = context(x.device)
-        key = found, found.current_stream_id()
+        key = found, found.driver.current_stream_id()
         side = self.found.get(key)
         if side is None:
             side = self.found[key] = _Side(found, found.current_stream())

@@ -11,7 +11,7 @@ with ``s.wait``, or by calling them through ``s[i](...)``, ``s.run`` or ``ms.par
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,21 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream._torch.modes import any_autocast
 from millstream._torch.operators import find_modes, hide_operators, is_wrapper, num_modes, push_mode, remove_mode
-from millstream._torch.tensors import drop_storage_reference, is_storage_gone, storage_behind
-from millstream.device import DeviceContext, Event, Stream
+from millstream.device import DeviceContext, Stream
 from millstream.errors import StreamError
-from millstream.manual.operators import Effect, Function, Recipe, recipe_of
-from millstream.manual.ordering import Memory, Ordering, Steps
+from millstream.manual.issuing import Issuer
+from millstream.manual.operators import Effect, Function, recipe_of
+from millstream.manual.ordering import Ordering
 from millstream.manual.races import Trace
-
-LOOK_EVERY = 64
-"""So many storages are held before the host asks whether the device is done with them."""
-
-CLEAN_EVERY = 1024
-"""So many storages are met before the books of those that are gone are thrown away."""
-
-MOST_HELD, MOST_HELD_BYTES = 512, 1 << 30
-"""When more is held, all streams of the session wait for each other, and then it can go: so loops are bounded."""
+from millstream.manual.storages import PLAIN, Storages, storage_of, tensors_in
 
 _get_ident = threading.get_ident
 _grad_enabled = torch.is_grad_enabled
@@ -51,7 +43,8 @@ class Session:
     """
 
     def __init__(self, context: DeviceContext) -> None:
-        base = context.current_stream()
+        self._driver = driver = context.driver  # asked of a closed context, too
+        base = driver.current_stream()
         self.context, self.closed = context, True
         self.capturing, self.num_scopes = False, 0
         self.trace: Trace | None = None
@@ -59,15 +52,12 @@ class Session:
         self._owner = _get_ident()
         self._lock = threading.Lock()  # autograd's threads come here, too
         self._streams: list[Stream] = [base]
-        self._enter: list[Callable[[], Any]] = [context.entry(base)]
-        self._index_of = {context.stream_id(base): 0}
-        self._current = context.current_stream_getter()
+        self._issuer = Issuer(context, self._ordering, self._streams)
+        self._storages = Storages(context, self._ordering)
+        self._enter: list[Callable[[], Any]] = [driver.entry(base)]
+        self._index_of = {driver.stream_id(base): 0}
+        self._current = driver.current_stream_id
         self._lent: dict[int, list[int]] = {}  # by the stream that they start from: those that no scope has
-        self._events: dict[int, Event] = {}
-        self._memories: dict[int, Memory] = {}
-        self._marks: list[tuple[Event, int, int]] = []
-        self._look_at = LOOK_EVERY
-        self._clean_at = CLEAN_EVERY
         self._opaque: list[Any] = []  # results whose memory cannot be told: kept to the end
         self._guard: Any = None
         self._ticket = 0
@@ -76,17 +66,18 @@ class Session:
 
     def open(self, *, capturing: bool, check: bool) -> bool:
         """Make the device current; False where its streams are somebody else's by now."""
-        if len(self._streams) > 1 and not self.context.lend_again(self._streams[1:], self._ticket):
+        if len(self._streams) > 1 and not self.context.streams.lend_again(self._streams[1:], self._ticket):
             return False
         self.closed, self.capturing = False, capturing
-        if not self.context.is_current():
-            self._guard = self.context.guard()
+        self._issuer.capturing = capturing
+        if not self._driver.is_current():
+            self._guard = self._driver.guard()
             self._guard.__enter__()
         if check:
-            self.trace = Trace(self.context.stream_id, str(self.context.place))
-            event = self.context.acquire_event()
+            self.trace = Trace(self._driver.stream_id, str(self.context.place))
+            event = self.context.events.acquire()
             self.trace.start(self._streams[0], event)
-            self.context.release_event(event)
+            self.context.events.release(event)
         return True
 
     def watch(self) -> None:
@@ -125,20 +116,19 @@ class Session:
             return trace
         try:
             self._join_all()
-            self._ticket = self.context.return_streams(self._streams)
-            self._let_go(self._ordering.release_all())
+            self._ticket = self.context.streams.take_back(self._streams)
+            self._issuer.let_go_of_all()
             if not torch.is_inference_mode_enabled():  # whose tensors autograd never saves
-                self._protect_survivors()
-            self._forget(self._memories)
+                self._issuer.protect_survivors(list(self._storages.memories.values()))
+            self._storages.forget_all()
             self._opaque.clear()
             if not (is_owner and self._is_whole):
-                for event in self._events.values():
-                    self.context.release_event(event)
+                self._issuer.release_events()
         finally:
             if is_owner:  # else a generator's scope is ended by a thread whose current stream is its own affair
                 self._restore()
         if is_owner and self._is_whole:
-            _parked.sessions[self.context, self.context.stream_id(self._streams[0])] = self
+            _parked.sessions[self.context, self._driver.stream_id(self._streams[0])] = self
         return trace
 
     def _join_all(self) -> None:
@@ -147,11 +137,11 @@ class Session:
             self.join(0, range(1, len(self._streams)))
         elif not self.capturing:
             for stream in self._streams[1:]:
-                self.context.order(stream, self._streams[0])
+                self.context.events.order(stream, self._streams[0])
 
     def _restore(self) -> None:
         """Make current what was when the session was opened."""
-        if self._current() != self.context.stream_id(self._streams[0]):
+        if self._current() != self._driver.stream_id(self._streams[0]):
             self._enter[0]()
         if self._guard is not None:
             self._guard.__exit__()
@@ -172,11 +162,11 @@ class Session:
         idle = self._lent.setdefault(parent, [])
         if len(idle) < count:
             first = len(self._streams)
-            self._streams += self.context.lend_streams(self._streams[parent], count - len(idle))  # returned from there
+            self._streams += self.context.streams.lend(self._streams[parent], count - len(idle))  # returned from there
             for index, stream in enumerate(self._streams[first:], first):
                 self._ordering.add_stream()
-                self._enter.append(self.context.entry(stream))
-                self._index_of[self.context.stream_id(stream)] = index
+                self._enter.append(self._driver.entry(stream))
+                self._index_of[self._driver.stream_id(stream)] = index
                 idle.append(index)
         self._lent[parent] = idle[count:]
         return idle[:count]
@@ -187,7 +177,7 @@ class Session:
 
     def fork(self, parent: int, children: list[int]) -> None:
         """Let children start from here."""
-        self._do(self._ordering.fork(parent, children))
+        self._issuer.do(self._ordering.fork(parent, children))
 
     def come_back(self, parent: int, children: list[int]) -> None:
         """Leave the streams of a scope that ends, where a generator that is suspended on one has left it current."""
@@ -198,7 +188,7 @@ class Session:
         """Let the parent come after all that children have been given."""
         if self.capturing != self.context.is_capturing():
             return  # the capture has ended before the scope, and with it its events
-        self._do(self._ordering.join(parent, children))
+        self._issuer.do(self._ordering.join(parent, children))
 
     def check_usable(self) -> None:
         """Raise a clear error where the session's streams cannot be used from here.
@@ -231,7 +221,7 @@ class Session:
             raise scope_is_over()
         before = self._index_of.get(self._current())
         usable = function.is_plain and _get_ident() == self._owner and not self.context.closed
-        uses = self._plain_uses(args, kwargs) if usable else None
+        uses = self._storages.find_plain(args, kwargs) if usable else None
         if uses is None or before is None or num_modes() != 1 or any_autocast() or self.trace is not None:
             return self.run(index, function.call, args, kwargs)
         ordering, marked = self._ordering, _grad_enabled()
@@ -240,9 +230,9 @@ class Session:
         else:
             steps = ordering.use(index, uses, (), not marked)
         if steps:
-            self._do(steps)
+            self._issuer.do(steps)
         if ordering.crossings:
-            self._protect(ordering.crossings, index, marked)
+            self._issuer.protect(ordering.crossings, index, marked)
         if index != before:
             self._enter[index]()
         hidden = hide_operators()
@@ -250,23 +240,19 @@ class Session:
             result = function.call(*args, **kwargs)
         except torch.OutOfMemoryError:
             del hidden
-            self._make_room()
+            self._issuer.make_room()
             hidden = hide_operators()
             result = function.call(*args, **kwargs)
         finally:
             del hidden
             if index != before:
                 self._enter[before]()
-        storage = _storage_of(result) if type(result) is Tensor else None
+        storage = storage_of(result) if type(result) is Tensor else None
         if storage is not None:
-            key = storage._cdata
-            if key not in self._memories:
-                memory = self._memories[key] = Memory(index, storage._weak_ref())
-                ordering.make(memory, index)
-                if len(self._memories) > self._clean_at:
-                    self._clean()
+            if storage._cdata not in self._storages.memories:
+                self._storages.add(storage, index)
         else:
-            self._see_results(result, index)
+            self._storages.add_results(result, index)
         return result
 
     def run(self, index: int, function: Callable[..., Any], args: Iterable[Any] = (), kwargs: Any = None) -> Any:
@@ -282,37 +268,10 @@ class Session:
 
     def wait(self, index: int, values: Iterable[Any]) -> None:
         """Let a stream come after the last writes of all tensors in some values, and count them as read there."""
-        memories = [memory for tensor in _tensors_in(values) if (memory := self._find(tensor)) is not None]
+        memories = [memory for tensor in tensors_in(values) if (memory := self._storages.find(tensor)) is not None]
         if memories:
             with self._lock:
-                self._use(index, memories)
-
-    def _plain_uses(self, args: Iterable[Any], kwargs: dict[str, Any]) -> list[Memory] | None:
-        """The memories of plain tensors among arguments; ``None`` where there are others."""
-        uses: list[Memory] = []
-        memories = self._memories
-        if kwargs:
-            if "out" in kwargs:
-                return None
-            args = (*args, *kwargs.values())
-        for value in args:
-            kind = type(value)
-            if kind in _PLAIN:
-                try:
-                    storage = value.untyped_storage()
-                except (NotImplementedError, RuntimeError):  # as in _storage_of: each call takes its time
-                    return None
-                uses.append(memories.get(storage._cdata) or self._greet(value, storage))
-            elif kind in _SCALARS:
-                continue
-            elif kind is list or kind is tuple:
-                inner = self._plain_uses(value, {})
-                if inner is None:
-                    return None
-                uses += inner
-            elif isinstance(value, Tensor):
-                return None
-        return uses
+                self._issuer.use(index, memories)
 
     # --- what the mode sees
 
@@ -325,50 +284,29 @@ class Session:
         if index is None:
             return self._run_elsewhere(func, args, kwargs)
         with self._lock:
-            reads, writes, is_opaque = self._uses(recipe, args, kwargs)
+            reads, writes, is_opaque = self._storages.find_uses(recipe, args, kwargs)
             if is_opaque or recipe.effect is Effect.REALLOCATE:
-                self._do(self._ordering.meet())
-            self._use(index, reads, writes)
+                self._issuer.meet()
+            self._issuer.use(index, reads, writes)
             if self.trace is not None:
                 self.trace.launch(str(func), self._streams[index], reads, writes)
         try:
             result = func(*args, **kwargs)
         except torch.OutOfMemoryError:
             with self._lock:
-                self._make_room()
+                self._issuer.make_room()
             result = func(*args, **kwargs)
         with self._lock:
             if recipe.effect is Effect.REALLOCATE:
                 for memory in writes or reads:
                     memory.home, memory.num_bytes = index, 0
-            made = self._see_results(result, index)
+            made = self._storages.add_results(result, index)
             if self.trace is not None:
                 self.trace.made(made)
             if is_opaque:
                 self._opaque.append(result)
-                self._do(self._ordering.meet())
+                self._issuer.meet()
         return result
-
-    def _uses(
-        self, recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Memory], list[Memory], bool]:
-        """What an operator reads and what it writes, and whether it uses memory that cannot be told."""
-        if not recipe.positions and not recipe.names and (plain := self._plain_uses(args, kwargs)) is not None:
-            return plain, [], False
-        reads: list[Memory] = []
-        writes: list[Memory] = []
-        is_opaque = False
-        named = ((key in recipe.names, value) for key, value in kwargs.items())
-        for is_written, value in (*((i in recipe.positions, value) for i, value in enumerate(args)), *named):
-            if type(value) in _SCALARS:
-                continue
-            for tensor in _tensors_in((value,)):
-                memory = self._find(tensor)
-                if memory is not None:
-                    (writes if is_written else reads).append(memory)
-                else:
-                    is_opaque = True
-        return reads, writes, is_opaque
 
     def _run_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on a stream of somebody else's, who orders it; a trace tells whether they did."""
@@ -376,155 +314,12 @@ class Session:
             return func(*args, **kwargs)
         recipe = recipe_of(func)
         with self._lock:
-            reads, writes, _ = self._uses(recipe, args, kwargs)
+            reads, writes, _ = self._storages.find_uses(recipe, args, kwargs)
             self.trace.launch(str(func), self.context.current_stream(), reads, writes)
         result = func(*args, **kwargs)
         with self._lock:
-            self.trace.made(self._see_results(result, None))
+            self.trace.made(self._storages.add_results(result, None))
         return result
-
-    # --- memories
-
-    def _find(self, tensor: Tensor) -> Memory | None:
-        """The memory of a tensor, also one that nobody has seen yet; ``None`` where it has none that can be told."""
-        storage = _storage_of(tensor)
-        return None if storage is None else self._memories.get(storage._cdata) or self._greet(tensor, storage)
-
-    def _greet(self, tensor: Tensor, storage: torch.UntypedStorage) -> Memory:
-        """Meet a storage that is older than the session."""
-        device = tensor.device
-        if storage.device.type == "meta":
-            return Memory(0)
-        if not self._may_use(device):
-            raise StreamError(
-                f"A tensor of {device} is used on a stream of {self.context.place}: move it there first, or open a "
-                f"scope with ms.streams(..., device={str(device)!r})."
-            )
-        memory = self._note(storage, None)
-        memory.lasting = tensor.is_leaf and tensor.requires_grad
-        return memory
-
-    def _may_use(self, device: torch.device) -> bool:
-        """Whether streams of this session use memory of a device; what lies elsewhere is met when it is used."""
-        return device.type == "cpu" or device == self.context.torch_device
-
-    def _note(self, storage: torch.UntypedStorage, home: int | None) -> Memory:
-        """Keep books on a storage. The weak reference keeps its address from being another's before it is forgotten."""
-        if len(self._memories) > self._clean_at:
-            self._clean()
-        memory = self._memories[storage._cdata] = Memory(home, storage._weak_ref())
-        return memory
-
-    def _clean(self) -> None:
-        """Keep no more books on storages that are gone."""
-        self._forget({key: each for key, each in self._memories.items() if is_storage_gone(each.reference)})
-        self._clean_at = len(self._memories) + CLEAN_EVERY
-
-    def _forget(self, memories: dict[int, Memory]) -> None:
-        """Keep no more books on storages."""
-        for key, memory in [*memories.items()]:
-            del self._memories[key]
-            drop_storage_reference(memory.reference)
-
-    def _see_results(self, result: Any, index: int | None) -> list[Memory]:
-        """Note the storages that work on a stream has just made, or that somebody else's stream has."""
-        made = []
-        for tensor in (result,) if type(result) in _PLAIN else _tensors_in((result,)):
-            storage = _storage_of(tensor)
-            if storage is not None and storage._cdata not in self._memories and self._may_use(storage.device):
-                memory = self._note(storage, index)
-                made.append(memory)
-                if index is not None:
-                    self._ordering.make(memory, index)
-        return made
-
-    # --- waits and holds
-
-    def _use(self, index: int, reads: Sequence[Memory], writes: Sequence[Memory] = ()) -> None:
-        """Let a stream wait for what its next work needs, and hold what it uses away from home."""
-        ordering = self._ordering
-        marked = torch.is_grad_enabled()
-        steps = ordering.use(index, reads, writes, not marked)
-        if steps:
-            self._do(steps)
-        if ordering.crossings:
-            self._protect(ordering.crossings, index, marked)
-
-    def _protect(self, memories: list[Memory], index: int, marked: bool) -> None:
-        """See that nobody frees what is used away from home: hold it, or where autograd may save it, mark it.
-
-        Autograd frees what it saved when the host is through with a node, in whatever thread; nothing of ours is called
-        there. So PyTorch's allocator is told, which then lets the memory rest until this stream has caught up.
-        """
-        for memory in memories:
-            storage = storage_behind(memory.reference) if memory.kept is None else memory.kept
-            if storage is None:
-                continue
-            num_bytes = storage.nbytes()
-            if memory.num_bytes > num_bytes:
-                raise StreamError(
-                    f"A tensor of {memory.num_bytes} bytes was freed (its storage was resized to {num_bytes}) while "
-                    f"other streams of this scope use it; free it after s.join()."
-                )
-            memory.num_bytes = num_bytes
-            if not marked:
-                memory.kept = storage
-            elif not memory.lasting:
-                self.context.mark_use(storage, self._streams[index])
-        if not marked and len(self._ordering.held) >= self._look_at and not self.capturing:
-            self._look()
-
-    def _look(self) -> None:
-        """Let go of what streams are done with; where too much is left, let them meet."""
-        ordering = self._ordering
-        while self._marks and self._marks[0][0].query():
-            event, stream, tick = self._marks.pop(0)
-            self.context.release_event(event)
-            ordering.reach(stream, tick)
-        self._let_go(ordering.release())
-        left = [memory for memory in ordering.held if not memory.lasting]
-        if len(left) > MOST_HELD or sum(memory.num_bytes for memory in left) > MOST_HELD_BYTES:
-            self._do(ordering.meet())
-            self._let_go(ordering.release_all())
-        elif not self._marks:
-            for stream, tick in ordering.unreached():
-                event = self.context.acquire_event()
-                event.record(self._streams[stream])
-                self._marks.append((event, stream, tick))
-        self._look_at = len(ordering.held) + LOOK_EVERY
-
-    def _let_go(self, memories: Iterable[Memory]) -> None:
-        for memory in memories:
-            memory.kept = None
-            memory.lasting |= memory.home is None and not is_storage_gone(
-                memory.reference
-            )  # somebody else has it still
-
-    def _make_room(self) -> None:
-        """When memory is short: wait for the device, and let go of all that is held."""
-        if self.capturing or not self._ordering.held:
-            raise  # noqa: PLE0704 - called where an error is being handled
-        for stream in self._streams:
-            stream.synchronize()
-        self._ordering.reach_all()
-        self._let_go(self._ordering.release_all())
-
-    def _protect_survivors(self) -> None:
-        """Mark what was made on other streams and lives on: the caller's stream uses it, and autograd may free it."""
-        for memory in list(self._memories.values()):
-            if memory.home and (storage := storage_behind(memory.reference)) is not None:
-                self.context.mark_use(storage, self._streams[0])
-
-    def _do(self, steps: Steps) -> None:
-        events, streams = self._events, self._streams
-        for is_record, number, index in steps:
-            event = events.get(number)
-            if event is None:
-                event = events[number] = self.context.acquire_event()
-            if is_record:
-                event.record(streams[index])
-            else:
-                event.wait(streams[index])
 
 
 def scope_is_over() -> StreamError:
@@ -543,12 +338,13 @@ class _On:
     def __enter__(self) -> None:
         session = self._session
         session.check_usable()
-        session._do(session._ordering.wake(self._index))  # before anything is allocated: a capture must know the stream
+        # Before anything is allocated: a capture must know the stream.
+        session._issuer.do(session._ordering.wake(self._index))
         self._before = session.context.current_stream()
         session._enter[self._index]()
 
     def __exit__(self, *_: object) -> None:
-        self._session.context.entry(self._before)()
+        self._session._driver.entry(self._before)()
 
 
 class _Mode(TorchDispatchMode):
@@ -562,7 +358,7 @@ class _Mode(TorchDispatchMode):
     ) -> Any:
         """Order an operator, and run it."""
         for kind in types:
-            if kind not in _PLAIN and any(type(t) is kind and is_wrapper(t) for t in _tensors_in((args, kwargs))):
+            if kind not in PLAIN and any(type(t) is kind and is_wrapper(t) for t in tensors_in((args, kwargs))):
                 return NotImplemented  # its own operators, on the tensors that it is made of, come here next
         return self.session.dispatch(func, args, kwargs or {})
 
@@ -587,13 +383,14 @@ def open_session(context: DeviceContext, *, check: bool = False) -> Session:
     Raises:
         StreamError: A capture on another device is under way.
     """
-    if not context.is_current() and context.is_capturing_elsewhere():
+    driver = context.driver
+    if not driver.is_current() and driver.is_capturing_elsewhere():
         raise StreamError(
             f"A CUDA graph is being captured on another device: work on {context.place} would not be part of it. "
             "Capture each device's graph by itself."
         )
-    session = _parked.sessions.pop((context, context.current_stream_id()), None)
-    capturing = context.is_capturing()
+    session = _parked.sessions.pop((context, driver.current_stream_id()), None)
+    capturing = driver.is_capturing()
     if session is None or not session.open(capturing=capturing, check=check):
         session = Session(context)
         session.open(capturing=capturing, check=check)
@@ -609,24 +406,3 @@ class _Parked(threading.local):
 
 _parked = _Parked()
 _abandoned: list[Session] = []
-
-_PLAIN: frozenset[type] = frozenset((Tensor, torch.nn.Parameter))
-_SCALARS: frozenset[type] = frozenset((int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout))
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse tensors, and such as oneDNN packs
-        return None
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)
-        elif isinstance(value, dict):
-            yield from _tensors_in(value.values())

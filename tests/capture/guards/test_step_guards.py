@@ -474,7 +474,7 @@ def test_a_forked_child_has_locks_of_its_own():
 
         step, held, done = Step(print, build=None), threading.Event(), threading.Event()
         def hold():
-            with TRACING.lock, step._lock.lock, fetch._fetchers_lock:
+            with TRACING.lock, step._lock.lock, fetch._fetchers_lock.lock:
                 held.set()
                 done.wait()
         thread = threading.Thread(target=hold)
@@ -482,7 +482,7 @@ def test_a_forked_child_has_locks_of_its_own():
         held.wait()
         child = os.fork()
         if child == 0:
-            locks = TRACING.lock, step._lock.lock, fetch._fetchers_lock
+            locks = TRACING.lock, step._lock.lock, fetch._fetchers_lock.lock
             os._exit(sum(not lock.acquire(timeout=1) for lock in locks))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         done.set()

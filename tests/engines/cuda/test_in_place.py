@@ -774,12 +774,13 @@ class Clock:
     def __init__(self, lag=0):
         self.now_ms, self.num_recorded, self.lag, self.lent = 0.0, 0, lag, 0
         self.capture_lock, self.spare_captures = threading.RLock(), nullcontext
+        self.driver = self.events = self
 
-    def acquire_event(self, *, timing):
+    def acquire(self, *, timing):
         self.lent += 1
         return Moment(self)
 
-    def release_event(self, event):
+    def release(self, event):
         self.lent -= 1
 
     def current_stream(self):

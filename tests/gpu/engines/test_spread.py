@@ -24,7 +24,7 @@ def test_a_graph_of_small_and_large_kernels_computes_the_same(spread):
     large, right = torch.randn(1 << 22, device="cuda"), torch.randn(64, 64, device="cuda")
     expected = [small * 2, large * 2, right @ right, small.cumsum(0)]  # before, since libraries warm up
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with device.graph_lock, capture(device, graph):
+    with device.graphs.lock, capture(device, graph):
         results = [small * 2, large * 2, right @ right, small.cumsum(0)]
     before = [params.shared_bytes for _, params, _ in read_kernels(load_driver(), graph)]
     changed = spread_kernels(graph, device.torch_device, spread, lambda name: True)
@@ -56,7 +56,7 @@ def test_kernels_of_libraries_stay_as_they_are(spread):
         )[:2]
 
     expected, graph = run(), torch.cuda.CUDAGraph(keep_graph=True)
-    with device.graph_lock, capture(device, graph):
+    with device.graphs.lock, capture(device, graph):
         results = run()
     assert spread_kernels(graph, device.torch_device, spread, is_generated) == 0
     graph.instantiate()

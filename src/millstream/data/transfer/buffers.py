@@ -162,9 +162,9 @@ class BufferPool:
 
     def __init__(self, context: DeviceContext, num_buffers: int, stream: Stream) -> None:
         self._context = context
-        self._is_capturing, _ = context.stream_getters()
+        self._is_capturing = context.driver.is_capturing
         self.stream = stream  # for which memory is allocated
-        self.buffers = [Buffer(context.acquire_event(), context.acquire_event()) for _ in range(num_buffers)]
+        self.buffers = [Buffer(context.events.acquire(), context.events.acquire()) for _ in range(num_buffers)]
         self._free = deque(self.buffers)
         self._unseen: deque[Buffer] = deque()  # taken, and not handed out: nobody may ever drop what is made of them
         # In compiled code: an interrupt between taking and noting would lose a buffer.
@@ -240,16 +240,16 @@ class BufferPool:
             if present is None or present.tensor.numel() < segment.num_bytes:
                 segments[i] = self._allocate(segment.num_bytes, copy_stream)
                 if present is not None:
-                    self._context.order(copy_stream, present.home)  # what was done with it, was before
+                    self._context.events.order(copy_stream, present.home)  # what was done with it, was before
         buffer.memories = [each.tensor for each in segments[: len(layout.segments)] if each is not None]
         buffer.layout = layout
 
     def _allocate(self, num_bytes: int, copy_stream: Stream) -> Memory:
         home = self.stream
         with self._context.capture_lock, self._context.on(home):  # allocating ends captures of other threads
-            memory = self._context.allocate(num_bytes)
+            memory = self._context.driver.allocate(num_bytes)
         # The memory may have been freed a moment ago by the host, while kernels on its stream still use it (WAR, WAW).
-        self._context.order(home, copy_stream)
+        self._context.events.order(home, copy_stream)
         return Memory(memory, home)
 
     def lend(self, buffer: Buffer, numbers: Sequence[int]) -> BatchLease:
@@ -260,7 +260,7 @@ class BufferPool:
     def lend_bytes(self, lease: BatchLease, number: int) -> Tensor:
         """A segment as its bytes."""
         held = lease.lease(number)
-        return self._context.lend(held.memory.tensor, held)
+        return self._context.driver.lend(held.memory.tensor, held)
 
     def lend_leaves(self, buffer: Buffer, layout: Layout) -> list[Tensor]:
         """The leaves of a batch in a buffer that fits its layout; they bring it back when all of them are gone."""
@@ -276,7 +276,7 @@ class BufferPool:
         """A tensor that lies in no buffer, but shall go back to its stream in order all the same."""
         held = SegmentLease(lease, None, Memory(memory, home))
         self._foreign[id(held)] = weakref.ref(held), held.memory, lease
-        return self._context.lend(memory, held)
+        return self._context.driver.lend(memory, held)
 
     # --- the consumer's side -----------------------------------------------------------------------------------------
 
@@ -426,11 +426,11 @@ class BufferPool:
         for buffer in self.buffers:
             buffer.segments.clear()
             buffer.forget_layout()
-            self._context.release_event(buffer.copied)
+            self._context.events.release(buffer.copied)
             if buffer.lease is None:
-                self._context.release_event(buffer.released)
+                self._context.events.release(buffer.released)
             else:  # a thread that drops the batch just now may be about to record it
-                self._context.forget_event(buffer.released)
+                self._context.events.forget(buffer.released)
             buffer.lease = None
         self.buffers.clear()
         self._free.clear()

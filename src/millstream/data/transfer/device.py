@@ -38,6 +38,7 @@ from millstream.data.transfer.staging import (
     out_of_inference_mode,
 )
 from millstream.device import DeviceContext, Event, Stream, StreamMarker, likeness
+from millstream.device.drivers.base import Copies
 from millstream.device.likeness import Likeness
 from millstream.device.native import filler
 from millstream.tree import Unflatten, as_tensors, tree_flatten
@@ -84,13 +85,14 @@ class DeviceTransfer(Transfer):
         self.context = context
         self.device = context.torch_device
         self.stream = context.current_stream()  # the consumer's, when it asked last
-        self.copy_stream = context.copy_stream
+        self.copy_stream = context.streams.to_device
         self._depth = depth
         self.num_buffers = max(depth, 2)
         self._transform = transform
-        self._is_capturing, self._current_stream = context.stream_getters()
+        # Asked for every batch, and of a closed context too.
+        self._is_capturing, self._current_stream = context.driver.is_capturing, context.driver.current_stream
         self._capture_lock = context.capture_lock
-        self.spare_captures = context.spare_captures()  # one for all batches: one thread at a time makes any
+        self.spare_captures = context.driver.spare_captures()  # one for all batches: one thread at a time makes any
         # Of a batch that nothing else is done to on the copy stream, one event tells both that the staging buffer was
         # read and that the device's was written.
         self._shares_event = transform is None
@@ -118,7 +120,7 @@ class DeviceTransfer(Transfer):
 
     def in_thread(self) -> AbstractContextManager[Any]:
         """Set the device, and keep the thread from killing captures of others."""
-        return self.context.in_thread()
+        return self.context.driver.in_thread()
 
     def begin_pass(self, stopped: threading.Event, on_free: Callable[[], object]) -> None:
         """Begin another pass, on the current stream."""
@@ -275,7 +277,7 @@ class DeviceTransfer(Transfer):
                 return False
         if self._transform is not None:
             # In the order in which an engine takes them, of which the transform may call one.
-            with context.graph_lock, self._capture_lock:
+            with context.graphs.lock, self._capture_lock:
                 outputs.apply(self, self._transform, pending, buffer.memories)
         pending.ready = buffer.ready
         return True
@@ -325,16 +327,16 @@ class DeviceTransfer(Transfer):
         shares_event: bool,
     ) -> None:
         """Enqueue the copy between two buffers, and prepare it for the next time, if it is not measured."""
-        context, pairs = self.context, _pair(pinned, buffer.memories)
+        driver, pairs = self.context.driver, _pair(pinned, buffer.memories)
         events = (pinned.copied,) if shares_event else (pinned.copied, buffer.copied)
         send, waits = None, (buffer.released,)
         if not (begin or end):
-            send = context.prepare_copy(pairs, self.copy_stream, waits=waits, after=events)
+            send = driver.prepare_copy(Copies(pairs, self.copy_stream, waits, after=events))
         if send is not None:
             buffer.sends[pinned.plan] = send
         if send is None or send() != 0:
             waits = waits if buffer.was_lent else ()
-            context.copy(pairs, self.copy_stream, waits=waits, before=begin, after=(*end, *events))
+            driver.copy(Copies(pairs, self.copy_stream, waits, begin, (*end, *events)))
 
     def _lend(self, pending: DeviceBatch, buffer: Buffer) -> None:
         leaves = pending.whole

@@ -169,7 +169,7 @@ class StagingPool:
                 oldest.busy = False
             if not oldest.busy or num_buffers == MAX_BUFFERS or self.num_bytes + num_bytes > SLACK_BYTES:
                 return oldest
-        self._buffers.appendleft(StagingBuffer(self._context.acquire_event()))
+        self._buffers.appendleft(StagingBuffer(self._context.events.acquire()))
         return self._buffers[0]
 
     def _look(self, oldest: StagingBuffer) -> None:
@@ -234,12 +234,12 @@ class StagingPool:
         for buffer in self._buffers:
             buffer.finish()  # an interrupt may have come before anybody knew of the buffer that helpers still fill
             if buffer.memory is None:
-                self._context.release_event(buffer.copied)
+                self._context.events.release(buffer.copied)
             elif buffer.busy:
                 self._context.release_pinned(buffer.memory, after=buffer.copied)
             else:
                 self._context.release_pinned(buffer.memory)
-                self._context.release_event(buffer.copied)
+                self._context.events.release(buffer.copied)
         self._buffers.clear()
 
 

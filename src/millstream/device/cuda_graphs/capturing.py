@@ -29,20 +29,20 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     kernels of a process (docs/decisions/0031).
 
     Args:
-        context: Of the device, which must be current; its ``graph_lock`` is held.
+        context: Of the device, which must be current; its ``graphs.lock`` is held.
         graph: An empty one.
         pool: Memory shared with other graphs; ``None`` gives the graph its own.
 
     Raises:
         RuntimeError: Something cannot be captured: the first error, not those that follow from it.
     """
-    context.enter_graphs()
-    caller, stream = context.current_stream(), context.stream(0)
+    context.graphs.enter()
+    caller, stream = context.current_stream(), context.streams[0]
     randomness = aside(graph)
-    context.order(caller, stream)
+    context.events.order(caller, stream)
     try:
         with context.capture_lock, context.on(stream), _no_collection():
-            pool = pool or context.name_graph_pool()
+            pool = pool or context.driver.name_graph_pool()
             try:
                 with RunOn(caller), randomness.begin():
                     graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
                 raise
             randomness.end()
     finally:
-        context.order(stream, caller)
+        context.events.order(stream, caller)
 
 
 def _clean_up(context: DeviceContext, randomness: Aside) -> None:
@@ -77,7 +77,7 @@ def _clean_up(context: DeviceContext, randomness: Aside) -> None:
 def _end(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool) -> None:
     """End a capture, or let the allocator leave the pool that it records into."""
     try:
-        with context.on(context.stream(0)):  # it can be ended on no other, and an error may have left one current
+        with context.on(context.streams[0]):  # it can be ended on no other, and an error may have left one current
             graph.capture_end()
     except RuntimeError:
         stop_recording(context.place.index, pool)
@@ -92,7 +92,7 @@ def repair(context: DeviceContext) -> None:
     Raises:
         RuntimeError: The device works no more.
     """
-    context.abandon_graph_pools()
+    context.graphs.abandon_pools()
     with guard(context.place), context.capture_lock:
         capture_nothing()
 

@@ -1,6 +1,6 @@
-"""What a context asks of a device's runtime.
+"""What is asked of a device's runtime: by way of ``context.driver``.
 
-A driver makes and acts; pools, limits and life times are the context's. Tests put a driver of a virtual device in its
+A driver makes and acts; pools, limits and lifetimes are the context's. Tests put a driver of a virtual device in its
 place and so prove, without hardware, that code which uses a context is correct on the slowest and on the most eager of
 devices.
 """
@@ -20,14 +20,14 @@ GraphPool = tuple[int, int]
 """PyTorch's name for a memory pool that CUDA graphs share; ``(0, 0)`` means none."""
 
 
-class Transfer(NamedTuple):
-    """Copies on a stream, and what stands around them.
+class Copies(NamedTuple):
+    """Copies on a stream, and the events around them.
 
     Attributes:
-        pairs: Tensors of one size and dtype: where to, where from.
-        stream: Where.
+        pairs: Tensors of one size and dtype: destination, source.
+        stream: Where they are enqueued.
         waits: Events for which the stream waits first of all.
-        before: Events to be recorded in front of the copies.
+        before: Events to be recorded before the copies.
         after: Events to be recorded after them.
     """
 
@@ -38,9 +38,9 @@ class Transfer(NamedTuple):
     after: Sequence[Any] = ()
 
 
-def make_copies(transfer: Transfer) -> None:
-    """Make a transfer by PyTorch's own calls."""
-    pairs, stream, waits, before, after = transfer
+def make_copies(copies: Copies) -> None:
+    """Enqueue copies by PyTorch's own calls."""
+    pairs, stream, waits, before, after = copies
     for event in waits:
         event.wait(stream)
     for event in before:
@@ -80,7 +80,7 @@ class Driver(Protocol):
         ...
 
     def current_stream_id(self) -> int:
-        """That of the calling thread's current stream."""
+        """``stream_id(current_stream())``, without making the object."""
         ...
 
     def is_current(self) -> bool:
@@ -88,11 +88,11 @@ class Driver(Protocol):
         ...
 
     def is_capturing_elsewhere(self) -> bool:
-        """Whether the calling thread captures a graph on another device."""
+        """Whether the calling thread captures a graph on another device, which then is its current one."""
         ...
 
     def entry(self, stream: Stream) -> Callable[[], Any]:
-        """What makes ``stream`` (and its device) the calling thread's current one."""
+        """A function that makes ``stream`` (and its device) the calling thread's current one, and restores nothing."""
         ...
 
     def blas_handle(self) -> int:
@@ -104,11 +104,11 @@ class Driver(Protocol):
         ...
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Make the device current, and restore device and streams."""
+        """Make the device the calling thread's current one, and restore device and streams."""
         ...
 
     def mark_use(self, storage: torch.UntypedStorage, stream: Stream) -> None:
-        """When the storage is freed, keep its memory until ``stream`` has done what it has been given by then."""
+        """Let PyTorch's allocator, when the storage is freed, keep it until ``stream`` has done what it has by then."""
         ...
 
     def is_capturing(self) -> bool:
@@ -116,24 +116,35 @@ class Driver(Protocol):
         ...
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Allocate a uint8 tensor of the device for the calling thread's current stream."""
-        ...
+        """Allocate a uint8 tensor of the device, whose memory belongs to the calling thread's current stream.
 
-    def lend(self, memory: Tensor, token: object) -> Tensor:
-        """The same as ``memory``, in a storage that keeps ``token`` and ``memory`` until its last view is gone."""
-        ...
-
-    def copy(self, transfer: Transfer) -> None:
-        """Wait for events, record events, enqueue copies to the first of each pair, record events.
-
-        Asynchronous to the host when the host's side is pinned.
+        That is: the host may have freed the memory a moment ago, while kernels on the current stream still use it.
+        Other streams may touch the tensor only after an event that is recorded on the current stream after this call;
+        and when the tensor is freed, the current stream must have been made to wait for what they did.
         """
         ...
 
-    def prepare_copy(self, transfer: Transfer) -> Callable[[], int] | None:
-        """What does the same each time that it is called, but for errors, of which it gives the number; 0 for none.
+    def lend(self, memory: Tensor, token: object) -> Tensor:
+        """See ``memory`` (a plain tensor, not empty) as one of the same form that tells when nobody uses it any more.
 
-        It keeps no memory alive. ``None`` where nothing can be prepared.
+        The result and its views have a storage of their own over the same bytes. It keeps ``token`` alive, and
+        ``memory``; when the last of them is gone, both are dropped, in whatever thread that happens.
+        """
+        ...
+
+    def copy(self, copies: Copies) -> None:
+        """Wait for events, record events, enqueue copies to the first of each pair, record events.
+
+        Asynchronous to the host when the host's side is pinned. No tensor may be reused before the stream is past it.
+        """
+        ...
+
+    def prepare_copy(self, copies: Copies) -> Callable[[], int] | None:
+        """``copy`` as a function that may be called often, with little left to do for Python.
+
+        It keeps no tensor alive: it must not be called when one is gone. It gives 0 if all was enqueued, as ``copy``
+        does where it raises no error; if not, ``copy`` is to be asked, which raises. ``None`` where nothing can be
+        prepared, as before the events have been recorded for the first time.
         """
         ...
 
@@ -150,11 +161,11 @@ class Driver(Protocol):
         ...
 
     def in_thread(self) -> AbstractContextManager[Any]:
-        """Prepare a helper thread for calls to this device."""
+        """Enter this first in a helper thread: sets its device, and keeps its calls from ending others' captures."""
         ...
 
     def spare_captures(self) -> AbstractContextManager[Any]:
-        """Keep the calling thread's calls from ending captures that other threads make. May be entered again later."""
+        """Keep the calls of a thread from ending captures that others make meanwhile. May be entered again later."""
         ...
 
     def synchronize(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.device.drivers.base import GraphPool, Transfer, make_copies
+from millstream.device.drivers.base import Copies, GraphPool, make_copies
 from millstream.device.drivers.lending import lend_host
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
 
@@ -84,11 +84,11 @@ class CpuDriver:
         """As ``lend_host`` does."""
         return lend_host(memory, token)
 
-    def copy(self, transfer: Transfer) -> None:
+    def copy(self, copies: Copies) -> None:
         """Copy at once."""
-        make_copies(transfer)
+        make_copies(copies)
 
-    def prepare_copy(self, transfer: Transfer) -> None:
+    def prepare_copy(self, copies: Copies) -> None:
         """Nothing can be."""
 
     def pin(self, num_bytes: int) -> Tensor:

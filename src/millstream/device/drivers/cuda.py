@@ -26,7 +26,7 @@ from millstream._torch.devices.streams import (
     stream_setter,
 )
 from millstream._torch.tensors import mark_use
-from millstream.device.drivers.base import GraphPool, Transfer, make_copies
+from millstream.device.drivers.base import Copies, GraphPool, make_copies
 from millstream.device.drivers.lending import see_alike, whole_storage
 from millstream.device.guard import guard
 from millstream.device.handles import Event, Stream
@@ -137,30 +137,30 @@ class CudaDriver:
             return lent
         return see_alike(torch.as_tensor(_Lent(whole_storage(memory), token), device=self.torch_device), memory)
 
-    def copy(self, transfer: Transfer) -> None:
+    def copy(self, copies: Copies) -> None:
         """Enqueue all of it, where possible in one call.
 
         From pageable memory the call returns once the driver has taken the source's bytes.
         """
-        enqueue = self.prepare_copy(transfer)
+        enqueue = self.prepare_copy(copies)
         if enqueue is None or enqueue() != 0:
-            with self.on(transfer.stream):
-                make_copies(transfer)  # after an error PyTorch is left to meet it, and to say what it is
+            with self.on(copies.stream):
+                make_copies(copies)  # after an error PyTorch is left to meet it, and to say what it is
 
-    def prepare_copy(self, transfer: Transfer) -> Callable[[], int] | None:
+    def prepare_copy(self, copies: Copies) -> Callable[[], int] | None:
         """In compiled code, for bytes that lie close together, and events that have been recorded before."""
-        compiled, (pairs, stream, *events) = enqueuer(), transfer
+        compiled, (pairs, stream, *events) = enqueuer(), copies
         # PyTorch creates an event when it is first recorded, and makes the thread ready for its device.
         waits, before, after = ([event.cuda_event for event in each] for each in events)
         if compiled is None or 0 in (*waits, *before, *after) or not after:
             return None
-        copies = []
+        ranges = []
         for to, source in pairs:
             if not (to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype):
                 return None
             if num_bytes := to.nbytes:
-                copies.append((to.data_ptr(), source.data_ptr(), num_bytes))
-        return compiled.order(stream.cuda_stream, waits, before, copies, after)
+                ranges.append((to.data_ptr(), source.data_ptr(), num_bytes))
+        return compiled.order(stream.cuda_stream, waits, before, ranges, after)
 
     def pin(self, num_bytes: int) -> Tensor:
         """Allocate page-locked memory. Slow, and forbidden while a graph is captured (hold the capture lock).

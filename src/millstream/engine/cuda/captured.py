@@ -148,7 +148,7 @@ class Captured:
         space = lay_out(program, self._plan, sizes)
         whole = arena.take(space.num_bytes, device, user)
         arena.latest = None
-        self._context.enter_graphs()  # after those that use it on other streams
+        self._context.graphs.enter()  # after those that use it on other streams
         if whole.is_cuda:
             whole.record_stream(torch.cuda.current_stream(device))  # it may have been taken on another one
         for position, layout, offset, num_bytes in zip(moving, layouts, space.slots, sizes, strict=True):
@@ -205,7 +205,7 @@ class Captured:
                 outputs = run(memory)
             finally:
                 for event in run.events:
-                    context.release_event(event)
+                    context.events.release(event)
             self._handed_out = [i for i in range(len(outputs)) if i in self._copied and self._owns(i)]
             self._results = [outputs[i] for i in self._handed_out]
             leads_out = passage is not None and passage.lead_out(self._results)

@@ -110,7 +110,7 @@ class CudaGraphEngine:
         # Other phases have memory that is not theirs alone: they choose at once.
         self._tunes_later = scheduling.tune == "background" and lowered.phase in (Phase.STEP, Phase.INFERENCE)
         self._tuning: Background[Proposal | None] | None = None
-        self._lock = self._context.graph_lock  # slots and the memory that graphs share serve one call at a time
+        self._lock = self._context.graphs.lock  # slots and the memory that graphs share serve one call at a time
         self._thread = threading.local()  # has ``warm`` once it has run the program
         self._thread.warm = is_warm
         self._captures = 0  # since there was last nothing captured, or memory was given back
@@ -200,7 +200,7 @@ class CudaGraphEngine:
         """Give a function that replays the graph on what it holds; put back what it wrote: for measurements."""
         with self._lock, guard(self._context.place):
             captured = self._latest()
-            self._context.enter_graphs()
+            self._context.graphs.enter()
             captured.serve(torch.cuda.current_stream(self._index))
             with unchanged(self.lowered.program, captured.written, torch.cuda.default_generators[self._index]):
                 yield captured.replay
@@ -309,7 +309,7 @@ class CudaGraphEngine:
         """Graphs may share memory only if nothing in it outlives a call (docs/decisions/0004)."""
         if self.gives_memory_back or len(self._copied) != len(self.lowered.program.outputs):
             return None
-        return self._context.graph_pool
+        return self._context.graphs.pool
 
     def _try(self, plan: Plan, inputs: Sequence[Any], pool: GraphPool | None, arena: Arena | None = None) -> Captured:
         self._make_room(plan)
@@ -423,8 +423,8 @@ class CudaGraphEngine:
 
     def _replay(self, captured: Captured, inputs: list[Any]) -> list[Any]:
         stream = current_stream_handle(self._index)
-        if stream != self._context.graph_stream_handle:
-            self._context.enter_graphs()
+        if stream != self._context.graphs.stream_handle:
+            self._context.graphs.enter()
         if stream not in captured.streams:
             captured.serve(torch.cuda.current_stream(self._index))
         run = captured.run if self._replayer is None or not self._is_warm else self._replayer.run

@@ -69,7 +69,7 @@ class Timed:
 class Replayer:
     """Runs calls by the graph that copies its inputs, or by others of the same plan that read them in place.
 
-    Not thread-safe: it is called under the context's ``graph_lock``, behind ``enter_graphs``, its device current.
+    Not thread-safe: it is called under the context's ``graphs.lock``, after ``graphs.enter``, its device current.
 
     Args:
         base: Copies its inputs; fits every call.
@@ -133,7 +133,7 @@ class Replayer:
     def _run_timed(self, replay: Replay, inputs: list[Any]) -> list[Any]:
         if len(self._timed) >= SAMPLES:  # the host is far ahead: first the device shall answer
             return replay.run(inputs)
-        start, copied, end = (self._context.acquire_event(timing=True) for _ in range(3))
+        start, copied, end = (self._context.events.acquire(timing=True) for _ in range(3))
         stream, outputs = self._context.current_stream(), replay.make_outputs(inputs)
         start.record(stream)
         replay.copy_in(inputs)
@@ -149,7 +149,7 @@ class Replayer:
         if comparison is None or not self._context.capture_lock.acquire(blocking=False):
             return  # another thread captures: to ask for an event would end that
         try:
-            with self._context.spare_captures():  # of the user's own, which hold no lock
+            with self._context.driver.spare_captures():  # of the user's own, which hold no lock
                 while self._timed and self._timed[0].end.query():
                     timed = self._timed.popleft()
                     comparison.add(
@@ -172,7 +172,7 @@ class Replayer:
 
     def _release(self, timed: Timed) -> None:
         for event in (timed.start, timed.copied, timed.end):
-            self._context.release_event(event)
+            self._context.events.release(event)
 
 
 def bytes_in_place(lowered: Lowered, positions: Sequence[int], inputs: Sequence[Any]) -> dict[int, int]:

@@ -24,12 +24,12 @@ def take_workspaces(context: DeviceContext, program: Program, num_streams: int) 
     """
     if not any(kernel.kind is KernelKind.GEMM for kernel in program.graph.kernels):
         return
-    streams = [context.stream(index) for index in range(num_streams)]
-    before = context.acquire_event()
+    streams = [context.streams[index] for index in range(num_streams)]
+    before = context.events.acquire()
     try:
         with guard(context.place):
             torch.cuda.current_blas_handle()  # each thread has its own, and making it ends a capture
-        with guard(context.place), capture(context, torch.cuda.CUDAGraph(), context.workspace_pool):
+        with guard(context.place), capture(context, torch.cuda.CUDAGraph(), context.graphs.workspace_pool):
             for stream in streams:  # one behind the other: what is captured on several must come together again
                 with context.on(stream):
                     if stream is not streams[0]:
@@ -39,4 +39,4 @@ def take_workspaces(context: DeviceContext, program: Program, num_streams: int) 
                     before.record(stream)
             streams[0].wait_event(before)
     finally:
-        context.release_event(before)
+        context.events.release(before)

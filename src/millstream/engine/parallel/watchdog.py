@@ -49,7 +49,7 @@ class Watchdog:
         self._count += 1
         self._board.note(self._count)
         with self._lock:
-            event = place.acquire_event() if self._latest is None else self._latest[1]
+            event = place.events.acquire() if self._latest is None else self._latest[1]
             event.record(place.current_stream())
             self._latest = self._count, event, place
         if self._thread is None:
@@ -66,7 +66,7 @@ class Watchdog:
             number, event, place = latest
             self._await(number, event, place)
             if not place.closed:
-                place.release_event(event)
+                place.events.release(event)
 
     def _await(self, number: int, event: Any, place: DeviceContext) -> None:
         start, ended_at = time.monotonic(), 0.0
@@ -107,7 +107,7 @@ def _is_over(event: Any, place: DeviceContext) -> bool:
     if not place.capture_lock.acquire(blocking=False):
         return False  # another thread captures: to ask for an event would end that
     try:
-        with place.spare_captures():
+        with place.driver.spare_captures():
             return bool(event.query())
     except (RuntimeError, torch.AcceleratorError):  # the device has failed, which the next call of anyone's tells
         return True

@@ -154,10 +154,10 @@ class WholeGraph:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         captured = self.captured
         assert captured is not None, "nobody agrees to replay what is released"
-        with self._context.graph_lock:
+        with self._context.graphs.lock:
             stream = current_stream_handle(self._index)
-            if stream != self._context.graph_stream_handle:
-                self._context.enter_graphs()
+            if stream != self._context.graphs.stream_handle:
+                self._context.graphs.enter()
             if stream not in captured.streams:
                 captured.serve(torch.cuda.current_stream(self._index))
             if torch.cuda.current_device() == self._index:
@@ -170,8 +170,8 @@ class WholeGraph:
         """Give a function that replays the graph on what it holds; put back what it wrote. In all processes at once."""
         captured = self.captured
         assert captured is not None, "nobody agrees to replay what is released"
-        with self._context.graph_lock, guard(self._context.place):
-            self._context.enter_graphs()
+        with self._context.graphs.lock, guard(self._context.place):
+            self._context.graphs.enter()
             captured.serve(torch.cuda.current_stream(self._index))
             generator = torch.cuda.default_generators[self._index]
             with unchanged(self.lowered.program, captured.written, generator):
@@ -206,7 +206,7 @@ def capture_together(
     program, group = lowered.program, group_of(lowered)
     place = context(next(iter(program.devices)))
     try:
-        with place.graph_lock, guard(place.place):
+        with place.graphs.lock, guard(place.place):
             with communicators_of(group).on(None):
                 costs = measure_collectives(agreement, place, program, costs)
                 best, candidates = _choose(agreement, lowered, costs, inputs, place, scheduling, copied)
@@ -219,7 +219,7 @@ def capture_together(
                 ),
             )
     except NotTogetherError:
-        with place.graph_lock:
+        with place.graphs.lock:
             repair(place)
         raise
 

@@ -1,5 +1,8 @@
 """Faults of PyTorch's compiler, and what is done about each: a module for every issue.
 
+They are in folders by the stage of the compiler that they change: ``decompositions`` of operators, the ``joint_graph``
+of forward and backward, and ``kernels``, how they are scheduled and written.
+
 The list has all workarounds there are, also those for other parts of PyTorch, which are in ``millstream._torch``. Each
 says which versions need it, can be switched off (``MILLSTREAM_WITHOUT=pytorch#185873,pytorch#197039``), and has a test
 that fails as soon as PyTorch does without, so that it can go. All touch private parts of PyTorch, tried on the versions
@@ -17,22 +20,16 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from millstream._torch.devices import device_guard, generators
 from millstream._torch.workarounds import Decompositions, Workaround, without
-from millstream.lower.workarounds import (
-    pytorch_167313,
+from millstream.lower.workarounds.decompositions import pytorch_167313, pytorch_187173, pytorch_197094, pytorch_198119
+from millstream.lower.workarounds.joint_graph import pytorch_183988, pytorch_184232, pytorch_187580, pytorch_197039
+from millstream.lower.workarounds.kernels import (
     pytorch_176591,
     pytorch_180848,
-    pytorch_183988,
-    pytorch_184232,
     pytorch_185873,
-    pytorch_187173,
-    pytorch_187580,
     pytorch_189895,
     pytorch_191837,
     pytorch_193061,
     pytorch_196681,
-    pytorch_197039,
-    pytorch_197094,
-    pytorch_198119,
 )
 
 __all__ = ["WORKAROUNDS", "JointPasses", "Workaround", "decompose", "lowering", "options", "tracing", "without"]

@@ -1,0 +1,1 @@
+"""What a context lends: streams, events, pinned memory, and the memory that CUDA graphs share."""

@@ -1,0 +1,1 @@
+"""Operators that Inductor gets wrong, computed by other operators."""

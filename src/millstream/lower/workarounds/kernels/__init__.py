@@ -1,0 +1,1 @@
+"""Changes to how Inductor schedules kernels and writes them."""
