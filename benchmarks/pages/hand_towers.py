@@ -5,6 +5,7 @@ python -m benchmarks.pages.hand_towers
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ class Towers(nn.Module):
 @torch.no_grad()
 def main() -> None:
     """Draw both."""
+    argparse.ArgumentParser("python -m benchmarks.pages.hand_towers", description=__doc__).parse_args()
     torch.set_num_threads(max(torch.get_num_threads(), 2))
     inputs = torch.randn(256, 256), torch.randn(256, 256)
     for name, streams in (("one", 1), ("manual", "manual")):

@@ -5,6 +5,7 @@ It writes the pictures, and the texts between the marks of the page. No device i
 
 from __future__ import annotations
 
+import argparse
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,7 @@ def fill(page: str, name: str, text: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser("python -m benchmarks.pages.inception_block", description=__doc__).parse_args()
     operators, graph = lower_block()
     costs = costs_of(graph)
     plans = {streams: plan_graph(graph, costs, streams) for streams in (1, 4)}
