@@ -7,10 +7,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from millstream._torch.distributed.collectives import EXCHANGE, register_exchange
 from millstream.data_parallel.exchange import Memory
 from millstream.lower.segments import cut
+from millstream.lower.updates import updates_of
 
 
 class Doubling:
     """A collective of two processes that have the same; it may take the memory of an earlier one."""
+
+    label, is_divided = "a bucket", False
 
     def __init__(self, *like, log, memory=None):
         self.memory = torch.empty(sum(each.numel() for each in like), dtype=like[0].dtype) if memory is None else memory
@@ -216,3 +219,45 @@ def test_segments_of_symbolic_sizes_serve_others():
         ours, theirs = w.clone(), w.clone()
         torch.testing.assert_close(run(segments, [exchange], [ours, x]), step(theirs, x))
         torch.testing.assert_close(ours, theirs)
+
+
+# --- what is done with what was exchanged -----------------------------------------------------------------------------
+
+
+def clipping_step(rows=5, largest=0.3, weigh_by_batch=False, is_divided=False):
+    """How ``w`` and ``momentum`` are written by one process's step."""
+    w, x = torch.randn(4, 4), torch.randn(rows, 4)
+    exchange = Doubling(w, log=[])
+    exchange.is_divided = is_divided
+
+    def step(momentum, gradient, w, x):
+        (reduced,) = EXCHANGE([x.t() @ (x @ w)], exchange.key)
+        gradient.copy_(reduced)
+        clipped = reduced * (largest / reduced.norm()).clamp(max=1.0)
+        clipped = clipped * x.mean() if weigh_by_batch else clipped
+        new = 0.9 * momentum + clipped
+        momentum.copy_(new)
+        w.copy_(w - 0.1 * new)
+        return [x.sum()]
+
+    gm = functional(step, torch.zeros_like(w), torch.zeros_like(w), w, x)
+    return updates_of(gm, ("momentum", "w.grad", "w"), 1)
+
+
+def test_updates_are_the_same_for_batches_of_other_sizes():
+    (momentum, weight) = lines = clipping_step()
+    assert lines == clipping_step(rows=7)
+    assert momentum.startswith("an update of momentum = operators ")
+    assert weight.startswith("an update of w = ")
+    assert "with the numbers 0.1, 0.3, 0.9, 1.0" in weight
+
+
+def test_updates_tell_another_number():
+    for one, other in zip(clipping_step(), clipping_step(largest=0.5), strict=True):
+        assert one != other
+        assert "0.5" in other
+
+
+def test_updates_by_what_is_a_process_own_are_left_out():
+    assert clipping_step(weigh_by_batch=True) == ()
+    assert clipping_step(is_divided=True) == ()

@@ -569,7 +569,17 @@ def other_hyperparameters(rank):
     return told
 
 
-def rate_changes_on_one(rank):
+def told_within(captured, rank, num_steps):
+    """What is told in one of so many steps, and in which."""
+    for number, batch in enumerate(batches(rank, num_steps)):
+        try:
+            captured(*batch)
+        except ms.DataParallelError as error:
+            return str(error), number
+    return "", num_steps
+
+
+def rate_changes_on_one(rank, num_steps=1):
     """What is told where one process sets another learning rate later; then both go on."""
     torch.manual_seed(0)
     net = Net()
@@ -577,16 +587,30 @@ def rate_changes_on_one(rank):
     optimizer = sgd(ddp.parameters())
     captured = ms.step(plain(ddp, optimizer), strict=True)
     train(captured, batches(rank, 6))
-    before, told = digest(net), ""
+    before = digest(net)
     optimizer.param_groups[0]["lr"] = 0.05 + 0.01 * rank
-    try:
-        train(captured, batches(rank, 1))
-    except ms.DataParallelError as error:
-        told = str(error)
-    assert digest(net) == before
+    told = told_within(captured, rank, num_steps)
+    assert told[1] > 0 or digest(net) == before
     optimizer.param_groups[0]["lr"] = 0.02
     train(captured, batches(rank, 6))
-    return told, digest(net), captured.graphs[0].executable._runner.whole is not None
+    return *told, digest(net), captured.graphs[0].executable._runner.whole is not None
+
+
+def clips_otherwise_on_one(rank, num_steps):
+    """What is told where one process clips gradients at another norm, and how soon."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Net())
+    optimizer = sgd(ddp.parameters())
+
+    def step(x, y):
+        loss = F.mse_loss(ddp(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.5 if rank == 1 else 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return told_within(ms.step(step, strict=True), rank, num_steps)
 
 
 def unused_without_notice(rank):

@@ -43,6 +43,14 @@ def test_optimizers_differ(pair):
         assert "parameter group 0 with last.bias" in order
 
 
+def test_rate_that_changes_on_one_rank_is_told_to_all_soon(pair):
+    (told, number, one, _), (same, other_number, other, _) = pair.run(checks.rate_changes_on_one, 40)
+    assert told == same
+    assert number == other_number < 24
+    assert "rank 0 has SGD.param_groups[0]['lr'] = 0.05 where rank 1 has SGD.param_groups[0]['lr'] = 0.06" in told
+    assert one != other  # they have trained apart by then
+
+
 def test_unused_parameter_is_an_error(pair):
     for told in pair.run(checks.unused_without_notice):
         assert told.startswith("spare.weight, spare.bias of Net got no gradient")

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from millstream._torch.distributed import shutdown
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.data_parallel import agreement, communicators
-from millstream.data_parallel.agreement import NO, NOT_KNOWN, Agreement, Hyperparameters, collectives_wanted
+from millstream.data_parallel.agreement import NO, Agreement, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
-from millstream.data_parallel.hyperparameters import differing, optimizers_of
+from millstream.data_parallel.hyperparameters import NOT_KNOWN, Hyperparameters, differing, marks_differ, optimizers_of
 from millstream.engine.parallel import lockstep
 from millstream.engine.parallel.communicators import choose_communicator
 from millstream.engine.parallel.lockstep import LockstepTrials, propose_together, recall_together, together
@@ -199,6 +199,7 @@ def test_other_hyperparameters_are_heard_by_who_asks_and_who_declines(pair, know
     [
         ([["a = 1", "b = 2"], ["a = 1"], ["b = 2"]], None),
         ([[], ["a = 1"], ["a = 2"]], "rank 1 has a = 1 where rank 2 has a = 2"),
+        ([["a = 1"], ["a = 2"], ["a = 1"]], "ranks 0, 2 have a = 1 where rank 1 has a = 2"),
         ([["a = 1", "a = 2"], ["a = 1", "a = 3"]], "rank 0 has a = 2 where rank 1 has a = 3"),
     ],
 )
@@ -210,6 +211,30 @@ def test_numbers_that_not_all_processes_have_are_not_compared(told, says, monkey
     monkeypatch.setattr(dist, "get_world_size", lambda group: len(told))
     error = differing(told[0], None)
     assert (error is None) if says is None else (says in str(error))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ((["a = 1"], ["b = 1"]), (["a = 1"], []), False),  # one does not know its updates
+        ((["a = 1"], ["b = 1"]), (["a = 1"], ["b = 2"]), True),
+        ((["a = 1"], ["b = 1"]), (["a = 2"], ["b = 1"]), True),
+        ((["a = 1"], []), ([], ["a = 1"]), False),
+    ],
+)
+def test_what_both_know_is_compared(left, right, expected):
+    assert marks_differ([Hyperparameters(*left).mark, NOT_KNOWN.mark, Hyperparameters(*right).mark]) is expected
+
+
+def test_comparison_is_left_out_where_it_is_not_wanted(pair, monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_WITHOUT", agreement.COMPARISON)
+
+    def act(own, rank):
+        own = Agreement(own.board)
+        own.hyperparameters = Hyperparameters([f"lr = {rank}"])
+        return own.ask(5, "begin")
+
+    assert in_both_processes(pair, act) == [[5, 5], [5, 5]]
 
 
 def test_processes_whose_graphs_read_other_numbers_go_on(pair, monkeypatch):

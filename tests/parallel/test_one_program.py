@@ -62,11 +62,18 @@ def test_one_rank_falls_back(agreeing_pair):
 
 
 def test_rate_that_changes_on_one_rank_is_told_to_all(agreeing_pair):
-    (told, *one), (same, *other) = agreeing_pair.run(checks.rate_changes_on_one)
+    (told, _, *one), (same, _, *other) = agreeing_pair.run(checks.rate_changes_on_one)
     assert told == same
     assert "rank 0 has SGD.param_groups[0]['lr'] = 0.05 where rank 1 has SGD.param_groups[0]['lr'] = 0.06" in told
     assert one == other
     assert one[1]
+
+
+def test_other_threshold_on_one_rank_is_told_to_all(agreeing_pair):
+    (told, number), same = agreeing_pair.run(checks.clips_otherwise_on_one, 4)
+    assert [told, number] == same
+    assert re.search(r"rank 0 has an update of .*weight = operators \w+ .*\b0\.3\b.* where rank 1 has .*\b0\.5\b", told)
+    assert number == 1  # the first runs as plain Python
 
 
 def test_two_models(agreeing_pair):

@@ -15,50 +15,43 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d  # whose functions nobody replaces for a while
 
 from millstream._torch.distributed.collectives import timeout_of
+from millstream._torch.distributed.shutdown import end_with
+from millstream._torch.workarounds import is_off
 from millstream.data_parallel.board import Board, make_file
-from millstream.data_parallel.hyperparameters import differing
+from millstream.data_parallel.hyperparameters import MARK_BITS, NOT_KNOWN, Hyperparameters, differing, marks_differ
 from millstream.errors import ArgumentError, DataParallelError
 
 NO = 0
 """The answer of who does not want to replay."""
 
-MARK_SHIFT, MARK_BITS = 24, 16
-"""Where an answer has the mark of the hyperparameters of a step, which is 0 where they are not known."""
+MARK_SHIFT = 20
+"""Where an answer has the mark of what the step trains by."""
 _MARKS = ((1 << MARK_BITS) - 1) << MARK_SHIFT
+
+COMPARED_EVERY, WAITED_FOR_AFTER = 16, 8
+"""Questions of which one is compared where nobody asks, and after how many more its answers are looked at."""
 
 REMEMBERED = 200
 """Questions: long enough to tell a straggler from chance, and short enough to forget what compiling took."""
 
+COMPARISON = "comparison"
+"""In ``MILLSTREAM_WITHOUT``: processes do not compare what they train by."""
+
 CHOICES = ("auto", "captured", "between")
 """Of ``MILLSTREAM_COLLECTIVES``: whether collectives are captured with the step they are in, or issued in between."""
-
-
-class Hyperparameters:
-    """Numbers of optimizers, to be compared.
-
-    Args:
-        told: Names and values.
-
-    Attributes:
-        mark: A number that others have only by chance.
-    """
-
-    def __init__(self, told: Sequence[str] = ()) -> None:
-        self.told = list(told)
-        self.mark = zlib.crc32(repr(self.told).encode()) % ((1 << MARK_BITS) - 1) + 1 if told else 0
-
-
-NOT_KNOWN = Hyperparameters()
 
 
 class Agreement:
@@ -69,8 +62,7 @@ class Agreement:
         board: Through which.
         num_captures: How many captures all processes have made together: the next one's number.
         arrivals: When each process came to be asked, of the last ``REMEMBERED`` questions.
-        hyperparameters: Of the optimizers of the step that this process runs, as far as they are known: names and
-            values. All who know theirs are to have the same.
+        hyperparameters: What the step that this process runs trains by, as far as it is known.
     """
 
     label = "whether all processes are there"
@@ -81,7 +73,7 @@ class Agreement:
         self.num_captures = 0
         self.arrivals: deque[list[int]] = deque(maxlen=REMEMBERED)
         self._answered = self._is_silent = False
-        self._compares = True  # whether processes have told the same hyperparameters so far, by name
+        self._compares = not is_off(COMPARISON)  # and processes have told the same names so far
 
     def ask(self, answer: int, what: str) -> list[int]:
         """Answer the question of the next exchange, and hear what all processes do. Where they differ it is answered.
@@ -110,7 +102,8 @@ class Agreement:
         mark = self.hyperparameters.mark if self._compares else NOT_KNOWN.mark
         answers = self.board.gather(answer | mark << MARK_SHIFT, what)
         self.arrivals.append(self.board.arrivals_ns())
-        if len({each & _MARKS for each in answers} - {0}) > 1:
+        marks = {each & _MARKS for each in answers}
+        if len(marks) > 1 and marks_differ(each >> MARK_SHIFT for each in marks):
             error = differing(self.hyperparameters.told, self._group)
             if error is not None:
                 self._answered = False  # what they asked about does not take place
@@ -128,7 +121,53 @@ class Agreement:
             self._is_silent = False
 
 
-_known: WeakKeyDictionary[dist.ProcessGroup, tuple[Board | None, Agreement | None]] = WeakKeyDictionary()
+class Comparison:
+    """What processes compare who do not ask each other: now and then, and nobody waits for it.
+
+    Args:
+        group: The processes.
+        over: A group of them on the host, of Gloo's.
+
+    Attributes:
+        hyperparameters: As of ``Agreement``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, over: Any) -> None:
+        self._group, self._over = group, over
+        self.hyperparameters = NOT_KNOWN
+        self._count = 0  # of questions
+        self._asked: tuple[Any, list[Tensor], Hyperparameters] | None = None
+        self._compares = True
+
+    def decline(self, what: str) -> None:  # noqa: ARG002  as of ``Agreement``
+        """An exchange begins, the same in all processes.
+
+        Raises:
+            DataParallelError: In one before, processes differed in what they train by; in all of them.
+        """
+        if not self._compares:
+            return
+        self._count += 1
+        turn = self._count % COMPARED_EVERY
+        if turn == 0:
+            told = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(self._over))]
+            mine = torch.tensor([self.hyperparameters.mark], device="cpu")
+            self._asked = c10d.all_gather(told, mine, group=self._over, async_op=True), told, self.hyperparameters
+        elif turn == WAITED_FOR_AFTER and self._asked is not None:
+            (work, told, asked), self._asked = self._asked, None
+            try:
+                work.wait()
+            except RuntimeError:  # a process is gone, which the exchange tells better
+                return
+            if marks_differ(map(int, told)):
+                since = f"That was so {WAITED_FOR_AFTER} exchanges ago"
+                error = differing(asked.told, self._group, since)
+                self._compares = error is not None
+                if error is not None:
+                    raise error
+
+
+_known: WeakKeyDictionary[dist.ProcessGroup, tuple[Board | None, Agreement | Comparison | None]] = WeakKeyDictionary()
 
 
 def collectives_wanted() -> str:
@@ -143,15 +182,16 @@ def collectives_wanted() -> str:
     return wanted
 
 
-def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | None:
-    """What the processes of a group ask each other by; made in all of them at once, when first asked for.
+def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | Comparison | None:
+    """What the processes of a group ask each other by, or else compare by; made in all at once, when first asked for.
 
     Args:
         group: The processes.
         on_gpu: Whether it is GPUs that exchange.
 
     Returns:
-        ``None`` where nobody is to capture collectives, or processes are on several hosts.
+        ``Comparison`` where nobody is to capture collectives, or processes are on several hosts; ``None`` where there
+        are no others, or nothing is to be compared.
 
     Raises:
         ArgumentError: As ``collectives_wanted``.
@@ -160,12 +200,27 @@ def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | None:
     if group not in _known:
         wanted = collectives_wanted()
         board = meet(group)
-        if board is None:
-            _known[group] = None, None
-        else:
-            asks = all(board.gather(wanted == "captured" or (wanted == "auto" and on_gpu), "begin together"))
-            _known[group] = board, Agreement(board, group) if asks else None
+        mine = wanted == "captured" or (wanted == "auto" and on_gpu)
+        asks = board is not None and all(board.gather(mine, "begin together"))
+        _known[group] = board, Agreement(board, group) if board is not None and asks else _comparison_of(group)
     return _known[group][1]
+
+
+def _comparison_of(group: dist.ProcessGroup) -> Comparison | None:
+    """Made in all processes at once."""
+    backend = dist.get_backend(group)
+    is_there = backend != "fake" and dist.is_gloo_available() and dist.get_world_size(group) > 1
+    if not is_there or is_off(COMPARISON):
+        return None
+    return Comparison(group, group if backend == "gloo" else host_group_of(group))
+
+
+def host_group_of(group: dist.ProcessGroup) -> Any:
+    """A group of the same processes, on the host, by Gloo; made in all of them at once."""
+    timeout = timedelta(seconds=timeout_of(group))
+    own = dist.new_group(dist.get_process_group_ranks(group), timeout, "gloo", use_local_synchronization=True)
+    end_with(group, own)
+    return own
 
 
 def board_known(group: dist.ProcessGroup | None) -> Board | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d  # whose functions nobody replaces for a while, as in a profile
 
 from millstream._torch.distributed.collectives import all_gather, reduce_scatter, register_exchange
-from millstream.data_parallel.agreement import Agreement, board_known
+from millstream.data_parallel.agreement import Agreement, Comparison, board_known
 from millstream.data_parallel.board import UNEVEN, Board
 from millstream.data_parallel.buckets import Bucket
 from millstream.data_parallel.communicators import Communicator, communicators_of
@@ -86,8 +86,8 @@ class Exchange:
         label: What it is, for people.
         dtype: Of what travels; ``None`` for that of ``like``.
         device: Where it is; ``None`` for where ``like`` are.
-        agreement: Of the group, where processes ask each other whether to replay one capture.
-        is_first: Whether it is the first of those that belong together, which is when they ask.
+        agreement: Of the group, where processes ask each other whether to replay one capture, or compare.
+        is_first: Whether it is the first of those that belong together, which is when they do.
         shares: An earlier one whose memory it takes; ``None`` for its own.
         sent: Where its values go: to the view of that number, or that part of the memory; ``None``: to all views.
 
@@ -110,7 +110,7 @@ class Exchange:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         *,
-        agreement: Agreement | None = None,
+        agreement: Agreement | Comparison | None = None,
         is_first: bool = False,
         shares: Exchange | None = None,
         sent: Sequence[int | slice] | None = None,
@@ -144,6 +144,11 @@ class Exchange:
     def operation(self) -> str:
         """What is done, by the name of the function that does it."""
         return str(getattr(getattr(self._issue, "func", self._issue), "__name__", ""))
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each process gets another part of the result."""
+        return self._over is scatter_over
 
     @property
     def num_bytes(self) -> int:

@@ -1,8 +1,13 @@
-"""What optimizers are to have in common in all processes, which would train apart without an error otherwise."""
+"""What processes are to have in common, as they would train apart without an error otherwise.
+
+Numbers of optimizers, and how a captured step updates parameters by what was reduced: all who know theirs tell a mark
+of it now and then, and the names and values where marks differ.
+"""
 
 from __future__ import annotations
 
 import gc
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,6 +25,42 @@ OF_THE_PROCESS = frozenset(("params", "shard"))
 
 MOST_ITEMS = 16
 """Of a tensor among the hyperparameters that is compared: a learning rate is one."""
+
+
+_FIELD_BITS = 10
+MARK_BITS = 2 * _FIELD_BITS
+"""Of a mark: two fields, for numbers and for updates, each 0 where it is not known."""
+
+
+class Hyperparameters:
+    """What a step trains by, to be compared.
+
+    Args:
+        told: Numbers of optimizers, each as a name and a value.
+        updates: Likewise how each parameter is updated.
+
+    Attributes:
+        told: Both.
+        mark: A number that others have only by chance.
+    """
+
+    def __init__(self, told: Sequence[str] = (), updates: Sequence[str] = ()) -> None:
+        self.told = [*told, *updates]
+        self.mark = _field(told) | _field(updates) << _FIELD_BITS
+
+
+def _field(told: Sequence[str]) -> int:
+    return zlib.crc32(repr([*told]).encode()) % ((1 << _FIELD_BITS) - 1) + 1 if told else 0
+
+
+NOT_KNOWN = Hyperparameters()
+
+
+def marks_differ(marks: Iterable[int]) -> bool:
+    """Whether two of those who know something have something else."""
+    least = (1 << _FIELD_BITS) - 1
+    fields = [(mark & least, mark >> _FIELD_BITS) for mark in marks]
+    return any(len({*field} - {0}) > 1 for field in zip(*fields, strict=True))
 
 
 def optimizers_of(parameters: Iterable[Tensor], found: Sequence[Optimizer]) -> list[Optimizer]:
@@ -74,32 +115,39 @@ def _told(value: Any) -> str:
     return repr(value) if plain else type(value).__name__
 
 
-def differing(mine: Sequence[str], group: dist.ProcessGroup | None) -> DataParallelError | None:
-    """The error that says where processes' hyperparameters differ. Called in all of them at once.
+def differing(mine: Sequence[str], group: dist.ProcessGroup | None, since: str = "") -> DataParallelError | None:
+    """The error that says where processes differ in what they train by. Called in all of them at once.
 
     Args:
         mine: Names and values, of this process.
         group: The processes.
+        since: When that was found, if not before the first step in which it does, for people.
 
     Returns:
-        ``None`` where no two processes have told other values of one number: graphs of one step may read other numbers.
+        ``None`` where no two processes have told other values of one name: graphs of one step may read other numbers.
     """
     told: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(told, [*mine], group=group)
     except RuntimeError as error:
-        return DataParallelError(f"Hyperparameters differ between processes, which could not say how: {error}")
-    first: dict[tuple[str, int], tuple[int, str]] = {}  # of each number: who tells it first, and what
+        return DataParallelError(f"Processes differ in what they train by, and could not say how: {error}")
+    values: dict[tuple[str, int], dict[str, list[int]]] = {}  # of each name: each value, and who tells it
     for rank, entries in enumerate(told):
         times: Counter[str] = Counter()  # two optimizers of one class have the same names
         for entry in entries:
             name = entry.partition(" = ")[0]
             times[name] += 1
-            before, as_before = first.setdefault((name, times[name]), (rank, entry))
-            if entry != as_before:
-                return DataParallelError(
-                    f"Hyperparameters differ between processes before a step: rank {before} has {as_before} where rank "
-                    f"{rank} has {entry}. Step schedulers, and set learning rates, in all processes alike. This step "
-                    "has not run; earlier ones that ran with other numbers have trained the processes apart."
-                )
+            values.setdefault((name, times[name]), {}).setdefault(entry, []).append(rank)
+    for who in values.values():
+        if len(who) > 1:
+            have = " where ".join(f"{_ranks(ranks)} {entry}" for entry, ranks in who.items())
+            return DataParallelError(
+                f"Processes differ in what they train by: {have}. Step schedulers, set learning rates, clip and update "
+                f"in all processes alike. {since or 'This step has not run'}; earlier ones of that kind have trained "
+                "the processes apart. (MILLSTREAM_WITHOUT=comparison leaves the comparison out.)"
+            )
     return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

@@ -53,6 +53,7 @@ from millstream.lower.program import Program
 from millstream.lower.segments import Segments, cut, has_collectives
 from millstream.lower.symbolic import SymbolicProgram
 from millstream.lower.translate import translate
+from millstream.lower.updates import updates_of
 from millstream.lower.views import check_views
 
 
@@ -123,10 +124,12 @@ class Cutting:
     Attributes:
         finish: Turns its segments and their programs, none for a segment without kernels, into what PyTorch calls.
         max_cuts: After so many segments, at most, gradients are sent off.
+        names: Of the inputs whose memory stays the same.
     """
 
     finish: Callable[[Segments, Sequence[Lowered | LoweredForSizes | None]], Callable[[list[Any]], Sequence[Any]]]
     max_cuts: int
+    names: Sequence[str] = ()
 
 
 #: Told why a graph could not be lowered, and how it runs instead.
@@ -194,7 +197,8 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
             fresh = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
             settings = {**options, **without}
             if cutting is not None and has_collectives(fresh.graph):
-                segments = cut(fresh, cutting.max_cuts)
+                updates = updates_of(fresh, cutting.names, len(inputs) - len(static))
+                segments = replace(cut(fresh, cutting.max_cuts), updates=updates)
                 programs = list(_lower_segments(segments, kwargs, f"{name}.{phase}", phase, static, settings))
                 return _boxed(cutting.finish(segments, programs))
             lowered = _lower(fresh, example_inputs, kwargs, f"{name}.{phase}", phase, static, settings)

@@ -71,6 +71,7 @@ class Segments:
         num_values: Length of the list of values.
         segments: In the order in which they run.
         outputs: Results of the whole graph: whether it is a position in the list of values, and that or a plain value.
+        updates: What is done with what was exchanged; see ``updates_of``.
     """
 
     keys: tuple[int, ...]
@@ -79,6 +80,7 @@ class Segments:
     num_values: int
     segments: tuple[Segment, ...]
     outputs: tuple[tuple[bool, Any], ...]
+    updates: tuple[str, ...] = ()
 
 
 def has_collectives(graph: fx.Graph) -> bool:

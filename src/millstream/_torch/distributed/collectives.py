@@ -33,6 +33,7 @@ class Exchange(Protocol):
     Attributes:
         label: What it is, for people.
         operation: What is done, by the name of the function that does it.
+        is_divided: Whether each process gets another part of the result.
         memory: What it reads and writes; others may use it before and after.
         held: Sees that the memory is there.
         sent: Parts of the memory where it has its values.
@@ -47,6 +48,9 @@ class Exchange(Protocol):
 
     @property
     def operation(self) -> str: ...
+
+    @property
+    def is_divided(self) -> bool: ...
 
     def start(self) -> None: ...
 

@@ -27,7 +27,7 @@ from millstream.capture.state.signature import (
     is_lazy_view,
     walk_arguments,
 )
-from millstream.capture.step.graph import Memory, Slot, StepGraph, adopt, is_alike
+from millstream.capture.step.graph import STATE_NAMES, Memory, Slot, StepGraph, adopt, is_alike
 from millstream.capture.step.request import Gradient, NumberInput, Request, Traced, argument_input
 from millstream.capture.step.sizes import SizeGuard
 from millstream.capture.trace.patches.optimizers import counts_of, is_number, numbers_of
@@ -235,6 +235,7 @@ class Workshop:
             for index, is_written in zip(traced.state, traced.written, strict=False)
             if is_written and isinstance(request.state[index].tensor, nn.Parameter)
         ]
+        traced.gm.meta[STATE_NAMES] = tuple(names)
         guards = make_guards(request, traced, before, homes)
         if any(tensor.device.type in native.DEVICES for tensor in guards.watched):
             guards.quicken(parameters)

@@ -25,6 +25,9 @@ from millstream.capture.trace.scalars import Questions
 from millstream.device.likeness import Likeness
 from millstream.errors import CaptureError
 
+STATE_NAMES = "state_names"
+"""Where a traced graph's ``meta`` has the names of the inputs that come before the arguments."""
+
 
 class Build(Protocol):
     """Turns a traced step into something that runs it.

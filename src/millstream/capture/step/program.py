@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from millstream.capture.model import Runnable
+from millstream.capture.step.graph import STATE_NAMES
 from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, MillstreamError
 from millstream.lower import Cutting, Lowered, LoweredForSizes, Segments, compile_graph, describe_failure
 from millstream.passes import split_gradients
@@ -67,6 +68,7 @@ class StepProgram:
 
         if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):
             raise EmptyCaptureError("The step computes nothing with tensors.", remedy="Run it without ms.step.")
+        names = gm.meta.get(STATE_NAMES, ())
         gm = split_gradients(gm)
         self._run = compile_graph(
             gm,
@@ -76,7 +78,7 @@ class StepProgram:
             name=name,
             options=options,
             step_state=static,
-            cutting=Cutting(finish_segments, most_cuts()),
+            cutting=Cutting(finish_segments, most_cuts(), names),
         )
 
     @property

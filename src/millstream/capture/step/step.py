@@ -78,7 +78,7 @@ from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.replica import replicate
 from millstream.data_parallel.session import Session
 from millstream.device.likeness import Likeness
-from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user, why_disabled
+from millstream.errors import ArgumentError, CaptureError, DataParallelError, MillstreamError, warn_user, why_disabled
 from millstream.locks import ForkSafeLock
 from millstream.lower import ask_early
 from millstream.progress import phase, showing
@@ -642,7 +642,7 @@ class Step(Generic[P, R]):
         except Exception as error:
             if PROGRESS.num_started > num_exchanges:  # which others have taken part in: no plain run may repeat them
                 raise
-            if isinstance(error, (ArgumentError, CaptureError, NoSymbols)):
+            if isinstance(error, (ArgumentError, CaptureError, DataParallelError, NoSymbols)):
                 raise  # it is the user who is asked, or it says by itself what it is
             if (own := find_failure(graph.gm, graph.inputs(arguments))) is not None:
                 raise own from own.__cause__

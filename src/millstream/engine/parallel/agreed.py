@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from millstream.data_parallel.agreement import MARK_SHIFT, NOT_KNOWN, Agreement, Hyperparameters, collectives_wanted
+from millstream.data_parallel.agreement import MARK_SHIFT, Agreement, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
 from millstream.data_parallel.communicators import communicators_of
+from millstream.data_parallel.hyperparameters import NOT_KNOWN, Hyperparameters
 from millstream.device import context
 from millstream.engine.build import Executable, with_environment
 from millstream.engine.by_size import BySize
@@ -109,7 +110,7 @@ class AgreedEngine:
 
     def tell_hyperparameters(self, told: list[str]) -> None:
         """Numbers of optimizers, by name, that all processes are to have alike from the next call on."""
-        self._hyperparameters = Hyperparameters(told)
+        self._hyperparameters = Hyperparameters(told, self.segmented.segments.updates)
 
     @property
     def executables(self) -> list[Executable | BySize]:
@@ -219,7 +220,8 @@ class AgreedEngine:
         known = [executable for executable in self._executables if executable is not None]
         if len(found) != 1 or not known or not all(isinstance(each, Executable) for each in known):
             return None
-        return found.pop()
+        agreement = found.pop()
+        return agreement if isinstance(agreement, Agreement) else None
 
     def _may_offer(self, inputs: Sequence[Any]) -> bool:
         """Whether this process is ready to run the step as one graph."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from millstream.cost import GLOO, NVLINK, Costs, Network, parse_link
+from millstream.data_parallel.agreement import Agreement
 from millstream.engine.parallel.segmented import SegmentedEngine
 from millstream.engine.parallel.whole import WholeGraph, WholeOnHost, costs_of
 from millstream.graph import Plan
@@ -50,7 +51,7 @@ def describe(segmented: SegmentedEngine, lowered: Lowered, whole: WholeGraph | W
     graph, first = lowered.program.graph, segmented.exchanges[0]
     num_processes = dist.get_world_size(first.group) if dist.is_initialized() else 1
     agreement = first.agreement
-    arrivals = tuple(map(tuple, agreement.arrivals)) if agreement is not None else ()
+    arrivals = tuple(map(tuple, agreement.arrivals)) if isinstance(agreement, Agreement) else ()
     if isinstance(whole, WholeGraph):
         return Described(whole.plan, whole.costs, True, num_processes, "", False, arrivals)
     plan = plan_beside(graph, eager=True) if whole is None and first.is_beside else plan_serial(graph)
