@@ -1,5 +1,6 @@
 """What a step reads changes in a way that leaves no trace where it was read: results are never stale."""
 
+import copy
 import enum
 import operator
 import threading
@@ -128,8 +129,9 @@ def make_step(model, note):
     return Step(step, build=interpret)
 
 
-def test_an_array_that_is_counted_in_goes_on_counting():
-    counts = np.zeros(3)
+@pytest.mark.parametrize("size", [3, 3000])
+def test_an_array_that_is_counted_in_goes_on_counting(size):
+    counts = np.zeros(size)
 
     def note(loss):
         counts[0] += 1
@@ -138,7 +140,7 @@ def test_an_array_that_is_counted_in_goes_on_counting():
     with pytest.warns(UserWarning, match="changes"):
         for _ in range(5):
             step(torch.randn(6, 4))
-    assert counts.tolist() == [5, 0, 0]
+    assert counts.tolist() == [5] + [0] * (size - 1)
 
 
 @pytest.mark.parametrize("kind", [list, lambda: deque(maxlen=1005)])
@@ -151,6 +153,27 @@ def test_a_long_history_stays_one_of_tensors(kind):
     assert len(history) == min(len(losses), getattr(history, "maxlen", None) or len(losses))
     assert {type(each) for (each,) in history} == {torch.Tensor}
     assert torch.equal(torch.stack([each for (each,) in history]), torch.stack(losses[-len(history) :]))
+
+
+LONG = {
+    "a number that is known later": ([0.0] * 2000, lambda history, loss: history.append(loss.item())),
+    "a plain number": ([0.0] * 2000, lambda history, loss: history.append(3.0)),
+    "a count in a list": ([0.0] * 2000, lambda history, loss: history.__setitem__(7, history[7] + 1)),
+    "a count in a dict": (dict.fromkeys(range(2000), 0.0), lambda counts, loss: counts.update({7: counts[7] + 1})),
+    "an item of a set": (set(range(2000)), lambda items, loss: items.add(-len(items))),
+}
+
+
+@pytest.mark.parametrize("what", LONG)
+def test_a_long_container_is_changed_in_every_call(what):
+    container, change = copy.copy(LONG[what][0]), LONG[what][1]
+    step = make_step(nn.Linear(4, 3), lambda loss: change(container, loss))
+    expected, losses = copy.copy(container), []
+    with pytest.warns(UserWarning, match="changes"):
+        for _ in range(4):
+            losses.append(step(torch.randn(6, 4)).detach())
+            change(expected, losses[-1])
+    assert container == expected
 
 
 def test_what_another_thread_puts_into_a_long_buffer_stays_there():

@@ -27,16 +27,13 @@ from millstream._torch.hooks import HOOKS_FOR_ALL, has_tensor_hooks, hooks_for_a
 from millstream._torch.scaler import is_idle
 from millstream._torch.tensors import layout_check
 from millstream.capture.guards.native import QuickGuards, load_library
-from millstream.capture.state.contents import content_of, has_content, is_bytes, size_of
+from millstream.capture.state.contents import MAX_BYTES, content_of, has_content, is_bytes, size_of
 from millstream.capture.state.location import MISSING, Attributes, Items, Location
 from millstream.capture.state.signature import SCALARS, is_same
 from millstream.capture.trace.patches.optimizers import is_number
 
 MAX_COMPARED = 10_000
 """Of longer containers only the length is compared in each call: one object takes 20 ns."""
-
-MAX_BYTES = 1 << 20
-"""Likewise of arrays: a mebibyte takes a tenth of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,9 @@ from torch import Tensor
 from millstream.capture.state.location import MISSING, Attributes, Location
 from millstream.capture.state.signature import are_same
 
+MAX_BYTES = 1 << 20
+"""Of longer arrays no copy is kept to compare with: a mebibyte takes a tenth of a millisecond."""
+
 _BUFFERS = (array.array, bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 
 

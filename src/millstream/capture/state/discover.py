@@ -115,9 +115,9 @@ class Found:
     classes: list[type] = field(default_factory=list)
     namespaces: Named[dict[str, Any]] = field(default_factory=list)  # attributes of the user's Python modules
     containers: Named[Any] = field(default_factory=list)  # also arrays, trees of XML and what caches have answered
-    long: Named[Any] = field(default_factory=list)  # those that have more than ``MAX_ITEMS`` items: none is looked at
+    long: Named[Any] = field(default_factory=list)  # those that have more than ``MAX_ITEMS`` items: none is followed
     watched: Named[Any] = field(default_factory=list)  # those of ``containers`` that the code may look into
-    large: Named[Any] = field(default_factory=list)  # likewise of long ones, and arrays as large
+    large: Named[Any] = field(default_factory=list)  # likewise of the long ones
     names: set[str] = field(default_factory=set)  # in the code
     told: set[str] = field(default_factory=set)  # those of them that are strings, as in ``hasattr(x, "name")``
     cached: list[Any] = field(default_factory=list)  # what ``functools.lru_cache`` has made of functions
@@ -182,7 +182,6 @@ class _Search:
         self._told: set[str] = set()  # those of them that are strings, as in ``hasattr(x, "name")``
         self._plain: list[_Plain] = []
         self._computed = {id(held) for value in self._ran.computed.values() for held in _all_attributes(value)}
-        self._large: list[tuple[str, Any]] = []
         self._of_module: str | None = None  # the attribute of a module from which the search has come
         self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
         self._answered: set[types.CodeType] = set()  # code behind caches, which need not run to have been asked
@@ -208,7 +207,7 @@ class _Search:
         self.found.sources = [name for name, attribute in self._sources if self._may_look_into(attribute)]
         self.found.watched, self.found.large = (
             [item for item in containers if self._may_look_into(self._attribute_of[id(item[1])])]
-            for containers in (self.found.containers, self._large)
+            for containers in (self.found.containers, self.found.long)
         )
         self.found.names, self.found.told = self.names, self._told
 
@@ -416,10 +415,8 @@ class _Search:
             value = Items.of(value)
         self._attribute_of[id(value)] = self._of_module
         if (value.size if isinstance(value, np.ndarray) else size_of(value)) > MAX_ITEMS:
-            if isinstance(value, list | dict | deque | set):
+            if is_container(value):
                 self.found.long.append((name, value))
-            if not isinstance(value, tuple | frozenset):
-                self._large.append((name, value))
             return
         if is_container(value):
             self.found.containers.append((name, value))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum
 from types import CellType, FunctionType
@@ -18,7 +18,15 @@ import torch
 
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.values import holds_token
-from millstream.capture.state.contents import content_of, has_content, is_container, put_back
+from millstream.capture.state.contents import (
+    MAX_BYTES,
+    content_of,
+    has_content,
+    is_bytes,
+    is_container,
+    put_back,
+    size_of,
+)
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import Ran, others_may_write
 from millstream.capture.state.location import MISSING, Attributes, Location
@@ -68,7 +76,7 @@ class Snapshot:
         self._links: dict[Location, Any] = {}
         self._of_modules: set[int] = set()  # by id, holders into which PyTorch's code puts what the user's gives it
         self._containers: set[int] = set()  # by id, holders that are no attributes of an object's
-        self._long: dict[int, tuple[str, Any, list[Any]]] = {}
+        self._whole: set[int] = set()  # by id, long containers, of which no entry is told from the others
         self.add(found)
 
     def add(self, found: Found) -> None:
@@ -96,13 +104,14 @@ class Snapshot:
             for part in (vars(scaler), scaler._per_optimizer_states, *scaler._per_optimizer_states.values()):
                 self._keep(Kind.SCALER, name, part)
         self._containers |= {id(group) for _, optimizer in found.optimizers for group in optimizer.param_groups}
-        self._containers |= {id(container) for _, container in found.containers}
-        for name, container in (*found.objects, *found.containers):
+        self._containers |= {id(container) for _, container in (*found.containers, *found.long)}
+        self._whole |= {id(container) for _, container in found.long}
+        for name, container in (*found.objects, *found.containers, *found.long):
             self._keep(Kind.PLAIN, name, container)
-        self._long = {id(each): (name, each, _first_of(each)) for name, each in found.long} | self._long
 
     def _keep(self, kind: Kind, name: str, holder: Any) -> None:
-        if is_container(holder) and id(holder) not in self._copies:
+        is_huge = is_bytes(holder) and size_of(holder) > MAX_BYTES
+        if is_container(holder) and not is_huge and id(holder) not in self._copies:
             self._copies[id(holder)] = (kind, name, holder, content_of(holder))
 
     def changes(self) -> list[Change]:
@@ -119,23 +128,20 @@ class Snapshot:
             if _is_changed(after, before):
                 found[location] = Change(Kind.PLAIN, location, before, after)
         for kind, name, holder, copy in self._copies.values():
-            if isinstance(holder, dict | Attributes):
+            has_entries = id(holder) not in self._whole
+            if has_entries and isinstance(holder, dict | Attributes):
                 for key in [*copy, *(key for key in [*holder] if key not in copy)]:
                     before, after = copy.get(key, MISSING), holder.get(key, MISSING)
-                    if _is_changed(after, before) and (not is_type_of_tracing(key) or _is_traced(after)):
+                    if _is_changed(after, before) and (not is_type_of_tracing(key) or _is_of_trace(after)):
                         location = Location(holder, key, f"{name}.{key}" if isinstance(key, str) else name)
                         found.setdefault(location, Change(kind, location, before, after))
-            elif isinstance(holder, list) and len(holder) == len(copy):
+            elif has_entries and isinstance(holder, list) and len(holder) == len(copy):
                 for index in (index for index, value in enumerate(copy) if _is_changed(holder[index], value)):
                     location = Location(holder, index, f"{name}[{index}]")
                     found.setdefault(location, Change(kind, location, copy[index], holder[index]))
             elif {*copy} != holder if isinstance(holder, set) else not has_content(holder, copy):
                 location = Location(holder, None, name)
                 found[location] = Change(kind, location, copy, holder)
-        for name, holder, first in self._long.values():
-            if _made_by_tracing(holder):
-                location = Location(holder, None, name)
-                found[location] = Change(Kind.PLAIN, location, first, holder)
         return list(found.values())
 
     def _of_others(self, differences: list[Change]) -> dict[Location, Change]:
@@ -188,7 +194,6 @@ class Snapshot:
             left = [place.key for place in others if place.holder is holder]
             if all(key is not None for key in left):
                 put_back(holder, copy, left)
-        _take_out(self._long.values())
 
     def is_item(self, place: Location) -> bool:
         """Whether a place is an item of a container, and neither an attribute nor a variable."""
@@ -215,23 +220,6 @@ class Snapshot:
         return None
 
 
-def _first_of(container: Any) -> list[Any]:
-    """What a deque with a greatest length loses when something is put behind."""
-    return [*container] if isinstance(container, deque) and container.maxlen is not None else []
-
-
-def _made_by_tracing(container: Any) -> list[Any]:
-    """Keys, indices or elements at which a long container holds tensors that only tracing can have put there.
-
-    Whatever else is new in a replay buffer or a history, another thread may have put there meanwhile.
-    """
-    if isinstance(container, dict):
-        return [key for key, value in [*container.items()] if _is_traced(value)]
-    if isinstance(container, set):
-        return [value for value in [*container] if _is_traced(value)]
-    return [index for index, value in enumerate([*container]) if _is_traced(value)]
-
-
 def _is_of_trace(value: Any) -> bool:
     """Whether only tracing can have made it: a tensor, a number or a text that has no value yet."""
     if type(value) in (tuple, list, dict):
@@ -256,29 +244,10 @@ def _is_unchanged(now: Any, before: Any) -> bool:
     return _stands_for_number(before) or not (_is_changed(now, before) and _is_changed(before, now))
 
 
-def _is_traced(value: Any) -> bool:
-    if type(value) in (tuple, list, dict):
-        return any(map(_is_traced, value.values() if type(value) is dict else value))
-    return isinstance(value, FakeTensor)
-
-
 def is_type_of_tracing(key: Any) -> bool:
     """Whether it is a type that tensors have while they are traced only, or a weak reference to one."""
     key = key() if isinstance(key, weakref.ref) else key
     return isinstance(key, type) and issubclass(key, FakeTensor)
-
-
-def _take_out(containers: Iterable[tuple[str, Any, list[Any]]]) -> None:
-    """Remove what tracing has put into long containers, and put back what it has pushed out of a deque."""
-    for _, container, first in containers:
-        number = len(made := _made_by_tracing(container))
-        for place in reversed(made):
-            if isinstance(container, set):
-                container.discard(place)
-            else:
-                del container[place]
-        if number and number < len(first) and container and container[0] is first[number]:
-            container.extendleft(reversed(first[:number]))
 
 
 def _is_changed(after: Any, before: Any) -> bool:
