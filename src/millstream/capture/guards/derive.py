@@ -14,7 +14,16 @@ from millstream.capture.guards.guards import Guards
 from millstream.capture.state.discover import MAX_ITEMS, defaults_of
 from millstream.capture.state.executed import WHOLE
 from millstream.capture.state.location import MISSING, Location, SequenceItems, Shared
-from millstream.capture.state.signature import SCALARS, Reference, form_of, is_same, kind_of, walk, whole_form_of
+from millstream.capture.state.signature import (
+    SCALARS,
+    Reference,
+    Structure,
+    Value,
+    form_of,
+    kind_of,
+    walk,
+    whole_form_of,
+)
 from millstream.capture.step.request import Request, Traced
 
 MAX_DEPTH = 3
@@ -43,7 +52,8 @@ def make_guards(
     }
     for index, location in traced.replaced:
         guards.expect_form(Location(location.holder, location.key, request.state[index].name), form_of)
-    _add_readings(guards, request, traced, used)
+    lifted = {*_lifted(request)}
+    _add_readings(guards, request, traced, used, lifted)
     _add_objects(guards, traced)
     _add_forms(guards, request, traced, used)
     for entry in used.values():
@@ -53,15 +63,15 @@ def make_guards(
     tensors: list[Tensor] = [entry.tensor for entry in used.values() if isinstance(entry.tensor, nn.Parameter)]
     tensors += [gradient.parameter for gradient in request.gradients]
     watched = {id(tensor): tensor for tensor in tensors}
-    guards.hooked += watched.values()
+    for tensor in watched.values():
+        guards.hooks.add(tensor)
     guards.watched = [*watched.values(), *homes]
     guards.gradients = [gradient_of.get(id(tensor)) for tensor in guards.watched]
     mirrored = {id(request.state[index].tensor) for index in request.mirrored}
     others = (entry.tensor for key, entry in used.items() if key not in watched and key not in mirrored)
     guards.place([*guards.watched, *others])
-    for module in (module for _, module in request.found.modules):
+    for _, module in request.found.modules:
         _add_tree(guards, module)
-    lifted = {*_lifted(request)}
     stepped = set(map(id, traced.optimizers))
     for name, optimizer in request.found.optimizers:
         _add_optimizer(guards, name, optimizer, lifted, traced.used.names, has_stepped=id(optimizer) in stepped)
@@ -74,9 +84,10 @@ def make_guards(
     return guards
 
 
-def _add_readings(guards: Guards, request: Request, traced: Traced, used: Container[int]) -> None:
+def _add_readings(
+    guards: Guards, request: Request, traced: Traced, used: Container[int], lifted: Container[tuple[int, str]]
+) -> None:
     """Expect the Python values that the step may have read."""
-    lifted = {*_lifted(request)}
     for location in dict.fromkeys(_attributes_read(traced)):
         if (id(location.holder), location.key) not in lifted:
             guards.expect(location, location.get())
@@ -177,31 +188,21 @@ def expect_of_arguments(request: Request, traced: Traced) -> list[tuple[int, Cal
         if id(argument) in traced.asked:
             expected.append((index, whole_form_of, whole_form_of(argument)))
         if may_ask or not traced.used.names.isdisjoint(vars(argument)):
-            expected.append((index, Attached, Attached(argument)))
+            expected.append((index, _given_to, _given_to(argument)))
     return expected
 
 
-class Attached:
+def _given_to(tensor: Tensor) -> dict[str, Structure]:
     """Attributes that a user has given a tensor: numbers and texts by value, others by identity."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.values = dict(vars(tensor))
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Attached)
-            and self.values.keys() == other.values.keys()
-            and all(is_same(value, other.values[key]) for key, value in self.values.items())
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+    own = vars(tensor)
+    return {key: Value(type(it), it) if isinstance(it, SCALARS) else Reference(it) for key, it in own.items()}
 
 
 def _add_tree(guards: Guards, root: nn.Module) -> None:
     for module in root.modules():
         guards.measure("A module's parameters", module._parameters)
         guards.measure("A module's buffers", module._buffers)
-        guards.hooked.append(module)
+        guards.hooks.add(module)
         guards.pin(module)
         for container in (module._modules, module._forward_hooks, module._forward_pre_hooks):
             if container:
@@ -228,7 +229,6 @@ def _add_optimizer(
     for key in ("state", "param_groups"):
         guards.expect_same(Location(vars(optimizer), key, f"{name}.{key}"), vars(optimizer)[key])
     guards.copy(optimizer.param_groups)
-    guards.hooked.append(optimizer)
     guards.pin(optimizer)
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         guards.copy(hooks)
@@ -259,15 +259,8 @@ def _add_group(guards: Guards, name: str, group: dict[str, Any], lifted: set[tup
     """Expect what an optimizer may read of a group to be what it was, but for numbers that a graph is given anew."""
     for key, value in group.items():
         location = Location(group, key, f"{name}[{key!r}]")
-        if key == "params" or (id(group), key) in lifted or isinstance(value, Tensor):
-            continue
-        if isinstance(value, SCALARS):
-            guards.plain.expect(location, value)
-        elif isinstance(value, tuple):
-            has_tensors = any(isinstance(item, Tensor) for item in value)
-            (guards.objects if has_tensors else guards.plain).expect(location, value)
-        else:
-            guards.objects.expect(location, value)
+        if key != "params" and (id(group), key) not in lifted and not isinstance(value, Tensor):
+            guards.expect(location, value)
             _add_contents(guards, str(location), value, MAX_DEPTH)
 
 

@@ -29,7 +29,7 @@ from millstream._torch.tensors import layout_check
 from millstream.capture.guards.native import QuickGuards, load_library
 from millstream.capture.state.contents import MAX_BYTES, content_of, has_content, is_bytes, size_of
 from millstream.capture.state.location import MISSING, Attributes, Items, Location
-from millstream.capture.state.signature import SCALARS, is_same
+from millstream.capture.state.signature import is_same
 from millstream.capture.trace.patches.optimizers import is_number
 
 MAX_COMPARED = 10_000
@@ -74,11 +74,13 @@ class Check:
         """Whether all of them hold."""
         if self.test is eq:
             return [*self.now()] == self.values
-        if all(map(is_ if self.test is is_same else self.test, self.now(), self.values)):
-            return True
-        if self.test is not is_same or not all(map(is_same, self.now(), self.values)):
-            return False
-        self.values = [*self.now()]  # equal ones, with which the next call compares
+        if self.test is not is_same:
+            return all(map(self.test, self.now(), self.values))
+        now = [*self.now()]
+        if not all(map(is_, now, self.values)):
+            if not all(map(is_same, now, self.values)):
+                return False
+            self.values = now  # equal ones, with which the next call compares
         return True
 
     def broken(self) -> Iterator[Break]:
@@ -95,7 +97,7 @@ class Entries(Check):
     """Entries of dicts, lists and the like; the things are pairs of holder and key."""
 
     def __init__(
-        self, test: Callable[[Any, Any], Any], read: Callable[[Any], Any] = lambda pair: getitem(*pair)
+        self, test: Callable[[Any, Any], Any] = is_same, read: Callable[[Any], Any] = lambda pair: getitem(*pair)
     ) -> None:
         super().__init__(_ANOTHER, read, test)
 
@@ -146,13 +148,14 @@ class Guards:
         self.pins = [
             Check(f"{{}} has another {name} than before.", part, is_) for part, name in zip(_PARTS, parts, strict=True)
         ]
-        self.objects, self.plain = Entries(is_), Entries(is_same)
+        self.entries = Entries()
         self.absent = AbsentEntries(is_, lambda pair: contains(*pair))
         self.cells = Check(_ANOTHER, attrgetter("cell_contents"), is_same)
         self.copies = Check(_REPLACED, _itself, _is_unchanged)  # of dicts of submodules or hooks, lists of parameters
         # Compiled code does not know these.
         self.scalers = Check("Gradients were unscaled outside of the step.", is_idle)
-        self.forms: dict[Callable[[Any], Any], Check] = {}  # of what places hold, though it may be another
+        # What places hold looks as it did, though it may be another.
+        self.forms = Check("{} has another shape, dtype or layout than before.", lambda pair: pair[0](pair[1].get()))
         self.contents = Check(_OTHER_ITEMS, _itself, has_content)  # of sets, deques, arrays and such
         self.owned: set[Location] = set()  # entries that hold state of the step
         self.watched: list[Tensor] = []  # tensors whose gradients count
@@ -160,9 +163,9 @@ class Guards:
         self.placed = Check("A parameter or other state was moved or converted.", Tensor.data_ptr)  # these, all state
         self.frozen = Check("A parameter or other state was frozen or unfrozen.", attrgetter("requires_grad"))
         self.layouts: Callable[[], bool] = bool  # whether sizes, strides and ``requires_grad`` are as before
-        self.hooked: list[Any] = []  # tensors, modules and optimizers whose hooks count
-        self.hook_clock: tuple[int, ...] = ()  # changes with the hooks; as it was when they were last looked at
-        self.hook_state: list[Any] = []  # numbers of hooks of ``hooked``, and the hooks for all modules and optimizers
+        self.hooks = Check("A hook was registered or removed.", _hooks_of)  # of tensors, modules and all modules
+        self.hooks.add(None)
+        self.hook_clock = _hooks_clock()  # changes with the hooks; as it was when they were last looked at
         self.num_wrapped = NUM_WRAPPED[0]  # how many data-parallel wrappers there were when last looked at
         self.wrapped = _wrapped()  # by id, parameters that belonged to such at the capture
         self.quick: QuickGuards | None = None
@@ -178,17 +181,16 @@ class Guards:
         elif value is MISSING:
             self.absent.expect(location, False)
         else:
-            (self.plain if isinstance(value, SCALARS) else self.objects).expect(location, value)
+            self.entries.expect(location, value)
 
     def expect_same(self, location: Location, value: Any) -> None:
         """Expect a place to hold the very object ``value``, which is state of the step."""
-        self.objects.expect(location, value)
+        self.entries.expect(location, value)
         self.owned.add(location)
 
     def expect_form(self, location: Location, form_of: Callable[[Any], Any]) -> None:
         """Expect that what a place holds looks as it does now, though it may be another."""
-        new = Check("{} has another shape, dtype or layout than before.", lambda location: form_of(location.get()))
-        self.forms.setdefault(form_of, new).add(location, location)
+        self.forms.add((form_of, location), location)
 
     def measure(self, name: str, container: Any, *, is_ordered: bool = False) -> None:
         """Expect ``container`` to keep its length, or its keys in their order.
@@ -229,19 +231,17 @@ class Guards:
         self.layouts = layout_check(self.placed.things)
 
     def settle(self) -> None:
-        """Nothing more is expected: remember which hooks there are now."""
-        self.hook_clock = _hooks_clock()
-        self.hook_state = self._hooks()
-        known = (self.sizes, self.orders, *self.pins, self.objects, self.plain, self.absent, self.cells, self.copies)
-        self._quick = [check for check in (*known, self.placed) if check.things]
-        self._slow = [check for check in (self.scalers, *self.forms.values(), self.contents) if check.things]
+        """Nothing more is expected."""
+        known = (self.sizes, self.orders, *self.pins, self.entries, self.absent, self.cells, self.copies, self.placed)
+        self._quick = [check for check in known if check.things]
+        self._slow = [check for check in (self.scalers, self.forms, self.contents) if check.things]
 
     def quicken(self, written: Sequence[Tensor]) -> None:
         """From now on let compiled code look first, where it can be had; it also counts up versions of ``written``."""
         library = load_library()
         if library is None:
             return
-        entries = [*self.plain.triples(), *self.objects.triples()]
+        entries = [*self.entries.triples()]
         entries += ((*pair, MISSING) for pair in self.absent.things)
         entries += ((cell, None, value) for cell, value in zip(self.cells.things, self.cells.values, strict=True))
         for container, copy in zip(self.copies.things, self.copies.values, strict=True):
@@ -276,7 +276,7 @@ class Guards:
             is.
         """
         if self.hook_clock != (clock := _hooks_clock()):
-            if self.hook_state != self._hooks():
+            if not self.hooks.holds():
                 return None
             self.hook_clock = clock
         if self.num_wrapped != NUM_WRAPPED[0]:
@@ -305,31 +305,26 @@ class Guards:
 
     def broken(self) -> Break | None:
         """The first condition that does not hold."""
-        for entries in (self.plain, self.objects, self.absent, self.cells):
+        for entries in (self.entries, self.absent, self.cells):
             for change in entries.broken():
                 return replace(change, is_final=change.location in self.owned)
         if self.num_wrapped != NUM_WRAPPED[0] and self._is_wrapped():
             return Break("A parameter belongs to a data-parallel model now.", is_final=True)
         for change in self.placed.broken():
             return replace(change, is_final=True)
-        others = (self.sizes, self.orders, self.contents, self.copies, *self.pins, self.frozen, *self.forms.values())
-        for check in (*others, self.scalers):
+        others = (self.sizes, self.orders, self.contents, self.copies, *self.pins, self.frozen, self.forms)
+        for check in (*others, self.scalers, self.hooks):
             for change in check.broken():
                 return change
-        if not self.layouts():
-            return Break("A parameter or other state was given another shape or layout.")
-        return Break("A hook was registered or removed.") if self.hook_state != self._hooks() else None
+        return None if self.layouts() else Break("A parameter or other state was given another shape or layout.")
 
     def changed_numbers(self) -> Iterator[Location]:
         """Places of plain numbers that hold other numbers now."""
-        for check in (self.plain, self.cells):
+        for check in (self.entries, self.cells):
             for location, value in zip(check.names, check.values, strict=True):
                 now = location.get()
                 if is_number(value) and is_number(now) and not is_same(now, value):
                     yield location
-
-    def _hooks(self) -> list[Any]:
-        return [*hooks_for_all(), *map(_num_hooks, self.hooked)]
 
 
 def _all_hold(checks: list[Check]) -> bool:
@@ -339,16 +334,14 @@ def _all_hold(checks: list[Check]) -> bool:
         return False
 
 
-def _num_hooks(owner: Any) -> int:
-    """How many hooks a module or optimizer has, or whether a tensor has any."""
-    if isinstance(owner, Tensor):
-        return has_tensor_hooks(owner)
-    names = _HOOKS_OF_MODULES if isinstance(owner, nn.Module) else _HOOKS_OF_OPTIMIZERS
-    return sum(len(getattr(owner, name)) for name in names)
+def _hooks_of(owner: Tensor | nn.Module | None) -> Any:
+    """How many hooks a module has, or whether a tensor has any; ``None``: those for all modules and optimizers."""
+    if owner is None:
+        return hooks_for_all()
+    return has_tensor_hooks(owner) if isinstance(owner, Tensor) else sum(len(getattr(owner, key)) for key in _HOOKS)
 
 
-_HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GRADIENT = attrgetter("grad")
 
 
