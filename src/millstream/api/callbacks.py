@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from millstream.capture.effects.recorder import open_structure, recorder_of_thread
-from millstream.capture.state.signature import put_together, take_apart
+from millstream.capture.state.signature import put_together
 from millstream.errors import ArgumentError
 from millstream.results import fetch
 
@@ -47,10 +47,9 @@ def callback(fn: Callable[..., object], *args: Any, sync: bool = True) -> None:
     if recorder is not None:
         recorder.call(call, *args)
         return
-    tensors: list[Tensor] = []
     leaves: list[Tensor] = []
-    structure = open_structure(take_apart(args, tensors), iter(tensors), leaves, parameters=True)
-    call(*put_together(structure, (leaf.detach() for leaf in leaves).__next__))
+    structure = open_structure(args, leaves, parameters=True)
+    call(*put_together(structure, [leaf.detach() for leaf in leaves]))
 
 
 def _deliver(fn: Callable[..., object], *args: Any) -> None:

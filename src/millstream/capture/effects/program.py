@@ -80,8 +80,7 @@ class Call:
         """Call it."""
         if self.is_wanted is not None and not self.is_wanted():
             return
-        given = iter(self.expressions)
-        args, kwargs = put_together(self.structure, lambda: next(given)(values))
+        args, kwargs = put_together(self.structure, [expression(values) for expression in self.expressions])
         values.returned[self.number] = self.function(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ from millstream.capture.effects.program import Call, Effect, Effects, Output, al
 from millstream.capture.effects.values import Expression, Item, Leaf, Returned, TextChanged, Whole, holds_token
 from millstream.capture.lines import here
 from millstream.capture.state import signature
-from millstream.capture.state.signature import LEAF, Reference, Structure, Value, take_apart, walk
+from millstream.capture.state.signature import Reference, Structure, Value, take_apart, walk
 from millstream.capture.trace.scalars import HostScalar, Questions, as_scalar, is_scalar, is_size
 from millstream.errors import CaptureError
 
@@ -143,9 +143,7 @@ class Recorder:
     def _part(self, value: Any, leaves: list[Any]) -> Structure:
         if id(value) in self.own:
             return Reference(value)
-        tensors: list[Tensor] = []
-        structure = take_apart(value, tensors)
-        return open_structure(structure, iter(tensors), leaves, parameters=True)
+        return open_structure(value, leaves, parameters=True)
 
     def _expression(self, value: Any) -> tuple[Expression, frozenset[Leaf]]:
         if is_scalar(value):
@@ -178,30 +176,32 @@ def text_changed(where: str) -> CaptureError:
     )
 
 
-def open_structure(
-    structure: Structure, tensors: Iterator[Any], leaves: list[Any], *, parameters: bool = False
-) -> Structure:
-    """Let scalars and text with tokens, whose values are known later, be leaves like tensors.
+def open_structure(value: Any, leaves: list[Any], *, parameters: bool = False) -> Structure:
+    """Take a value apart; scalars and text with tokens, whose values are known later, are leaves like tensors.
 
     Args:
-        structure: What ``take_apart`` gave.
-        tensors: Its leaves.
-        leaves: Receives those, the scalars and the text, in the order of the new leaves.
+        value: Anything.
+        leaves: Receives the tensors, the scalars and the text.
         parameters: Whether parameters shall be leaves, too.
     """
-    if structure is LEAF:
-        leaves.append(next(tensors))
-        return LEAF
+    structure, tensors = take_apart(value)
+    return _open(structure, tensors, leaves, parameters=parameters)
+
+
+def _open(structure: Structure, tensors: Sequence[Tensor], leaves: list[Any], *, parameters: bool) -> Structure:
+    if isinstance(structure, signature.Leaf):
+        leaves.append(tensors[structure.index])
+        return signature.Leaf(len(leaves) - 1)
     if isinstance(structure, Reference) and (
         is_scalar(structure.target)
         or is_size(structure.target)
         or (parameters and isinstance(structure.target, nn.Parameter))
     ):
         leaves.append(as_scalar(structure.target))
-        return LEAF
+        return signature.Leaf(len(leaves) - 1)
     if isinstance(structure, Value) and isinstance(structure.value, str) and holds_token(structure.value):
         leaves.append(structure.value)
-        return LEAF
+        return signature.Leaf(len(leaves) - 1)
     if isinstance(structure, Value) and isinstance(structure.value, bytes):
         if holds_token(structure.value.decode(errors="ignore")):
             raise text_changed(here())
@@ -213,6 +213,6 @@ def open_structure(
                 where=here(),
                 remedy="Use a list of pairs, or make the dict in ms.callback.",
             )
-        children = (open_structure(child, tensors, leaves, parameters=parameters) for child in structure.children)
+        children = (_open(child, tensors, leaves, parameters=parameters) for child in structure.children)
         return replace(structure, children=tuple(children))
     return structure

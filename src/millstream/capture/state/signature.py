@@ -32,14 +32,6 @@ whether it is a lazy view.
 class Leaf:
     """The place of a tensor within a structure."""
 
-
-LEAF = Leaf()
-
-
-@dataclass(frozen=True, slots=True)
-class Again:
-    """The place of a tensor that has been met before."""
-
     index: int  # which of the tensors, each counted once
 
 
@@ -90,7 +82,7 @@ class Container:
     kinds: Any = None  # of keys that are not all text: what tells equal ones apart
 
 
-Structure: TypeAlias = Leaf | Again | Value | Number | Reference | Container
+Structure: TypeAlias = Leaf | Value | Number | Reference | Container
 
 
 def is_other(number: Any, before: Any) -> bool:
@@ -152,7 +144,7 @@ def whole_form_of(value: Any) -> Any:
 
 def key_of_tensors(values: Sequence[Any]) -> tuple[Any, ...] | None:
     """The key of a call with tensors only, no two the same, whose number is its form; ``None`` for other calls."""
-    if len({*map(id, values)}) != len(values) or {*map(type, values)} - {Tensor}:
+    if has_same(values) or {*map(type, values)} - {Tensor}:
         return None
     return key_of(len(values), values)
 
@@ -163,23 +155,28 @@ def key_of(form: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     return (form, ambient(), *metas)
 
 
-def take_apart(value: Any, leaves: list[Tensor], numbers: list[float] | None = None) -> Structure:
-    """Append the tensors within ``value``, parameters apart, to ``leaves`` and return what remains.
+def take_apart(value: Any, numbers: list[float] | None = None) -> tuple[Structure, list[Tensor]]:
+    """Tell the tensors within ``value``, parameters apart, from what remains.
 
     Args:
         value: Anything. A container that contains itself is not supported.
-        leaves: Receives the tensors, depth first.
         numbers: Receives the numbers, too, if given: then the structure has places for them.
 
     Returns:
-        The structure; ``put_together`` reverses it.
+        The structure, and the tensors, depth first and each once. ``put_together`` reverses it.
     """
+    leaves: dict[int, tuple[Leaf, Tensor]] = {}
+    return _take_apart(value, leaves, numbers), [tensor for _, tensor in leaves.values()]
+
+
+def _take_apart(value: Any, leaves: dict[int, tuple[Leaf, Tensor]], numbers: list[float] | None) -> Structure:
     kind = type(value)
     if issubclass(kind, Tensor):
         if isinstance(value, nn.Parameter):  # state that happens to be passed by hand
             return Reference(value)
-        leaves.append(value)
-        return LEAF
+        if id(value) not in leaves:
+            leaves[id(value)] = Leaf(len(leaves)), value
+        return leaves[id(value)][0]
     if issubclass(kind, (torch.SymFloat, torch.SymInt)):  # of a graph: it passes for a number, and is not to be asked
         return Reference(value)
     if isinstance(value, SCALARS):
@@ -188,12 +185,12 @@ def take_apart(value: Any, leaves: list[Tensor], numbers: list[float] | None = N
             return _NUMBERS[kind]
         return Value(kind, value)
     if isinstance(value, tuple | list):
-        return Container(kind, (), tuple(take_apart(item, leaves, numbers) for item in value))
+        return Container(kind, (), tuple(_take_apart(item, leaves, numbers) for item in value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value))
-        return Container(kind, names, tuple(take_apart(getattr(value, name), leaves, numbers) for name in names))
+        return Container(kind, names, tuple(_take_apart(getattr(value, name), leaves, numbers) for name in names))
     if isinstance(value, dict):
-        children = tuple(take_apart(item, leaves, numbers) for item in value.values())
+        children = tuple(_take_apart(item, leaves, numbers) for item in value.values())
         kinds = None if {*map(type, value)} <= {str} else _kinds_of(tuple(value))
         return Container(kind, tuple(value), children, getattr(value, "default_factory", None), kinds)
     return Reference(value)
@@ -217,52 +214,21 @@ def replace_numbers(structure: Structure, values: Iterator[Structure]) -> Struct
     return structure
 
 
-def has_same(tensors: Sequence[Tensor]) -> bool:
-    """Whether one of ``tensors`` occurs twice."""
-    return len({*map(id, tensors)}) != len(tensors)
+def has_same(values: Sequence[Any]) -> bool:
+    """Whether one of them occurs twice."""
+    return len({*map(id, values)}) != len(values)
 
 
-def merge_same(structure: Structure, leaves: list[Tensor]) -> Structure:
-    """Keep each of ``leaves`` once, and say in the structure where it is met again."""
-    tensors = [*leaves]
-    leaves.clear()
-    return _merge(structure, iter(tensors), leaves, {})
-
-
-def _merge(structure: Structure, tensors: Iterator[Tensor], once: list[Tensor], index_of: dict[int, int]) -> Structure:
-    if isinstance(structure, Container):
-        children = tuple(_merge(child, tensors, once, index_of) for child in structure.children)
-        return dataclasses.replace(structure, children=children)
-    if not isinstance(structure, Leaf):
-        return structure
-    tensor = next(tensors)
-    if id(tensor) in index_of:
-        return Again(index_of[id(tensor)])
-    index_of[id(tensor)] = len(once)
-    once.append(tensor)
-    return structure
-
-
-def spread_same(structure: Structure, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The tensors of a structure as often as it has them: for ``put_together``."""
-    once = iter(tensors)
-    for _, part in walk(structure, ""):
-        if isinstance(part, Leaf):
-            yield next(once)
-        elif isinstance(part, Again):
-            yield tensors[part.index]
-
-
-def put_together(structure: Structure, leaf: Callable[[], Any]) -> Any:
-    """Build a value of ``structure``, whose tensors come from calls of ``leaf``, depth first, each time it is met."""
-    if isinstance(structure, Leaf | Again):
-        return leaf()
+def put_together(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """Build a value of ``structure`` with these in the places of its tensors."""
+    if isinstance(structure, Leaf):
+        return leaves[structure.index]
     if isinstance(structure, Value):
         return structure.value
     if isinstance(structure, Reference):
         return structure.target
     assert isinstance(structure, Container)
-    items = [put_together(child, leaf) for child in structure.children]
+    items = [put_together(child, leaves) for child in structure.children]
     kind = structure.type
     if issubclass(kind, tuple):
         return kind(*items) if hasattr(kind, "_fields") else kind(items)

@@ -50,10 +50,10 @@ class Call:
     def signature(self) -> dict[str, str]:
         """The tensors by name, for people."""
         parts = walk_arguments(self.structure, self.parameters)
-        names = [name for name, part in parts if isinstance(part, Leaf)]
+        names = {part.index: name for name, part in reversed([*parts]) if isinstance(part, Leaf)}
         return {
-            name: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            for name, tensor in zip(names, self.arguments, strict=True)
+            names[index]: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            for index, tensor in enumerate(self.arguments)
         }
 
     def numbers(self, device: torch.device) -> Iterator[NumberInput]:

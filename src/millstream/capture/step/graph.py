@@ -18,7 +18,7 @@ from millstream.capture.guards.guards import Guards
 from millstream.capture.guards.recheck import Line
 from millstream.capture.lines import last_place, told
 from millstream.capture.state.location import Location
-from millstream.capture.state.signature import LEAF, Structure, are_same, is_other, put_together
+from millstream.capture.state.signature import Leaf, Structure, are_same, is_other, put_together
 from millstream.capture.step.sizes import SizeGuard, numbers_of
 from millstream.capture.trace.patches.optimizers import is_number
 from millstream.capture.trace.scalars import Questions
@@ -213,7 +213,7 @@ class StepGraph:
         for attributes in self.stepped:
             if "step" in attributes:  # the wrapper of a scheduler, which would note that the optimizer has stepped
                 attributes["_opt_called"] = True
-        if self.structure is LEAF and self.outputs[0].kind == "graph" and not self.effects.program:
+        if isinstance(self.structure, Leaf) and self.outputs[0].kind == "graph" and not self.effects.program:
             return results[0]
         numbers = self.numbers if self.sizes is None else [*self.numbers, *numbers_of(arguments)]
         values = Values(numbers, results, self.effects.stacks)
@@ -226,7 +226,7 @@ class StepGraph:
             return arguments[output.index] if output.kind == "argument" else output.value
 
         self.effects.run(values, value_of)
-        return put_together(self.structure, map(value_of, self.outputs).__next__)
+        return put_together(self.structure, [*map(value_of, self.outputs)])
 
     def release(self) -> None:
         """Let the executable give back its memory, if it knows how to."""

@@ -288,17 +288,15 @@ def _leave(*values: Any) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]:
     detached: dict[int, Tensor] = {}
     left, graded = [], []
     for value in values:
-        leaves: list[Tensor] = []
         is_open = recorder is not None or isinstance(value, Tensor)
-        structure = take_apart(value, leaves) if is_open else Reference(value)
+        structure, leaves = take_apart(value) if is_open else (Reference(value), [])
         for leaf in leaves:
             if leaf.requires_grad and not leaf.is_leaf:
                 detached.setdefault(id(leaf), leaf.detach())
         if recorder is not None:
             recorder.passed.update(map(storage_id, leaves))
         graded.append(tuple(index for index, leaf in enumerate(leaves) if id(leaf) in detached))
-        plain = (detached.get(id(leaf), leaf) for leaf in leaves)
-        left.append(put_together(structure, plain.__next__))
+        left.append(put_together(structure, [detached.get(id(leaf), leaf) for leaf in leaves]))
     return tuple(left), tuple(graded)
 
 
@@ -332,21 +330,19 @@ _LASTING = (nn.Module, Optimizer, LRScheduler, ModuleType, BuiltinFunctionType, 
 
 def _with_guards(value: Any, graded: Sequence[int], guarded: dict[int, Tensor]) -> Any:
     """Let tensors that had a gradient in a graph require one, and raise where it would be lost."""
-    leaves: list[Tensor] = []
-    structure = take_apart(value, leaves)
+    structure, leaves = take_apart(value)
     for index in graded:
         leaf = leaves[index].detach().requires_grad_()
         hook_leaf(leaf, _on_lost)
         guarded[id(leaf)] = leaves[index] = leaf
-    return put_together(structure, iter(leaves).__next__)
+    return put_together(structure, leaves)
 
 
 def _without_guards(result: Any, guarded: dict[int, Tensor]) -> Any:
-    leaves: list[Tensor] = []
-    structure = take_apart(result, leaves)
+    structure, leaves = take_apart(result)
     if not any(id(leaf) in guarded for leaf in leaves):
         return result
-    return put_together(structure, (leaf.detach() if id(leaf) in guarded else leaf for leaf in leaves).__next__)
+    return put_together(structure, [leaf.detach() if id(leaf) in guarded else leaf for leaf in leaves])
 
 
 def _on_lost(_: Tensor) -> NoReturn:

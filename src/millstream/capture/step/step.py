@@ -42,7 +42,6 @@ from millstream.capture.state.signature import (
     is_other,
     key_of,
     key_of_tensors,
-    merge_same,
     put_together,
     replace_numbers,
     take_apart,
@@ -237,8 +236,8 @@ class Step(Generic[P, R]):
             key = None if kwargs else key_of_tensors(arguments)
             if key is None:
                 numbers: list[float] = []
-                arguments = []
-                form: Any = _form_of(args, kwargs, arguments, numbers)
+                form: Any
+                form, arguments = take_apart((args, kwargs), numbers)
                 if numbers:
                     form, given = self._split_numbers(form, numbers)
                 key = key_of(form, arguments)
@@ -272,9 +271,8 @@ class Step(Generic[P, R]):
 
     def _make_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Look at the arguments; numbers that are others than they were before are brought by each call from now on."""
-        arguments: list[Tensor] = []
         numbers: list[float] = []
-        structure = _form_of(args, kwargs, arguments, numbers)
+        structure, arguments = take_apart((args, kwargs), numbers)
         form: Any = structure
         varying: Set[int] = frozenset()
         given: Sequence[float] = ()
@@ -720,12 +718,6 @@ def _serves_once(number: ServesOnce) -> CaptureError:
     )
 
 
-def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any], arguments: list[Tensor], numbers: list[float]) -> Structure:
-    """Take arguments apart; each tensor is appended once, however often it is passed."""
-    structure = take_apart((args, kwargs), arguments, numbers)
-    return merge_same(structure, arguments) if has_same(arguments) else structure
-
-
 def _looks_of(call: Call) -> Likeness | None:
     """What the arguments of calls like this look like; ``None`` where that is not all that counts of them."""
     if (
@@ -748,12 +740,11 @@ def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def _detached(result: Any) -> Any:
     """A result as a graph would give it: without gradients, and sharing no memory with what the step keeps."""
-    leaves: list[Tensor] = []
-    structure = take_apart(result, leaves)
+    structure, leaves = take_apart(result)
     if all(leaf.is_leaf and not leaf._is_view() for leaf in leaves):
         return result
 
     def plain(leaf: Tensor) -> Tensor:
         return leaf.detach().clone() if leaf._is_view() else leaf if leaf.is_leaf else leaf.detach()
 
-    return put_together(structure, map(plain, leaves).__next__)
+    return put_together(structure, [*map(plain, leaves)])

@@ -15,7 +15,7 @@ from millstream.capture.effects.program import Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.state.lift import Lifted
 from millstream.capture.state.location import Location
-from millstream.capture.state.signature import Structure, take_apart
+from millstream.capture.state.signature import Structure
 from millstream.capture.state.snapshot import Change
 from millstream.capture.step.request import Request
 from millstream.capture.trace.changes import needs_gradient
@@ -103,12 +103,10 @@ class Leaving:
             self.copies.append((home, now))
 
     def take_outputs(self, result: Any, stored: list[Change]) -> list[Tensor]:
-        leaves: list[Tensor] = []
-        structure = take_apart(result, leaves)
         parts: list[Any] = []
-        self.structure = open_structure(structure, iter(leaves), parts)
+        self.structure = open_structure(result, parts)
         check_returned(self.structure, {id(entry.tensor) for entry in self.request.state})
-        self._note_replaced(stored, leaves)
+        self._note_replaced(stored, parts)
         arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
         for index in self.replaced:
             arguments[id(self.request.state[index].tensor)] = len(arguments)
@@ -159,7 +157,7 @@ class Leaving:
         for (target, _), value in zip(self.copies, values, strict=True):
             self._memory_of(target).copy_(value)
 
-    def _note_replaced(self, stored: list[Change], leaves: list[Tensor]) -> None:
+    def _note_replaced(self, stored: list[Change], parts: list[Any]) -> None:
         """Find state that the step uses and in whose place it, or the user between calls, puts other tensors.
 
         Such state is read from its place in each call, like an argument: to copy the new tensor into the old one would
@@ -167,7 +165,7 @@ class Leaving:
         it was read; then the graph is for that very tensor.
         """
         placeholders = graph_being_traced().find_nodes(op="placeholder")
-        returned = {*map(id, leaves), *(id(change.after) for change in stored)}
+        returned = {*map(id, parts), *(id(change.after) for change in stored)}
         replaced = {id(change.before) for change in stored}
         linked = {id(link.value): link.location for link in self.request.found.links}
         for index, entry in enumerate(self.request.state):

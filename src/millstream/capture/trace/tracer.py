@@ -73,10 +73,8 @@ from millstream.capture.state.signature import (
     SCALARS,
     Reference,
     Structure,
-    merge_same,
     put_together,
     replace_numbers,
-    spread_same,
     take_apart,
 )
 from millstream.capture.state.snapshot import (
@@ -289,7 +287,7 @@ class _Tracer:
         def run_step() -> Any:
             numbers = (number.location.get() for number in self.request.numbers if number.is_argument)
             structure = replace_numbers(self.request.structure, map(Reference, numbers))
-            given = put_together(structure, spread_same(structure, self.request.arguments).__next__)
+            given = put_together(structure, self.request.arguments)
             args, kwargs = given
             self.recorder.given = frozenset(_containers(given))
             cached = {without_cache(cache).__code__ for cache in self.request.found.cached}
@@ -458,8 +456,7 @@ class _Tracer:
 
     def _check_arguments(self, given: Any, before: Structure) -> None:
         """Refuse changes of containers among the arguments: the function was given copies of them."""
-        leaves: list[Tensor] = []
-        structure = merge_same(take_apart(given, leaves), leaves)
+        structure, leaves = take_apart(given)
         if structure != before or [*map(id, leaves)] != [*map(id, self.request.arguments)]:
             raise CaptureError(
                 "The step changes a container among its arguments, which a graph would not do again.",
