@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from millstream.capture.guards.guards import Guards
 from millstream.capture.state.discover import MAX_ITEMS, defaults_of
 from millstream.capture.state.executed import WHOLE
-from millstream.capture.state.location import MISSING, Location, SequenceItems, Shared
+from millstream.capture.state.location import MISSING, Location, Shared
 from millstream.capture.state.signature import (
     SCALARS,
     Reference,
@@ -245,14 +245,9 @@ def _add_optimizer(
 
 def _lifted(request: Request) -> Iterator[tuple[int, str]]:
     """Entries with numbers that a graph is given anew in each call, by id of the dict and key."""
-    for location in (number.location for number in request.numbers):
-        holder = location.holder
-        if isinstance(holder, Shared):
-            yield from holder.entries(location.key)
-        elif isinstance(holder, SequenceItems):
-            yield id(holder.location.holder), holder.location.key
-        else:
-            yield id(holder), location.key
+    for location in (number.location.entry for number in request.numbers):
+        owners = location.holder.owners if isinstance(location.holder, Shared) else (location.holder,)
+        yield from ((id(owner), location.key) for owner in owners)
 
 
 def _add_group(guards: Guards, name: str, group: dict[str, Any], lifted: set[tuple[int, str]]) -> None:

@@ -40,6 +40,11 @@ class Location:
     def __str__(self) -> str:
         return self.name or str(self.key)
 
+    @property
+    def entry(self) -> Location:
+        """Of an item of a tuple or list that stands at some location, that location; otherwise this one."""
+        return self.holder.location if isinstance(self.holder, SequenceItems) else self
+
     def get(self) -> Any:
         """What is there now, or ``MISSING``."""
         try:
@@ -221,9 +226,10 @@ class SequenceItems(Attributes):
 class Shared(Attributes):
     """Entries that several dicts have in common: the same number with each, or there is none."""
 
-    def entries(self, key: str) -> Iterator[tuple[int, str]]:
-        """The entries one by one, by id of the dict and key."""
-        return ((id(entry), key) for entry in self._owner)
+    @property
+    def owners(self) -> tuple[dict[str, Any], ...]:
+        """The dicts."""
+        return self._owner  # type: ignore[no-any-return]
 
     def _identity(self) -> Any:
         return tuple(map(id, self._owner))

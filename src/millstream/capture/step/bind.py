@@ -76,8 +76,7 @@ class Workshop:
 
     is_checked: bool = False  # whether they are compared with what would be captured later
     slots: dict[Location, Slot] = field(default_factory=dict)  # tensors for the numbers of optimizers
-    # hyperparameters that were seen to change (optimizer, group, key): graphs read them at run time
-    cycled: set[tuple[Optimizer, int, str]] = field(default_factory=set)
+    cycled: set[Location] = field(default_factory=set)  # hyperparameters that were seen to change: graphs read them
     # keys under which optimizers were seen to count their steps, in their state or as attributes
     counted: set[tuple[Optimizer, str]] = field(default_factory=set)
     # places that were seen to hold another tensor than before: graphs read what is there in each call
@@ -123,8 +122,8 @@ class Workshop:
         for _, optimizer in found.optimizers:
             numbers += (
                 number
-                for group, key, number in numbers_of(optimizer)
-                if key == "lr" or (optimizer, group, key) in self.cycled
+                for number in numbers_of(optimizer)
+                if number.location.key == "lr" or number.location.entry in self.cycled
             )
             for key in sorted(key for counting, key in self.counted if counting is optimizer):
                 numbers += counts_of(optimizer, key)
@@ -179,16 +178,14 @@ class Workshop:
             changed: In a parameter group, an entry of the state, an optimizer's attributes, or objects of the user's.
         """
         for location in changed:
-            holder, key, is_optimizers = location.holder, location.key, False
             for _, optimizer in found.optimizers:
-                if any(entry is holder for entry in (vars(optimizer), *optimizer.state.values())):
-                    self.counted.add((optimizer, key))
-                    is_optimizers = True
-                for number, group in enumerate(optimizer.param_groups):
-                    if group is holder:
-                        self.cycled.add((optimizer, number, key))
-                        is_optimizers = True
-            if not is_optimizers:
+                if any(entry is location.holder for entry in (vars(optimizer), *optimizer.state.values())):
+                    self.counted.add((optimizer, location.key))
+                    break
+                if any(group is location.holder for group in optimizer.param_groups):
+                    self.cycled.add(location)
+                    break
+            else:
                 self.lifted[location] = None
 
     def assemble(self, call: Call, request: Request, traced: Traced, seconds: float) -> StepGraph:

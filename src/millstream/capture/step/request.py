@@ -109,41 +109,44 @@ class Traced:
 # --- instead of that --------------------------------------------------------------------------------------------------
 
 
-class StateMissing(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
+class NoGraph(Exception):  # noqa: N818 - to the step, which knows what to do: it is no error
+    """There is no graph this time."""
+
+
+class StateMissing(NoGraph):
     """State would be created now, of an optimizer or in a cache: only an eager call can give it values."""
 
 
-class EagerFirst(Exception):  # noqa: N818
+class EagerFirst(NoGraph):
     """An eager call must come first, to create what only an eager call can create."""
 
 
-class FoundLate(Exception):  # noqa: N818 - a message to the step, which lifts the objects and traces again
-    """Objects that discovery missed showed up while tracing."""
-
-    def __init__(self, name: str, value: Any, where: str) -> None:
-        super().__init__(name)
-        self.name, self.value, self.where = name, value, where
-
-
-class ServesOnce(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
+class ServesOnce(NoGraph):
     """The graph depends on the very value of a number that the step changes: it would not serve again."""
 
 
-class FirstChange(Exception):  # noqa: N818 - a message to the step, which runs eagerly this time
+class FirstChange(NoGraph):
     """The step puts a plain value in the place of another for the first time: it may be the only time."""
 
 
-class Disturbed(Exception):  # noqa: N818 - a message to the step, which traces again
-    """Another thread has written to what the step uses while it was traced."""
+@dataclass(eq=False)
+class FoundLate(NoGraph):
+    """An object that discovery missed showed up while tracing: the step lifts it and traces again."""
 
-    def __init__(self, location: Location) -> None:
-        super().__init__(str(location))
-        self.location = location
+    name: str
+    value: Any
+    where: str
 
 
-class NumbersChanged(Exception):  # noqa: N818 - a message to the step, which lifts them and traces again
-    """The step changes numbers that objects keep."""
+@dataclass(eq=False)
+class Disturbed(NoGraph):
+    """Another thread has written to what the step uses while it was traced: the step traces again."""
 
-    def __init__(self, locations: list[Location]) -> None:
-        super().__init__()
-        self.locations = locations
+    location: Location
+
+
+@dataclass(eq=False)
+class NumbersChanged(NoGraph):
+    """The step changes numbers that objects keep: it lifts them and traces again."""
+
+    locations: list[Location]

@@ -407,12 +407,8 @@ class Step(Generic[P, R]):
             self._why = change.reason
             self._workshop.note_reads(found, graph.guards.changed_numbers())
             if change.location is not None:
-                for _, optimizer in found.optimizers:
-                    self._workshop.cycled |= {
-                        (optimizer, group, key)
-                        for group, key, _ in numbers_of(optimizer)
-                        if change.location == Location(optimizer.param_groups[group], key)
-                    }
+                numbers = (number for _, optimizer in found.optimizers for number in numbers_of(optimizer))
+                self._workshop.cycled |= {change.location} & {number.location.entry for number in numbers}
                 if change.is_tensor:
                     self._workshop.changing.add(change.location)
             if change.is_final:

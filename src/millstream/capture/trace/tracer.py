@@ -82,12 +82,10 @@ from millstream.capture.state.snapshot import (
     is_type_of_tracing,
 )
 from millstream.capture.step.request import (
-    Disturbed,
-    FirstChange,
     FoundLate,
+    NoGraph,
     NumbersChanged,
     Request,
-    ServesOnce,
     StateMissing,
     Traced,
 )
@@ -141,10 +139,7 @@ def trace_step(request: Request) -> Traced:
 
     Raises:
         CaptureError: It cannot be captured.
-        StateMissing: An eager call must come first.
-        FoundLate: ``request`` lacks an object.
-        NumbersChanged: It lacks numbers.
-        ServesOnce: The graph would not serve again.
+        NoGraph: There is no graph for ``request`` now; its class says why.
     """
     tracer = _Tracer(request)
     try:
@@ -243,16 +238,7 @@ class _Tracer:
                         unknown = {id(change.after): change.before for change in self.snapshot.changes()}
                         self.questions.before = lambda number: unknown.get(id(number), MISSING)
                         self.snapshot.restore()
-        except (
-            CaptureError,
-            DataParallelError,
-            StateMissing,
-            FoundLate,
-            NumbersChanged,
-            FirstChange,
-            ServesOnce,
-            Disturbed,
-        ):
+        except (CaptureError, DataParallelError, NoGraph):
             raise
         except ForeignTensor as foreign:
             if not foreign.tensor.is_leaf:
@@ -275,7 +261,7 @@ class _Tracer:
             raise CaptureError(f"The step draws from {used}, which a graph cannot repeat.", remedy=SIDE_EFFECT_REMEDY)
         try:
             return self._finish(gm)
-        except (CaptureError, Disturbed):
+        except (CaptureError, NoGraph):
             raise
         except Exception as error:
             raise self._failure(error) from error

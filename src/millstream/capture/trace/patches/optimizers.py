@@ -55,19 +55,18 @@ def is_number(value: Any) -> bool:
     )
 
 
-def numbers_of(optimizer: Optimizer) -> Iterator[tuple[int, str, NumberInput]]:
-    """All numbers among the hyperparameters of ``optimizer``, each with the number of its group and its key there."""
-    for group_number, group in enumerate(optimizer.param_groups):
-        device = device_of(optimizer, group_number)
+def numbers_of(optimizer: Optimizer) -> Iterator[NumberInput]:
+    """All numbers among the hyperparameters of ``optimizer``."""
+    for number, group in enumerate(optimizer.param_groups):
+        device = device_of(optimizer, number)
         for key, value in group.items():
-            location = Location(group, key, f"param_groups[{group_number}][{key!r}]")
+            location = Location(group, key, f"param_groups[{number}][{key!r}]")
             if is_number(value):
-                yield group_number, key, NumberInput(location, f"{key}[{group_number}]", device, optimizer)
+                yield NumberInput(location, f"{key}[{number}]", device, optimizer)
             elif isinstance(value, tuple | list) and key != "params":
-                for item, part in enumerate(value):
-                    if is_number(part):
-                        place = Location(SequenceItems(location), item, str(location))
-                        yield group_number, key, NumberInput(place, f"{key}[{item}][{group_number}]", device, optimizer)
+                for item in (item for item, part in enumerate(value) if is_number(part)):
+                    place = Location(SequenceItems(location), item, str(location))
+                    yield NumberInput(place, f"{key}[{item}][{number}]", device, optimizer)
 
 
 @contextlib.contextmanager
@@ -146,7 +145,7 @@ def schedulers_are_recorded(
                 f"The step calls {kind}.step(), which writes a learning rate that is a tensor.",
                 "Call the scheduler outside of the step, after it, or make the rate a float.",
             )
-        places = [number.location for _, _, number in numbers_of(optimizer)]
+        places = [number.location for number in numbers_of(optimizer)]
         attributes = [key for key, value in vars(scheduler).items() if is_number(value)]
         call = functools.partial(_step_scheduler, scheduler, places, attributes)
         number = recorder.call(call, *args, is_state=True, **kwargs)
