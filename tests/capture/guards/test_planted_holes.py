@@ -41,14 +41,13 @@ def measuring_no(is_hole):
     """Nor lengths, orders and items of containers of a kind."""
 
     def plant(patch):
-        for name, place in (("measure", 1), ("keep", 0)):
-            original = getattr(Guards, name)
+        original = Guards.measure
 
-            def measure(self, *args, original=original, place=place, **kwargs):
-                if not is_hole(args[place]):
-                    original(self, *args, **kwargs)
+        def measure(self, name, container, **kwargs):
+            if not is_hole(container):
+                original(self, name, container, **kwargs)
 
-            patch.setattr(Guards, name, measure)
+        patch.setattr(Guards, "measure", measure)
 
     return plant
 

@@ -94,7 +94,7 @@ def _add_readings(
     targets = traced.effects.targets
     stored = {write.location for write in traced.effects.writes}  # and not known by a link
     groups = {id(group) for _, optimizer in request.found.optimizers for group in optimizer.param_groups}
-    for location, value in ((link.location, link.value) for link in traced.used.links):
+    for location, value in traced.used.links.items():
         is_lifted = (id(location.holder), location.key) in lifted
         if id(location.holder) in groups or is_lifted or id(location.holder) in targets:  # see _add_optimizer
             continue
@@ -115,11 +115,9 @@ def _add_objects(guards: Guards, traced: Traced) -> None:
     for name, container in traced.used.watched:
         if id(container) not in targets:
             guards.measure(name, container, is_ordered=True)
-    for name, container in traced.used.large:
-        guards.keep(container, name)
     for name, attributes in (*traced.used.objects, *traced.used.namespaces):  # another may appear
         guards.measure(name, attributes)
-    for owner in (*traced.used.instances, *traced.used.classes, *traced.used.functions.values()):
+    for owner in traced.used.owners.values():
         guards.pin(owner)
     variables = os.environ._data  # type: ignore[attr-defined]
     for name in sorted(traced.variables):
@@ -138,9 +136,9 @@ def _add_forms(guards: Guards, request: Request, traced: Traced, used: Container
         if name in holder
     }
     linked: dict[int, list[Location]] = {}
-    for link in traced.used.links:
-        if isinstance(link.value, Tensor):
-            linked.setdefault(id(link.value), []).append(link.location)
+    for location, value in traced.used.links.items():
+        if isinstance(value, Tensor):
+            linked.setdefault(id(value), []).append(location)
     for entry in request.state:
         tensor = entry.tensor
         if id(tensor) in used:

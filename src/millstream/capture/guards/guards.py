@@ -27,13 +27,11 @@ from millstream._torch.hooks import HOOKS_FOR_ALL, has_tensor_hooks, hooks_for_a
 from millstream._torch.scaler import is_idle
 from millstream._torch.tensors import layout_check
 from millstream.capture.guards.native import QuickGuards, load_library
-from millstream.capture.state.contents import MAX_BYTES, content_of, has_content, is_bytes, size_of
+from millstream.capture.state.contents import content_of, has_content, is_comparable, size_of
+from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.location import MISSING, Attributes, Items, Location
 from millstream.capture.state.signature import is_same
 from millstream.capture.trace.patches.optimizers import is_number
-
-MAX_COMPARED = 10_000
-"""Of longer containers only the length is compared in each call: one object takes 20 ns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,23 +193,18 @@ class Guards:
     def measure(self, name: str, container: Any, *, is_ordered: bool = False) -> None:
         """Expect ``container`` to keep its length, or its keys in their order.
 
-        And a set, a deque or an array, whose items are no entries, all that it holds.
+        And what has no entries that are expected by themselves, such as a set, an array or a long list, all that it
+        holds, or at least its length.
         """
-        is_keyed = isinstance(container, list | dict | Attributes)
-        keeps_order_elsewhere = isinstance(container, OrderedDict | Items)
-        if not is_keyed or (is_ordered and keeps_order_elsewhere):
+        has_entries = isinstance(container, list | dict | Attributes)
+        if is_ordered and (isinstance(container, OrderedDict | Items) or size_of(container) > MAX_ITEMS):
+            has_entries = False
+        if not has_entries and is_comparable(container):
             self.contents.add(container, name, content_of(container))
-        elif is_ordered and isinstance(container, dict) and container:
+        elif has_entries and is_ordered and isinstance(container, dict) and container:
             self.orders.add(container, name)
         else:
             self.sizes.add(container.view() if isinstance(container, Attributes) else container, name)
-
-    def keep(self, container: Any, name: str) -> None:
-        """Expect a long container, whose items are no entries, to hold what it holds, or at least as many items."""
-        if size_of(container) <= (MAX_BYTES if is_bytes(container) else MAX_COMPARED):
-            self.contents.add(container, name, content_of(container))
-        else:
-            self.sizes.add(container, name)
 
     def pin(self, owner: Any) -> None:
         """Expect an object to keep its class, a class its bases, and a function its code and defaults."""

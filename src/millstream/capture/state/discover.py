@@ -58,7 +58,6 @@ from millstream.capture.state.location import (
     MISSING,
     ClassAttributes,
     ContextValue,
-    Entry,
     Items,
     Location,
     SlotAttributes,
@@ -111,19 +110,16 @@ class Found:
     scalers: Named[GradScaler] = field(default_factory=list)
     tensors: Named[Tensor] = field(default_factory=list)
     objects: Named[MutableMapping[str, Any]] = field(default_factory=list)  # attributes of objects, classes, functions
-    instances: list[Any] = field(default_factory=list)  # the objects themselves
-    classes: list[type] = field(default_factory=list)
+    owners: dict[int, Any] = field(default_factory=dict)  # those objects, classes and functions themselves, by id
     namespaces: Named[dict[str, Any]] = field(default_factory=list)  # attributes of the user's Python modules
     containers: Named[Any] = field(default_factory=list)  # also arrays, trees of XML and what caches have answered
     long: Named[Any] = field(default_factory=list)  # those that have more than ``MAX_ITEMS`` items: none is followed
-    watched: Named[Any] = field(default_factory=list)  # those of ``containers`` that the code may look into
-    large: Named[Any] = field(default_factory=list)  # likewise of the long ones
-    names: set[str] = field(default_factory=set)  # in the code
+    watched: Named[Any] = field(default_factory=list)  # those of both that the code may look into
+    names: set[str] = field(default_factory=lambda: {"__call__", "forward"})  # in the code
     told: set[str] = field(default_factory=set)  # those of them that are strings, as in ``hasattr(x, "name")``
     cached: list[Any] = field(default_factory=list)  # what ``functools.lru_cache`` has made of functions
     codes: set[types.CodeType] = field(default_factory=set)  # that were looked into
-    functions: dict[int, types.FunctionType] = field(default_factory=dict)  # likewise, by id
-    links: list[Entry] = field(default_factory=list)  # the steps on the way, and what each led to
+    links: dict[Location, Any] = field(default_factory=dict)  # the steps on the way, and what each led to
     sources: list[str] = field(default_factory=list)  # names of iterators and queues that the code may ask
     generators: Named[Any] = field(default_factory=list)  # of Python and NumPy, also those whose methods were met
     files: list[Any] = field(default_factory=list)  # open ones
@@ -175,11 +171,10 @@ class _Search:
     def __init__(self, ran: Ran) -> None:
         self.found = Found()
         self._ran = ran
-        self.names: set[str] = {"__call__", "forward"}
+        self.names = self.found.names
         self._read: set[str] = set()  # those of them that are not only called as methods
         self._seen: dict[int, Any] = {}  # id -> object, kept alive so that ids stay unique
         self._linked: set[tuple[int, Any]] = set()
-        self._told: set[str] = set()  # those of them that are strings, as in ``hasattr(x, "name")``
         self._plain: list[_Plain] = []
         self._computed = {id(held) for value in self._ran.computed.values() for held in _all_attributes(value)}
         self._of_module: str | None = None  # the attribute of a module from which the search has come
@@ -205,11 +200,8 @@ class _Search:
             self._of_module = None
             self._follow_names()
         self.found.sources = [name for name, attribute in self._sources if self._may_look_into(attribute)]
-        self.found.watched, self.found.large = (
-            [item for item in containers if self._may_look_into(self._attribute_of[id(item[1])])]
-            for containers in (self.found.containers, self.found.long)
-        )
-        self.found.names, self.found.told = self.names, self._told
+        containers = (*self.found.containers, *self.found.long)
+        self.found.watched = [item for item in containers if self._may_look_into(self._attribute_of[id(item[1])])]
 
     def _may_look_into(self, attribute: str | None) -> bool:
         """Whether the code may do that with an attribute of a module: what it never names may change as it likes."""
@@ -229,7 +221,7 @@ class _Search:
                         self.follow(f"{plain.name}.{name}", holder, name)
                 later = plain.defaults if is_computed else self.names & plain.defaults
                 if plain.given is not None:
-                    later |= {name for name in self._told if not hasattr(plain.given, name)}
+                    later |= {name for name in self.found.told if not hasattr(plain.given, name)}
                 for name in sorted(later.difference(holder)):
                     self.follow(f"{plain.name}.{name}", holder, name)
 
@@ -335,7 +327,7 @@ class _Search:
             value = holder[key] if isinstance(holder, list) else holder.get(key, MISSING)
         is_library = isinstance(value, type) and not is_users(_file_of(value))
         if not is_library and not isinstance(value, _NEVER_REPLACED):
-            self.found.links.append(Entry(Location(holder, key, name), value))
+            self.found.links[Location(holder, key, name)] = value
         self.visit(name, value)
 
     def _visit_function(self, name: str, function: types.FunctionType) -> None:
@@ -348,13 +340,13 @@ class _Search:
             return
         names = names_of(code)
         self.found.codes |= names.codes
-        self.found.functions[id(function)] = function
+        self.found.owners[id(function)] = function
         parent = name.rpartition(".")[0]
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.follow(variable, cell, None)
         self._read |= names.read
         self._name(names.told)
-        self._told |= names.told
+        self.found.told |= names.told
         self._visit_imports(names, function.__globals__.get("__package__"))
         self.names |= names.all
         told = names.told if "globals" in names.globals else set()
@@ -362,7 +354,7 @@ class _Search:
             if variable in function.__globals__:
                 self.follow(variable, function.__globals__, variable)
         for variable in (told | names.stored).difference(function.__globals__):
-            self.found.links.append(Entry(Location(function.__globals__, variable, variable), MISSING))
+            self.found.links[Location(function.__globals__, variable, variable)] = MISSING
         for position, default in enumerate(function.__defaults__ or ()):
             self.visit(f"{parent}default[{position}]", default)
         for variable in function.__kwdefaults__ or {}:
@@ -438,7 +430,7 @@ class _Search:
             if id(base) not in self._seen or base is kind:
                 self._seen[id(base)] = base
                 if is_users(_file_of(base)):  # which may hide later what it inherits
-                    self.found.classes.append(base)
+                    self.found.owners[id(base)] = base
                     self._visit_attributes(name, ClassAttributes.of(base), defaults_of(base))
                     for key, _ in filter(self._is_special, [*vars(base).items()]):
                         self.follow(f"{name}.{key}", ClassAttributes.of(base), key)
@@ -457,7 +449,7 @@ class _Search:
         is_library |= any(f"{base.__module__}.{base.__qualname__}" in _OF_PYTHON for base in kind.__mro__)
         if not is_users(_file_of(kind)) and kind not in NAMESPACES and not is_library:
             return
-        self.found.instances.append(value)
+        self.found.owners[id(value)] = value
         library = kind if is_library else None
         if hasattr(value, "__dict__"):
             self._visit_attributes(name, vars(value), defaults_of(kind), library)

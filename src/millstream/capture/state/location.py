@@ -68,14 +68,6 @@ class Location:
             self.holder[self.key] = value
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A place, and what was found there."""
-
-    location: Location  # the place
-    value: Any  # what was there, or ``MISSING``
-
-
 class Attributes(MutableMapping[Any, Any]):
     """Attributes of one owner, in the form of a dict: no property is evaluated, no ``__setattr__`` of the user's runs.
 

@@ -19,13 +19,12 @@ import torch
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.values import holds_token
 from millstream.capture.state.contents import (
-    MAX_BYTES,
     content_of,
     has_content,
     is_bytes,
+    is_comparable,
     is_container,
     put_back,
-    size_of,
 )
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import Ran, others_may_write
@@ -82,9 +81,9 @@ class Snapshot:
     def add(self, found: Found) -> None:
         """Note what else a step reaches, as it is now."""
         optimizers = {id(vars(optimizer)) for _, optimizer in found.optimizers}  # whose attributes are kept below
-        for link in found.links:
-            if id(link.location.holder) not in optimizers:
-                self._links.setdefault(link.location, link.location.get())
+        for location in found.links:
+            if id(location.holder) not in optimizers:
+                self._links.setdefault(location, location.get())
         for name, root in found.modules:
             for path, module in root.named_modules():
                 prefix = f"{name}.{path}" if path else name
@@ -110,7 +109,7 @@ class Snapshot:
             self._keep(Kind.PLAIN, name, container)
 
     def _keep(self, kind: Kind, name: str, holder: Any) -> None:
-        is_huge = is_bytes(holder) and size_of(holder) > MAX_BYTES
+        is_huge = is_bytes(holder) and not is_comparable(holder)
         if is_container(holder) and not is_huge and id(holder) not in self._copies:
             self._copies[id(holder)] = (kind, name, holder, content_of(holder))
 
@@ -204,18 +203,18 @@ class Snapshot:
 
         To be asked when everything is put back that the step has changed; not about ``unread``.
         """
-        for link in used.links:
-            if link.location in unread:
+        for location, value in used.links.items():
+            if location in unread:
                 continue
-            kept = self._copies.get(id(link.location.holder), (Kind.PLAIN, "", None, None))
-            before = self._links.get(link.location, link.value)
-            if link.location not in self._links and isinstance(kept[3], dict):  # as its name is computed
-                before = kept[3].get(link.location.key, MISSING)
-            if kept[0] in (Kind.PLAIN, Kind.MODULE) and not _is_unchanged(link.value, before):
-                return link.location
+            kind, _, _, copy = self._copies.get(id(location.holder), (Kind.PLAIN, "", None, None))
+            before = self._links.get(location, value)
+            if location not in self._links and isinstance(copy, dict):  # as its name is computed
+                before = copy.get(location.key, MISSING)
+            if kind in (Kind.PLAIN, Kind.MODULE) and not _is_unchanged(value, before):
+                return location
         for name, container in used.watched:
             kind, _, _, copy = self._copies.get(id(container), (None, None, None, None))
-            if kind is Kind.PLAIN and not _has_kept(container, copy):
+            if kind is Kind.PLAIN and is_comparable(container) and not _has_kept(container, copy):
                 return Location(container, None, name)
         return None
 
@@ -233,11 +232,12 @@ def _stands_for_number(value: Any) -> bool:
 
 def _has_kept(container: Any, content: Any) -> bool:
     """Whether a container has what it had; numbers that a graph reads anew may be others."""
-    if isinstance(container, dict | list | deque) and len(container) == len(content):
-        if isinstance(container, dict):
-            return [*container] == [*content] and all(map(_is_unchanged, container.values(), content.values()))
-        return all(map(_is_unchanged, container, content))
-    return has_content(container, content)
+    if has_content(container, content):
+        return True
+    if isinstance(container, dict):
+        return [*container] == [*content] and all(map(_is_unchanged, container.values(), content.values()))
+    is_sequence = isinstance(container, list | deque) and len(container) == len(content)
+    return is_sequence and all(map(_is_unchanged, container, content))
 
 
 def _is_unchanged(now: Any, before: Any) -> bool:

@@ -324,7 +324,7 @@ def _counters(found: Found) -> Iterator[Location]:
     """Places of numbers that code may change by ``+=`` and the like."""
     names = {name for code in found.codes for name in stores_of(code).counted}
     own = {*map(id, _holders_of_optimizers(found))}
-    places = [link.location for link in found.links if id(link.location.holder) not in own]
+    places = [location for location in found.links if id(location.holder) not in own]
     for prefix, root in found.modules:
         for path, module in root.named_modules():
             name = f"{prefix}.{path}" if path else prefix

@@ -167,7 +167,7 @@ class Leaving:
         placeholders = graph_being_traced().find_nodes(op="placeholder")
         returned = {*map(id, parts), *(id(change.after) for change in stored)}
         replaced = {id(change.before) for change in stored}
-        linked = {id(link.value): link.location for link in self.request.found.links}
+        linked = {id(value): location for location, value in self.request.found.links.items()}
         for index, entry in enumerate(self.request.state):
             tensor = id(entry.tensor)
             if not placeholders[index].users and tensor not in returned:

@@ -365,7 +365,7 @@ class _Tracer:
                 self._report(StateMissing(f"{frame.f_code.co_name}'s cache"))
         if not functions and frame.f_code not in known.codes:
             functions = [stand_in(frame)]
-        late = [(function.__qualname__, function) for function in functions if id(function) not in known.functions]
+        late = [(function.__qualname__, function) for function in functions if id(function) not in known.owners]
         if late and is_asked_by_user(frame):
             found = discover([*request.roots, *late])
             if any(len(getattr(found, kind)) != len(getattr(known, kind)) for kind in _LIFTED):
