@@ -146,7 +146,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         strict=strict,
         max_graphs=max_graphs,
         options=options,
-        freeze=freeze,
+        freezes=freeze,
         dynamic=dynamic,
     )
     return compile_module(model, compiler) if isinstance(model, torch.nn.Module) else Compiled(model, compiler)

@@ -8,10 +8,10 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NoReturn
 
 import filelock
@@ -84,28 +84,27 @@ def is_asked_by_user(frame: FrameType | None) -> bool:
     return False
 
 
+def _is_boundary(code: CodeType) -> bool:
+    return code.co_name == BOUNDARY and not is_users(code.co_filename)
+
+
+def _frames_of_step() -> Iterator[FrameType]:
+    """What runs of the step, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_boundary(frame.f_code):
+        yield frame
+        frame = frame.f_back
+
+
 def user_frames() -> list[tuple[str, int, str]]:
     """Frames of the user's code on the stack, innermost first: file, line, function."""
-    frames: list[tuple[str, int, str]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if is_users(code.co_filename):
-            frames.append((code.co_filename, frame.f_lineno, code.co_name))
-        elif code.co_name == BOUNDARY:
-            break
-        frame = frame.f_back
-    return frames
+    codes = ((frame.f_code, frame.f_lineno) for frame in _frames_of_step())
+    return [(code.co_filename, line, code.co_name) for code, line in codes if is_users(code.co_filename)]
 
 
 def module_path() -> str:
     """The path from the outermost module whose forward pass is running to the innermost: ``layer1.conv2``."""
-    found: list[torch.nn.Module] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != BOUNDARY:
-        if frame.f_code is _CALLS_A_MODULE:
-            found.append(frame.f_locals["self"])
-        frame = frame.f_back
+    found = [frame.f_locals["self"] for frame in _frames_of_step() if frame.f_code is _CALLS_A_MODULE]
     names = []
     for inner, outer in pairwise(found):
         parts = chain(outer.named_children(), outer.named_modules())  # mostly among the first, which are few
@@ -159,13 +158,11 @@ def stops_in_debugger(where: str) -> CaptureError:
 def stopped_at() -> str | None:
     """``file:line`` at which a debugger has stopped the step and now asks for something; ``None`` if none has."""
     place: str | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != BOUNDARY:
+    for frame in _frames_of_step():
         if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
             place = ""
         elif place == "" and is_users(frame.f_code.co_filename):
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
     return place
 
 
@@ -183,7 +180,7 @@ def place_of(error: BaseException) -> str:
     """``file:line`` of the user's innermost line that led to ``error``, or an empty string."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name == BOUNDARY:  # what was on the way to the step, code made by FX too, is not its
+        if _is_boundary(frame.f_code):  # what was on the way to the step, code made by FX too, is not its
             place = ""
         elif is_users(frame.f_code.co_filename):
             place = f"{frame.f_code.co_filename}:{line}"
@@ -192,8 +189,8 @@ def place_of(error: BaseException) -> str:
 
 def is_of_call(error: BaseException) -> bool:
     """Whether the step's arguments are others than its function takes: no line of it has run."""
-    frame = next((frame for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)])), None)
-    return isinstance(error, TypeError) and frame is not None and frame.f_code.co_name == BOUNDARY
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, TypeError) and bool(frames) and _is_boundary(frames[-1].f_code)
 
 
 def caller_of(error: BaseException, package: str) -> str | None:

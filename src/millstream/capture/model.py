@@ -16,6 +16,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -69,41 +70,24 @@ class Graph:
         self.last_used = 0
 
 
+@dataclass(eq=False)
 class Compiler:
-    """A Dynamo backend that remembers what it compiled.
+    """A Dynamo backend that remembers what it compiled."""
 
-    Args:
-        new_builder: Called once a graph, with what to call when a program runs otherwise than asked for.
-        name: Name of what is compiled, for people.
-        strict: Raise instead of falling back.
-        max_graphs: So many graphs keep their memory; the one unused for longest gives it back and takes it anew when
-            needed.
-        options: Inductor options.
-        freeze: Fold parameters into the graphs.
-        dynamic: Whether sizes are symbolic: from the second value of a size on, always, or never.
-    """
-
-    def __init__(
-        self,
-        new_builder: Callable[[Callable[[str], None]], Builder],
-        *,
-        name: str,
-        strict: bool = False,
-        max_graphs: int = 8,
-        options: dict[str, Any] | None = None,
-        freeze: bool = False,
-        dynamic: bool | None = None,
-    ) -> None:
-        self._new_builder = new_builder
-        self.dynamic = dynamic
-        self.freezes = freeze
-        self.name, self.strict, self._max_graphs, self._options = name, strict, max_graphs, options
-        self.num_runs = 0  # of graphs; a clock for their use
-        self.graphs: list[Graph] = []
-        self.fallbacks: list[str] = []
-        self._folded: dict[int, torch.Tensor] = {}
-        self._versions: list[int] = []  # of those, when they were folded in
-        self._num_folded_anew = 0
+    new_builder: Callable[[Callable[[str], None]], Builder]  # given what to call when a program runs in another way
+    _: KW_ONLY
+    name: str  # of what is compiled, for people
+    strict: bool = False  # raise instead of falling back
+    max_graphs: int = 8  # so many keep their memory; the one unused for longest gives it back until it runs again
+    options: dict[str, Any] | None = None  # of Inductor
+    freezes: bool = False  # fold parameters into the graphs
+    dynamic: bool | None = None  # whether sizes are symbolic: from the second value of a size on, always, or never
+    num_runs: int = field(default=0, init=False)  # of graphs; a clock for their use
+    graphs: list[Graph] = field(default_factory=list, init=False)
+    fallbacks: list[str] = field(default_factory=list, init=False)
+    _folded: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
+    _versions: list[int] = field(default_factory=list, init=False)  # of those, when they were folded in
+    _num_folded_anew: int = field(default=0, init=False)
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile a graph that Dynamo captured."""
@@ -116,7 +100,7 @@ class Compiler:
             new = {id(each): each for each in (*gm.parameters(), *gm.buffers())}
             self._versions += (each._version for key, each in new.items() if key not in self._folded)
             self._folded |= new
-        builder, graph = self._new_builder(self.warn), Graph()
+        builder, graph = self.new_builder(self.warn), Graph()
 
         def finish(lowered: Lowered | LoweredForSizes) -> Runnable:
             executable = builder(lowered)
@@ -125,7 +109,7 @@ class Compiler:
 
         with showing(self.name, "compiled"):
             run = compile_graph(
-                gm, inputs, finish, self._refuse, name=self.name, options=self._options, freeze=self.freezes
+                gm, inputs, finish, self._refuse, name=self.name, options=self.options, freeze=self.freezes
             )
         self.graphs.append(graph)
         graph.last_used = self.num_runs
@@ -155,18 +139,6 @@ class Compiler:
             self.freezes = False
             self.warn("parameters are not folded in any more, as they change again and again: leave out freeze=True.")
 
-    def anew(self) -> Compiler:
-        """One with the same settings, which has compiled nothing."""
-        return Compiler(
-            self._new_builder,
-            name=self.name,
-            strict=self.strict,
-            max_graphs=self._max_graphs,
-            options=self._options,
-            freeze=self.freezes,
-            dynamic=self.dynamic,
-        )
-
     def warn(self, reason: str) -> None:
         """Note why something runs otherwise than asked for, and say so once a reason; raise if strict."""
         if self.strict:
@@ -184,7 +156,7 @@ class Compiler:
         self.warn(f"a graph runs {instead}, because it could not be lowered ({failure}).")
 
     def _release_oldest(self) -> None:
-        for graph in sorted(self.graphs, key=lambda graph: graph.last_used)[: -self._max_graphs]:
+        for graph in sorted(self.graphs, key=lambda graph: graph.last_used)[: -self.max_graphs]:
             for executable in graph.executables:
                 executable.release()
 
@@ -262,7 +234,7 @@ class Compiled:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         """The same of a copy of what is compiled; nothing is compiled for it yet."""
-        return Compiled(copy.deepcopy(self._function, memo), self.compiler.anew())
+        return Compiled(copy.deepcopy(self._function, memo), replace(self.compiler))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A function compiled in a class is a method."""

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 import millstream as ms
 from millstream.capture import Step
+from millstream.capture.lines import is_of_call, place_of
 from millstream.errors import CaptureError, FallbackWarning
 from tests.capture.worlds import interpret
 
@@ -29,6 +30,16 @@ def make(strict=False, function=None):
         return loss
 
     return Step(function or step, build=interpret, strict=strict), step
+
+
+def test_a_function_of_the_users_may_have_the_name_of_ours():
+    def run_step():
+        raise TypeError
+
+    with pytest.raises(TypeError) as caught:
+        run_step()
+    assert place_of(caught.value) == f"{__file__}:{run_step.__code__.co_firstlineno + 1}"
+    assert not is_of_call(caught.value)
 
 
 X, Y = torch.ones(5, 4), torch.zeros(5, dtype=torch.int64)
