@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections import deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -271,3 +272,30 @@ def test_what_is_changed_by_computed_names_is_changed_in_each_call(way):
         theirs[way]()
         assert look() == expected()
     assert len(captured.graphs) == 1
+
+
+class Notes(dict):
+    """A dict that has attributes, too."""
+
+
+class Losses(list):
+    """A list that has."""
+
+
+HOLDERS = {
+    "a dict's own": (Notes(), lambda holder, value: setattr(holder, "last", value), lambda holder: holder.last),
+    "an item": (Notes(), lambda holder, value: holder.update(last=value), lambda holder: holder["last"]),
+    "a list's own": (Losses(), lambda holder, value: setattr(holder, "last", value), lambda holder: holder.last),
+    "a partial's": (partial(max), lambda holder, value: setattr(holder, "last", value), lambda holder: holder.last),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_appears_in_the_attributes_of_a_container_is_a_number(holder):
+    kept, store, read = HOLDERS[holder]
+    step = make_step(nn.Linear(4, 3), lambda loss: store(kept, loss.item()))
+    for _ in range(4):
+        loss = step(torch.randn(6, 4)).item()
+        assert read(kept) == loss
+    assert type(read(kept)) is float
+    assert step.graphs

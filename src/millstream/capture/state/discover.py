@@ -272,6 +272,7 @@ class _Search:
             self.visit(name, value.func)
             self.visit(f"{name}.args", value.args)
             self.visit(f"{name}.keywords", value.keywords)
+            self._visit_attributes(name, vars(value), frozenset())
         elif isinstance(value, staticmethod | classmethod):
             self.visit(name, value.__func__)
         elif isinstance(value, property):
@@ -403,8 +404,10 @@ class _Search:
         self.visit(f"{name}.registry", vars(function).get("registry"))  # of ``functools.singledispatch``
 
     def _visit_container(self, name: str, value: Any) -> None:
-        if isinstance(value, dict) and is_users(_file_of(type(value))):
-            value = Items.of(value)
+        if is_users(_file_of(type(value))):
+            if hasattr(value, "__dict__"):
+                self._visit_object(name, value)
+            value = Items.of(value) if isinstance(value, dict) else value
         self._attribute_of[id(value)] = self._of_module
         if (value.size if isinstance(value, np.ndarray) else size_of(value)) > MAX_ITEMS:
             if is_container(value):

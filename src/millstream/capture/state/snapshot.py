@@ -234,7 +234,7 @@ def _has_kept(container: Any, content: Any) -> bool:
     """Whether a container has what it had; numbers that a graph reads anew may be others."""
     if has_content(container, content):
         return True
-    if isinstance(container, dict):
+    if isinstance(container, dict | Attributes):
         return [*container] == [*content] and all(map(_is_unchanged, container.values(), content.values()))
     is_sequence = isinstance(container, list | deque) and len(container) == len(content)
     return is_sequence and all(map(_is_unchanged, container, content))
