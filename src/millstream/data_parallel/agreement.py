@@ -41,7 +41,7 @@ MARK_SHIFT = 20
 """Where an answer has the mark of what the step trains by."""
 _MARKS = ((1 << MARK_BITS) - 1) << MARK_SHIFT
 
-COMPARED_EVERY, WAITED_FOR_AFTER = 16, 8
+COMPARED_EVERY, WAITED_FOR_AFTER = 64, 8
 """Questions of which one is compared where nobody asks, and after how many more its answers are looked at."""
 
 REMEMBERED = 200
