@@ -46,8 +46,9 @@ def test_gradients_are_sent_off_early(pair):
         assert num_cuts > 2
 
 
-def test_compression(pair):
-    pair.run(checks.compressed, 10)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_compression(pair, dtype):
+    pair.run(checks.compressed, 10, dtype)
 
 
 def test_step_becomes_one_graph(pair):
@@ -100,6 +101,12 @@ def test_compiled_sharded_step_becomes_one_graph(pair):
 def test_sharded_state_is_saved_and_loaded(pair, tmp_path):
     for told in pair.run(sharded_checks.saved_and_loaded, str(tmp_path)):
         assert len(told) == 4
+
+
+def test_step_on_a_communicator_of_its_own(pair):
+    for (on_group, _, _), (on_own, _, told) in pair.run(checks.on_own_communicator, 12):
+        assert on_group == on_own
+        assert told.endswith("collectives on a communicator of its own of at most 4 CTAs")
 
 
 def test_rank_that_ends_in_a_replay_ends_the_others(pair):

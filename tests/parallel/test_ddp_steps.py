@@ -74,14 +74,23 @@ def test_wrapper_is_used_between_steps(pair, compresses):
     pair.run(checks.wrapper_between, 10, compresses)
 
 
-def test_compression(pair):
-    pair.run(checks.compressed, 10)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_compression(pair, dtype):
+    pair.run(checks.compressed, 10, dtype)
 
 
 def test_hook_of_the_users_keeps_its_reducer(pair):
     for told in pair.run(checks.own_hook, 5):
         assert len(told) == 1
         assert "communication hook hook, which is not captured" in told[0]
+
+
+def test_step_within_join_is_left_to_ddp_in_all_ranks(pair):
+    (one, told), (other, same) = pair.run(checks.joined, 5)
+    assert one == other
+    for each in (*told, *same):
+        assert "DistributedDataParallel with the context manager Join, which is not captured" in each
+    assert len(told) == len(same) == 1
 
 
 def test_gradients_are_sent_off_early(pair):
