@@ -12,7 +12,7 @@ endif
 # One thread for `run`: its kernels are too small to share. On two busy cores two threads were 15 times slower, eager too.
 export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-# What a library asks of the driver, and is refused, is no error of ours.
+# A library may ask the driver for what it does not have: that is no error.
 SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 1
 
 .PHONY: help run test soak check fuzz gpu gpu2 sanitize bench opinfo zoo examples recipes docs dist matrix format clean
@@ -54,11 +54,11 @@ sanitize: $(SETUP) ## small networks on every engine, and our kernels, under CUD
 bench: $(SETUP) ## every benchmark suite, on a machine with a GPU; writes benchmarks/results/
 	$(PYTHON) -m benchmarks
 
-opinfo: $(SETUP) ## every operator of PyTorch's test database against eager, on the CPU (an hour; goes on where it stopped)
+opinfo: $(SETUP) ## every operator of PyTorch's test database against eager, on the CPU (an hour; continues where it stopped)
 	@$(PYTHON) -c "import expecttest" 2>/dev/null || $(PYTHON) -m pip install --quiet expecttest
 	nice -n 19 $(PYTHON) -m benchmarks.sweeps.opinfo
 
-zoo: $(SETUP) ## a model of every family of timm, and 60 of transformers, against eager, on the CPU (hours; goes on where it stopped)
+zoo: $(SETUP) ## a model of every family of timm, and 60 of transformers, against eager, on the CPU (hours; continues where it stopped)
 	@$(PYTHON) -c "import timm, transformers" 2>/dev/null || $(PYTHON) -m pip install --quiet --constraint constraints.txt timm transformers
 	nice -n 19 $(PYTHON) -m benchmarks.sweeps.zoo
 
@@ -83,7 +83,7 @@ matrix: $(SETUP) ## a wheel in empty environments: every Python that is there wi
 	$(PYTHON) -m pip install --quiet build
 	$(PYTHON) tools/matrix.py
 
-format: $(SETUP) ## put the code into the house format
+format: $(SETUP) ## format the code
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 

@@ -242,7 +242,7 @@ def run_epoch(way: Way, batches: Sequence[Batch], device: torch.device, work: Ca
 
 
 def arrives(way: Way, batches: Sequence[Batch], device: torch.device) -> bool:
-    """Whether every batch is on the device as the source has it, looked at behind other work of the loop's stream."""
+    """Whether every batch is on the device as the source has it, looked at after other work of the loop's stream."""
     flags = []
     for batch, sent in zip(way(batches, device), batches, strict=True):
         torch.zeros(1000, device=device).add_(1)

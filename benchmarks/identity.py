@@ -162,7 +162,7 @@ def replay_often(name: str, lowered: Any, inputs: Sequence[Any], engine: str) ->
 
 
 def row_of(name: str, variant: str, executable: Any, equal: bool, note: str) -> Row:
-    """What is told of a comparison, and whether the engine that was asked for has run."""
+    """What is reported of a comparison, and whether the engine that was asked for has run."""
     if executable.notes:
         note, equal = f"{note}; {executable.notes[0]}", False
     return Row(

@@ -213,7 +213,7 @@ class Sides:
         held = peak_bytes(call, self.device, before)
         self.answers[side]["peak_bytes"] = None if held is None else max(told_by_all(held))
         first_ms = sample_ms(call, self.device, 10)
-        if dist.get_rank() == 0:  # for who watches
+        if dist.get_rank() == 0:  # for those that watch
             told = f"{first_ms:.3f} ms, built in {self.answers[side]['build_s']:.0f} s{pools(self.device)}"
             print(f"{self.problem.case.name}, {side}: {told}", file=sys.stderr)
 
@@ -228,7 +228,7 @@ class Sides:
                 self.answers[side]["times"].append(max(told_by_all(taken_ms)))
 
     def describe(self) -> tuple[dict[str, Any], str]:
-        """Facts and a note of ours."""
+        """Facts and a note about our side."""
         step, name = self.steps["ours"], self.problem.case.name
         facts, note = described(name, step)
         try:
@@ -251,7 +251,7 @@ def measure(
 
     Returns:
         ``sides``: for each its milliseconds, in the order they were taken, and seconds to build, or its failure;
-        ``wrong``: what is wrong with ours; ``facts`` and ``note`` of ours. ``None`` but in the first process.
+        ``wrong``: what is wrong with our side; ``facts`` and ``note``: about it. ``None`` but in the first process.
     """
     mine = Sides(case.make(device, tiny=tiny), device)
     first, last = ([side for side in sides if (side in LAST) == is_last] for is_last in (False, True))
@@ -356,7 +356,7 @@ def fault(problem: Training, losses: list[float], model: nn.Module, batches: lis
 
 
 def described(name: str, step: Any) -> tuple[dict[str, Any], str]:
-    """Counts of ours, what the simulator says of it, and whether it is one graph."""
+    """Our counts, what the simulator says of it, and whether it is one graph."""
     from millstream import api
 
     executables = api.executables(step)
@@ -380,7 +380,7 @@ def described(name: str, step: Any) -> tuple[dict[str, Any], str]:
 
 
 def communication(call: Callable[[], Any], step: Any, device: torch.device) -> tuple[float | None, str]:
-    """Exposed microseconds of all collectives in a step of ours, and a text about each; all processes call it."""
+    """Exposed microseconds of all collectives in our step, and a text about each; all processes call it."""
     from millstream import api
 
     failure, exchanges = "", api.exchanges(step)

@@ -1,6 +1,6 @@
 """Suite ``plans``: one network's kernels, its chosen plan, and what bounds it, as graphs that take their turns.
 
-- ``one stream``: all kernels, one behind the other.
+- ``one stream``: all kernels, one after the other.
 - ``longest chain``: the kernels of the critical path, with nothing beside them: no plan is quicker. Of what other
   kernels write they read whatever is in memory, so that results mean nothing.
 - ``packed``, ``apart``, ``even``: the chosen plan in each way to spread its kernels over the multiprocessors.

@@ -65,7 +65,7 @@ def train_step(x: Tensor, y: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tens
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return loss, h, c  # the state goes on into the next window
+    return loss, h, c  # the state continues into the next window
 
 
 def windows() -> Iterator[tuple[Tensor, Tensor]]:

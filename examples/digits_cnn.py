@@ -44,7 +44,7 @@ def train_step(x: Tensor, y: Tensor) -> Tensor:
 batches = islice(chain.from_iterable(repeat(loader)), STEPS)  # epochs, one after another
 for step, (x, y) in enumerate(ms.feed(batches, device)):
     loss = train_step(x, y)
-    scheduler.step()  # the learning rate is read anew by every call
+    scheduler.step()  # the learning rate is read again by every call
     if step % 100 == 0:
         print(f"step {step:4}  loss {loss.item():.4f}")
 

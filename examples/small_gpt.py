@@ -1,4 +1,4 @@
-"""A small GPT: batches fed ahead, gradient clipping, and checkpoints from which training goes on exactly.
+"""A small GPT: batches fed ahead, gradient clipping, and checkpoints from which training continues exactly.
 
 python examples/small_gpt.py [STEPS] [CHECKPOINT]     # an existing checkpoint is resumed
 """

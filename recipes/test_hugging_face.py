@@ -22,7 +22,7 @@ class Sentences(Dataset):
 
 
 def make_bert():
-    # Left out, the problem's type is found and written down by the first call, and the second is compiled anew.
+    # Left out, the problem's type is found and written down by the first call, and the second is compiled again.
     kind = {"num_labels": 2, "problem_type": "single_label_classification"}
     config = transformers.BertConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, **kind

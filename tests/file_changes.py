@@ -1,7 +1,7 @@
-"""How often the code that runs changes file: what somebody who follows one batch, or one step, has to do.
+"""How often the code that runs changes file: what it takes to follow one batch, or one step.
 
-A change is counted where a function of the library calls one in another file, and where it goes on there after that and
-calls again: so the way back through files that only return is not counted.
+A change is counted where a function of the library calls one in another file, and where it continues there after that
+and calls again: so the way back through files that only return is not counted.
 """
 
 from __future__ import annotations

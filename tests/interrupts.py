@@ -1,7 +1,7 @@
 """Ctrl-C at every moment of a call, one after the other.
 
-Python looks for interrupts where a function begins, where a loop turns back, and behind calls of compiled code. A
-profiler is called where functions begin and behind such calls, and what it raises comes from there: so it can interrupt
+Python looks for interrupts where a function begins, where a loop turns back, and after calls of compiled code. A
+profiler is called where functions begin and after such calls, and what it raises comes from there: so it can interrupt
 at each of the moments that a signal would meet once in thousands of runs. Turns of loops are left out.
 
 A moment is known by its line and by how often that was reached before: so each is met once, also where other threads

@@ -18,7 +18,7 @@ PAGES += sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [path for path in (*SOURCES, *PAGES) if path != Path(__file__)]
 DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.[a-z_]\w*)+")
 SLASHED = re.compile(r"(?<![\w./*-])(?:\w+/)+\w+\.(?:py|cpp|html)\b")
-#: Loggers, and files of PyTorch's and users': none of ours.
+#: Loggers, and files of PyTorch and of users.
 OTHERS = {"millstream.workarounds", "millstream.test", "tests.effects"}
 OTHERS |= {"_dynamo/convert_frame.py", "torch/serialization.py", "torch/nn/modules/linear.py", "pkg/train.py"}
 

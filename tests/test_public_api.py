@@ -92,7 +92,7 @@ before = look()
 import millstream
 assert look() == before
 assert not torch.cuda.is_initialized()
-assert "torch._inductor" not in sys.modules, "takes seconds and belongs behind the first use"
+assert "torch._inductor" not in sys.modules, "takes seconds and belongs after the first use"
 """,
     )
     assert printed == ""
@@ -108,8 +108,8 @@ assert callable(ms.feed) and callable(ms.compile) and callable(ms.step)
     )
 
 
-@pytest.mark.parametrize("room", CORE)
-def test_core_imports_no_torch(room):
+@pytest.mark.parametrize("package", CORE)
+def test_core_imports_no_torch(package):
     # The package's own __init__ imports torch, so a bare package of the same path stands in for it.
     run_python(
         f"""
@@ -118,8 +118,8 @@ sys.modules["torch"] = None
 package = types.ModuleType("millstream")
 package.__path__ = [{str(SOURCE / "millstream")!r}]
 sys.modules["millstream"] = package
-room = importlib.import_module("millstream.{room}")
-for module in pkgutil.walk_packages(getattr(room, "__path__", []), "millstream.{room}."):
+part = importlib.import_module("millstream.{package}")
+for module in pkgutil.walk_packages(getattr(part, "__path__", []), "millstream.{package}."):
     importlib.import_module(module.name)
 """
     )

@@ -1,6 +1,6 @@
 """All cases: which network, on which inputs, in which precision, trained how.
 
-Every network has random weights and random statistics (``networks.settle``), every input is drawn anew; timm and
+Every network has random weights and random statistics (``networks.settle``), every input is random; timm and
 torchvision give the networks that they have.
 """
 

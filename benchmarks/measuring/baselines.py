@@ -62,7 +62,7 @@ class InferenceJudge:
         check_dependence(eager, {"output": problem.model(*problem.first)}, self._judge.allowed)
 
     def judge(self, call: Call, replay: Run | None) -> Verdict:
-        """Judge a call on fresh inputs, then a bare replay whose output was spoilt before, behind other work."""
+        """Judge a call on fresh inputs, then a bare replay whose output was spoilt before, after other work."""
         output = call(*self._problem.second)
         verdict = self._judge.judge({"outputs": {"output": output}})
         if not verdict.equal or replay is None or self._problem.device.type != "cuda":
@@ -227,7 +227,7 @@ class TrainingJudge:
     """Judges by losses and state after four steps: three fresh batches, then the last one again.
 
     The precise run and eager take these steps when the judge is made. A side that captured takes the fourth by a bare
-    replay, behind other work.
+    replay, after other work.
     """
 
     def __init__(self, problem: Training) -> None:

@@ -69,7 +69,7 @@ def start(case: str, side: str, settings: Settings, cache: str) -> dict[str, Any
     """Compile a case once in a new process, with the caches in a folder; arguments as before.
 
     Returns:
-        ``seconds``, and ``phases`` of ours: seconds by name.
+        ``seconds``, and ``phases`` of our side: seconds by name.
     """
     arguments = [case, side, "--device", str(settings.device), *(["--tiny"] if settings.tiny else [])]
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MILLSTREAM_CACHE_DIR")
@@ -81,9 +81,9 @@ def start(case: str, side: str, settings: Settings, cache: str) -> dict[str, Any
 
 
 def compare_cold(case: str, settings: Settings) -> list[Row]:
-    """Return rows with the cold compile seconds of ours and their ratio to those of torch.compile.
+    """Return rows with the cold compile seconds of our side and their ratio to those of torch.compile.
 
-    A step of ours compiles the optimizer, too, so it is compared with a loop that does not and with one that does.
+    Our step compiles the optimizer, too, so it is compared with a loop that does not and with one that does.
     """
     training = isinstance(CASES[case], TrainingCase)
     peers = ("compile loop", "compile loop compiled optimizer") if training else ("compile",)

@@ -163,7 +163,7 @@ def queue_behind_spin(run: Run, calls: int = 1) -> tuple[torch.cuda.Event, torch
 def check_ordered(run: Run, device: torch.device, calls: int = 5) -> None:
     """Prove that work queued by ``run`` waits for the current stream, and that the current stream waits for it.
 
-    Otherwise it runs during the spin or behind the last event, and almost no time passes between the events.
+    Otherwise it runs during the spin or after the last event, and almost no time passes between the events.
     """
     wall = wall_ms(run, device, calls) * calls
     start, end = queue_behind_spin(run, calls)

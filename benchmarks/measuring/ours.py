@@ -51,7 +51,7 @@ def build_training(problem: Training, judge: TrainingJudge | None = None) -> Sid
 
 
 def measure_capture(executable: Any, call: Run, device: torch.device) -> MemoryMeter:
-    """Let the graph be captured anew, now that its plan is chosen, and measure what it takes."""
+    """Let the graph be captured again, now that its plan is chosen, and measure what it takes."""
     executable.release()
     meter = MemoryMeter(device)
     with meter.measure():

@@ -1,4 +1,4 @@
-"""Results: one row per case, variant and baseline, as JSON and as a table; written anew after every case.
+"""Results: one row per case, variant and baseline, as JSON and as a table; rewritten after every case.
 
 ``python -m benchmarks.measuring.results RESULT.json... --out DIR`` joins the results of several runs of one suite, for
 instance when a machine is to be had for less time than the whole suite takes.
@@ -33,7 +33,7 @@ class Row:
         variant: Way ours was run: ``replay`` (the captured graph alone), ``call`` (the user's call).
         baseline: What ours is compared with.
         baseline_ms: Median time of the baseline.
-        ours_ms: Median time of ours; ``p20`` and ``p80`` are its percentiles.
+        ours_ms: Our median time; ``p20`` and ``p80`` are its percentiles.
         ratio: Baseline over ours: above 1 we are faster.
         peak_bytes: Peak memory of our graph (see ``harness.MemoryMeter``); ``peak_ratio`` is ours over the baseline's.
         compile_s: Seconds from the uncompiled model to the first result; ``compile_ratio`` is ours over the baseline's.

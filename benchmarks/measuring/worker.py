@@ -1,7 +1,7 @@
 """Cases in a process of their own: a crash or a hang ends one case, not the suite.
 
 The process logs what it begins and what came out, a line of JSON each; its parent follows the log. It runs case after
-case; only when it dies, or its device fails, does a new one go on with the next.
+case; only when it dies, or its device fails, does a new one continue with the next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POLL_S = 0.2
 def run_apart(
     cases: list[str], command: Callable[[list[str], Path], list[str]], limit_s: Callable[[str], float], tell: Tell
 ) -> None:
-    """Run cases in another process, and in a new one behind each case that ended it.
+    """Run cases in another process, and in a new one after each case that ended it.
 
     Args:
         cases: Names.

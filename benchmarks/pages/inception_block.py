@@ -103,7 +103,7 @@ def report_of(plan: Plan, costs: Costs) -> ProgramReport:
 
 
 def fill(page: str, name: str, text: str) -> str:
-    """Put a text into the block behind its mark."""
+    """Put a text into the block after its mark."""
     mark = rf"(<!-- {name} -->\n```\w*\n).*?^```$"
     page, replaced = re.subn(mark, lambda found: f"{found[1]}{text}\n```", page, flags=re.DOTALL | re.MULTILINE)
     assert replaced == 1, f"the page has {replaced} places for {name!r}"

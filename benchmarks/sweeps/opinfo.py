@@ -121,7 +121,7 @@ def choose_samples(op: Any, dtype: torch.dtype, requires_grad: bool) -> list[int
 
 
 def take_sample(op: Any, dtype: torch.dtype, requires_grad: bool, position: int) -> Any:
-    """Make a sample anew: always the same values, in memory of its own."""
+    """Make a sample again: always the same values, in memory of its own."""
     torch.manual_seed(0)
     return next(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), position, None))
 

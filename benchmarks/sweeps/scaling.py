@@ -294,7 +294,7 @@ def page(found: list[Predicted], network: Network) -> str:
     lines = [
         "# Weak scaling on 2, 4 and 8 H100: a prediction",
         "",
-        "Written down before any run on more than two GPUs; `python -m benchmarks.sweeps.scaling` makes it anew.",
+        "Written down before any run on more than two GPUs; `python -m benchmarks.sweeps.scaling` makes it again.",
         "A run of suite `parallel` says how right it is: its ratio to `one gpu` is the efficiency, and a step should",
         "take the measured step of one GPU over the efficiency below, within 12 %.",
         "",

@@ -1,6 +1,6 @@
 """Run many cases in processes of their own, and keep each result in a file as soon as it is there.
 
-A sweep can be stopped at any time: started again, it goes on with the cases that have no result. The libraries are
+A sweep can be stopped at any time: started again, it continues with the cases that have no result. The libraries are
 loaded once, and each case runs in a fork of its own, so that one that crashes or hangs takes nothing else along.
 """
 
@@ -138,7 +138,7 @@ def main(sweep: Sweep) -> None:
     parser.add_argument("--commit", default=None, help="of the code, where there is no repository to ask")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results")
     parser.add_argument(
-        "--again", action="append", default=[], choices=[*Outcome], help="run those of this outcome anew"
+        "--again", action="append", default=[], choices=[*Outcome], help="run those of this outcome again"
     )
     parser.add_argument("--table", action="store_true", help="write the table of what is there, and run nothing")
     options = parser.parse_args()

@@ -43,7 +43,7 @@ def write(path: Path, content: str | bytes, mode: int | None = None) -> None:
     Args:
         path: Of the file.
         content: All of it.
-        mode: Who may read and write it; by default those whom the process's own mask allows.
+        mode: Who may read and write it; by default as the process's umask allows.
     """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

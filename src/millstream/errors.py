@@ -125,7 +125,7 @@ class FallbackWarning(UserWarning):
 
 
 def never_the_end(error: BaseException) -> BaseException:
-    """An error as who iterates may get it: what handles a batch is not to end the pass, as if the source had ended."""
+    """An error for code that iterates: what handles a batch must not end the pass as if the source had ended."""
     if not isinstance(error, StopIteration):
         return error
     raised = FeedError("A transform, or what moves or makes a part of a batch, has raised StopIteration.")

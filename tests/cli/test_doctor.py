@@ -31,11 +31,11 @@ def test_what_is_broken_has_a_remedy_and_an_exit_code(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("version", "verdict"),
+    ("version", "status"),
     [("2.11.0", "ok"), ("2.13.0+cpu", "ok"), ("2.10.1", "broken"), ("2.14.0a0+git1", "broken")],
 )
-def test_torch_versions(version, verdict):
-    assert doctor.find_torch(version).verdict == verdict
+def test_torch_versions(version, status):
+    assert doctor.find_torch(version).status == status
 
 
 def test_attempts_that_raise_are_broken_and_that_fall_back_are_notes():
@@ -47,20 +47,20 @@ def test_attempts_that_raise_are_broken_and_that_fall_back_are_notes():
         return "done"
 
     failed, fell_back = doctor.tried("x", fail), doctor.tried("x", fall_back)
-    assert (failed.verdict, failed.detail) == ("broken", "RuntimeError: no such kernel")
-    assert fell_back.verdict == "note"
+    assert (failed.status, failed.detail) == ("broken", "RuntimeError: no such kernel")
+    assert fell_back.status == "note"
     assert fell_back.detail.endswith("falls back: it reads values")
-    assert doctor.tried("x", lambda: "done").verdict == "ok"
+    assert doctor.tried("x", lambda: "done").status == "ok"
 
 
 def test_wrong_values_are_broken(monkeypatch):
     monkeypatch.setattr(ms, "compile", lambda model: lambda x: model(x) + 1)
     found = doctor.tried("x", lambda: doctor._try_model(doctor.torch.device("cpu")))
-    assert found.verdict == "broken"
+    assert found.status == "broken"
     assert "values differ from eager's" in found.detail
 
 
 def test_overrides_and_load_are_told():
     told = [*doctor.find_overrides({"MILLSTREAM_ENGINE": "serial", "OTHER": "1"}), *doctor.find_load(9.0, 2)]
-    assert [finding.verdict for finding in told] == ["note", "note"]
+    assert [finding.status for finding in told] == ["note", "note"]
     assert list(doctor.find_load(0.5, 2)) == []

@@ -83,8 +83,8 @@ for _ in torch.utils.data.DataLoader(Slow(), batch_size=None):
         ("train(5)\nraise KeyboardInterrupt", 130, "3 steps", "KeyboardInterrupt"),
         ("train(5)\nsys.exit('no more')", 1, "3 steps", "no more"),
         ("train(5)\nsys.exit(-1)", 255, "3 steps", ""),
-        ("print('nothing')", 0, "no steps", "No verdict: no step was seen"),
-        ("train(1)", 0, "no steps", "No verdict: 1 steps are too few"),
+        ("print('nothing')", 0, "no steps", "No diagnosis: no step was seen"),
+        ("train(1)", 0, "no steps", "No diagnosis: 1 steps are too few"),
         ("import threading\nthreading.Thread(target=train, args=(8,)).start()", 0, "6 steps", ""),
         (
             "from concurrent.futures import ThreadPoolExecutor as E\ne = E(1)\ne.submit(train, 8).result()",
@@ -231,7 +231,7 @@ def test_reports_are_saved_compared_and_held_against_bounds(tmp_path, capsys, mo
 
 
 @pytest.mark.parametrize("code", [0, 4])
-def test_without_a_verdict_no_condition_fails_a_script(tmp_path, capsys, monkeypatch, code):
+def test_without_a_diagnosis_no_condition_fails_a_script(tmp_path, capsys, monkeypatch, code):
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     script = tmp_path / "script.py"
     script.write_text(f"import sys\nsys.exit({code})\n")

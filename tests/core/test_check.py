@@ -46,7 +46,7 @@ def test_a_race_tells_its_story():
         "race on buffer 't': nothing orders these:\n"
         "  step 1 on stream 0: kernel 0 'make' (model.py:1 in forward) writes it\n"
         "  step 4 on stream 1: kernel 1 'use' (model.py:2 in forward) reads it\n"
-        "To mend it, record an event on stream 0 behind the first, and let stream 1 wait for it before the second.\n"
+        "To mend it, record an event on stream 0 after the first, and let stream 1 wait for it before the second.\n"
         "The last steps that touched it:\n"
         "  step 0 on stream 0 allocates it\n"
         "  step 1 on stream 0: kernel 0 'make' (model.py:1 in forward) writes it\n"
@@ -71,7 +71,7 @@ def test_a_copy_takes_its_place_in_the_order_of_the_host():
 
 
 def test_the_caller_comes_before_everything():
-    """Stream 1 reads an input without waiting for stream 0: its start is behind the start of stream 0."""
+    """Stream 1 reads an input without waiting for stream 0: its start is after the start of stream 0."""
     check_plan(plan_of("s1 allocate t, s1 launch 0, s1 allocate y, s1 launch 1, s1 record e0, s0 wait e0"))
 
 

@@ -58,7 +58,7 @@ def test_a_chain_needs_two_buffers():
 
 
 def test_towers_on_streams_share_only_behind_a_wait():
-    """Two towers side by side need twice the memory, unless the second begins behind the first."""
+    """Two towers side by side need twice the memory, unless the second begins after the first."""
     graph = towers_graph(2, 2, num_bytes=512)
     apart = Plan(graph, (Launch(0, 0), Launch(2, 1), Launch(1, 0), Launch(3, 1)), 2)
     assert assign_offsets(apart).arena_bytes == 1024

@@ -26,7 +26,7 @@ def test_a_wait_orders_what_is_issued_behind_it_after_what_was_issued_before_the
     order = order_of(Launch(0, 0), Record(0, 0), Launch(1, 0), Launch(2, 1), Wait(0, 1), Launch(3, 1))
     assert order.before(0, 5)
     assert not order.before(0, 3)  # issued before the wait
-    assert not order.before(2, 5)  # issued behind the record
+    assert not order.before(2, 5)  # issued after the record
 
 
 def test_order_is_transitive_through_a_third_stream():

@@ -64,7 +64,7 @@ def test_what_waits_would_cost_more_than_they_gain_stays_on_one_stream(assign):
 
 
 def test_a_kernel_moves_only_for_more_than_the_wait_costs():
-    """Behind kernel 0, kernel 2 could start at 11 on another stream: worth a wait only where it saves over 10."""
+    """After kernel 0, kernel 2 could start at 11 on another stream: worth a wait only where it saves over 10."""
     assert assign_list(((), (0,), (0,)), (1, 15, 15), 10, 2).stream_of == (0, 0, 0)
     assert assign_list(((), (0,), (0,)), (1, 25, 25), 10, 2).start_ns == (0, 1, 11)
 
@@ -105,13 +105,13 @@ def test_only_the_latest_on_each_stream_is_waited_for():
 
 
 def test_what_another_stream_has_waited_for_is_known():
-    """0 on stream 0; 1 on stream 1 behind it; 2 on stream 2 behind both: waiting for 1 is enough."""
+    """0 on stream 0; 1 on stream 1 after it; 2 on stream 2 after both: waiting for 1 is enough."""
     steps = steps_of([0, 1, 2], [0, 1, 2], ((), (0,), (0, 1)), 3)
     assert [step for step in steps if step.startswith("s2 wait")] == ["s2 wait e1"]
 
 
 def test_all_streams_are_joined_by_as_few_waits_as_possible():
-    """Stream 2 ends behind stream 1, so one wait joins both."""
+    """Stream 2 ends after stream 1, so one wait joins both."""
     steps = steps_of([0, 1, 2], [0, 1, 2], ((), (), (1,)), 3)
     assert [step for step in steps if step.startswith("s0 wait")] == ["s0 wait e1"]
     assert steps[-1] == "s0 wait e1"

@@ -107,7 +107,7 @@ class RingModel(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(point=st.integers(0, len(POINTS) - 1), before=st.booleans())
     def drop_with_ctrl_c(self, point, before):
-        """Python tells of an interrupt that meets a finalizer, and goes on as if it had ended."""
+        """Python reports an interrupt that meets a finalizer, and continues as if it had ended."""
         owner, name = POINTS[point]
         real, calls = getattr(owner, name), []
 
@@ -131,7 +131,7 @@ class RingModel(RuleBasedStateMachine):
 
     @rule()
     def change_streams(self):
-        # What is held belongs to the stream that it was got on, which must be told of other streams' use: drop it.
+        # What is held belongs to the stream that it was got on, which must know of other streams' use: drop it.
         self.held.clear()
         self.stream = self.streams[1 - self.streams.index(self.stream)]
 

@@ -349,7 +349,7 @@ def test_a_new_pass_ends_the_last_and_says_so(make_feed):
     assert next(first).item() == 0
     second = iter(fed)
     assert workers() == (not make_feed.inline)
-    with pytest.raises(FeedError, match="iterated anew"):
+    with pytest.raises(FeedError, match="iterated again"):
         next(first)
     assert next(second).item() == 0
 
@@ -591,7 +591,7 @@ def test_after_an_interrupt_in_next_an_iterator_goes_on_in_the_next_pass(make_fe
     monkeypatch.setattr(importlib.import_module("millstream.data.run"), "JOIN_S", 0.1)  # for a lock that Ctrl-C has met
 
     class Counting:
-        """Unlike a generator, an iterator of one's own goes on after an interrupt."""
+        """Unlike a generator, an iterator of one's own continues after an interrupt."""
 
         def __init__(self):
             self.numbers = iter(range(5))

@@ -162,7 +162,7 @@ def test_batches_arrive_without_compiled_code(virtual_feed, monkeypatch):
 
 
 def test_who_is_lent_memory_that_nobody_owns_is_caught(virtual_feed, monkeypatch):
-    """The test of the tests: leaves that do not keep what brings their slot back read the batch behind."""
+    """The test of the tests: leaves that do not keep what brings their slot back read the next batch."""
     prepare = lending.prepare_lending
 
     def prepare_badly(layout, memories):

@@ -43,7 +43,7 @@ class Stateful:
 
 
 class Live(Stateful):
-    """Its state is the very object that it goes on with, as that of a dataset in torchdata's loader may be."""
+    """Its state is the very object that it continues with, as that of a dataset in torchdata's loader may be."""
 
     def __init__(self, n):
         super().__init__(n)
@@ -638,5 +638,5 @@ def test_on_the_cpu_a_slow_transform_is_not_called_staging():
     assert len(list(fed)) == 12
     stats = fed.stats()
     assert stats.shares["stage"] > 0.3
-    assert "transform= or cast=" in stats.verdict
+    assert "transform= or cast=" in stats.diagnosis
     assert "pinned" not in str(stats)

@@ -34,7 +34,7 @@ class Clock:
         return mark
 
     def step(self, index, *, wait_ms, run_ms, host_ms, pull_ms=0, stage_ms=0, copy_ms=0, late_ms=0):
-        """A batch is asked for, comes when the device has waited, ``late_ms`` behind its copy, and is computed with."""
+        """A batch is asked for, comes when the device has waited, ``late_ms`` after its copy, and is computed with."""
         times = BatchTimes(index, 0, pull_ms * MS, 0, stage_ms * MS, 1000)
         self.ledger.ask(self.mark, self.host_ns, due=True)
         asked = self.device_ns
@@ -79,8 +79,8 @@ def test_a_wait_is_charged_backwards_along_the_way_of_the_batch(monkeypatch):
     assert stats.shares == pytest.approx({"source": 0.3, "stage": 0.2, "copy": 0.1, "compute": 0.4, "host": 0.0})
     assert stats.step_s == pytest.approx(0.010)
     assert stats.hidden == 0
-    assert "30% of the time the loop waits for your DataLoader" in stats.verdict
-    assert "9 ms" in stats.verdict
+    assert "30% of the time the loop waits for your DataLoader" in stats.diagnosis
+    assert "9 ms" in stats.diagnosis
 
 
 def test_a_copy_beside_the_computation_is_hidden(monkeypatch):
@@ -88,14 +88,14 @@ def test_a_copy_beside_the_computation_is_hidden(monkeypatch):
     assert stats.shares["compute"] == 1
     assert stats.hidden == 1
     assert stats.copy_s == pytest.approx(0.008)
-    assert "keeps up" in stats.verdict
+    assert "keeps up" in stats.diagnosis
     half = run(monkeypatch, wait_ms=4, run_ms=4, host_ms=1, copy_ms=8)
     assert half.hidden == pytest.approx(0.5)
-    assert "50% of the time the loop waits for the copy" in half.verdict
+    assert "50% of the time the loop waits for the copy" in half.diagnosis
 
 
 def test_a_batch_that_is_there_and_not_handed_out_is_the_hosts(monkeypatch):
-    """No copy is exposed behind its end, and with smaller batches the loop would take as long."""
+    """No copy is exposed after its end, and with smaller batches the loop would take as long."""
     stats = run(monkeypatch, wait_ms=3, late_ms=2, run_ms=7, host_ms=1, stage_ms=1, copy_ms=4)
     assert stats.hidden == pytest.approx(0.75)
     assert stats.shares == pytest.approx({"source": 0, "stage": 0, "copy": 0.1, "compute": 0.7, "host": 0.2})
@@ -117,7 +117,7 @@ def test_without_a_worker_the_loop_makes_the_next_batch_meanwhile(monkeypatch, l
 def test_a_device_that_has_run_dry_is_told_from_one_that_has_work(monkeypatch):
     dry = run(monkeypatch, wait_ms=0, run_ms=5, host_ms=5)
     assert dry.shares["host"] == 1
-    assert "run dry" in dry.verdict
+    assert "run dry" in dry.diagnosis
     clock = Clock(monkeypatch)
     clock.step(0, wait_ms=0, run_ms=50, host_ms=1)  # a long step: from here on the device is behind,
     for i in range(1, 10):
@@ -245,8 +245,8 @@ def test_on_a_device(virtual_feed):
     assert 10 <= stats.num_measured <= 19
     assert stats.batch_bytes == 512
     assert sum(stats.shares.values()) == pytest.approx(1)
-    assert stats.to_dict()["verdict"] == stats.verdict
-    assert str(stats).splitlines()[-1] == stats.verdict
+    assert stats.to_dict()["diagnosis"] == stats.diagnosis
+    assert str(stats).splitlines()[-1] == stats.diagnosis
 
 
 @pytest.mark.parametrize("num_kernels", [0, 30])
@@ -277,7 +277,7 @@ def test_on_the_cpu_a_slow_source_is_named():
         pass
     stats = fed.stats()
     assert max(stats.shares, key=stats.shares.__getitem__) == "source"
-    assert "DataLoader" in stats.verdict
+    assert "DataLoader" in stats.diagnosis
     assert stats.hidden is None
 
 
@@ -302,7 +302,7 @@ def test_a_loop_that_is_starved_to_95_percent_says_so_although_it_compiled_first
     assert stats.shares["source"] == pytest.approx(0.95, abs=0.001)
     assert stats.step_s == pytest.approx(0.020, rel=0.001)
     assert stats.one_off_s == pytest.approx(30, rel=0.001)
-    assert "95% of the time the loop waits for your DataLoader" in stats.verdict
+    assert "95% of the time the loop waits for your DataLoader" in stats.diagnosis
 
 
 def test_stalls_of_the_source_count_although_they_are_rare(monkeypatch):

@@ -96,7 +96,7 @@ def train(fed, device, batches, rng, *, switch=False, keep=0.3, stop_after=None,
 
 @pytest.fixture(autouse=True)
 def _sections(monkeypatch):
-    monkeypatch.setattr(device_transfer, "CHUNK_BYTES", device_transfer.CHUNK_BYTES)  # restored behind each test
+    monkeypatch.setattr(device_transfer, "CHUNK_BYTES", device_transfer.CHUNK_BYTES)  # restored after each test
 
 
 def run_once(virtual_feed, seed, mood, plant=None, *, prefetch=True, **options):
@@ -557,7 +557,7 @@ def test_the_host_does_not_wait_for_the_device(virtual_feed):
 
 
 def test_a_copy_does_not_wait_for_the_step_that_it_should_run_beside():
-    """Batch k+2 lands where batch k was: behind step k, beside step k+1."""
+    """Batch k+2 lands where batch k was: after step k, beside step k+1."""
     ctx, device = make_virtual_context("lazy")
     lane = DeviceTransfer(ctx, 2)
 
@@ -892,7 +892,7 @@ def test_a_batch_in_sections_is_staged_whole_when_memory_is_short(virtual_feed):
 
 
 def test_a_slot_that_was_left_to_the_consumer_is_never_taken_for_one_that_is_free(virtual_feed):
-    """Its last copy is over for long, when he begins to send it. The worker fills slots meanwhile."""
+    """Its last copy is over for long, when the consumer begins to send it. The worker fills slots meanwhile."""
     fed, device = virtual_feed([torch.full((64,), float(i)) for i in range(30)], 2, "eager")
     passing = iter(fed)
     kept = [next(passing) for _ in range(10)]

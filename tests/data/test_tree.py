@@ -522,7 +522,7 @@ def test_what_a_pydantic_model_has_beside_its_fields_moves_too():
 
 
 def test_jagged_tensors_keep_what_they_know_of_their_lengths():
-    """Behind a transform their offsets are on the device: to ask there would make the host wait."""
+    """After a transform their offsets are on the device: to ask there would make the host wait."""
     values, offsets = torch.ones(6, 2, device="meta"), torch.tensor([0, 2, 6], device="meta")
     jagged = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=4)
     leaves, unflatten = tree_flatten(jagged)

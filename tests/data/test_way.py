@@ -1,4 +1,4 @@
-"""How far somebody has to go who follows one batch through the library."""
+"""How many files one has to open to follow one batch through the library."""
 
 import math
 import time

@@ -104,7 +104,7 @@ def test_what_is_short_is_copied_at_once(team):
 
 
 def test_what_is_dropped_unfinished_is_copied_and_then_let_go(team):
-    """As an interrupt behind the compiled code, or in a finalizer, would have it."""
+    """As an interrupt after the compiled code, or in a finalizer, would have it."""
     source = np.full(40 * CHUNK, 7, dtype=np.uint8)
     to = np.zeros_like(source)
     memory = [to, source]

@@ -1,4 +1,4 @@
-"""Small kernels kept apart: who asks for how much shared memory, with a pretended driver."""
+"""Small kernels kept apart: which asks for how much shared memory, with a pretended driver."""
 
 # ruff: noqa: N802 - names of the driver
 
@@ -40,7 +40,7 @@ class Node:
 
 
 class Driver:
-    """CUDA's driver, as far as it tells of graphs and changes their kernels. Handles are positions, from 1 on."""
+    """CUDA's driver, as far as it shows graphs and changes their kernels. Handles are positions, from 1 on."""
 
     def __init__(self, nodes, most=SHARED_BYTES, refuses=()):
         self.nodes, self.most, self.refuses = nodes, most, refuses

@@ -203,7 +203,8 @@ class VirtualDevice:
 
     def _prepare(self, copies):
         pairs, stream, waits, before, after = copies
-        # A source on this device is not kept alive by the queue either: who frees it too early reads what came after.
+        # A source on this device is not kept alive by the queue either: code that frees it too early reads what came
+        # after.
         found = []
         for destination, source in pairs:
             to, come_from = self._find_raw(destination), self._find_raw(source)

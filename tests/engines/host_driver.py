@@ -28,7 +28,7 @@ class HostDriver:
     Attributes:
         refuses: Names of the functions that do.
         nodes: Copies that were captured: ``copy`` as the graph has it, and whether it ``happens``.
-        num_set: How often one was told anew where to copy.
+        num_set: How often one was set to another address.
     """
 
     def __init__(self):

@@ -46,7 +46,7 @@ def copied(monkeypatch):
 
 
 def shifted(tensor, by=1):
-    """The same values, ``by`` elements behind an aligned address."""
+    """The same values, ``by`` elements after an aligned address."""
     memory = tensor.new_empty(tensor.numel() + by)
     return memory[by:].view(tensor.shape).copy_(tensor)
 
@@ -85,7 +85,7 @@ def test_a_copy_keeps_strides_and_bytes_in_between():
 
 @pytest.mark.parametrize("num_streams", [1, 4])
 def test_kernels_find_their_inputs_aligned(copied, num_streams):
-    """Also on several streams, which begin behind the copies and have ended before what was written is copied back."""
+    """Also on several streams, which begin after the copies and have ended before what was written is copied back."""
 
     def work(x, state):
         state.mul_(0.5).add_(x.sum(0))

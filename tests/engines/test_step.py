@@ -150,7 +150,7 @@ def test_explain_a_step():
 
 
 def test_a_view_of_what_the_compiler_lays_out_otherwise():
-    """As caches of keys and values begin: ``cat`` with nothing keeps, in the compiler, the order of what is behind."""
+    """As caches of keys and values begin: ``cat`` with nothing keeps, in the compiler, the order of what follows."""
     torch.manual_seed(0)
     weight = torch.randn(4, 4, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -36,7 +36,7 @@ def named(target, name):
 
 
 def test_operators_may_be_called_anything():
-    """Also like what the text itself uses, or like another one with a number behind it."""
+    """Also like what the text itself uses, or like another one with a number after it."""
     program, inputs, expected = networks.lowered(networks.Inception().eval(), networks.example(networks.Inception)[0])
     program = program.program
     costs = Costs(tuple(KernelCost(1000) for _ in program.graph.kernels))
@@ -130,7 +130,7 @@ def test_arguments_without_meaning_are_refused(arguments, message):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_budget_below_one_streams_need_is_refused(strict):
-    """Not worked around either: what a user asks for by mistake he should hear of."""
+    """Not worked around either: a user should hear of what they ask for by mistake."""
     compiled = ms.compile(networks.Mlp().eval(), memory=1, strict=strict)
     for _ in range(2):
         with pytest.raises(ArgumentError, match="memory=1 bytes is too little"):

@@ -77,7 +77,7 @@ def test_inference_gives_the_bits_of_the_serial_engine(kind):
     assert executable.engine.name == "threads"
     if kind in (networks.Inception, networks.Lstm):
         assert executable.num_streams == 2
-        assert executable.candidates[1].verdict == CHOSEN
+        assert executable.candidates[1].outcome == CHOSEN
 
 
 @pytest.mark.parametrize("kind", networks.ALL)
@@ -208,7 +208,7 @@ def test_an_error_in_a_kernel_reaches_the_caller_and_leaves_the_engine_usable():
 
 @torch.no_grad()
 def test_a_signal_that_arrives_as_a_step_in_python_begins_reaches_the_caller(monkeypatch):
-    """The interpreter raises it in front of the step's first line, where nothing of ours can catch it."""
+    """The interpreter raises it in front of the step's first line, where no code of the library can catch it."""
 
     def interrupted(values, kernel):
         raise KeyboardInterrupt
@@ -441,11 +441,11 @@ def test_auto_tries_without_a_trace_and_keeps_the_faster(monkeypatch, is_faster)
                 results.append([[compiled(x) for x in inputs], inputs, list(model.buffers()), torch.rand(2)])
             assert is_the_same(*results)
             (executable,) = executables(compiled)
-            verdicts = [candidate.verdict for candidate in executable.candidates]
-            tried = verdicts[1] != "rounds otherwise"
+            outcomes = [candidate.outcome for candidate in executable.candidates]
+            tried = outcomes[1] != "rounds otherwise"
             assert tried or kind is networks.Inception  # whose mean is summed in parts, one for each thread
             if tried:
-                assert verdicts == (["slower", CHOSEN] if is_faster else [CHOSEN, "slower"])
+                assert outcomes == (["slower", CHOSEN] if is_faster else [CHOSEN, "slower"])
                 assert executable.engine.name == ("threads" if is_faster else "serial")
     finally:
         torch.set_num_threads(1)

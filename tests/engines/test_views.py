@@ -1,4 +1,4 @@
-"""Operators that return views, and are kernels all the same: who uses the view comes behind, on all streams."""
+"""Operators that return views, and are kernels all the same: users of the view come after, on all streams."""
 
 import random
 

@@ -1,6 +1,6 @@
 """Plans as text. A change in a plan shows up as a diff of these files.
 
-After a change that is meant, write them anew with ``MILLSTREAM_GOLDEN=write`` in the environment, and read the diff.
+After a change that is meant, write them again with ``MILLSTREAM_GOLDEN=write`` in the environment, and read the diff.
 """
 
 import os

@@ -57,7 +57,7 @@ def test_a_callback_may_fetch():
         fetch(torch.tensor(i, device="cuda:0"), callback=lambda n: later.append(fetch(zero + n))) for i in range(600)
     ]
     assert [future.result() for future in futures] == list(range(600))
-    fetch(torch.zeros(1, device="cuda:0")).result()  # behind the last callback
+    fetch(torch.zeros(1, device="cuda:0")).result()  # after the last callback
     assert sorted(int(future.result()) for future in later) == list(range(600))
 
 

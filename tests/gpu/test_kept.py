@@ -18,7 +18,7 @@ def _warm(tmp_path, monkeypatch):
 
 
 def refuse(*_, **__):
-    raise AssertionError("lowered anew")
+    raise AssertionError("lowered again")
 
 
 def names(compiled):

@@ -146,7 +146,7 @@ def test_dropout_is_reproducible_and_differs_from_step_to_step():
 
 
 def test_large_layer_norms_are_captured():
-    """In their backward pass Inductor would reduce rows and columns by one kernel, with lines of Python behind it."""
+    """In their backward pass Inductor would reduce rows and columns by one kernel, with lines of Python after it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(768, 768), nn.LayerNorm(768), nn.Linear(768, 8)).cuda()
     other, x = copy.deepcopy(model), torch.randn(8192, 768, device="cuda")

@@ -28,7 +28,7 @@ ENUMS = {"cause": Cause, "kind": ActivityKind, "asleep": lambda each: each and A
 
 
 def cut(recording, num_steps):
-    """Its last steps, with what happened in them, from time 0 on; threads and calls are numbered anew."""
+    """Its last steps, with what happened in them, from time 0 on; threads and calls are numbered again."""
     steps = recording.steps[-num_steps:]
     start, end = steps[0].start_ns, steps[-1].end_ns
     numbers = count()

@@ -74,7 +74,7 @@ def test_call_that_does_not_wait_is_no_span(name):
     assert read_trace(trace_of(event("cuda_runtime", name, 5, 3, correlation=9))).spans == ()
 
 
-def test_steps_within_the_window_get_a_verdict():
+def test_steps_within_the_window_get_a_diagnosis():
     events, steps = [], []
     for number in range(20):
         at = 1000.0 * number

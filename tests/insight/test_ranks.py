@@ -100,7 +100,7 @@ def test_waits_and_transfer_are_what_was_planted_whatever_the_clocks_say(delays,
 def test_reports_that_have_nothing_in_common_tell_nothing():
     found = merge([report_of(0, [(0, 0, 1, 2)]), report_of(1, [])])
     assert found.severity is Severity.UNRELIABLE
-    assert "cannot be told" in report.to_text(found)
+    assert "cannot be determined" in report.to_text(found)
     for reports in ([report_of(0, [])], [report_of(0, []), report_of(0, [])]):
         with pytest.raises(ArgumentError, match="two ranks"):
             merge(reports)

@@ -1,4 +1,4 @@
-"""Verdicts on steps that an H100 ran: planted scripts and clean ones of the suite ``idle``, as they were then."""
+"""Diagnoses on steps that an H100 ran: planted scripts and clean ones of the suite ``idle``, as they were then."""
 
 import random
 from pathlib import Path

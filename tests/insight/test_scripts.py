@@ -1,4 +1,4 @@
-"""Scripts with a planted cause, run on the CPU: the right verdict at the right line, and their fixed twins lack it."""
+"""Scripts with a planted cause, run on the CPU: the right diagnosis and line, and none for their fixed twins."""
 
 import gc
 import runpy
@@ -45,7 +45,7 @@ def line_of(site):
 
 
 @pytest.mark.parametrize(("name", "cause", "text"), PLANTED)
-def test_planted_cause_is_the_verdict_and_gone_from_the_twin(name, cause, text, monkeypatch):
+def test_planted_cause_is_the_diagnosis_and_gone_from_the_twin(name, cause, text, monkeypatch):
     found = profile(name, monkeypatch)
     assert found.severity is Severity.HIGH
     # That other processes leave no processor free is true, too, and no fault of the script's.

@@ -85,7 +85,7 @@ def test_what_the_first_process_noted_is_made_again_in_each_of_its_own_kernels(p
     for rank, (proposal, candidates) in enumerate(found):
         assert proposal.recipe == best.recipe
         assert proposal.plan.graph == towers(rank)
-        assert [each.verdict for each in candidates] == [CHOSEN]
+        assert [each.outcome for each in candidates] == [CHOSEN]
 
 
 @pytest.mark.parametrize("noted", [None, {}, {"recipe": ["no such", 2, 1.0, True], "candidates": []}])

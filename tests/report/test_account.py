@@ -103,7 +103,7 @@ def test_data_of_another_graph_is_refused():
 
 
 def weights_graph(user=KernelKind.FUSED):
-    """Two weights, of which one is cast and laid out anew for ``user``, and the other changed by who reads it."""
+    """Two weights, of which one is cast and laid out again for ``user``, and the other changed by its reader."""
     buffers = [
         *(Buffer(name, 64, "cuda:0", Role.STATE) for name in ("w", "v")),
         Buffer("x", 64, "cuda:0", Role.INPUT),

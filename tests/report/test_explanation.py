@@ -37,7 +37,7 @@ def test_text():
   time: measured 16 µs, predicted 15.3 µs; kernels one after another 26 µs, critical path 15 µs, roofline 13 µs
   stream 0 ▕█████████████████████████████████████████████████████████▄                      ▏ 72 %
   stream 1 ▕██████████████████████████████████████████████████████████████████████████████▃ ▏ 98 %
-  plan    streams  waits  peak memory  predicted  measured  verdict
+  plan    streams  waits  peak memory  predicted  measured  outcome
   serial        1      0         3 kB      26 µs     27 µs  slower
   list          2      1       4.1 kB    15.3 µs     16 µs  chosen
   not measured: 1 plan (over the memory budget)
@@ -130,7 +130,7 @@ def test_data():
         "peak_bytes": 4096,
         "predicted_ns": 15_300,
         "measured_ns": 16_000,
-        "verdict": "chosen",
+        "outcome": "chosen",
         "spread": "packed",
     }
     assert data["timelines"]["measured"]["spans"][1] == {
@@ -210,13 +210,13 @@ def test_kernels_measured_on_a_busy_machine_are_no_advice(is_measured):
     assert "nothing is concluded" in text
     assert "would" not in text
     assert "Not to be relied on" in report.pictures()[0].caption[0]
-    traced = replace(measured_report(), costs=slow, is_calculated=False)  # what is traced is told of by itself
+    traced = replace(measured_report(), costs=slow, is_calculated=False)  # what is traced is described by itself
     assert traced.is_implausible
     assert traced.bound() == measured_report().bound()
     assert "roofline" not in "\n".join(traced.text(9))
 
 
-def test_what_nobody_measured_is_called_calculated_and_is_no_verdict(tmp_path):
+def test_what_nobody_measured_is_called_calculated_and_has_no_bound(tmp_path):
     report = report_of(PLAN, costs=COSTS, is_calculated=True)
     explanation = Explanation("model", (report,))
     text = explanation.text()
@@ -265,7 +265,7 @@ def test_trace_that_cannot_be_told_to_kernels_says_how_long_it_took_and_not_what
     report = report_of(plan_serial(GRAPH), costs=COSTS, is_calculated=True, timeline=Timeline(spans, 1, 20_000))
     assert report.bound() == ""
     text = "\n".join(report.text(1))
-    assert "time: measured 20 µs, calculated 26 µs; 45 % of it cannot be told to a kernel" in text
+    assert "time: measured 20 µs, calculated 26 µs; 45 % of it cannot be attributed to a kernel" in text
     assert "bound" not in text
     assert report.pictures()[0].caption[0] == "What bounds it is not known."
 

@@ -229,7 +229,7 @@ class UncopyableError(Exception):
 
 
 class Odd:
-    """Cannot be made anew."""
+    """Cannot be made again."""
 
 
 def make_odd(parts):
@@ -273,7 +273,7 @@ def test_a_callback_may_fetch_when_all_places_are_taken():
         caller.join(DEADLINE_S)
         assert not caller.is_alive()
     assert first.result(DEADLINE_S) == 0
-    last = fetcher.put(torch.tensor(1))  # behind those of the callback
+    last = fetcher.put(torch.tensor(1))  # after those of the callback
     assert last.result(DEADLINE_S) == 1
     assert [future.result(DEADLINE_S) for future in later] == [10, 11, 12, 13, 14]
     ctx.close()
@@ -457,7 +457,7 @@ def test_ctrl_c_at_any_moment_loses_no_place_and_no_space():
         thread.start()
         thread.join(DEADLINE_S)
         assert [future.result(DEADLINE_S) for future in futures] == list(range(2, 8))
-        for _ in range(2000):  # the last one's place comes back behind its result
+        for _ in range(2000):  # the last one's place comes back after its result
             if not (fetcher._stretches._num_counted or fetcher._stretches._taken):
                 break
             time.sleep(0.005)
@@ -480,7 +480,7 @@ def test_space_of_a_call_that_ctrl_c_ended_is_free_when_its_stream_is_through_an
 
     def mark(*arguments, **options):
         marks.append(arguments)
-        if len(marks) == 2:  # the first is of the ring itself; this one stands behind the copy into it
+        if len(marks) == 2:  # the first is of the ring itself; this one stands after the copy into it
             raise KeyboardInterrupt
         return StreamMarker(*arguments, **options)
 

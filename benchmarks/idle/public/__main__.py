@@ -47,7 +47,7 @@ PROGRAMS = (
 
 
 def run(program: Program, out: Path, *, on_gpu: bool, timeout_s: float) -> dict[str, Any]:
-    """Profile one program in a process of its own; its report goes to ``out``, and what is told of it is returned."""
+    """Profile one program in its own process; its report goes to ``out``, and its row of the table is returned."""
     files = {kind: out / f"{program.name}.{kind}" for kind in KINDS}
     saves = [part for file in files.values() for part in ("--save", str(file))]
     command = [sys.executable, "-m", "millstream", "profile", *saves, str(HERE / f"{program.name}.py")]

@@ -45,7 +45,7 @@ def hooks_for_all() -> list[Any]:
 
 
 class OwnHook:
-    """A hook of ours: captured steps do not depend on it, nor on what it reaches."""
+    """Our own hook: captured steps do not depend on it, nor on what it reaches."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -78,7 +78,7 @@ def hook_leaf(leaf: Tensor, hook: Callable[[Tensor], Any]) -> None:
 def has_accumulation_hooks(tensor: Tensor) -> bool:
     """Whether a hook is registered on the node that accumulates the gradient of ``tensor``, as Horovod does.
 
-    Such a node shows its hooks only to who registers one. Tried on 2.11 and 2.13.
+    Such a node shows its hooks only to code that registers one. Tried on 2.11 and 2.13.
     """
     if not (tensor.is_leaf and tensor.requires_grad):
         return False

@@ -28,7 +28,7 @@ VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 class OneThreads:
     """A flag of PyTorch's whole process that has one value for the thread that sets it and another for all others.
 
-    Who keeps it after the context has ended, having meant to restore what was there, keeps what was there before.
+    Code that keeps it after the context has ended, to restore what was there, keeps what was there before.
 
     Args:
         inside: For this thread.

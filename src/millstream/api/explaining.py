@@ -34,7 +34,7 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
     run by itself, because it needs other processes, say, a note tells why. A data-parallel step that is one graph is
     measured with its collectives where all processes ask for it within ten seconds.
 
-    A program that serves many sizes has a line for each, and is told of as a whole at the one called most often.
+    A program that serves many sizes has a line for each, and is described in full at the one called most often.
 
     Args:
         compiled: A result of ``ms.compile`` or ``ms.step`` that has been called (a step twice).

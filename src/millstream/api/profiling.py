@@ -37,7 +37,7 @@ class Profile:
     """What ``with ms.profile() as p:`` gives; read it after the ``with``.
 
     Attributes:
-        findings: Causes, lines and the verdict as data; ``None`` until the ``with`` is left.
+        findings: Causes, lines and the diagnosis as data; ``None`` until the ``with`` is left.
     """
 
     def __init__(self, script: str = "", *, uses_device: bool = True) -> None:

@@ -55,8 +55,8 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     """Capture a whole training step, forward, backward and optimizer, as one graph of fused kernels.
 
     The modules, optimizers and other tensors that the function uses are found by themselves. After each call they hold
-    the new values, so checkpoints, schedulers and evaluation in between work as ever. The first call runs eagerly where
-    optimizer state has yet to be made; the next captures.
+    the new values, so checkpoints, schedulers and evaluation in between work as usual. The first call runs eagerly
+    where optimizer state has yet to be made; the next captures.
 
     Args:
         fn: The user's function; what it returns comes back detached. Left out, a decorator is returned.

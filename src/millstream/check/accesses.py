@@ -53,7 +53,7 @@ class Accesses:
         self.by_buffer.setdefault(buffer, []).append((position, action))
 
     def describe(self, position: int, action: Action) -> Access:
-        """Say who does what, and where, in the words of a report."""
+        """Describe the access and its place, in the words of a report."""
         step = self.plan.steps[position]
         if isinstance(step, Launch):
             kernel = self.plan.graph.kernels[step.kernel]

@@ -65,7 +65,7 @@ def _check_bounds(plan: Plan, layout: MemoryLayout) -> None:
         if buffer is None or buffer.alias_of is not None:
             what = "unknown buffer" if buffer is None else "view"
             text = f"names {what} {buffer_id!r}: lay out buffers that own memory"
-        elif buffer.role is not Role.TEMPORARY:  # inputs are in use before its first step, outputs behind its last
+        elif buffer.role is not Role.TEMPORARY:  # inputs are in use before its first step, outputs after its last
             text = f"names {buffer.role} {buffer_id!r}: lay out temporaries, others are in use beyond the plan"
         elif buffer.device != layout.device:
             text = f"puts buffer {buffer_id!r} of {buffer.device} on {layout.device}: lay out each device by itself"

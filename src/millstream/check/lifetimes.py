@@ -13,10 +13,10 @@ def find_lifetime_errors(plan: Plan, accesses: Accesses | None = None) -> list[L
     The life of a temporary or output begins where it is allocated: by an ``Allocate``, or by the launch of the operator
     that takes its memory. Every use must happen after that. It ends with its ``Free``, which gives the memory back to
     the pool of the stream that allocated it, so every use must happen before the ``Free`` on that stream: then whatever
-    gets the memory next from that pool comes behind them, and no reuse can be too early. Never freeing a buffer is no
+    gets the memory next from that pool comes after them, and no reuse can be too early. Never freeing a buffer is no
     error: its memory goes with the plan.
 
-    At the end, all work on other streams must happen before the end of stream 0, where the caller goes on: else the
+    At the end, all work on other streams must happen before the end of stream 0, where the caller continues: else the
     caller could read outputs and states too early, overwrite inputs that are still read, or run the plan again over its
     own temporaries. Nothing joins the streams by itself (see ``HappensBefore``).
 

@@ -24,7 +24,7 @@ def find_races(plan: Plan, accesses: Accesses | None = None) -> list[Race]:
     parts of their own. They must be ordered
     as in the program, or, where a copy is involved, which the program does not know, as the host issues them. A
     conflict is a *race* unless the order within one stream, or a chain of ``Record`` and ``Wait`` steps, does so. Every
-    stream starts behind the start of stream 0 (see ``HappensBefore``), so what the caller issued before the plan races
+    stream starts after the start of stream 0 (see ``HappensBefore``), so what the caller issued before the plan races
     with nothing.
 
     O(accesses + waits * streams) time for a plan without races; for each buffer that has one, all pairs of its uses are

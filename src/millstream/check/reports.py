@@ -61,7 +61,7 @@ class Race:
     Attributes:
         buffer: The memory in question, by its owner's id.
         first: The use that must come first.
-        second: The use that must come behind it.
+        second: The use that must come after it.
         is_reversed: Whether they are ordered the other way round; otherwise nothing orders them.
         story: The last steps that touched the buffer, up to these, in the order of the host.
     """
@@ -78,7 +78,7 @@ class Race:
         else:
             fault = "nothing orders these"
             remedy = (
-                f"record an event on stream {self.first.stream} behind the first, and let stream {self.second.stream} "
+                f"record an event on stream {self.first.stream} after the first, and let stream {self.second.stream} "
                 "wait for it before the second"
             )
         return _tell(f"race on buffer {self.buffer!r}: {fault}", (self.first, self.second), remedy, self.story)
@@ -88,10 +88,10 @@ class LifetimeFault(StrEnum):
     """What is wrong with a buffer's life."""
 
     NEVER_ALLOCATED = "is used but never allocated"
-    USE_BEFORE_ALLOCATE = "is used without being ordered behind its allocation"
+    USE_BEFORE_ALLOCATE = "is used without being ordered after its allocation"
     ALLOCATED_TWICE = "is allocated twice"
     USE_AFTER_FREE = "is used after it is freed"
-    EARLY_FREE = "is freed on a stream that is not behind a use of it"
+    EARLY_FREE = "is freed on a stream that is not ordered after a use of it"
     FREED_TWICE = "is freed twice"
     FREE_BEFORE_ALLOCATE = "is freed without being allocated before"
     FREED_ELSEWHERE = "is freed on another stream than it was allocated on"
@@ -102,12 +102,12 @@ _REMEDY = {
     LifetimeFault.NEVER_ALLOCATED: "allocate it before its first write",
     LifetimeFault.USE_BEFORE_ALLOCATE: "allocate it before its first write, on that stream, and let other streams wait",
     LifetimeFault.ALLOCATED_TWICE: "drop the second allocation",
-    LifetimeFault.USE_AFTER_FREE: "free it behind its last use",
+    LifetimeFault.USE_AFTER_FREE: "free it after its last use",
     LifetimeFault.EARLY_FREE: "let the stream that frees it wait for the use first, or free it later",
     LifetimeFault.FREED_TWICE: "drop the second free",
-    LifetimeFault.FREE_BEFORE_ALLOCATE: "free it behind its allocation and its last use",
+    LifetimeFault.FREE_BEFORE_ALLOCATE: "free it after its allocation and its last use",
     LifetimeFault.FREED_ELSEWHERE: "free it on the stream that allocated it, whose pool the memory goes back to",
-    LifetimeFault.MISSING_JOIN: "record an event behind it, and let stream 0 wait for that at the end",
+    LifetimeFault.MISSING_JOIN: "record an event after it, and let stream 0 wait for that at the end",
 }
 
 
@@ -143,7 +143,7 @@ class Overlap:
         buffer: The one written first.
         other: The one that takes its bytes.
         start: First shared byte of the arena.
-        end: One behind the last shared byte.
+        end: One after the last shared byte.
         first: A use of ``buffer`` that need not be over yet.
         second: The first use of ``other``.
     """

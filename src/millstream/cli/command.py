@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _end_of_options(argv: list[str]) -> int:
-    """Position of the script: the first argument that is neither an option of ours nor an option's value."""
+    """Position of the script: the first argument that is neither one of our options nor an option's value."""
     position = 1
     while position < len(argv):
         if argv[position] == "--":

@@ -37,20 +37,20 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        verdict: Whether it works.
+        status: Whether it works.
         subject: What was looked at.
         detail: What was found.
         remedy: What to do about it.
     """
 
-    verdict: Literal["ok", "note", "broken"]
+    status: Literal["ok", "note", "broken"]
     subject: str
     detail: str
     remedy: str = ""
 
     def __str__(self) -> str:
         remedy = f"\n{'':9}{self.remedy}" if self.remedy else ""
-        return f"{self.verdict:<8} {self.subject}: {self.detail}{remedy}"
+        return f"{self.status:<8} {self.subject}: {self.detail}{remedy}"
 
 
 def examine(*, tries: bool) -> int:
@@ -64,7 +64,7 @@ def examine(*, tries: bool) -> int:
     for finding in _findings(tries):
         print(finding, flush=True)
         found.append(finding)
-    num_broken = sum(finding.verdict == "broken" for finding in found)
+    num_broken = sum(finding.status == "broken" for finding in found)
     good = "everything works" if tries else "nothing is broken, as far as a look tells; without --quick it is tried"
     print(f"\n{num_broken} broken" if num_broken else f"\n{good}")
     return EXIT_BROKEN if num_broken else EXIT_OK
@@ -141,7 +141,7 @@ def _find_cache() -> Finding:
         with tempfile.TemporaryDirectory(dir=folder):
             return Finding("ok", "cache folder", str(folder))
     except OSError as error:
-        detail = f"nothing can be kept in {folder} ({error.strerror}): every process measures and compiles anew"
+        detail = f"nothing can be kept in {folder} ({error.strerror}): every process measures and compiles again"
         return Finding("note", "cache folder", detail, "Name a folder of yours in MILLSTREAM_CACHE_DIR.")
 
 

@@ -35,7 +35,7 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
         fail_if: Conditions such as ``idle>20%`` under which a script that succeeds gives ``EXIT_CONDITION``.
 
     Returns:
-        The script's exit code, unless a condition holds; without a verdict none does.
+        The script's exit code, unless a condition holds; without a diagnosis none does.
 
     Raises:
         ArgumentError: There is no such script, it only starts other processes, a condition is none, or a file cannot

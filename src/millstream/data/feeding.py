@@ -196,7 +196,7 @@ class Feed:
         if self._closed:
             raise FeedError("The feed is closed; make a new one.")
         engine = self._engine
-        engine.leave("the feed has been iterated anew, and there is one pass at a time")
+        engine.leave("the feed has been iterated again, and there is one pass at a time")
         begun = _Pass(self)
         engine.handle = begun.handle
         if engine.run is None or engine.run.goes_on or engine.run.is_over:
@@ -225,7 +225,7 @@ class Feed:
         self._position.info.num_valid = 0
 
     def _begin(self) -> Run:
-        """A run for a new pass: the last one if that goes on; else a new one, when its thread has left the source."""
+        """A run for a new pass: the last one if that continues; else a new one, when its thread has left the source."""
         engine = self._engine
         if engine.run is not None:
             if engine.run.goes_on and engine.is_usable:
@@ -274,14 +274,14 @@ class Feed:
 
     def _find_profiler(self) -> Profiler:
         device = None if self.place.kind == "cpu" else context(self.place)
-        if self._profiler is None or self._profiler.context is not device:  # which may have been closed and made anew
+        if self._profiler is None or self._profiler.context is not device:  # which may have been closed and made again
             self._profiler = Profiler(device)
         return self._profiler
 
     # --- what became of it -------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Say where the time of the loop's steps went, in the present pass or the last; printing it shows a verdict."""
+        """Where the time of the loop's steps went, in the current pass or the last; printing it shows a diagnosis."""
         transfer = self._engine.transfer
         num_kept = transfer.num_kept if transfer is not None else 0
         return self._find_profiler().stats(num_kept=num_kept, in_step=self._draws.name)
@@ -388,7 +388,7 @@ class _Engine:
         return self._worker
 
     def leave(self, why: str, *, forever: bool = False) -> None:
-        """End the present pass, but not what goes on in the next one, unless ``forever``."""
+        """End the present pass, but not what continues in the next one, unless ``forever``."""
         if self.handle is not None:
             self.handle.end(why)
         if self.run is not None:

@@ -10,7 +10,8 @@ out is one thread; the consumer's events reach it as messages. For each batch in
 - Batches are staged and sent in the order in which they were pulled.
 - At most ``depth`` batches, of at most ``max_bytes`` in all, are staged and not handed out; one more may be pulled. One
   batch alone may always be staged.
-- A batch is sent when there may be memory for it. Who finds none says so, and a message tells when some came back.
+- A batch is sent when there may be memory for it. A worker that finds none says so, and a message tells when some came
+  back.
 - The first batches, ``IN_STEP`` if not told otherwise, and all of a source that stays *in step*, are pulled only when
   the consumer waits for them: then a source sees the world as it would in a plain loop.
 - ``WAIT`` comes only when a message can still change something: there is no state that nobody leaves.
@@ -53,7 +54,7 @@ class Message(Enum):
 class Pipeline:
     """The state of one pass.
 
-    Instructions count as done when they are given: who does not carry one out takes it back.
+    Instructions count as done when they are given: a thread that does not carry one out takes it back.
 
     Args:
         depth: How many batches may be staged and not handed out.

@@ -53,7 +53,7 @@ DRY_NS, DRY_SHARE = 25_000, 0.02
 
 @dataclass(slots=True)
 class BatchTimes:
-    """What is known of one measured batch on its way, written by who takes it there; by the host's clock.
+    """What is known of one measured batch on its way, written by the thread that takes it there; by the host's clock.
 
     Attributes:
         index: Number of the batch in its pass.
@@ -201,7 +201,7 @@ class Profiler:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read the steps that the device has finished. Any thread; who comes second leaves it to the first."""
+        """Read the steps that the device has finished. Any thread; a second one leaves it to the first."""
         context = self.context
         if not self.unread or context is None or context.closed or not self._reading.acquire(blocking=False):
             return

@@ -13,8 +13,8 @@ threads would only take the interpreter's lock from each other. Without a worker
 carries out the same instructions itself.
 
 After Ctrl-C in ``next`` the pass is over, and the position is that of the batch handed out last. A loader that is an
-iterator itself goes on in the next pass with what was pulled from it; without a worker nobody can tell how far that
-had come, so it is dropped, and the iterator is asked anew.
+iterator itself continues in the next pass with what was pulled from it; without a worker nobody can tell how far that
+had come, so it is dropped, and the iterator is asked again.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from millstream.data.worker import JOIN_S, Flag, Forks, Worker, absorb_exit, rai
 from millstream.errors import FeedError, never_the_end, skip_frames
 
 LEAVE_S, REACH_S = 0.05, 0.5
-"""Seconds that who leaves waits for the feed's thread: each time where that is inside the source; and until it is seen
-to wait there, for it may never return. Then the thread ends the pass by itself when the source does."""
+"""Seconds that a leaving consumer waits for the feed's thread: each time where that is inside the source; and
+until it is seen to wait there, for it may never return. Then the thread ends the pass by itself when the source
+does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +106,7 @@ class Run:
         self._inside = 0  # the thread that is inside the source
         self._was_told_to_leave = False
         self._is_submitted = False  # to the worker
-        self._waits = True  # who leaves, until it was tried
+        self._waits = True  # a consumer that leaves, until it was tried
         self._has_asked = False  # for a batch that has not come
         self._is_torn = False  # without a worker: the consumer makes a batch, or an interrupt came while it did
         self.num_forks = Forks.count
@@ -125,7 +126,7 @@ class Run:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a pass that is left goes on in the next: what an iterator has given comes only once."""
+        """Whether a pass that is left continues in the next: what an iterator has given comes only once."""
         return self._source.is_own_iterator and not (self.is_left or self._stopped.is_set() or self.is_inherited)
 
     def begin(self, *, in_caller: bool) -> None:
@@ -390,7 +391,7 @@ class Run:
 
     def _refuse(self) -> NoReturn:
         if self.num_forks != Forks.count:
-            raise FeedError("This pass began in the process that forked this one; iterate over the feed anew.")
+            raise FeedError("This pass began in the process that forked this one; iterate over the feed again.")
         raise FeedError(
             "This pass is just being asked for a batch, by another thread or by the source itself. Let one thread ask, "
             "and put what it gets into a queue.Queue for others."
@@ -464,7 +465,7 @@ class Run:
             self._ready.put(None)  # another thread may be waiting for a batch
             self._stopped.set()
             if self._worker is None or not self._is_submitted:
-                if not self._inside:  # else this is called in the source, and whoever asks that goes on
+                if not self._inside:  # else this is called in the source, and whoever asks that continues
                     self._leave_source()
             elif self._waits and not self._worker.is_current():  # as where the source does this, or a collection
                 self._wait()

@@ -10,7 +10,7 @@ Reading ahead can change what a source yields in three ways, and each is noticed
 - *Modes.* Gradients, inference mode and autocast are those of the loop when it asked last.
 
 **Resuming.** The state of the source itself is that of a batch which nobody has seen yet, so the state after each pull
-travels with the batch. A source without a state is asked anew and what had been delivered is dropped; for that the
+travels with the batch. A source without a state is asked again and what had been delivered is dropped; for that the
 generators from which its sampler drew are put back to where they were. A DataLoader draws a seed when it starts
 workers, and none in the passes after that with ``persistent_workers``: a resumed pass draws one where the first did.
 """
@@ -106,7 +106,8 @@ class Position:
             self.rows = self.rowed = None  # batches may be of another size than those of the last pass
         if not is_loaded:
             self._forget_draws()
-        source = copy.deepcopy(self.info.source) if is_loaded else None  # a copy: the source may go on with the object
+        # A copy: the source may continue with the object.
+        source = copy.deepcopy(self.info.source) if is_loaded else None
         return self.position, source, self.draws if is_loaded else None
 
     def begin_at(self, state: Any) -> None:

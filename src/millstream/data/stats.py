@@ -86,7 +86,7 @@ class Stats:
     epochs: tuple[Stats, ...] = ()
 
     @property
-    def verdict(self) -> str:
+    def diagnosis(self) -> str:
         """What limits the loop, and what would help, in a sentence or two."""
         if not self.shares:
             return "Too few batches to tell where the time goes."
@@ -98,7 +98,7 @@ class Stats:
             cause = "in step"
         if cause == "stage" and not self.is_staged:
             cause = "transform"
-        return _VERDICTS[cause].format(
+        return _DIAGNOSES[cause].format(
             share=_percent(share),
             source=_ms(self.source_s),
             stage=_ms(self.stage_s),
@@ -108,7 +108,7 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
-        return asdict(self) | {"verdict": self.verdict}
+        return asdict(self) | {"diagnosis": self.diagnosis}
 
     def __str__(self) -> str:
         lines = [f"{self.num_batches} batches, {self.num_measured} steps measured, {_ms(self.step_s)} each (median)"]
@@ -127,7 +127,7 @@ class Stats:
             lines.append(f"  copies: {_ms(self.copy_s)} each, {rate:.1f} GB/s, {self.hidden:.0%} of their time hidden")
         if self.num_kept:
             lines.append(f"  {self.num_kept} pieces of memory were kept by the loop and replaced")
-        return "\n".join([*lines, self.verdict])
+        return "\n".join([*lines, self.diagnosis])
 
 
 _MEANINGS = {
@@ -138,7 +138,7 @@ _MEANINGS = {
     "host": "run dry: the host launched too slowly",
 }
 
-_VERDICTS = {
+_DIAGNOSES = {
     "source": "{share} of the time the loop waits for your DataLoader or other source, which takes {source} per batch: "
     "give it more workers, or let it do less.",
     "in step": "{share} of the time the loop waits for the source, which takes {source} per batch and draws from the "

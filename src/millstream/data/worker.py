@@ -58,7 +58,7 @@ class Flag(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, so many seconds at most; whether it is."""
         if not self._is_set and self._until_set.acquire(timeout=-1 if timeout is None else timeout):
-            self._let_go()  # for others who wait
+            self._let_go()  # for others that wait
         return self._is_set
 
     def _let_go(self) -> None:
@@ -122,7 +122,7 @@ _WAIT = threading.Condition.wait.__code__
 
 
 def raise_exit(thread: int) -> bool:
-    """Raise ``GeneratorExit`` in a thread, when it goes on, if it waits for another one; whether it does."""
+    """Raise ``GeneratorExit`` in a thread, when it continues, if it waits for another one; whether it does."""
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_code is not _WAIT:
         return False
@@ -134,8 +134,8 @@ def absorb_exit() -> None:
     """In the thread that was told to leave: let what has not been raised yet be raised here, and go on.
 
     To take it back would leave Python's signal for it set for good, in all threads: it slows them, and in Python 3.11
-    one that is profiled never goes on.
+    one that is profiled never continues.
     """
     with suppress(GeneratorExit):
-        for _ in range(100):  # Python raises it where a loop begins anew
+        for _ in range(100):  # Python raises it where a loop begins again
             pass

@@ -6,15 +6,15 @@
 //   `millstream_finish`, called from any thread, copies what is left and returns when all bytes are there; a second call
 //   returns at once. Both are called with Python's lock held; the second gives it away meanwhile.
 // - What `millstream_begin` returns else is a capsule of Python's, which keeps the owner of the memory on both sides alive, and
-//   which finishes when it is dropped: Ctrl-C behind any line of Python cannot leave helpers to memory that is gone.
+//   which finishes when it is dropped: Ctrl-C after any line of Python cannot leave helpers to memory that is gone.
 // - Helpers are shared by the process, and work for one filling at a time.
-// - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and who is awake takes the next one.
-// - `millstream_lend` describes memory in the form of DLPack. Its owner is kept until who has taken it drops it, in whatever
+// - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and a helper that is awake takes the next one.
+// - `millstream_lend` describes memory in the form of DLPack. Its owner is kept until the taker drops it, in whatever
 //   thread that is, or until the description is dropped and nobody has.
 // - Those three, `millstream_finish` and `millstream_enqueue` are called for every batch: they take Python's objects as its builtins do
 //   (`METH_FASTCALL`), addresses and numbers as integers. To go through ctypes takes ten times as long.
 // - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none; so do `millstream_open_gates` and
-//   `millstream_close_gates`, which let copies within a graph happen, or not, in the launches to come. Behind an error some may.
+//   `millstream_close_gates`, which let copies within a graph happen, or not, in the launches to come. After an error some may.
 
 #include <pthread.h>
 #include <signal.h>
@@ -72,7 +72,7 @@ constexpr size_t kWakeBytes = 256 << 10;  // so many for each thread that is wok
 constexpr size_t kLine = 64;  // bytes
 constexpr size_t kLeastPast = 1 << 10;  // of a piece that is copied past caches
 constexpr int kMany = 4;  // helpers, so that one thread more is no matter
-constexpr int kCalled = 3;  // by who begins; these call the others
+constexpr int kCalled = 3;  // by the one that begins; these call the others
 constexpr int kPauses = 16;
 constexpr auto kSpin = std::chrono::microseconds(500);
 
@@ -133,7 +133,7 @@ struct Filling {
   Copy* const copy;
   std::vector<char*> to;
   std::vector<const char*> from;
-  std::vector<size_t> starts;  // of each piece, if all lay one behind the other; and the end
+  std::vector<size_t> starts;  // of each piece, if all lay one after the other; and the end
   std::atomic<size_t> next{0};
   const int num_threads;
   int num_helpers = 0;
@@ -183,7 +183,7 @@ class Team {
       while (leaves_it && num_inside_ > 0) pause_a_moment();
     } while (filling.copy_chunk());
     if (filling.num_helpers == 0) return;
-    // Who comes in from here on sees that there is nothing to do.
+    // A helper that comes in from here on sees that there is nothing to do.
     filling_ = nullptr;
     while (num_inside_ != 0) pause_a_moment();
     busy_ = false;
@@ -195,7 +195,7 @@ class Team {
     std::atomic<bool> sleeps{false};
   };
 
-  // To wake a thread takes the caller some microseconds; who spins comes by himself. The library asks the system even
+  // To wake a thread takes the caller some microseconds; a thread that spins comes by itself. The library asks the system even
   // where only another helper sleeps: it keeps one number for all of them.
   void call(int helper) {
     ++calls_[helper].count;
@@ -220,7 +220,7 @@ class Team {
       spins = Clock::now() - begin < kSpin;  // where batches follow each other so closely, the next one will, too
       seen = calls;
       for (int i = self + kCalled; self < kCalled && i < num_wanted_; i += kCalled) call(i);
-      bool has_room = ++num_inside_ <= num_wanted_;  // who comes late may meet a filling that is for fewer
+      bool has_room = ++num_inside_ <= num_wanted_;  // a late helper may meet a filling that is for fewer
       Filling* filling = filling_;
       while (has_room && filling && filling->copy_chunk()) {
       }
@@ -280,7 +280,7 @@ void let_go(Offer* offer) {
   delete offer;
 }
 
-constexpr char kUntaken[] = "dltensor";  // who takes it renames it
+constexpr char kUntaken[] = "dltensor";  // the taker renames it
 
 void drop_offer(_object* capsule) {
   if (PyCapsule_IsValid(capsule, kUntaken)) let_go(static_cast<Offer*>(PyCapsule_GetPointer(capsule, kUntaken)));
@@ -410,11 +410,11 @@ _object* millstream_lend(_object*, _object* const* arguments, ptrdiff_t) {
   return capsule;
 }
 
-// Of a driver and an order: the stream; how many events to wait for, events to record before, copies, and events behind;
+// Of a driver and an order: the stream; how many events to wait for, events to record before, copies, and events after;
 // then each of these. A copy is where to, where from, and how many bytes.
 _object* millstream_enqueue(_object*, _object* const* arguments, ptrdiff_t) {
   auto* driver = pointer<const Driver>(arguments[0]);
-  auto* order = pointer<const uint64_t>(arguments[1]);  // whatever comes behind keeps it alive
+  auto* order = pointer<const uint64_t>(arguments[1]);  // whatever comes after keeps it alive
   if (PyErr_Occurred()) return nullptr;
   void* stream = reinterpret_cast<void*>(order[0]);
   const uint64_t* waits = order + 5;

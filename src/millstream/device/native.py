@@ -49,7 +49,7 @@ def build(source: Path, *options: str) -> Path | None:
 
     Args:
         source: The file.
-        options: For the compiler, behind its own.
+        options: For the compiler, after its own.
     """
     compiler = _compiler()
     if not compiler:
@@ -136,7 +136,7 @@ def _compiler() -> list[str]:
 
 
 def _compile(command: Sequence[str], name: str) -> None:
-    """Compile into the cache folder; behind the name stands a digest of what was compiled."""
+    """Compile into the cache folder; after the name stands a digest of what was compiled."""
     folder = cache_folder()
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         made = Path(inside) / name

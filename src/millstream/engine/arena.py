@@ -30,12 +30,13 @@ class User(Protocol):
 class Arena(ForkSafeLock):
     """Memory of one device that programs have in turn: as large as the largest of them needs, and no larger.
 
-    Nothing in it outlives a call. Where it has to grow it is given back and taken anew, and all who had memory of it
-    are told: each prepares itself anew when it is called again. On a GPU it serves calls on one stream; where calls
-    come on a second one, it is given up, and everybody has memory of their own from then on.
+    Nothing in it outlives a call. Where it has to grow it is given back and taken again, and all users that had memory
+    of it are told: each prepares itself when it is called next. On a GPU it serves calls on one stream; where
+    calls come on a second one, it is given up, and everybody has memory of their own from then on.
 
     Attributes:
-        lock: On a CPU, held by who runs. On a GPU, calls are in order anyway: see ``SharedGraphMemory.lock``.
+        lock: On a CPU, held by the thread that runs. On a GPU, calls are in order anyway: see
+            ``SharedGraphMemory.lock``.
         latest: Whose values are in it.
     """
 

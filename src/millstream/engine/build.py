@@ -58,7 +58,7 @@ class Executable:
         return self.engine(inputs)
 
     def release(self) -> None:
-        """Give back the memory it holds between calls; the next call takes it anew."""
+        """Give back the memory it holds between calls; the next call takes it again."""
         self.engine.release()
 
     def run_uncaptured(self, inputs: list[Any]) -> list[Any]:
@@ -246,7 +246,7 @@ def why_not_capture() -> str:
 
 
 def streams_engine(lowered: Lowered, scheduling: Scheduling) -> StreamsEngine:
-    """Make the engine that issues every kernel anew, on four streams unless the user says otherwise."""
+    """Make the engine that issues every kernel in every call, on four streams unless the user says otherwise."""
     graph = lowered.program.graph
     budget = scheduling.budget_bytes(plan_serial(graph))
     policy = scheduling.policy or "list"

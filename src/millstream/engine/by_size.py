@@ -39,7 +39,7 @@ MOST_BYTES = 256 << 20
 OPEN_CALLS = {"cpu": 7, "cuda": 1}
 """So many calls with a size are run from the open text: on a CPU an executable is hardly quicker."""
 MOST_COUNTED = 4096
-"""So many sizes are counted before all counts start anew."""
+"""So many sizes are counted before all counts start again."""
 PATIENCE = 4
 """So many more calls with a size wait for the plan of another one."""
 

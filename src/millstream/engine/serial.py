@@ -50,7 +50,7 @@ class SerialEngine:
             return (self._run or self._prepare(self._bind()))(inputs)
 
     def release(self) -> None:
-        """Give the arena back; the next call takes it anew."""
+        """Give the arena back; the next call takes it again."""
         with self.arena.lock:
             self._run = None
             self.arena.give_back(self)

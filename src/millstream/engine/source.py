@@ -10,7 +10,7 @@ frees its buffer.
 - Stream 0 of the plan is the stream that is current at the call. The others wait for it at the start; what is allocated
 for a stream is allocated while that stream is current, so that PyTorch's allocator takes the memory for its own.
 - A bound value costs nothing per call.
-- An input that does not lie as kernels were compiled for is copied before they run, and back behind them if they write
+- An input that does not lie as kernels were compiled for is copied before they run, and back after them if they write
 it. A graph that is captured from such an input does that in every replay.
 - The function takes the list of inputs, empties it, and returns the list of outputs; it holds no reference afterwards.
 """
@@ -43,7 +43,7 @@ from millstream.lower.symbolic import Named
 #: that are written.
 Observe = Callable[[int, Callable[[], Any], tuple[torch.Tensor, ...]], Any]
 
-#: Names that the text gives a meaning of its own, and those that become such with a number behind them.
+#: Names that the text gives a meaning of its own, and those that become such with a number after them.
 _OWN_NAMES = re.compile(
     r"run|inputs|results|torch|observe|enter|raw_stream|current_stream|fork"
     r"|(stream|handle|event)(_\d+)?|(given_)?v(_.*)?|numbers|size_\d+"
@@ -193,7 +193,7 @@ class Writer:
         self.lines.append(f"if {local}.data_ptr() % {ALIGNMENT_BYTES}: {local} = {copy}({local})")
 
     def _write_streams(self) -> None:
-        """Find the current stream, and let the others begin behind it."""
+        """Find the current stream, and let the others begin after it."""
         if any(call.stream_keyword for call in self.program.calls):
             self.scope["raw_stream"] = _raw_stream(self.program)
             self.lines.append("handle_0 = raw_stream()")
@@ -212,7 +212,7 @@ class Writer:
             self.lines.append(f"stream_{index}.wait_event({self._event(None)})")
 
     def _event(self, event: int | None) -> str:
-        """Name of one of the plan's events, or of the one behind which the streams begin."""
+        """Name of one of the plan's events, or of the one after which the streams begin."""
         name = "fork" if event is None else f"event_{event}"
         if name not in self.scope:
             assert self.context is not None, "only plans with several streams have events"

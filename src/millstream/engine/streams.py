@@ -1,6 +1,6 @@
 """The streams engine: a plan on several streams without capture, for changing shapes and for debugging.
 
-Every call issues all kernels anew, so the host is usually the slowest part; what it shows is that the plan is right.
+Every call issues all kernels again, so the host is usually the slowest part; what it shows is that the plan is right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class StreamsEngine(ForkSafeLock):
     """Runs a plan by issuing its kernels on the streams of one place.
 
     Memory comes from PyTorch's allocator, each buffer under the stream of its first writer. A block that is free again
-    is reused on that stream only, and the plan frees it where that stream is behind every use; what is left to the end
+    is reused on that stream only, and the plan frees it where that stream is after every use; what is left to the end
     is safe because all streams wait for each other there.
 
     Args:
@@ -52,7 +52,7 @@ class StreamsEngine(ForkSafeLock):
         """Hold nothing: there is no memory between calls."""
 
     def _order_behind(self, here: Any) -> None:
-        """Let whatever takes memory from the streams' pools next come behind this call."""
+        """Let whatever takes memory from the streams' pools next come after this call."""
         event = self._context.events.acquire()
         event.record(here)
         for index in range(1, self.plan.num_streams):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from millstream.graph.plan import Spread
 
 CHOSEN = "chosen"
-"""The verdict on the plan that runs."""
+"""The outcome of the plan that runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Candidate:
         peak_bytes: Most memory that its temporaries and outputs take at once.
         predicted_ns: Its time by the simulator; ``None`` when it was not simulated.
         measured_ns: Its time on the device; ``None`` when it was not run.
-        verdict: ``CHOSEN``, or why not, in a few words.
+        outcome: ``CHOSEN``, or why not, in a few words.
         spread: How its kernels' blocks are spread over the device.
     """
 
@@ -31,10 +31,10 @@ class Candidate:
     peak_bytes: int
     predicted_ns: int | None = None
     measured_ns: int | None = None
-    verdict: str = ""
+    outcome: str = ""
     spread: Spread = Spread.PACKED
 
     @property
     def is_chosen(self) -> bool:
         """Whether this is the plan that runs."""
-        return self.verdict == CHOSEN
+        return self.outcome == CHOSEN

@@ -53,7 +53,7 @@ def derive_dependencies(graph: KernelGraph) -> tuple[tuple[Dependency, ...], ...
           each depends on what the first one does. What follows from these is not repeated.
         - Each predecessor appears once.
 
-    Linear in the number of reads and writes, and of pairs of readers and writers of parts behind them.
+    Linear in the number of reads and writes, and of pairs of readers and writers of parts after them.
 
     Returns:
         For each kernel, in program order, its predecessors in the order in which its reads and writes meet them.

@@ -6,7 +6,7 @@ The model, for every plan:
       everything issued on that stream before the ``Record``.
     - Every stream begins with an implicit wait on the start of stream 0 (the *fork*): what the caller issued before the
       plan happens before all of it.
-    - Nothing is implied at the end. What comes after the plan goes on behind the last step on stream 0, so the other
+    - Nothing is implied at the end. What comes after the plan continues after the last step on stream 0, so the other
       streams must be joined to it by explicit waits on stream 0.
 
 Vector clocks: Fidge, "Timestamps in message-passing systems that preserve the partial ordering" (1988). The order never
@@ -62,7 +62,7 @@ class StreamClocks:
         return Moment(stream, self._ticks[stream], self._seen[stream])
 
     def wait(self, stream: int, moment: Moment) -> bool:
-        """Order everything issued later on a stream behind a moment; return whether that was not so already."""
+        """Order everything issued later on a stream after a moment; return whether that was not so already."""
         seen = self._seen[stream]
         if moment.stream == stream or moment.tick <= seen[moment.stream]:
             return False
@@ -79,7 +79,7 @@ class HappensBefore:
 
     Attributes:
         moments: The moment of each step, by position in ``plan.steps``.
-        end: The end of stream 0, where the caller's work goes on.
+        end: The end of stream 0, where the caller's work continues.
 
     Raises:
         PlanError: A ``Wait`` names an event that no earlier ``Record`` records.
@@ -106,7 +106,7 @@ class HappensBefore:
         return self.moments[first].happens_before(self.moments[second])
 
     def first_behind(self, stream: int, position: int) -> int:
-        """Return the position of the first step on a stream behind a given one; the number of steps if there is none.
+        """Return the position of the first step on a stream after a given one; the number of steps if there is none.
 
         O(log steps) time.
         """

@@ -1,8 +1,8 @@
 """A plan: what is launched on which stream, what waits for what, how long each buffer lives. Frozen data without torch.
 
 Steps stand in the order in which the host issues them. ``Allocate`` and ``Free`` are meant on the host's clock too: a
-buffer's memory may be handed out again by an ``Allocate`` behind its ``Free`` on the same stream, which is safe only
-where that stream comes behind every use of it; ``millstream.check`` proves that.
+buffer's memory may be handed out again by an ``Allocate`` after its ``Free`` on the same stream, which is safe only
+where that stream comes after every use of it; ``millstream.check`` proves that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Give a buffer's memory back to ``stream``, behind everything issued there so far."""
+    """Give a buffer's memory back to ``stream``, after everything issued there so far."""
 
     buffer: str
     stream: int
@@ -81,7 +81,7 @@ class Plan:
     Attributes:
         graph: What is run.
         steps: In the order the host issues them.
-        num_streams: Streams are numbered from 0; stream 0 is where the caller's work comes from and goes on.
+        num_streams: Streams are numbered from 0; stream 0 is where the caller's work comes from and continues.
         policy: Name of the policy that made it.
         layout: Where its temporaries lie in one arena; ``None`` leaves that to the allocator of whoever runs it.
         spread: How its kernels' blocks are spread over the device.

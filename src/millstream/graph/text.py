@@ -15,7 +15,7 @@ A graph::
       0  gemm   mm.out           cuda:0  (x, w) -> (t)  bytes 73728  flops 2097152  from "model.py:7 in forward"
       1  fused  triton_gelu_relu  cuda:0  (v) -> (y)  bytes 8192  ops (gelu, relu)
 
-A plan is its steps, each behind its stream, and then its graph::
+A plan is its steps, each after its stream, and then its graph::
 
     plan list on 2 streams
     steps
@@ -31,7 +31,7 @@ A plan is its steps, each behind its stream, and then its graph::
     ...
 
 The arena, with the offset of each buffer in it, is there only where a plan says where its temporaries lie. How
-kernels are spread, ``apart`` or ``even``, stands behind the streams.
+kernels are spread, ``apart`` or ``even``, stands after the streams.
 
 A name stands bare where it consists of letters, digits and ``_ . : /`` (with single ``-`` inside), and otherwise in
 double quotes with Python's escapes. Fields at their defaults are left out. Indented lines belong to the heading above

@@ -174,7 +174,7 @@ def _check_part(graph: KernelGraph, kernel: Kernel, buffer: str, written: set[st
     if storage not in writes:
         reason = "without writing it: list it among its writes too"
     elif storage in reads:
-        reason = "which it also reads: it must come behind the others, so that it is no part"
+        reason = "which it also reads: it must come after the others, so that it is no part"
     elif any(graph.storage_of[name] == storage for name in kernel.writes if name not in kernel.parts):
         reason = "and the whole too: list it among its parts only if it writes nothing else of it"
     elif storage not in written and graph.buffer_of[storage].role in PLANNED_ROLES:

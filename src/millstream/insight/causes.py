@@ -10,7 +10,7 @@ class Cause(StrEnum):
 
     DATA_WAIT = "data"  #: the loop waits for the workers of a loader
     IN_PROCESS = "data in process"  #: the loop makes the batch itself
-    PASS = "start of pass"  #: workers of a loader are started and ended anew for each pass, and delay its first batch
+    PASS = "start of pass"  #: workers of a loader are started and ended again for each pass, and delay its first batch
     SYNC = "sync"  #: the host waited for the device, and the queue was empty afterwards
     ALLOCATOR = "allocator"  #: device memory was taken from the driver or given back
     COMPILE = "compile"  #: TorchDynamo or a backend compiled, or the driver loaded code
@@ -23,7 +23,7 @@ class Cause(StrEnum):
     PYTHON = "python"  #: the thread ran the user's Python
     LAUNCH = "launch"  #: calling operators, and launching kernels one by one, took longer than running them
     GRAPH_TAIL = "graph tail"  #: between two CUDA graphs, both launched
-    STREAM_WAIT = "stream wait"  #: already launched, behind an event of another stream
+    STREAM_WAIT = "stream wait"  #: already launched, after an event of another stream
     DEVICE_GAP = "device gap"  #: already launched: a few microseconds of the device's own
     PROFILER = "profiler"  #: what looking costs
     UNKNOWN = "unknown"  #: nothing was seen; never spread over others
@@ -36,4 +36,4 @@ SAMPLED = frozenset((Cause.PYTHON, Cause.GRAPH_BREAK, Cause.WAITING, Cause.GIL, 
 """Causes that samples tell of: they are not seen in every step in which they happen."""
 EXPOSED = (Cause.COPY, Cause.COMMUNICATION)
 REMEDY_FREE = frozenset((Cause.DEVICE_GAP, Cause.PROFILER, Cause.UNKNOWN))
-"""Causes that nobody can do anything about: they are shown, and never are the verdict."""
+"""Causes that nobody can do anything about: they are shown, and never are the diagnosis."""

@@ -1,4 +1,4 @@
-"""The verdict: which cause matters, where it comes from, and what its remedy would give."""
+"""The diagnosis: which cause matters, where it comes from, and what its remedy would give."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Findings:
 
     Attributes:
         recording: Where it comes from.
-        severity: Of the verdict.
-        leading: The row that the verdict is about; ``None`` where there is nothing to mend.
+        severity: Of the diagnosis.
+        leading: The row that the diagnosis is about; ``None`` where there is nothing to mend.
         rows: Every cause at every line, the largest first.
         steps: The steps that were judged.
         step_ns: Their mean length.
@@ -95,7 +95,7 @@ class Findings:
         slices: The idle time, piece by piece.
         recoverable: By cause, nanoseconds of the window.
         located_share: What of the charged time has a line.
-        why_unreliable: Why there is no verdict; empty where there is one.
+        why_unreliable: Why there is no diagnosis; empty where there is one.
         notes: Recompilations and graph breaks.
         unseen_python: In what part of the window Python code ran in pieces too short to be looked into.
         unseen_before: The user's line of the operators that came next most often.
@@ -477,7 +477,7 @@ def _underfilled(recording: Recording, start: int, end: int) -> float:
 
 
 def _judge(found: Findings) -> tuple[Severity, Row | None]:
-    """The verdict, and the row it is about."""
+    """The diagnosis, and the row it is about."""
     if found.why_unreliable:
         return Severity.UNRELIABLE, None
     window = found.window_ns

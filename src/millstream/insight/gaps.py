@@ -10,7 +10,7 @@
    until two launches are outstanding again, the refill of the queue belongs to that wait; then samples. A queue that
    a whole run of launches does not fill is launching's, and only the first of them the wait's.
 2. *Launch part*, while L ran: launching, unless it refills the queue, or the driver compiles or allocates in it.
-3. *Device part*, from the end of L: between two graphs, behind another stream's event, or the device's own.
+3. *Device part*, from the end of L: between two graphs, after another stream's event, or the device's own.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _ran_ns(sample: Sample, length: int) -> int:
 class _Evidence:
     """The looks that saw a thread awake, and those that saw it asleep: the nearest one tells what another does not.
 
-    Who waits for the interpreter while no other thread of Python's runs waits for the sampler's own look.
+    A thread that waits for the interpreter while no other thread of Python's runs waits for the sampler's own look.
 
     Args:
         samples: Of the training thread, outside of hooks' spans, in order.

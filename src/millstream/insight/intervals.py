@@ -1,4 +1,4 @@
-"""Half-open intervals of integers: union, complement, and who of several that overlap is innermost."""
+"""Half-open intervals of integers: union, complement, and which of several that overlap is innermost."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ T = TypeVar("T", bound=Timed)
 def flatten(spans: Sequence[T]) -> list[tuple[int, int, T]]:
     """Cut overlapping spans into disjoint pieces, each of the innermost span there.
 
-    Innermost is who began last; of those that began together, who ends first; then who comes first in ``spans``.
+    Innermost is the one that began last; of those that began together, the one that ends first; then the first in
+    ``spans``.
     """
     order = sorted(
         ((span.start_ns, span.end_ns, -number) for number, span in enumerate(spans) if span.start_ns < span.end_ns),

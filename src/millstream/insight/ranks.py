@@ -17,7 +17,7 @@ from millstream.insight.causes import REMEDY_FREE, Cause
 from millstream.insight.findings import HIGH, MODERATE, Severity
 
 _OTHER_CLOCK_NS = 1_000_000  # collectives end together: ranks whose ends differ by more have another clock
-_FAIR = 0.5  # of all waiting: who causes so much of it is the straggler
+_FAIR = 0.5  # of all waiting: a rank that causes so much of it is the straggler
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MergedFindings:
     """What the ranks say together.
 
     Attributes:
-        severity: Of the verdict; ``UNRELIABLE`` where the ranks have no collective in common.
+        severity: Of the diagnosis; ``UNRELIABLE`` where the ranks have no collective in common.
         straggler: The rank that the others wait for; ``None`` where there is none.
         ranks: In order.
         num_collectives: Seen by all ranks.

@@ -154,7 +154,7 @@ class Launch:
 
     Attributes:
         number: Its correlation id.
-        thread: Who called.
+        thread: Of the caller.
         start_ns: Begin of the call.
         end_ns: End of the call.
         name: ``cudaLaunchKernel``, ``cudaGraphLaunch``, ...
@@ -255,7 +255,7 @@ class Recording:
         first_step: How many steps of the run came before the first of ``steps``.
         unix_minus_clock_ns: Unix time when the recording's clock is 0.
         has_steps: ``steps`` are the loop's; else they are slices of time, because none was seen.
-        is_complete: Whether that leaves enough for a verdict; else the first caveat says why not.
+        is_complete: Whether that leaves enough for a diagnosis; else the first caveat says why not.
     """
 
     script: str = ""

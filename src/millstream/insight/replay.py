@@ -1,6 +1,6 @@
 """What taking a cause away would give: the recorded run played again, with and without it.
 
-Time charged to a cause is not what its remedy returns: behind one wait there may stand another. So the host's and the
+Time charged to a cause is not what its remedy returns: after one wait there may stand another. So the host's and the
 device's work are played again as they depend on each other, once as recorded and once without the cause; the
 difference is what can be *recovered*. Gains of several causes do not add up.
 
@@ -46,7 +46,7 @@ def recoverable_ns(
     if recording.is_synchronous or not recording.launches:
         # Without a queue nothing hides behind anything: what is taken away is gone.
         charged = {cause: sum(s.end_ns - s.start_ns for s in slices if s.cause is cause) for cause in causes}
-        if Cause.PYTHON in charged:  # who does not run Python does not wait for a processor to run it
+        if Cause.PYTHON in charged:  # a thread that does not run Python does not wait for a processor to run it
             waits = (s for s in slices if s.cause is Cause.DESCHEDULED and s.detail == State.PYTHON)
             charged[Cause.PYTHON] += sum(s.end_ns - s.start_ns for s in waits)
         return charged

@@ -109,7 +109,7 @@ class LoweredForSizes:
     keep_step: Callable[[list[Any]], None] | None = None
 
     def at(self, sizes: tuple[int, ...]) -> Lowered:
-        """The program for inputs that have these sizes, as ``program.sizes`` tells of a call's."""
+        """The program for inputs that have these sizes, as ``program.sizes`` finds those of a call."""
         return Lowered(self.program.at(sizes), self.phase, self.visible, self.seconds)
 
 
@@ -170,7 +170,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         gm: Graph of torch or aten operators, as Dynamo or make_fx give it. Owned from now on.
         inputs: Example inputs, real or fake, in the order of its placeholders.
         finish: Called once a program, possibly later (the backward pass is lowered when first needed).
-        refuse: Called with the reason when a program cannot be had; returning means: go on with plain Inductor, and
+        refuse: Called with the reason when a program cannot be had; returning means: continue with plain Inductor, and
             called again where that fails too, with plain Python.
         name: Name of the graph, for people.
         options: Further Inductor options, such as autotuning.

@@ -123,7 +123,7 @@ class Program:
 
     def _fake(self, name: str) -> torch.Tensor:
         layout = self.layout(name)
-        assert layout is not None, f"{name}, which a kernel of ours uses, has a layout"
+        assert layout is not None, f"{name}, which one of our kernels uses, has a layout"
         return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
 
     def code(self, kernel: int) -> str:

@@ -1,4 +1,4 @@
-"""Cut a graph at its collectives: compute between them is lowered as ever, and they are issued from the host.
+"""Cut a graph at its collectives: compute between them is lowered as usual, and they are issued from the host.
 
 **Contract**
 - The graph is functional, as AOT autograd makes it: nothing is written but inputs, by ``copy_`` whose results nobody

@@ -200,7 +200,7 @@ class _Translator:
         """Let a kernel write and allocate the buffer bound to its result.
 
         An operator that returns a view of what it was given writes no memory. It makes something all the same, which is
-        a buffer without bytes here: who uses the view must come behind.
+        a buffer without bytes here: users of the view must come after.
         """
         kernel, made, num_bytes = self.kernels[position], node.name, self.bytes[node.name]
         if node.name in self.alias:
@@ -438,12 +438,12 @@ class _Translator:
     def _open_joined(self, buffers: tuple[Buffer, ...]) -> None:
         """Say for each concatenation that a kernel writes the whole before others write parts, so that it has memory.
 
-        If possible a kernel that all of these come behind anyway, which in truth writes nothing there: the last of
+        If possible a kernel that all of these come after anyway, which in truth writes nothing there: the last of
         them, for the memory's sake. Else the first of these is taken to write the whole.
         """
         if not self.joined:
             return
-        behind: list[int] = []  # for each kernel those that it comes behind, as bits
+        behind: list[int] = []  # for each kernel those that it comes after, as bits
         for found in derive_dependencies(KernelGraph(self.name, tuple(self.kernels), buffers)):
             mask = 0
             for each in found:

@@ -7,7 +7,7 @@ same bits.
 **How it is kept safe**
 - A layer's weight and bias go through a *gate*, a node of autograd that is recorded on the auxiliary stream and passes
   its gradient on as it is. So autograd takes their gradients to be made there, and lets whatever uses them, and in the
-  end the caller, wait for that stream by its own rules. Nothing else waits: the pass goes on beside them.
+  end the caller, wait for that stream by its own rules. Nothing else waits: the pass continues beside them.
 - What the auxiliary stream reads was allocated on the layer's stream. It is held until that stream has come after its
   use: at the latest when ``MOST_PENDING`` later layers, or ``MOST_PENDING_BYTES``, are issued. That bounds memory.
 - Where memory for the second gradient is not to be had, it is computed after the first.

@@ -1,8 +1,8 @@
 """Which waits make streams written down by hand safe, and which memory must outlive its name. No torch, no device.
 
 A storage that is used on two streams needs order: a reader waits for the last writer (RAW), a writer for the readers
-since then (WAR) and for the last writer (WAW). ``Ordering`` is told of every use before it is issued and answers with
-the events to record and the waits to enqueue.
+since then (WAR) and for the last writer (WAW). ``Ordering`` is asked about every use before it is issued and answers
+with the events to record and the waits to enqueue.
 
 **Contract**
 - After the steps that ``use`` returns, every earlier conflicting use happens before this one.
@@ -137,7 +137,7 @@ class Ordering:
         for child in children:
             self._forks[child] = None
         if steps:
-            self._ticks[parent] += 1  # waiting is work, too: who joins this stream later must come after it
+            self._ticks[parent] += 1  # waiting is work, too: a stream that joins this one later must come after it
         return steps
 
     def meet(self) -> Steps:
@@ -166,7 +166,7 @@ class Ordering:
             stream: Where.
             reads: What it reads, or reads and writes.
             writes: What it changes.
-            hold: Whether to hold what is used away from home. ``crossings`` tells of it in either case.
+            hold: Whether to hold what is used away from home. ``crossings`` has it in either case.
         """
         steps, seen = _NOTHING, self._seen[stream]
         tick = self._ticks[stream] + 1

@@ -58,7 +58,7 @@ class Session:
         self._index_of = {driver.stream_id(base): 0}
         self._current = driver.current_stream_id
         self._lent: dict[int, list[int]] = {}  # by the stream that they start from: those that no scope has
-        self._opaque: list[Any] = []  # results whose memory cannot be told: kept to the end
+        self._opaque: list[Any] = []  # results whose memory cannot be determined: kept to the end
         self._guard: Any = None
         self._ticket = 0
         self._is_whole = True  # whether another scope may have it
@@ -309,7 +309,7 @@ class Session:
         return result
 
     def _run_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on a stream of somebody else's, who orders it; a trace tells whether they did."""
+        """Run an operator on a stream that somebody else orders; a trace tells whether they did."""
         if self.trace is None:
             return func(*args, **kwargs)
         recipe = recipe_of(func)

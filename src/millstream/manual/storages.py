@@ -28,7 +28,7 @@ class Storages:
 
     Args:
         context: Of the device.
-        ordering: Is told of storages that work on a stream has made.
+        ordering: Notified of storages that work on a stream has made.
 
     Attributes:
         memories: By the address of PyTorch's storage object. A weak reference to it, which the memory holds, keeps that
@@ -80,7 +80,7 @@ class Storages:
     def find_uses(
         self, recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Memory], list[Memory], bool]:
-        """What an operator reads and what it writes, and whether it uses memory that cannot be told."""
+        """What an operator reads and what it writes, and whether it uses memory that cannot be determined."""
         if not recipe.positions and not recipe.names and (plain := self.find_plain(args, kwargs)) is not None:
             return plain, [], False
         reads: list[Memory] = []

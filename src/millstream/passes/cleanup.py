@@ -1,6 +1,6 @@
 """Tidy up a traced graph: drop what computes nothing, find out which inputs it writes.
 
-The passes change ``gm.graph`` in place; ``gm.recompile()`` is left to their caller, who does it once.
+The passes change ``gm.graph`` in place; ``gm.recompile()`` is left to their caller, which does it once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def subtract_powers_exactly(gm: fx.GraphModule) -> None:
 
     An eager optimizer computes them in Python's numbers. Of counts in single precision too little is left of the
     difference: RAdam's updates were wrong by 2 %, and by far more where ``beta`` is closer to one. In double precision
-    a power would be computed anew for each element of a parameter, since the compiler fuses the two.
+    a power would be recomputed for each element of a parameter, since the compiler fuses the two.
     """
     aten = torch.ops.aten
     for power in gm.graph.find_nodes(op="call_function", target=aten._foreach_pow.ScalarAndTensor):

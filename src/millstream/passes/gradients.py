@@ -1,7 +1,7 @@
 """The gradients of a convolution, apart.
 
 PyTorch computes the gradients of a convolution's input and of its weight in one operator, which launches the kernels of
-one behind those of the other. Only the first is what the rest of the backward pass waits for. As two operators they
+one after those of the other. Only the first is what the rest of the backward pass waits for. As two operators they
 can run beside each other on two streams; each masks out what the other computes, so the kernels are the same ones and
 the numbers too (MXNet's dual-stream backward, https://github.com/apache/mxnet/pull/14006).
 """

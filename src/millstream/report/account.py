@@ -110,7 +110,7 @@ class Account:
         return sum(self.durations_ns[kernel] for kernel in self.preparing)
 
     def preparation(self) -> str:
-        """Say in words what parameters cost that are prepared anew in each run; empty where that is little."""
+        """Say in words what parameters cost that are prepared again in each run; empty where that is little."""
         if self.preparing_ns < _WORTH_SAYING * max(self.serial_ns, 1):
             return ""
         kernels = count(len(self.preparing), "kernel")
@@ -146,7 +146,7 @@ class Account:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int | None], ...]:
-        """The times at which nothing ran: how long, and the kernel behind it."""
+        """The times at which nothing ran: how long, and the kernel after it."""
         gaps, latest = [], 0
         for span in self.timeline.spans:
             if span.start_ns > latest:

@@ -17,7 +17,7 @@ from millstream.simulate import Transfer, bucket_bytes, find_transfers, find_upd
 _WIDTH = 118  # characters of a line
 _LANES = ("backward", "buckets", "optimizer")  # what comes before the update is the forward pass, too
 _LATE = 0.05  # of a step: waiting for others that is worth a line
-_OFTEN = 0.5  # of the steps: who is last in so many is the straggler
+_OFTEN = 0.5  # of the steps: a rank that is last in so many is the straggler
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Arrivals:
         """Who waits for whom, in words; empty where nothing is known.
 
         Args:
-            step_ns: Length of a step: a wait that is little of it is told of as such.
+            step_ns: Length of a step: a wait that is little of it is reported as such.
         """
         if not self.num_steps:
             return ""

@@ -56,7 +56,8 @@ def _of(program: ProgramReport) -> Iterator[str]:
         yield f"<p>… and {count(len(program.graph.kernels) - len(shown), 'smaller kernel')}.</p>"
     unknown = program.measured_by_kernel.get(None, 0)
     if unknown and program.timeline is not None:
-        yield f"<p>{percent(unknown, program.timeline.end_ns)} of the time ran what cannot be told to a kernel.</p>"
+        share = percent(unknown, program.timeline.end_ns)
+        yield f"<p>{share} of the time ran what cannot be attributed to a kernel.</p>"
 
 
 _PLAN = ("plan", "streams", "waits", "peak memory", "predicted", "measured", "outcome")
@@ -65,7 +66,7 @@ _PLAN = ("plan", "streams", "waits", "peak memory", "predicted", "measured", "ou
 def _plan_row(each: Candidate) -> tuple[str, ...]:
     times = duration(each.predicted_ns), duration(each.measured_ns)
     numbers = str(each.streams), str(each.waits), size(each.peak_bytes)
-    return f"{each.policy}, {each.spread}", *numbers, *times, each.verdict
+    return f"{each.policy}, {each.spread}", *numbers, *times, each.outcome
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> str:

@@ -25,7 +25,7 @@ _FAR = 1.5  # times the prediction: what that says need not be so
 _TOO_LONG = 3  # times what a run takes: so long a prediction is of kernels measured beside other work of the machine
 _SLOWEST, _SLOWEST_NS = 50, 100_000  # times what bytes and operations need, and at least: no CPU's kernel takes longer
 _IMPLAUSIBLE = "kernels seem to have been measured while the machine did other things"
-_INPUTS = 6  # kinds of inputs that are told of
+_INPUTS = 6  # kinds of inputs that are listed
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class ProgramReport:
 
     @property
     def untold_share(self) -> float:
-        """Of the traced run: what ran that cannot be told to a kernel."""
+        """Of the traced run: what ran that cannot be attributed to a kernel."""
         if self.timeline is None or not self.timeline.end_ns:
             return 0.0
         return self.measured_by_kernel.get(None, 0) / self.timeline.end_ns
@@ -318,7 +318,7 @@ class ProgramReport:
         return f"nothing ran {whole} of the time: " + ", ".join(f"{why} {duration(t)}" for why, t in causes.items())
 
     def _inputs(self) -> list[str]:
-        """What the program was compiled for; those alike are told of once."""
+        """What the program was compiled for; those alike are listed once."""
         found = [each if number == 1 else f"{number} x {each}" for each, number in Counter(self.inputs).items()]
         more = [f"{len(found) - _INPUTS} more kinds"] if len(found) > _INPUTS + 1 else []
         return [f"for {', '.join(found[:_INPUTS] + more if more else found)}"] if found else []
@@ -329,7 +329,9 @@ class ProgramReport:
         known = ", ".join(f"{kind} {duration(time_ns)}" for kind, time_ns in times.items() if time_ns is not None)
         account = next(iter(self.accounts.values()), None)
         if account is None or self._is_untold:
-            untold = f"; {percent(self.untold_share, 1)} of it cannot be told to a kernel" if self._is_untold else ""
+            untold = ""
+            if self._is_untold:
+                untold = f"; {percent(self.untold_share, 1)} of it cannot be attributed to a kernel"
             return [f"time: {known}{untold}"] if known else []
         if self.is_implausible and "measured" not in self.accounts:
             return [
@@ -408,15 +410,15 @@ def _candidate_lines(candidates: Sequence[Candidate]) -> list[str]:
             size(each.peak_bytes),
             duration(each.predicted_ns),
             duration(each.measured_ns),
-            each.verdict,
+            each.outcome,
         )
         for each in candidates
         if each.is_chosen or each.measured_ns is not None
     ]
-    head = ("plan", "streams", "waits", "peak memory", "predicted", "measured", "verdict")
+    head = ("plan", "streams", "waits", "peak memory", "predicted", "measured", "outcome")
     lines = table(head, rows, right={1, 2, 3, 4, 5})
-    dropped = Counter(each.verdict for each in candidates if not each.is_chosen and each.measured_ns is None)
+    dropped = Counter(each.outcome for each in candidates if not each.is_chosen and each.measured_ns is None)
     if dropped:
-        others = (f"{count(number, 'plan')} ({verdict})" for verdict, number in dropped.items())
+        others = (f"{count(number, 'plan')} ({outcome})" for outcome, number in dropped.items())
         lines.append(f"  not measured: {', '.join(others)}")
     return lines

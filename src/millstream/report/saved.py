@@ -68,7 +68,7 @@ def read_steps(text: str) -> list[SavedStep]:
                 "torchrun has started"
             )
         if content[KEY]["format"] != FORMAT:
-            raise ArgumentError(f"its format is {content[KEY]['format']!r}, expected {FORMAT}: write it anew")
+            raise ArgumentError(f"its format is {content[KEY]['format']!r}, expected {FORMAT}: write it again")
         return [_read(each) for each in content[KEY]["steps"]]
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, ArgumentError):

@@ -219,7 +219,7 @@ class Fetcher:
         end = None
         try:
             end = None if self._stopped.is_set() else self._copy(results)
-            # The mark must live as long as its event is waited for: others get the event behind it.
+            # The mark must live as long as its event is waited for: others get the event after it.
             if end is None or not wait_until_reached(self.context, end.event, self._stopped):
                 error = self._too_late()
         except Exception as caught:  # noqa: BLE001 - whatever the device says, it belongs to these results
@@ -301,7 +301,7 @@ class Fetcher:
             self._join()
         self._sweep()
         self._orders.put(None)  # for the thread, if this is called in it
-        if self._lock.acquire(timeout=JOIN_S):  # who is in there does not wait any more
+        if self._lock.acquire(timeout=JOIN_S):  # a thread that is in there does not wait any more
             try:
                 if self._host is not None and self._made is not None and not self.context.closed:
                     self._release_late(self._host, self._made.stream)

@@ -71,7 +71,7 @@ def bring(leaf: Any) -> Any:
     if not hasattr(leaf, "to"):
         return copy.copy(leaf)
     try:
-        leaf = copy.deepcopy(leaf)  # its ``to`` may move the very object that the user goes on with, or return it
+        leaf = copy.deepcopy(leaf)  # its ``to`` may move the very object that the user continues with, or return it
     except RuntimeError:  # of tensors that autograd has made
         leaf = copy.copy(leaf)
     try:

@@ -15,7 +15,7 @@ def place_allocations(plan: Plan) -> Plan:
     Contract:
         - Temporaries and outputs are allocated on the stream of their first write, right before it, unless the operator
           that writes takes the memory itself.
-        - A temporary is freed on that stream as soon as it has come behind every use. No wait is added for that: a
+        - A temporary is freed on that stream as soon as it has come after every use. No wait is added for that: a
           temporary whose stream never learns of the last use elsewhere is kept until the end of the run.
 
     Args:
@@ -39,7 +39,7 @@ def place_allocations(plan: Plan) -> Plan:
 
 
 def _last_use_known(plan: Plan, order: HappensBefore, lifetime: Lifetime) -> int:
-    """Return the position of the use, or of the wait for one, behind which a buffer's own stream knows of them all."""
+    """Return the position of the use, or of the wait for one, after which a buffer's own stream knows of them all."""
     return max(
         use if plan.steps[use].stream == lifetime.stream else order.first_behind(lifetime.stream, use)
         for use in lifetime.last_uses

@@ -1,4 +1,4 @@
-"""Which kernel goes on which stream, and when it is expected to start."""
+"""Which kernel continues which stream, and when it is expected to start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 from millstream.schedule.ranking import rank_kernels
 
-_NEVER = 1 << 62  # ns: behind any schedule
+_NEVER = 1 << 62  # ns: after any schedule
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Assignment:
 
     @classmethod
     def of(cls, stream_of: Sequence[int], start_ns: Sequence[int], durations_ns: Sequence[int]) -> Assignment:
-        """Number the streams anew: unused ones fall away, and stream 0 is the one that ends last.
+        """Renumber the streams: unused ones fall away, and stream 0 is the one that ends last.
 
-        The caller's work goes on behind stream 0, so the longest stream needs no wait at the end.
+        The caller's work continues after stream 0, so the longest stream needs no wait at the end.
         """
         ends = [start + duration for start, duration in zip(start_ns, durations_ns, strict=True)]
         last_on: dict[int, int] = {}
@@ -64,8 +64,8 @@ def assign_list(
     for heterogeneous computing", IEEE TPDS 13(3), 2002), for streams of equal speed.
 
     Steps:
-        1. Take the kernels by rank, the longest chain of work behind them; predecessors come before their successors.
-        2. For each stream find the first gap that holds the kernel: behind its predecessors, and ``wait_ns`` behind
+        1. Take the kernels by rank, the longest chain of work after them; predecessors come before their successors.
+        2. For each stream find the first gap that holds the kernel: after its predecessors, and ``wait_ns`` after
            those on other streams.
         3. Take the stream with the earliest start, where every other stream that has to be waited for counts as
            ``wait_ns`` more: a kernel leaves its predecessor's stream only for a gain that exceeds the cost of the
@@ -87,7 +87,7 @@ def assign_slack(
 ) -> Assignment:
     """Assign kernels as ``assign_list`` does, but move only those that have no time to lose.
 
-    A kernel that starts so early that the longest chain behind it can still end by the lower bound of the makespan (the
+    A kernel that starts so early that the longest chain after it can still end by the lower bound of the makespan (the
     critical path, or all work divided among the streams) goes where the fewest other streams have to be waited for.
     That saves many waits on wide graphs, but leaves less room for what comes later.
     """

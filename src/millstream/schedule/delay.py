@@ -71,7 +71,7 @@ def delay_kernels(
 
 
 def _latest_start(spans: Sequence[tuple[int, int]], end_ns: int, duration: int, least_ns: int) -> int:
-    """Return the latest start behind ``least_ns`` that leaves ``duration`` in a gap before ``end_ns``; else -1."""
+    """Return the latest start after ``least_ns`` that leaves ``duration`` in a gap before ``end_ns``; else -1."""
     index, end = bisect_left(spans, (end_ns, 0)), end_ns
     while end - duration > least_ns:
         begin = spans[index - 1][1] if index else 0

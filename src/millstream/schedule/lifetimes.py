@@ -51,7 +51,7 @@ def derive_lifetimes(plan: Plan) -> dict[str, Lifetime]:
     """
     planned = {buffer.id for buffer in plan.graph.buffers if buffer.role in PLANNED_ROLES}
     first: dict[str, int] = {}
-    last_on: dict[str, dict[int, int]] = {}  # by buffer and stream: what a stream did last is behind what it did before
+    last_on: dict[str, dict[int, int]] = {}  # by buffer and stream: what a stream did last is after what it did before
     for position, step in enumerate(plan.steps):
         reads, writes = step_storages(plan.graph, step)
         for storage in (*reads, *writes):

@@ -26,7 +26,7 @@ def assign_offsets(plan: Plan, device: str | None = None) -> MemoryLayout:
 
     Steps:
         1. Take the buffers from the largest to the smallest; of equals, the one written first.
-        2. Among the placed ones that are in its way, find the smallest gap that holds it; if none does, go behind them.
+        2. Among the placed ones that are in its way, find the smallest gap that holds it; if none does, go after them.
 
     O(buffers²) time in numpy's inner loops: about a second for 10,000.
 
@@ -76,7 +76,7 @@ class _Arena:
             return 0
         in_the_way = self._overlapping(lifetime)
         starts, ends = self._starts[: self._count][in_the_way], self._ends[: self._count][in_the_way]
-        # Those in its way may overlap each other, so a gap begins only behind the end of all that start before it.
+        # Those in its way may overlap each other, so a gap begins only after the end of all that start before it.
         filled = np.concatenate(([0], np.maximum.accumulate(ends)))
         gaps = starts - filled[:-1]
         fitting = np.flatnonzero(gaps >= size)

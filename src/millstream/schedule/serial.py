@@ -15,7 +15,7 @@ def plan_serial(graph: KernelGraph) -> Plan:
         - Every kernel is launched once, in program order, on stream 0.
         - A temporary or output is allocated right before the kernel that writes it first, unless that kernel takes the
           memory itself (``kernel.allocates``).
-        - A temporary is freed right behind its last use, however its memory was taken. Outputs are never freed; the
+        - A temporary is freed right after its last use, however its memory was taken. Outputs are never freed; the
           memory of inputs, states and constants is neither allocated nor freed.
 
     Linear in the number of reads and writes.
@@ -46,7 +46,7 @@ def plan_serial(graph: KernelGraph) -> Plan:
 def plan_alike(graph: KernelGraph, plan: Plan) -> Plan:
     """Plan a graph in the order and on the streams of a plan for another one, of which it differs in sizes alone.
 
-    What is ordered, and why, does not depend on sizes; where buffers lie does, and is found anew.
+    What is ordered, and why, does not depend on sizes; where buffers lie does, and is found again.
 
     Args:
         graph: With the kernels of the other one, their reads and writes.

@@ -10,13 +10,13 @@ from millstream.graph import Launch, Moment, Record, Step, StreamClocks, Wait
 def place_waits(
     order: Sequence[int], stream_of: Sequence[int], predecessors: Sequence[Sequence[int]], num_streams: int
 ) -> list[Step]:
-    """Issue launches, and between them the events and waits that order every kernel behind its predecessors.
+    """Issue launches, and between them the events and waits that order every kernel after its predecessors.
 
     Contract:
         - Every predecessor of a kernel happens before it, and everything happens before the end of stream 0.
-        - Nothing is waited for that is known already: neither a predecessor that another one is behind, nor one that
-          the stream has come behind before, directly or through other streams.
-        - Only what is waited for is recorded, once, right behind its launch.
+        - Nothing is waited for that is known already: neither a predecessor that another one comes after, nor one that
+          the stream already comes after, directly or through other streams.
+        - Only what is waited for is recorded, once, right after its launch.
 
     Args:
         order: Kernels in the order in which they are launched, predecessors first.
@@ -48,8 +48,8 @@ def place_waits(
 
 
 def _wait(clocks: StreamClocks, stream: int, moments: dict[int, Moment], kernels: Iterable[int]) -> list[int]:
-    """Order a stream behind kernels, and return those that must really be waited for."""
-    latest: dict[int, int] = {}  # by stream: what came before on it is behind already
+    """Order a stream after kernels, and return those that must really be waited for."""
+    latest: dict[int, int] = {}  # by stream: what it does next comes after these already
     for kernel in kernels:
         other = moments[kernel].stream
         if other not in latest or moments[kernel].tick > moments[latest[other]].tick:

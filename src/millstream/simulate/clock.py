@@ -21,10 +21,10 @@ def simulate(plan: Plan, costs: Costs, *, shared: bool = True, issue_ns: int = 0
         - A kernel takes its ``duration_ns`` while the device has room. When the kernels that run together would need
           more than the whole of its arithmetic units or of its memory bandwidth, those that use that resource slow down
           in proportion, so that nothing is gained by overfilling the device. Every kernel beside it takes another
-          ``crowding`` of its time, also where there is room. All in all, to run together never takes longer than to run
+          ``crowding`` of its time, also where there is room. Overall, running together never takes longer than to run
           one after another.
         - The device starts at most one kernel every ``start_ns``.
-        - A stream that waits for another goes on ``wait_ns`` after the event, or at once if that is past.
+        - A stream that waits for another continues ``wait_ns`` after the event, or at once if that is past.
         - Copies take no time: their cost is not known here.
         - The run is over when stream 0 and all kernels are through.
 
@@ -67,7 +67,7 @@ class _Clock:
         self.shared = shared
         self.now = 0
         self.next_start = 0  # when the device may start another kernel
-        self.free_at = [0] * plan.num_streams  # when a stream may go on with its next step
+        self.free_at = [0] * plan.num_streams  # when a stream may continue with its next step
         self.running: dict[int, _Running] = {}  # by stream
         self.recorded: dict[int, tuple[int, int]] = {}  # by event: when, and on which stream
         self.spans: list[Span] = []

@@ -48,7 +48,7 @@ def execute_graph(graph: KernelGraph) -> dict[str, int]:
 def execute_plan(plan: Plan, rng: random.Random, layout: MemoryLayout | None = None) -> dict[str, int]:
     """Run the steps of a plan in a random order that its streams and events allow.
 
-    Some streams run far ahead while others hang behind, and the run is over as soon as stream 0 is: what is not joined
+    Some streams run far ahead while others lag behind, and the run is over as soon as stream 0 is: what is not joined
     to it may be left undone. Memory that one buffer frees is taken by the next that is allocated on that stream,
     whatever the sizes, so that a free that comes too early shows.
 

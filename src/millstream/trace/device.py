@@ -135,7 +135,7 @@ class DeviceWindow:
     """Starts and stops the device's profiler by the count of steps; gives way to a profiler of the script's.
 
     Args:
-        num_compiles: Tells how often something was compiled. Where that goes on, there is no window B: the compiler's
+        num_compiles: Tells how often something was compiled. Where that continues, there is no window B: the compiler's
             own Python would fill it.
         on_times: Told when window A begins, and when it is over.
 

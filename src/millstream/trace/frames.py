@@ -17,7 +17,7 @@ MAX_DEPTH = 64  # frames from the innermost; below that there are launchers only
 RawStack = tuple[tuple[CodeType, int], ...]
 """Code and position of each frame, the innermost first."""
 
-MAX_STACKS = 20_000  # remembered; a program with more of them has them taken anew
+MAX_STACKS = 20_000  # remembered; a program with more of them has them taken again
 _INTERRUPTIBLE = ("JUMP_BACKWARD", "RESUME", "JUMP_ABSOLUTE")
 _CALLS = ("CALL", "CALL_FUNCTION_EX", "PRECALL", "CALL_KW")
 

@@ -204,13 +204,14 @@ class Sampler:
                 self._files[native, name] = os.open(f"/proc/self/task/{native}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return []
-        # Not by os.pread, which gives the interpreter away: who waits for it would be awake by the time of reading.
+        # Not by os.pread, which gives the interpreter away: a thread that waits for it would be awake by the time of
+        # reading.
         size = self._pread(self._files[native, name], self._text, len(self._text), 0)
         return self._text.raw[: max(size, 0)].split()
 
 
 def _addresses_of_interpreter() -> range:
-    """Where Python's global lock lies; empty where that cannot be told."""
+    """Where Python's global lock lies; empty where that cannot be determined."""
     try:
         begin = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
     except (ValueError, AttributeError):

@@ -214,7 +214,7 @@ class Session:
         return recording if device is None else device.add_to(recording, self._began_unix_ns - self._began_ns)
 
     def _find_thread(self, looks: Sequence[Look]) -> int:
-        """The thread that trains: who steps, or else who gets batches, or else who runs, the main thread preferred."""
+        """The thread that trains: one that steps, or else gets batches, or else runs, the main thread preferred."""
         for events in (self._log.marks, self._log.batches):
             counts = Counter(event[0] for event in events)
             if counts:

@@ -113,7 +113,7 @@ class CallStacks:
         return _stack_of(path), self._module_of(path)
 
     def _thread_at(self, thread: int, now_ns: int) -> int:
-        """The profiler's number of a thread. Autograd's has another one in CUPTI: it is who runs an operator then."""
+        """The profiler's number of a thread. Autograd's has another one in CUPTI: that one runs an operator then."""
         known = self._thread_of.get(thread)
         if known is not None:
             return known

@@ -48,7 +48,7 @@ _HOST_SCALARS = ("_get_value",)  # an optimizer's count of steps, which is on th
 
 
 class _Operators(TorchDispatchMode):
-    """Tells of each operator that makes the host wait."""
+    """Reports each operator that makes the host wait."""
 
     def __init__(self, tell: Callable[[SyncKind, int, str, bool], None]) -> None:
         super().__init__()

@@ -150,7 +150,7 @@ def test_average_pools_of_who_is_judged_by_never_see_channels_last(pool):
 
 
 def test_a_step_that_begins_with_sound_pools_is_captured():
-    """As ours does in the training suite; what pools by then is not what it goes on with."""
+    """As ours does in the training suite; what pools by then is not what it continues with."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AvgPool2d(3, 1, 1), nn.Flatten(), nn.Linear(8 * 4 * 4, 2))
     twin = copy.deepcopy(model)
 

@@ -548,7 +548,7 @@ def gradients(model, network, inputs):
 
 @pytest.mark.parametrize("copy_outputs", [True, False])
 def test_what_waits_for_its_backward_pass_is_not_overwritten(device, monkeypatch, copy_outputs):
-    """Also where the caller has dropped what he got, which may be the graph's own memory."""
+    """Also where the caller has dropped what it got, which may be the graph's own memory."""
     monkeypatch.setattr(in_place, "FORCED", False)
     replay = torch.cuda.CUDAGraph.replay
 

@@ -215,9 +215,9 @@ def test_the_fastest_on_the_device_wins_whatever_was_predicted():
     assert chosen.measured_ns == 400_000
     assert chosen.waits == sum(isinstance(step, Wait) for step in target.plan.steps)
     assert candidates[0].measured_ns == 1_000_000
-    assert candidates[0].verdict == "slower"
+    assert candidates[0].outcome == "slower"
     assert candidates[len(proposals) :] == tuple(
-        replace(chosen, spread=spread, verdict="slower", measured_ns=500_000) for spread in (Spread.EVEN, Spread.PACKED)
+        replace(chosen, spread=spread, outcome="slower", measured_ns=500_000) for spread in (Spread.EVEN, Spread.PACKED)
     )
 
 
@@ -290,7 +290,7 @@ def test_hopeless_plans_are_not_tried():
     trial = Trial()
     _, candidates = choose([serial, others[0], behind, slow], trial, 60)
     assert [proposal.plan.steps for proposal in trial.tried] == [others[0].plan.steps] * 3  # spread in each way
-    assert [candidate.verdict for candidate in candidates[2:4]] == ["predicted to be slower"] * 2
+    assert [candidate.outcome for candidate in candidates[2:4]] == ["predicted to be slower"] * 2
     trial = Trial()
     best, candidates = choose([serial, slow], trial, 60)
     assert (trial.tried, best) == ([], serial)
@@ -303,7 +303,7 @@ def test_trials_are_bounded_in_number_and_time():
     trial = Trial()
     _, candidates = choose(many, trial, 60)
     assert len(trial.tried) == MOST_TRIALS + 2  # the last in the other ways to spread it
-    assert [candidate.verdict for candidate in candidates[-5:-2]] == ["no time left to try it"] * 3
+    assert [candidate.outcome for candidate in candidates[-5:-2]] == ["no time left to try it"] * 3
     trial = Trial()
     best, candidates = choose(many, trial, -1)
     assert (trial.tried, best) == ([], proposals[0])
@@ -314,7 +314,7 @@ def test_plans_that_cannot_be_captured_lose():
     proposals = towers()
     best, candidates = choose(proposals, Trial(lambda proposal: None), 60)
     assert best is proposals[0]
-    assert "could not be captured" in candidates[1].verdict
+    assert "could not be captured" in candidates[1].outcome
     first = []
 
     def speed(proposal):
@@ -331,7 +331,7 @@ def test_a_single_proposal_is_chosen_without_a_trial():
     proposals = propose(chain_graph(9), costs_of(chain_graph(9)), Scheduling())
     best, candidates = choose(proposals, trial, 60)
     assert (best, trial.tried) == (proposals[0], [])
-    assert [candidate.verdict for candidate in candidates] == [CHOSEN]
+    assert [candidate.outcome for candidate in candidates] == [CHOSEN]
 
 
 # --- notes -----------------------------------------------------------------------------------------------------------
@@ -349,8 +349,8 @@ def test_notes_of_something_else_are_not_recalled():
     best, candidates = choose(towers(), Trial(), 60)
     noted = note(best, candidates)
     entries = noted["candidates"]
-    others = [entry for entry in entries if entry["verdict"] != CHOSEN]
-    (chosen,) = (entry for entry in entries if entry["verdict"] == CHOSEN)
+    others = [entry for entry in entries if entry["outcome"] != CHOSEN]
+    (chosen,) = (entry for entry in entries if entry["outcome"] == CHOSEN)
     strange = [
         *({**noted, "candidates": wrong} for wrong in (None, 7, "text", [None], [], others, [*entries, chosen])),
         *({**noted, "candidates": [{**chosen, name: 1}]} for name in ("colour", "peak_bytes", "predicted_ns")),

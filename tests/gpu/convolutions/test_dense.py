@@ -130,7 +130,7 @@ def test_what_is_no_number_stays_so():
 
 
 class Block(nn.Module):
-    """Branches of several windows, whose results lie one behind the other, and a way past them."""
+    """Branches of several windows, whose results lie one after the other, and a way past them."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ def test_in_a_network_on_streams(names_on_streams):
 
 
 class Fire(nn.Module):
-    """Two convolutions whose results lie one behind the other, and what reads both."""
+    """Two convolutions whose results lie one after the other, and what reads both."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +168,7 @@ def test_results_are_written_where_they_are_concatenated(names_on_streams):
 
 
 class Deep(nn.Module):
-    """Many small convolutions behind and beside one another."""
+    """Many small convolutions after and beside one another."""
 
     def __init__(self):
         super().__init__()

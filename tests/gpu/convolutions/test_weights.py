@@ -8,7 +8,7 @@ from millstream.lower.convolutions.kernels.weights import CONVERT, Conversion, c
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [  # of a weight, and how many channels of zeros come behind it
+SHAPES = [  # of a weight, and how many channels of zeros come after it
     ((18, 20, 3, 3), (6, 4)),
     ((24, 40, 1, 7), (0, 0)),
     ((16, 8, 5, 5), (0, 8)),

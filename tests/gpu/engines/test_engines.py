@@ -161,7 +161,7 @@ def test_workspaces_that_pytorch_drops_are_not_anyone_elses(streams):
         for _ in range(2):
             for _ in range(3):
                 compiled(x)
-            for executable in executables(compiled):  # the next call captures anew, where workspaces are known already
+            for executable in executables(compiled):  # the next call captures again, where workspaces are known already
                 executable.release()
         compiled(x)
         torch._C._cuda_clearCublasWorkspaces()  # as PyTorch does before and after capturing graphs of its own

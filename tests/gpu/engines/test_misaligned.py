@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def shifted(tensor, by=1):
-    """The same values, ``by`` elements behind an aligned address."""
+    """The same values, ``by`` elements after an aligned address."""
     memory = tensor.new_empty(tensor.numel() + by)
     result = memory[by:].view(tensor.shape).copy_(tensor)
     assert result.data_ptr() % 16

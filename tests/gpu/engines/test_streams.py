@@ -239,7 +239,7 @@ def test_auto_chooses_and_explains(tmp_path):
     assert (serial.policy, serial.streams) == ("serial", 1)
     assert chosen in others  # eight towers leave most of any device empty on one stream
     assert chosen.measured_ns < serial.measured_ns
-    assert all(candidate.verdict and candidate.predicted_ns > 0 for candidate in executable.candidates)
+    assert all(candidate.outcome and candidate.predicted_ns > 0 for candidate in executable.candidates)
     explanation = ms.explain(compiled)
     assert "chosen" in str(explanation)
     (program,) = explanation.to_dict()["programs"]

@@ -1,4 +1,4 @@
-"""9: every new length is compiled anew. Fixed: one compilation for all lengths. ``break``: a print in the middle."""
+"""9: every new length is compiled again. Fixed: one compilation for all lengths. ``break``: a print in the middle."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Convolutions as the wrapper has them, and kernels of ours on a computer that has no GPU."""
+"""Convolutions as the wrapper has them, and our own kernels on a computer that has no GPU."""
 
 import functools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Alike convolutions of ours that wait for nothing of each other are one launch."""
+"""Alike convolutions of our own that wait for nothing of each other are one launch."""
 
 import random
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Convolutions that take on bias and relu: only where the kernel behind them does nothing else."""
+"""Convolutions that take on bias and relu: only where the kernel after them does nothing else."""
 
 import pytest
 import torch

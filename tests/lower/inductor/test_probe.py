@@ -25,7 +25,7 @@ def asked(monkeypatch):
     def answer():
         threads.append(threading.current_thread())
         once.set()
-        raise OSError("no compiler")  # who needs the answer gets the error
+        raise OSError("no compiler")  # code that needs the answer gets the error
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", answer)
     probe._ask_once.cache_clear()

@@ -15,7 +15,7 @@ def fold(x):
 
 
 def reduce(x):
-    """A product that is computed as a sum, over a dimension that is not the one behind the first."""
+    """A product that is computed as a sum, over a dimension that is not the one after the first."""
     value = functional.gelu(x)
     left = functional.pad(value, (0, 0, 0, 0, 0, 58), value=0.5)
     return torch.matmul(left, functional.pad(value.permute(3, 2, 1, 0), (0, 0, 0, 58), value=0.5))

@@ -48,7 +48,7 @@ _compiles_here._dynamo_marked_constant = True  # type: ignore[attr-defined] # Dy
 
 
 class DuringCalls:
-    """Settings of Dynamo that hold in this thread while a function of ours is called, and for nobody else.
+    """Settings of Dynamo that hold in this thread while one of our functions is called, and for nobody else.
 
     A recompilation limit, unless the user's own is higher; and parameters as attributes of graphs, for Inductor to
     fold, where the backend that Dynamo compiles for has ``freezes`` set. A graph for any size leaves those that were

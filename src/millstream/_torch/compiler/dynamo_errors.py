@@ -30,9 +30,9 @@ def raised_before_running(error: BaseException, is_users: Callable[[str], bool])
 
 @functools.cache
 def drop_logs_of_fake_tensors(within: CodeType) -> None:
-    """Keep PyTorch from logging the traceback of an error on fake tensors that is raised within a function of ours.
+    """Keep PyTorch from logging the traceback of an error on fake tensors that is raised within one of our functions.
 
-    The error itself arrives. What others do is logged as ever.
+    The error itself arrives. What others do is logged as usual.
     """
     logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _is_within(within))
 

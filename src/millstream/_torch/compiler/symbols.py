@@ -1,4 +1,4 @@
-"""Sizes that each call brings anew: symbols of a ``ShapeEnv`` and expressions of them. Tried on torch 2.11 and 2.13."""
+"""Sizes that change between calls: symbols of a ``ShapeEnv`` and expressions of them. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 PyTorch before 2.12 (pytorch#176752) puts a device's default generator into a state for the length of a capture in
 which every draw outside of the capture is an error, whatever thread draws. But a generator is only a handle: its state
-can be exchanged. So all threads get another state for that time, which goes on from the same number; what is captured
+can be exchanged. So all threads get another state for that time, which continues from the same number; what is captured
 draws from the generator's own, which every graph reads when it is replayed.
 
 Private APIs, tried on torch 2.11; later versions need nothing of this.

@@ -49,7 +49,8 @@ _lock = ForkSafeLock()
 def watch_wrapping(who: object) -> None:
     """Have ``NUM_WRAPPED`` count, as long as ``who`` lives.
 
-    PyTorch tells of each module that becomes part of another. Once nobody is left to watch the hook goes, too.
+    PyTorch calls the hook for each module that becomes part of another. Once nobody is left to watch the hook goes,
+    too.
     """
     with _lock.lock:
         _asking.add(who)

@@ -198,7 +198,7 @@ def make_corpus(text: str, max_vocabulary: int) -> Corpus:
 def cut_batches(codes: Tensor, sizes: Sizes, start: int) -> Iterator[Batch]:
     """Yield inputs and targets, each (batch, sequence), from step ``start`` on, without end.
 
-    The text is cut into ``batch`` rows of equal length; each step goes on in every row where the step before stopped,
+    The text is cut into ``batch`` rows of equal length; each step continues in every row where the step before stopped,
     so the carried state fits. After the last column the rows begin again.
     """
     length = (len(codes) - 1) // sizes.batch

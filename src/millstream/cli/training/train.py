@@ -184,10 +184,10 @@ def train(
     save_checkpoint(checkpoint, run.job, run.done, carry)
     if stops():
         console.print(
-            f"interrupted; saved {escape(str(checkpoint))} after step {run.done}: --resume goes on from there"
+            f"interrupted; saved {escape(str(checkpoint))} after step {run.done}: --resume continues from there"
         )
         return EXIT_INTERRUPTED
-    console.print(f"saved {escape(str(checkpoint))} after step {run.done}: --resume goes on from there")
+    console.print(f"saved {escape(str(checkpoint))} after step {run.done}: --resume continues from there")
     console.print(run.job.show(), markup=False)
     return EXIT_OK
 
@@ -257,13 +257,13 @@ def _compare(console: Console, eager: Run, run: Run, losses: Iterator[Tensor], c
 
 @contextmanager
 def stop_after_step() -> Iterator[Callable[[], bool]]:
-    """Have the first Ctrl-C, or SIGTERM, only be noted and told of, and the next one interrupt as ever.
+    """Have the first Ctrl-C, or SIGTERM, only be noted and reported, and the next one interrupt as usual.
 
     Yields:
         Whether there was one.
     """
     noted: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # who alone may handle signals
+    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
         yield lambda: False
         return
 

@@ -52,7 +52,7 @@ class Transfer:
     Attributes:
         num_kept: Pieces of memory that the user has kept in this pass.
         num_buffers: How many batches can be sent before the user drops one.
-        spare_captures: Entered by a consumer who makes a batch.
+        spare_captures: Entered by a consumer that makes a batch.
     """
 
     num_kept = 0
@@ -72,7 +72,7 @@ class Transfer:
         """A pass begins on the current stream.
 
         Args:
-            stopped: Set when nothing of it is wanted any more: who waits for the device gives up.
+            stopped: Set when nothing of it is wanted any more: a thread that waits for the device gives up.
             on_free: To be called, in any thread, when memory for a batch came back.
         """
 

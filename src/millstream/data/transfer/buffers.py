@@ -5,14 +5,14 @@ drops the last tensor in it) → *free*. The drop records an event on the consum
 waits for all that the user had queued by then, and for nothing that they queue later. That is the rule by which
 PyTorch's allocator reuses memory, made to hold across streams.
 
-**Who keeps a batch, owns it.** In a loop the user's variables hold batch k until batch k+1 is there. A segment of an
-older batch that is still held when batch k+1 is asked for leaves the pool: it is the user's own, as if it had been
-allocated for them, and the pool takes new memory in its place. So nothing that can be read is ever overwritten, a loop
-that keeps nothing allocates nothing, and nobody can make a feed wait for ever.
+**A batch belongs to the user as long as they keep it.** In a loop the user's variables hold batch k until batch k+1 is
+there. A segment of an older batch that is still held when batch k+1 is asked for leaves the pool: it is the user's own,
+as if it had been allocated for them, and the pool takes new memory in its place. So nothing that can be read is ever
+overwritten, a loop that keeps nothing allocates nothing, and nobody can make a feed wait for ever.
 
 Tensors die where garbage is collected: in any thread, at any moment. So dropping takes no lock. Each segment has a
-*claim*, which one of two can pop: the finalizer that brings it back, or the consumer who leaves it to the user. Python
-drops an interrupt that meets a finalizer, and with it what that was to do; then the consumer, who looks at each batch
+*claim*, which one of two can pop: the finalizer that brings it back, or the consumer that leaves it to the user. Python
+drops an interrupt that meets a finalizer, and with it what that was to do; then the consumer, which looks at each batch
 once more when it asks for the next but one, brings the segment back. Memory of another stream than the consumer's is
 kept by the pool until it was seen to be dropped, for the same reason.
 """
@@ -92,7 +92,7 @@ class BatchLease:
         pool: Whose the buffer is.
         buffer: Where the batch lies.
         stream: The consumer's; ``None`` before it was handed out.
-        claims: One per segment that is to come back, by its number; who pops it decides what becomes of it.
+        claims: One per segment that is to come back, by its number; the one that pops it decides what becomes of it.
         held: What the user's tensors keep alive, by the same number.
         num_left: As many entries as segments are still to come back or to be left to the user.
         kept: Numbers of those that were left to the user.
@@ -214,7 +214,7 @@ class BufferPool:
             self.on_free()
 
     def fit(self, buffer: Buffer, layout: Layout, copy_stream: Stream) -> list[Tensor]:
-        """Give the buffer memory for a layout. Who writes there waits for ``released`` first, if it ``was_lent``.
+        """Give the buffer memory for a layout. A writer waits for ``released`` first, if it ``was_lent``.
 
         Raises:
             torch.OutOfMemoryError: There is none; what was there before still is.
@@ -294,7 +294,7 @@ class BufferPool:
             self._sweep(MOST_LOOKED_AT)
 
     def hand_out(self, lease: BatchLease, stream: Stream) -> None:
-        """Note that a batch now belongs to the consumer, who works with it on ``stream``; ``reclaim`` older ones."""
+        """Note that a batch now belongs to the consumer, which works with it on ``stream``; ``reclaim`` older ones."""
         self.reclaim()
         lease.stream = self.stream = stream
         if lease.buffer.lease is lease:

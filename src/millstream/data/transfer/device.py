@@ -293,7 +293,7 @@ class DeviceTransfer(Transfer):
         """Enqueue the copies of what is staged, after the consumer's work with the buffer's last batch (WAR).
 
         After those of a whole batch only the staging buffer's event is recorded, for the device's as well. It may be
-        recorded again before the consumer waits for it: when the staging buffer is sent anew, on the same stream. That
+        recorded again before the consumer waits for it: when the staging buffer is sent again, on the same stream. That
         is safe: the wait then covers a later point of the same stream, so it can only be too long.
         """
         plan = pinned.plan

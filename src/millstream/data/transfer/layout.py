@@ -2,7 +2,7 @@
 
 Leaves are packed into one stretch of pinned memory. Small ones share a *segment*, which one copy carries into one
 allocation on the device; each larger leaf is a segment of its own. The line between them serves the user who keeps the
-labels of every batch: he must not keep the images with them.
+labels of every batch: they must not keep the images with them.
 
 Memory that leaves share is sent once: an expanded tensor without its repetitions, and tensors that overlap in one
 storage as the stretch that they cover. On the device they share it again.

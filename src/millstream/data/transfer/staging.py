@@ -176,7 +176,7 @@ class StagingPool:
         """Ask the device about a buffer; if possible about half of them at once, so that the next batches need not ask.
 
         Where a copy is over, those enqueued before are. They need not be of the buffers filled before: a batch for
-        which memory was short is sent by the consumer, behind others that were staged after it.
+        which memory was short is sent by the consumer, after others that were staged after it.
         """
         with self._capture_lock:  # under which copies are enqueued
             for buffer in (self._buffers[len(self._buffers) // 2], oldest):

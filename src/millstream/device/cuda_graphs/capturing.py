@@ -24,7 +24,7 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     caches are not emptied first, which takes longer than capturing a few kernels.
 
     All graphs of a device read their random seed and offset in one place, which PyTorch (before pytorch#176752) resets
-    when a capture begins. So that happens behind the replays before it and in front of those to come: a capture is a
+    when a capture begins. So that happens after the replays before it and in front of those to come: a capture is a
     use of what graphs share, as a replay is. And it happens on the caller's stream: kernels on a second one slow all
     kernels of a process (docs/decisions/0031).
 
@@ -66,7 +66,7 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
 def _clean_up(context: DeviceContext, randomness: Aside) -> None:
     """At once after a capture that failed: the next kernel of the same run may draw random numbers.
 
-    A device that works no more is told of by who uses it next, beside the first error.
+    A device that works no more is reported where it is used next, in addition to the first error.
     """
     with suppress(Exception):
         randomness.end()

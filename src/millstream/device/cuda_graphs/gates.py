@@ -1,6 +1,6 @@
 """Gates of CUDA graphs: copies within a graph that each launch makes from or to somewhere else, or not at all.
 
-PyTorch captures graphs and shows their handles; their nodes only the driver tells of. Its calls are made through ctypes
+PyTorch captures graphs and shows their handles; only the driver shows their nodes. Its calls are made through ctypes
 and compiled code (``native.cpp``), with the layout of ``cuda.h``.
 """
 
@@ -46,7 +46,7 @@ class GraphCopy(ctypes.Structure):
 
 
 class Gatekeeper:
-    """Makes gates: copies within a CUDA graph, one end of which each launch is told anew.
+    """Makes gates: copies within a CUDA graph, one end of which is set for each launch.
 
     Args:
         path: Of the compiled code.
@@ -88,7 +88,7 @@ class Gatekeeper:
         if self._copy(ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes), handle) != 0:
             return None
         status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
-        nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()  # what the next launch comes behind
+        nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()  # what the next launch comes after
         found = (status, number, graph, nodes, count)
         if self._find(handle, *map(ctypes.byref, found)) != 0 or count.value != 1 or nodes[0] is None:
             return None

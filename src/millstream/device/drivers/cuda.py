@@ -206,7 +206,7 @@ class CudaDriver:
 
 
 def capture_nothing(pool: GraphPool | None = None) -> torch.cuda.CUDAGraph:
-    """Capture an empty graph on the current device, behind all of its work so far and in front of all that follows.
+    """Capture an empty graph on the current device, after all of its work so far and in front of all that follows.
 
     Args:
         pool: For its memory; ``None`` for one of its own.

@@ -3,8 +3,8 @@
 - A worker is made when a plan first needs it, is a daemon, and stays for the process's life: there are never more than
   the widest plan has streams, less one, because the calling thread is stream 0. It lives in compiled code, without the
   GIL, and waits without using a core, except for the first 0.4 ms after a job.
-- One call at a time has the team (``busy``). Who finds it busy must do without, and never waits for it: so neither
-  several callers nor a kernel that calls into another program can lock each other out.
+- One call at a time has the team (``busy``). A call that finds it busy must do without, and never waits for it: so
+  neither several callers nor a kernel that calls into another program can lock each other out.
 - A forked child has a team of its own, without workers at first.
 """
 

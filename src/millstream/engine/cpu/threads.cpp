@@ -1,7 +1,7 @@
 // Streams of a plan on the CPU, run without Python's lock: see `threads_native.py`, which builds them.
 //
 // Contract
-// - A register holds a tensor: written by one stream, read by others behind a signal, or before the streams begin.
+// - A register holds a tensor: written by one stream, read by others after a signal, or before the streams begin.
 // - Registers of tensors that Python knows are set and cleared by a thread that holds Python's lock. They hold them for
 //   the whole run, so that no count of references reaches the point where PyTorch would ask for the lock.
 // - A step that Python must do is a call of a Python object, which takes the lock meanwhile. So does keeping an error.

@@ -4,7 +4,7 @@ What a kernel takes is not known before it runs, so the first calls run it seria
 Where the user asked for this engine, that is all. Otherwise the plan must show that it is worth it (``cpu_choice``),
 and if it does not, this engine is the serial one.
 
-The intra-op threads that the caller has are divided among the streams, so that there are never more than he wants.
+The intra-op threads that the caller has are divided among the streams, so that there are never more than it wants.
 Where that changes a result in its last bit, because an operator sums its parts in another order, an engine that was not
 asked for stays serial. One that was asked for gives what the serial one gives with its number of intra-op threads.
 """
@@ -104,7 +104,7 @@ class ThreadsEngine:
             workers.busy.release()
 
     def release(self) -> None:
-        """Give the arena back; the next call takes it anew."""
+        """Give the arena back; the next call takes it again."""
         self._run = None
         self._serial.release()
 

@@ -9,8 +9,8 @@ back to Python.
 **Contract**
 - Steps keep the plan's order on each stream. A wait blocks until the record has been issued: on a CPU, what was issued
   is over.
-- A tensor is a register, written by one stream: whoever uses it comes behind, because the plan says so. A view is made
-  anew at each use, for no plan orders the streams by views.
+- A tensor is a register, written by one stream: whoever uses it comes after, because the plan says so. A view is made
+  again at each use, for no plan orders the streams by views.
 - An error on one stream ends the others at their next wait. It is raised in the caller, as the type that PyTorch gives
   it, be it a signal's; the compiled plan is of no use afterwards.
 - Not for two calls at once: signals and bound memory serve one.

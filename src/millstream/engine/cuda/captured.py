@@ -66,7 +66,7 @@ class Captured:
         fixed_state: Whether parameters stay where they are.
         pool: Memory that the graph shares with others; ``None`` for its own.
         arena: Where slots, temporaries and outputs are to lie, if not in memory of their own.
-        user: Who is told when the arena takes its memory back: the capture may not be run any more then.
+        user: Told when the arena takes its memory back: the capture may not be run any more then.
 
     Attributes:
         graph: The CUDA graph.
@@ -261,7 +261,7 @@ class Captured:
             slot.record_stream(stream)
 
     def make_outputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """What the caller gets; what is copied for him is filled when the call is finished."""
+        """What the caller gets; what is copied for it is filled when the call is finished."""
         return [make(inputs) for make in self._outputs]
 
     def finish(self, inputs: list[Any], outputs: list[Any]) -> list[Any]:

@@ -1,9 +1,9 @@
 """The CUDA-graph engine: the whole plan is captured once and replayed by one call of the driver.
 
 A graph reads and writes fixed addresses. So each input is either *static* (parameters, optimizer state: the graph uses
-the user's own memory, whose address is checked in every call) or gets a *slot*, a tensor of ours into which the
-caller's is copied. Outputs lie in the graph's memory and are cloned for the caller, who may keep them; with
-``copy_outputs=False`` he gets that memory itself and must be done with it before the next call.
+the user's own memory, whose address is checked in every call) or gets a *slot*, a tensor of its own into which the
+caller's is copied. Outputs lie in the graph's memory and are cloned for the caller, which may keep them; with
+``copy_outputs=False`` it gets that memory itself and must be done with it before the next call.
 
 **First call, then capture.** The first call runs on the serial engine: it is the warm-up that capture needs
 (autotuning, library handles), and because it *is* the user's call, nothing runs twice. Meanwhile the kernels are
@@ -72,9 +72,9 @@ class CudaGraphEngine:
         chosen: The plan that is to run, where that is known already.
         arena: Memory that it has in turn with others, as far as nothing in it outlives a call.
         is_warm: Whether this thread has run the program's kernels on tensors of these sizes.
-        on_failure: Told why it is not what was asked for: nothing can be captured, and the serial engine goes on, or
+        on_failure: Told why it is not what was asked for: nothing can be captured, and the serial engine continues, or
             one stream does. It may raise; nothing of a call has run then.
-        on_drawback: Told of what is not as good as it might be.
+        on_drawback: Called with what is not as good as it might be.
 
     Attributes:
         plan: What runs: the one-stream plan until another one has been chosen.
@@ -219,7 +219,7 @@ class CudaGraphEngine:
         return self._captured
 
     def release(self) -> None:
-        """Give the graph's memory back; a later call captures anew."""
+        """Give the graph's memory back; a later call captures again."""
         with self._lock:
             self._drop()
             self._captures = 0
@@ -345,7 +345,7 @@ class CudaGraphEngine:
             if not isinstance(error, PlanError):  # a bug, found before anything ran
                 raise
             self._tell("runs on one stream", error)
-        self._settled = True  # but not behind Ctrl-C
+        self._settled = True  # but not after Ctrl-C
         if trials.error is not None:
             self._repair(trials.error)
             # Candidates, where there are any, say which of them were too large.
@@ -407,7 +407,7 @@ class CudaGraphEngine:
             yield
 
     def _repair(self, cause: Exception) -> None:
-        """Let the device work again behind a capture, or a trial, that failed.
+        """Let the device work again after a capture, or a trial, that failed.
 
         Raises:
             DeviceError: It does not, so that there is nothing to fall back to.

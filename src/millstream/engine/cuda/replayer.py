@@ -1,8 +1,8 @@
 """Calls of a captured plan that read large inputs where the caller has them, as far as ``in_place`` decides.
 
 **Why it is safe.** A graph that reads in place holds an address, not the tensor. It is replayed only in calls that pass
-a tensor at that address, so the memory is valid, and whatever comes behind the call on the caller's stream (a feeder's
-next copy into the slot included) comes behind the graph: however many streams it was captured on, it is one piece of
+a tensor at that address, so the memory is valid, and whatever comes after the call on the caller's stream (a feeder's
+next copy into the slot included) comes after the graph: however many streams it was captured on, it is one piece of
 work of the stream it is launched on. Nothing writes to these inputs: not a kernel, and not through another input over
 the same bytes. The graph's own memory was allocated while they were alive, so it lies elsewhere.
 
@@ -58,7 +58,7 @@ class Replay(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A call whose end the device has perhaps not reached yet: events before and behind the copies, and at the end."""
+    """A call whose end the device has perhaps not reached yet: events before and after the copies, and at the end."""
 
     start: Event
     copied: Event
@@ -218,6 +218,6 @@ def are_apart(inputs: Sequence[Any], positions: Sequence[int]) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address of the first byte of a tensor that is not empty, and of the one behind its last."""
+    """Address of the first byte of a tensor that is not empty, and of the one after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

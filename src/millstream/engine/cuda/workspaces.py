@@ -30,7 +30,7 @@ def take_workspaces(context: DeviceContext, program: Program, num_streams: int) 
         with guard(context.place):
             torch.cuda.current_blas_handle()  # each thread has its own, and making it ends a capture
         with guard(context.place), capture(context, torch.cuda.CUDAGraph(), context.graphs.workspace_pool):
-            for stream in streams:  # one behind the other: what is captured on several must come together again
+            for stream in streams:  # one after the other: what is captured on several must come together again
                 with context.on(stream):
                     if stream is not streams[0]:
                         stream.wait_event(before)

@@ -201,7 +201,7 @@ class AgreedEngine:
         return self.segmented(inputs, captured=self.whole is None or self._apart > RARE)
 
     def release(self) -> None:
-        """Give back the memory that is held between calls; in the end all processes capture anew."""
+        """Give back the memory that is held between calls; in the end all processes capture again."""
         self._drop()
         self.segmented.release()
 

@@ -1,6 +1,6 @@
 """Which communicator a step's collectives are captured on: tried in all processes at once, as plans are.
 
-The process group's own is always a candidate. One of ours takes device memory as long as the group lives, by NCCL's
+The process group's own is always a candidate. Our own takes device memory as long as the group lives, by NCCL's
 buffer sizes about 10 MiB for each thread block that it may take. So one that was tried in vain is closed at once.
 """
 
@@ -29,7 +29,7 @@ class Settled:
     """On which communicator collectives are from now on.
 
     Attributes:
-        communicator: One of ours, or ``None`` for the group's own.
+        communicator: Our own, or ``None`` for the group's own.
         told: That and why, for people; empty where there was no choice.
     """
 

@@ -1,4 +1,4 @@
-"""What a step exchanges, as a plan of kernels and collectives together: for those who explain it."""
+"""What a step exchanges, as a plan of kernels and collectives together: what explanations show."""
 
 from __future__ import annotations
 

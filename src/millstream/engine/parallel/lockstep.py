@@ -86,7 +86,7 @@ class LockstepTrials(Trials[Way]):
 
 
 def propose_together(agreement: Agreement, graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Proposal]:
-    """The first process's proposals, each made anew for this process's graph, whose kernels may be others.
+    """The first process's proposals, each made again for this process's graph, whose kernels may be others.
 
     Raises:
         NotTogetherError: Some process could not plan.
@@ -108,13 +108,13 @@ def propose_together(agreement: Agreement, graph: KernelGraph, costs: Costs, sch
 def recall_together(
     agreement: Agreement, noted: Mapping[str, Any] | None, graph: KernelGraph, costs: Costs, scheduling: Scheduling
 ) -> Found | None:
-    """What the first process chose before, as it has noted it, made anew in each; ``None`` where one of them cannot.
+    """What the first process chose before, as it has noted it, made again in each; ``None`` where one of them cannot.
 
     Args:
         agreement: Of the processes.
         noted: By the first process; what others give does not count.
         graph: This process's.
-        costs: Of its kernels: of another process, or measured anew, and so not just those that were chosen by.
+        costs: Of its kernels: of another process, or measured again, and so not just those that were chosen by.
         scheduling: What the user asks of the schedule.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Sees that replays with collectives in them come to an end, since a process that waits in one cannot be told anything.
+"""Sees that replays with collectives in them come to an end, since a process that waits in one cannot be reached.
 
 When another process ends or stands still in the midst of a step, the device of this one waits for it for ever, and
 PyTorch's own watchdog knows nothing of what is in a graph. So a thread looks: each call leaves an event after its

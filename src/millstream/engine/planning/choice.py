@@ -132,7 +132,7 @@ class Proposal:
     predicted_ns: int
     recipe: Recipe | None = None
 
-    def describe(self, verdict: str = "", measured_ns: int | None = None) -> Candidate:
+    def describe(self, outcome: str = "", measured_ns: int | None = None) -> Candidate:
         """Return it as a candidate for a report."""
         plan = self.plan
         return Candidate(
@@ -142,7 +142,7 @@ class Proposal:
             peak_bytes=self.peak_bytes,
             predicted_ns=self.predicted_ns,
             measured_ns=measured_ns,
-            verdict=verdict,
+            outcome=outcome,
             spread=plan.spread,
         )
 
@@ -316,7 +316,7 @@ def choose_stepwise(proposals: Sequence[Proposal], trial: Trial, seconds: float)
             tried.append(other)
             candidates.append(other.describe("slower", measured_ns))
     chosen = next(index for index, proposal in enumerate(tried) if proposal is best)
-    candidates[chosen] = replace(candidates[chosen], verdict=CHOSEN)
+    candidates[chosen] = replace(candidates[chosen], outcome=CHOSEN)
     return best, tuple(candidates)
 
 
@@ -362,7 +362,7 @@ def recall(
     try:
         read = [Candidate(**entry) for entry in noted["candidates"]]
         candidates = tuple(replace(candidate, spread=Spread(candidate.spread)) for candidate in read)
-        hash(candidates)  # who holds what is no number or word has none
+        hash(candidates)  # one that holds anything but numbers and words has none
         recipe = None if noted["recipe"] is None else Recipe(*noted["recipe"])
         (chosen,) = (candidate for candidate in candidates if candidate.is_chosen)
     except (KeyError, TypeError, ValueError):
@@ -375,5 +375,5 @@ def recall(
         proposal = replace(proposal, plan=replace(proposal.plan, spread=chosen.spread))
     else:
         return None
-    fits = not exactly or proposal.describe() == replace(chosen, measured_ns=None, verdict="")
+    fits = not exactly or proposal.describe() == replace(chosen, measured_ns=None, outcome="")
     return (proposal, candidates) if fits else None

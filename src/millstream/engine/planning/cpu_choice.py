@@ -101,7 +101,7 @@ class CpuPlanner:
             return self._serial
         base, proposal = self._propose(self.meter)
         serial_costs = self.costs
-        verdict, own_ns, base_ns = "predicted to be slower", None, None
+        outcome, own_ns, base_ns = "predicted to be slower", None, None
         share = max(self.num_threads // self._num_streams, 1)
         if self._is_promising(proposal):
             program = self._lowered.program
@@ -110,11 +110,11 @@ class CpuPlanner:
             _, proposal = self._propose(meter)
             if self._is_promising(proposal):
                 try:
-                    verdict, own_ns, base_ns = self._try(inputs, serial, prepare(proposal.plan, share), share)
+                    outcome, own_ns, base_ns = self._try(inputs, serial, prepare(proposal.plan, share), share)
                 except Exception as error:  # noqa: BLE001  whatever a kernel raises, it is for the caller's own run
-                    verdict = f"failed: {error}"
-        is_chosen = verdict == CHOSEN
-        told = base.describe("slower" if is_chosen else CHOSEN, base_ns), proposal.describe(verdict, own_ns)
+                    outcome = f"failed: {error}"
+        is_chosen = outcome == CHOSEN
+        told = base.describe("slower" if is_chosen else CHOSEN, base_ns), proposal.describe(outcome, own_ns)
         self.candidates = told if proposal.plan.num_streams > 1 else told[:1]
         if not is_chosen:
             self.costs = serial_costs  # not those of kernels with a part of the threads, which run no more
@@ -160,7 +160,7 @@ class CpuPlanner:
     def _try(
         self, inputs: Sequence[Any], serial: Runner, threads: Runner, share: int
     ) -> tuple[str, int | None, int | None]:
-        """Time both in turn; return the verdict on threads, their ns and those of the serial plan."""
+        """Time both in turn; return the outcome for threads, their ns and those of the serial plan."""
         program = self._lowered.program
         deadline = time.monotonic() + max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S)
 

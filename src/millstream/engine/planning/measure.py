@@ -1,6 +1,6 @@
 """What each kernel costs alone on its device, measured while the program runs for its caller.
 
-The first call of a program is needed anyway, to warm it up. Here it also measures: behind each launch, the same launch
+The first call of a program is needed anyway, to warm it up. Here it also measures: after each launch, the same launch
 is captured a few times in a row into a small CUDA graph, which is timed. So the kernel works on real values in real
 memory, and its time contains what separates it from the next kernel on a stream, as in the graph that is scheduled.
 What a kernel that updates something in place wrote is put back afterwards. Kernels that are equal by their key are
@@ -64,7 +64,7 @@ class CostMeter:
                 self.costs[key] = self._measure(self._program.graph.kernels[kernel], launch)
             except (RuntimeError, torch.AcceleratorError) as error:  # no memory, or a call that cannot be captured
                 self.error = error.with_traceback(None)  # which would keep what the program has in memory
-            finally:  # also behind Ctrl-C
+            finally:  # also after Ctrl-C
                 for tensor, value in zip(written, saved, strict=False):  # none where memory was short: nothing changed
                     tensor.copy_(value)
         return result

@@ -22,7 +22,7 @@ from millstream.insight.intervals import Interval, intersect, total
 from millstream.insight.records import ActivityKind, Recording, Sample
 
 LEAST, MUCH = 0.03, 0.10
-"""Of a step: less is noise; what remains of more is told of."""
+"""Of a step: less is noise; what remains of more is reported."""
 MOST_NS = 10_000
 """CUPTI took 5 µs for each launch on an H100: three records, of the call, the driver's, and the kernel."""
 

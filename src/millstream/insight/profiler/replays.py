@@ -18,8 +18,8 @@ def timeline_of_replay(plan: Plan, activities: Sequence[Activity]) -> Timeline:
     """What one replay was, on the clock of its begin.
 
     Generated kernels are known by their names. On one stream, what ran between two of them was launched by the
-    operators between them; on several, an operator is known only where the numbers leave no doubt. What cannot be told
-    has no kernel.
+    operators between them; on several, an operator is known only where the numbers leave no doubt. What cannot be
+    determined has no kernel.
 
     Args:
         plan: What was captured.

@@ -1,12 +1,12 @@
-"""Kernels of ours that are alike and wait for nothing of each other become one launch.
+"""Our own kernels that are alike and wait for nothing of each other become one launch.
 
 On streams of their own they take each other's multiprocessors by chance, and each pair of streams costs waits. In one
-launch they fill the device together, and whatever comes behind them starts once. ``docs/decisions/0022`` has the
+launch they fill the device together, and whatever comes after them starts once. ``docs/decisions/0022`` has the
 figures, and ``0025`` those of weights.
 
 **Contract**
 - The program computes what it did, up to the order in which a convolution sums: a larger launch has larger tiles.
-- No kernel comes behind more kernels in a row than before: those that are joined lie equally deep in the graph.
+- No kernel comes after more kernels in a row than before: those that are joined lie equally deep in the graph.
 - Weights are converted in the order in which they are needed, the first ones by themselves.
 - Program order stays, as far as that allows.
 
@@ -54,7 +54,7 @@ MOST_CONVERTED_BYTES = 4 << 20
 
 
 class Family(NamedTuple):
-    """What one kernel of ours computes.
+    """What one of our kernels computes.
 
     Attributes:
         task: One of it: the arguments of the function that computes it, and its ``out``.
@@ -95,7 +95,7 @@ def find_joint_launches(program: Program) -> Iterator[Launch]:
 
 
 class Own(NamedTuple):
-    """A kernel of ours, and when it can and must run.
+    """One of our kernels, and when it can and must run.
 
     Attributes:
         function: What computes it.
@@ -140,7 +140,7 @@ def _find_groups(program: Program) -> list[list[int]]:
 
 
 def _may_move(program: Program, kernel: int) -> bool:
-    """Whether it may run in front of kernels that it came behind: weights must be there from the beginning."""
+    """Whether it may run in front of kernels that it came after: weights must be there from the beginning."""
     reads = program.graph.kernels[kernel].reads
     return program.calls[kernel].target is not convert_weight or program.mutated.isdisjoint(reads)
 

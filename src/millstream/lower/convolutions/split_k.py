@@ -5,7 +5,7 @@ for each, most of the device stands still for long. ``docs/decisions/0024`` has 
 
 **Contract**
 - The program computes what it did, up to the order in which a convolution sums: split by split, always the same.
-- Partial sums lie in memory of the plan's, and what is added behind the products is needed by the second kernel only.
+- Partial sums lie in memory of the plan's, and what is added after the products is needed by the second kernel only.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _of_products(program: Program, convolutions: Sequence[Sequence[Any]]) -> tup
 
 
 def _rest(convolution: Sequence[Any]) -> tuple[Any, ...]:
-    """What the kernel behind has to know, as ``Rest`` has it: the other's image and weight may be gone by then."""
+    """What the next kernel has to know, as ``Rest`` has it: the other's image and weight may be gone by then."""
     _, _, *rest, _, _, out = convolution
     return *rest, out
 
@@ -117,7 +117,7 @@ def _factors(convolutions: Iterable[Sequence[Any]]) -> list[Value]:
 
 def _layout(program: Program, value: Value) -> Layout:
     layout = program.layout(value.name)
-    assert layout is not None, f"{value.name}, which a convolution of ours uses, has a layout"
+    assert layout is not None, f"{value.name}, which one of our convolutions uses, has a layout"
     return layout
 
 

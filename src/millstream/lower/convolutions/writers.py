@@ -139,7 +139,7 @@ def _lies_right(own: Writer, output: torch.Tensor) -> bool:
 
 
 def find_join(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The concatenation of which a convolution of ours may write its part; ``None`` where there is none.
+    """The concatenation of which one of our convolutions may write its part; ``None`` where there is none.
 
     Its parts are all of such convolutions, read by nobody else, and the whole is not handed to the caller, whose memory
     the plan does not give.

@@ -196,7 +196,7 @@ class Converter(wrapper_fxir.FxConverter):
         for name, value in V.graph.constants.items():
             self.gm.register_buffer(
                 name, value
-            )  # upstream makes the node first, which warns that nothing stands behind it
+            )  # upstream makes the node first, which warns that nothing stands after it
             node = self.gm.graph.get_attr(name)
             node.meta["val"] = value
             self.buffer_to_node[name] = node

@@ -45,7 +45,7 @@ def _ask_once() -> None:
     from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
 
     def ask() -> None:
-        with suppress(Exception):  # who needs the answer asks again, and gets the error
+        with suppress(Exception):  # code that needs the answer asks again, and gets the error
             cpu_vec_isa.valid_vec_isa_list()
 
     with suppress(RuntimeError):  # the system refuses the thread

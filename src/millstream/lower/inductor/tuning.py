@@ -113,7 +113,7 @@ def _find(tuner: Any, path: Path) -> Any:
 def _alone(path: Path) -> Iterator[None]:
     """Keep other processes from measuring the same kernel: each would take what it found itself.
 
-    Where the system has no such lock, or somebody does not give it back for ``PATIENCE_S``, it goes on without.
+    Where the system has no such lock, or somebody does not give it back for ``PATIENCE_S``, it continues without.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, ImportError):

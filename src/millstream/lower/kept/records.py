@@ -5,7 +5,7 @@ as good as no file. It holds the source of kernels too, which is run; so it is r
 this user and that nobody else can write.
 
 Of a graph with symbolic sizes there may be several: what was decided about sizes while it was lowered is written down,
-and a file is of use where that holds. Then it is decided anew, so that the caller's guards have it.
+and a file is of use where that holds. Then it is decided again, so that the caller's guards have it.
 
 A second kind of file only names the first one: a whole step is found by the graph that tracing gives, before AOT
 autograd has made another of it.
@@ -183,7 +183,7 @@ def _load(
         try:
             if (found := _found_in(content, lines, attributes, symbols)) is not None:
                 return found
-        except Exception as error:  # noqa: BLE001  whatever is wrong with it: lowering anew is always possible
+        except Exception as error:  # noqa: BLE001  whatever is wrong with it: lowering again is always possible
             LOGGER.debug("a program on disk cannot be used: %s: %s", type(error).__name__, error)
             with suppress(OSError):
                 _path(digest, variant).unlink()

@@ -1,4 +1,4 @@
-"""One HTML file without scripts or network: the verdict, a bar for each step, the table, two steps drawn in full."""
+"""One HTML file without scripts or network: the diagnosis, a bar for each step, the table, two steps drawn in full."""
 
 from __future__ import annotations
 

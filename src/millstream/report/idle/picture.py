@@ -1,4 +1,4 @@
-"""A profile as one SVG for pages and papers: the verdict, a bar for each step, and the median step."""
+"""A profile as one SVG for pages and papers: the diagnosis, a bar for each step, and the median step."""
 
 from __future__ import annotations
 

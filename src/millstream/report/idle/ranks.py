@@ -10,18 +10,18 @@ from millstream.report.words import count, duration, percent, table
 
 
 def to_text(found: MergedFindings) -> str:
-    """The verdict across ranks, and a row for each of them."""
+    """The diagnosis across ranks, and a row for each of them."""
     step = found.step_ns
     head = f"{count(len(found.ranks), 'rank')}, {duration(step)} a step, "
     if found.severity is Severity.UNRELIABLE:
-        return f"{head}no collective in common: who waits for whom cannot be told.\n" + "\n".join(_rows(found))
+        return f"{head}no collective in common: who waits for whom cannot be determined.\n" + "\n".join(_rows(found))
     waits = f"{duration(found.waited_ns)} a step waiting for others ({percent(found.waited_ns, step)})"
     head += f"{count(found.num_collectives, 'collective')}: "
     head += f"a rank spends {waits}, {duration(found.transfer_ns)} in transfer."
-    return "\n".join([head, *_verdict(found), *_rows(found)])
+    return "\n".join([head, *_diagnosis(found), *_rows(found)])
 
 
-def _verdict(found: MergedFindings) -> list[str]:
+def _diagnosis(found: MergedFindings) -> list[str]:
     late = found.straggler
     if late is not None:
         lines = [

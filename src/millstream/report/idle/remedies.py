@@ -9,7 +9,7 @@ from millstream.report.words import count, duration
 TITLES = {
     Cause.DATA_WAIT: "Waiting for data",
     Cause.IN_PROCESS: "Making batches in the training process",
-    Cause.PASS: "Starting the loader's workers anew for each pass",
+    Cause.PASS: "Starting the loader's workers again for each pass",
     Cause.SYNC: "The host waits for the device, and leaves its queue empty",
     Cause.ALLOCATOR: "Taking device memory from the driver",
     Cause.COMPILE: "Compiling again and again",

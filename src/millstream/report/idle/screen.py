@@ -1,4 +1,4 @@
-"""The first screen: the verdict, why, what to do, and how the idle time is made up."""
+"""The first screen: the diagnosis, why, what to do, and how the idle time is made up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INDENT = " " * 10
 
 def to_text(found: Findings) -> str:
     """The report for a terminal."""
-    lines = [_headline(found), *_verdict(found)]
+    lines = [_headline(found), *_diagnosis(found)]
     if found.steps:
         lines += [_sum(found)] if found.recording.has_steps else []
         lines += _rows(found)
@@ -63,10 +63,10 @@ def _headline(found: Findings) -> str:
     return f"{whose} {share} of a step ({idle} of {step}; {headline_facts(found)}).  {reliable}"
 
 
-def _verdict(found: Findings) -> list[str]:
+def _diagnosis(found: Findings) -> list[str]:
     severity, row = found.severity, found.leading
     if severity is Severity.UNRELIABLE:
-        return [f"No verdict: {found.why_unreliable}."]
+        return [f"No diagnosis: {found.why_unreliable}."]
     if severity is Severity.NOT_SURE:
         return [f"{severity}  {_why_unsure(found)}."]
     if row is None:

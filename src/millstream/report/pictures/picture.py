@@ -142,7 +142,7 @@ def describe(bar: Bar) -> list[str]:
 
 
 def _find_arrows(plan: Plan, bars: Sequence[Bar]) -> tuple[Arrow, ...]:
-    """Join each wait's two ends: the last bar before the event was recorded, and the first one behind the wait."""
+    """Join each wait's two ends: the last bar before the event was recorded, and the first one after the wait."""
     bars_of: dict[int, list[int]] = {}
     for number, bar in enumerate(bars):
         if bar.kernel is not None:

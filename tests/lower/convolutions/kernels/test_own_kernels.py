@@ -1,4 +1,4 @@
-"""The names by which kernels of ours are known on a device."""
+"""The names by which our own kernels are known on a device."""
 
 import re
 from pathlib import Path

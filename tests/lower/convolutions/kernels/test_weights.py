@@ -127,7 +127,7 @@ def test_many_small_ones_are_few_launches():
 
 
 def test_those_that_are_needed_first_come_first(own_kernels):
-    """In program order one branch stands behind the other, whose first weights are needed as early."""
+    """In program order one branch stands after the other, whose first weights are needed as early."""
     torch.manual_seed(0)
     left, right = ([conv(padding=1) for _ in range(8)] for _ in range(2))
 

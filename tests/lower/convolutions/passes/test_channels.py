@@ -70,7 +70,7 @@ def trace(function, *inputs):
 
 
 def changed(model, x, *passes):
-    """The graph of a model behind some passes; it computes what the model does."""
+    """The graph of a model after some passes; it computes what the model does."""
     state = dict(model.named_parameters())
     with torch.no_grad():
         gm = trace(lambda x, state: torch.func.functional_call(model, state, (x,)), x, state)

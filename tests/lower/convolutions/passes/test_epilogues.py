@@ -42,7 +42,7 @@ def absorbed(model, x):
 
 
 def tasks(gm):
-    """What each convolution of ours does, in words."""
+    """What each of our convolutions does, in words."""
     found = [arguments_of(node) for node in gm.graph.nodes if node.target is CONVOLVE]
     return [
         " ".join(name for name, part in zip(("bias", "sum", "relu"), arguments[2:5], strict=True) if part)
@@ -168,7 +168,7 @@ def test_a_network_of_odd_widths_and_two_resolutions():
     gm = absorbed(Branches(), torch.randn(2, 3, 16, 16, dtype=DOUBLE))
     assert "bias sum relu" in tasks(gm)
     left = [node for node in gm.graph.nodes if node.target is torch.ops.aten.constant_pad_nd.default]
-    assert len(left) == 6 + 2, "weights, and the images that no convolution of ours makes"
+    assert len(left) == 6 + 2, "weights, and the images that none of our convolutions makes"
 
 
 def test_the_operator_says_what_it_returns():

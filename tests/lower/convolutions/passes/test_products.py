@@ -90,7 +90,7 @@ def test_a_matrix_with_itself():
 
 
 class Head(nn.Module):
-    """The end of a network for images, and something behind it."""
+    """The end of a network for images, and something after it."""
 
     def __init__(self):
         super().__init__()

@@ -46,7 +46,7 @@ def absorbed(function, *convolutions, size=(2, 16, 6, 7)):
 
 
 def tasks(gm):
-    """Of each depthwise convolution of ours: relu, channels of the image and of the result, zeros around."""
+    """Of each of our depthwise convolutions: relu, channels of the image and of the result, zeros around."""
     found = [arguments_of(node) for node in gm.graph.nodes if node.target is CONVOLVE_DEPTHWISE]
     return [(a[2], a[0].meta["val"].shape[1], a[3], a[5]) for a in found]
 

@@ -49,7 +49,7 @@ class Launch(NamedTuple):
 
 
 def pointers(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Tensors as one argument, with more behind them that nobody looks at, so that few numbers of them occur."""
+    """Tensors as one argument, with more after them that nobody looks at, so that few numbers of them occur."""
     given = tuple(tensors)
     return given + given[:1] * ((1 << (len(given) - 1).bit_length()) - len(given))
 

@@ -103,7 +103,7 @@ class Dense(NamedTuple):
 
     @property
     def rest(self) -> Rest:
-        """What comes behind the products."""
+        """What comes after the products."""
         return Rest(self.bias, self.addend, self.relu, self.kept, self.out)
 
     @property
@@ -314,7 +314,7 @@ JOIN = torch.ops.millstream.join_channels.default
 
 @torch.library.impl(_library, "join_channels", "CompositeExplicitAutograd")
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Results of convolutions, one's channels behind another's. Programs let these write there, and call nothing."""
+    """Results of convolutions, one's channels after another's. Programs let these write there, and call nothing."""
     return torch.cat(parts, 1)
 
 

@@ -81,7 +81,7 @@ def dense(
 
     All have the same sizes. The last direction of the grid says which of them a block works on.
 
-    The columns of a window's row and their channels lie one behind the other, in the image as in the weight. So each
+    The columns of a window's row and their channels lie one after the other, in the image as in the weight. So each
     row is a product of matrices, however wide it is, and only what lies beyond the image's sides must be left out.
 
     Args:
@@ -202,7 +202,7 @@ def reduce_partials(
     TILE_CHANNELS: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
-    """Add up, in their order, the partial sums that ``dense`` has left, and do what it does behind its products.
+    """Add up, in their order, the partial sums that ``dense`` has left, and do what it does after its products.
 
     Args:
         partials: For each convolution in memory: splits, pixels, channels.

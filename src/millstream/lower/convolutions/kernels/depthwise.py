@@ -39,7 +39,7 @@ _CHANNELS_AT_ONCE = 8  # 16 bytes of 2-byte numbers, the longest load
 def is_small_depthwise(arguments: list[Any], output: Any) -> bool:
     """Whether our kernel does what ``aten.convolution`` does for these arguments, and in less time.
 
-    That is, if channels come last in memory, and the weight's windows one behind the other.
+    That is, if channels come last in memory, and the weight's windows one after the other.
 
     Args:
         arguments: The nine of ``aten.convolution``, tensors real or fake.
@@ -62,13 +62,13 @@ class Depthwise(NamedTuple):
     """A depthwise convolution, what stands in front, and where its result goes. Sums are in single precision.
 
     Attributes:
-        image: Channels last. Those behind the weight's are not read.
+        image: Channels last. Those after the weight's are not read.
         weight: Contiguous.
         relu: Whether to apply relu to the image.
         stride: Of the convolution.
         padding: Zeros to the left, the right, above and below of the image.
         dilation: Of the convolution.
-        out: Channels last. Those behind the weight's are set to zero.
+        out: Channels last. Those after the weight's are set to zero.
     """
 
     image: torch.Tensor
@@ -87,7 +87,7 @@ class Depthwise(NamedTuple):
 
     @property
     def window(self) -> tuple[int, ...]:
-        """What else is compiled for: its height and width, and behind them the zeros above and to the left."""
+        """What else is compiled for: its height and width, and after them the zeros above and to the left."""
         return (*self.weight.shape[2:], self.padding[2], self.padding[0])
 
 

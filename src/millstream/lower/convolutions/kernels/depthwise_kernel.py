@@ -59,7 +59,7 @@ def depthwise(
             be shorter.
         channels: Of each weight.
         image_channels: Of an image, in units of ``IMAGE_AT_ONCE``; so the compiler knows what they are a multiple of.
-        out_channels: Of a result, likewise. Those behind ``channels`` are set to zero.
+        out_channels: Of a result, likewise. Those after ``channels`` are set to zero.
         num_first: How many of the images have the first window; the others have the second.
         pad_y: For the first window; ``second_pad_y`` for the second.
         IS_RELU: Whether to apply relu to the images.

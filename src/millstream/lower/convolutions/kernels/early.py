@@ -1,10 +1,10 @@
 """Kernels of our own that start before the one in front of them on a stream has ended.
 
 CUDA calls it a programmatic dependent launch. Blocks are placed and addresses computed while the kernel in front ends;
-then each block waits (``gdc_wait``) until all that it comes behind has ended, and only then reads or writes. When its
-products are summed, the kernel lets the one behind it start likewise (``gdc_launch_dependents``).
+then each block waits (``gdc_wait``) until all that it comes after has ended, and only then reads or writes. When its
+products are summed, the kernel lets the one after it start likewise (``gdc_launch_dependents``).
 
-So every kernel launched in this way must wait before its first access, whatever it reads: what it comes behind is
+So every kernel launched in this way must wait before its first access, whatever it reads: what it comes after is
 decided by the plan. Inductor's own way of it leaves waits out where program order needs none, and stays off
 (``lower/compile.py``).
 

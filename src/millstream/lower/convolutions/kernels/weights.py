@@ -32,7 +32,7 @@ class Conversion(NamedTuple):
 
     Attributes:
         weight: Of a convolution, contiguous or with its channels last.
-        out: Channels last, of as many channels or more, in both directions. Those behind the weight's are set to zero.
+        out: Channels last, of as many channels or more, in both directions. Those after the weight's are set to zero.
     """
 
     weight: torch.Tensor

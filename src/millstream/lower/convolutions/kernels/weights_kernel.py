@@ -28,7 +28,7 @@ def convert(
     TILE_TAPS: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
-    """Write weights of convolutions with their channels last, and zeros behind these.
+    """Write weights of convolutions with their channels last, and zeros after these.
 
     A tile has some *pairs* of a channel of the result and one of the image, and the taps of their windows. All numbers
     come as ``2 n + 3``.

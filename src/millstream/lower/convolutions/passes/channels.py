@@ -2,7 +2,7 @@
 
 cuDNN computes a convolution of 18 channels in half precision as one of 24: it clears and fills an enlarged copy of the
 image, one of the weight, and cuts the result out of a third, in five kernels more. Here the graph says so itself, and
-the kernels that are there anyway do it: the one that makes the image writes the zeros behind it, the one that reads the
+the kernels that are there anyway do it: the one that makes the image writes the zeros after it, the one that reads the
 result leaves out what is behind it, and the one that puts a weight's channels last enlarges it.
 ``docs/decisions/0016`` has the figures. The numbers stay what they are: only zeros are added to sums.
 
@@ -143,7 +143,7 @@ def _align(
 
 
 def _enlarge_image(graph: torch.fx.Graph, image: torch.fx.Node, more: int) -> torch.fx.Node:
-    """Make the image larger where it is made; who can, reads his part of that, so that it need not be made twice."""
+    """Make the image larger where it is made; users that can do so read their part of it, so that it is made once."""
     users = [user for user in image.users if _reads_parts(user)]
     made = image
     while made.op == made.next.op == "placeholder":  # these stay together

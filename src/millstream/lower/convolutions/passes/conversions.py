@@ -28,7 +28,7 @@ aten = torch.ops.aten
 def take_conversions(gm: torch.fx.GraphModule) -> None:
     """Let our kernel make the weights ready that convolutions read; the graph is changed in place.
 
-    Those are meant that the caller passes, and that would be copied: for the order of their channels, for zeros behind
+    Those are meant that the caller passes, and that would be copied: for the order of their channels, for zeros after
     them, or for their type. What others read of a weight stays as it is.
 
     Args:
@@ -62,7 +62,7 @@ def _origin(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _adds_channels(node: torch.fx.Node) -> bool:
-    """Whether this puts zeros behind channels and does nothing else."""
+    """Whether this puts zeros after channels and does nothing else."""
     sizes = zeros_of(node)
     return len(sizes) in (6, 8) and not any(sizes[:5]) and not any(sizes[6:7]) and min(sizes) >= 0
 

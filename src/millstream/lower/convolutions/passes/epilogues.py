@@ -36,7 +36,7 @@ class _Epilogue:
         outputs: The convolution's channels.
         kept: How many of them are wanted.
         bias: What is added to each channel.
-        addend: What is added to each pixel of each channel; it may have channels behind those.
+        addend: What is added to each pixel of each channel; it may have channels after those.
         relu: Whether relu follows.
     """
 
@@ -160,7 +160,7 @@ def _take(epilogue: _Epilogue, user: torch.fx.Node, depths: dict[torch.fx.Node, 
     """
     width = epilogue.last.meta["val"].shape[1]
     if width != epilogue.kept:
-        return False  # what is read behind this are the cleared channels, too
+        return False  # what is read after this are the cleared channels, too
     is_bare = epilogue.addend is None and not epilogue.relu
     if user.target is aten.slice.Tensor and is_bare and width == epilogue.outputs:
         kept = user.meta["val"].shape[1]
@@ -234,7 +234,7 @@ def _lower_join(parts: Any) -> Any:
 
 def lay_out(tensor: Any) -> Any:
     """Have channels last, with nothing between."""
-    tensor.realize()  # or each of its readers would have it computed anew
+    tensor.realize()  # or each of its readers would have it recomputed
     size = tensor.get_size()
     return ir.ExternKernel.require_exact_strides(tensor, make_channels_last_strides_for(size) if len(size) > 1 else [1])
 

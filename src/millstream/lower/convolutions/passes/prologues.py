@@ -93,7 +93,7 @@ def _border(node: torch.fx.Node) -> list[int] | None:
 
 
 def _enlarged(node: torch.fx.Node) -> torch.fx.Node:
-    """What puts zeros behind the channels of this, if that is all it is for; else itself."""
+    """What puts zeros after the channels of this, if that is all it is for; else itself."""
     user = next(iter(node.users), node)
     sizes = zeros_of(user)
     return user if len(node.users) == 1 and len(sizes) == 6 and not any(sizes[:5]) and sizes[5] > 0 else node

@@ -39,7 +39,7 @@ def keep_strides(gm: torch.fx.GraphModule) -> None:
         gm: Of aten operators, as it was before anything is done to convolutions; its nodes carry their values in
             ``meta["val"]``.
     """
-    behind: set[torch.fx.Node] = set()  # convolutions and what comes behind them
+    behind: set[torch.fx.Node] = set()  # convolutions and what comes after them
     for node in gm.graph.nodes:
         if node.target is torch.ops.aten.convolution.default or not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)

@@ -1,7 +1,7 @@
 """What a forward pass reads of memory that it writes later is kept for the backward pass.
 
-PyTorch chooses what the backward pass computes anew from the forward pass's inputs, and takes it that these are as they
-were. A buffer that the forward pass has updated by then is not: a scale by a running mean, or ``spectral_norm``'s
+PyTorch chooses what the backward pass computes again from the forward pass's inputs, and takes it that these are as
+they were. A buffer that the forward pass has updated by then is not: a scale by a running mean, or ``spectral_norm``'s
 vectors, give gradients that are wrong without a word.
 
 It is done by a mark that AOT autograd's partitioner heeds.
@@ -20,7 +20,7 @@ _COPY = torch.ops.aten.copy_.default
 
 
 def _keep_reads(graph: torch.fx.Graph) -> None:
-    """Mark, in a joint graph, who reads an input that is written: its result is saved, should the backward want it."""
+    """Mark the nodes of a joint graph that read an input which is written: the backward may want their results."""
     written = [node.args[0] for node in graph.find_nodes(op="call_function", target=_COPY)]
     for node in written:
         if isinstance(node, torch.fx.Node) and node.op == "placeholder":
@@ -28,7 +28,7 @@ def _keep_reads(graph: torch.fx.Graph) -> None:
 
 
 def _keep_what_is_read(source: torch.fx.Node) -> None:
-    """Views are computed anew, and what is read through them is kept."""
+    """Views are recomputed, and what is read through them is kept."""
     views, seen = [source], {source}
     while views:
         view = views.pop()

@@ -1,7 +1,7 @@
 """What reads memory that is written in place stays after the write.
 
 Inductor gives such memory another name after each write, and each kernel depends on names. Where the loops of two C++
-kernels are made alike so that they can be fused, what they read is found out anew, and by the first name: the kernel
+kernels are made alike so that they can be fused, what they read is found out again, and by the first name: the kernel
 may then be moved before the write, silently. It is so for gradients that are scattered into zeros, as those of nearest
 upsampling in a diffusion model's U-Net, or of max pooling (VGG). 2.11 also drops dependencies here that no name shows
 (pytorch#177816).
@@ -21,7 +21,7 @@ from millstream._torch.workarounds import Workaround, replaced
 
 @contextlib.contextmanager
 def _keep_names() -> Iterator[None]:
-    """Keep the names, and what else is not found out anew."""
+    """Keep the names, and what else is not found out again."""
     recompute = SchedulerNode.recompute_size_and_body
 
     def recompute_and_rename(self: SchedulerNode, *args: Any, **kwargs: Any) -> None:

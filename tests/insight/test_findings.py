@@ -1,4 +1,4 @@
-"""Verdicts on a virtual device whose causes are known, and what taking them away gives."""
+"""Diagnoses on a virtual device whose causes are known, and what taking them away gives."""
 
 import random
 from collections import Counter
@@ -233,7 +233,7 @@ CLEAN = {
     "large kernels": (launches(8), [5 * MS] * 8),
     "a read at the end of a full step": ([*launches(8), (Cause.SYNC, 10 * US, 61)], [5 * MS] * 8),
     "two percent of waiting": ([(Cause.DATA_WAIT, 800 * US, 62), *launches(8), (Cause.SYNC, 0, 63)], [5 * MS] * 8),
-    "much Python behind long kernels": ([*launches(4), (Cause.PYTHON, 12 * MS, 64)], [5 * MS] * 4),
+    "much Python after long kernels": ([*launches(4), (Cause.PYTHON, 12 * MS, 64)], [5 * MS] * 4),
     "small kernels launched ahead of large ones": (launches(40), [MS, *[20 * US] * 19] * 2),
 }
 
@@ -324,7 +324,7 @@ def test_unknown_time_is_printed_and_comes_first_where_it_is_much():
         ),
     ],
 )
-def test_incomplete_recording_gets_no_verdict(spoil, why):
+def test_incomplete_recording_gets_no_diagnosis(spoil, why):
     recording = spoil(serial_recording(launches(4), [MS] * 4, steps=STEPS))
     found = analyse(recording)
     assert found.severity is Severity.UNRELIABLE
@@ -332,7 +332,7 @@ def test_incomplete_recording_gets_no_verdict(spoil, why):
     assert found.leading is None
 
 
-def test_replays_of_one_graph_with_unlike_numbers_of_kernels_are_no_verdict():
+def test_replays_of_one_graph_with_unlike_numbers_of_kernels_are_no_diagnosis():
     steps, activities, calls, now = [], [], [], 0
     for number in range(STEPS):
         calls.append(Launch(number, THREAD, now, now + 10 * US, "cudaGraphLaunch"))
@@ -485,7 +485,7 @@ def test_kernels_are_drawn_with_name_module_and_line():
     assert "below 1 %</summary>" in page
 
 
-def test_picture_is_wellformed_and_has_the_verdict_and_every_long_piece_of_the_median_step():
+def test_picture_is_wellformed_and_has_the_diagnosis_and_every_long_piece_of_the_median_step():
     host, kernels = PLANTED[Cause.PYTHON]
     found = analyse(serial_recording(host, kernels, steps=STEPS))
     picture = ElementTree.fromstring(to_picture(found))
@@ -522,7 +522,7 @@ def test_what_runs_a_script_is_no_line_of_it():
 
 
 @pytest.mark.parametrize(("num_looks", "num_hooked", "is_told"), [(4, 0, False), (5, 0, True), (0, 6, True)])
-def test_run_too_short_for_looks_has_no_verdict_unless_hooks_tell(num_looks, num_hooked, is_told):
+def test_run_too_short_for_looks_has_no_diagnosis_unless_hooks_tell(num_looks, num_hooked, is_told):
     steps = tuple(Step(at * MS, (at + 1) * MS) for at in range(12))
     looks = tuple(Sample(THREAD, at * MS, (at + 1) * MS, line(5), MS, 0, True) for at in range(11 - num_looks, 11))
     spans = tuple(Span(THREAD, at * MS, (at + 1) * MS, Cause.IN_PROCESS, line(6)) for at in range(12)[-num_hooked:])
@@ -596,7 +596,7 @@ def test_run_without_steps_is_judged_as_a_whole_where_enough_was_seen(num_looks,
     text = to_text(found)
     assert (found.severity is Severity.HIGH) == is_judged
     assert ("50 % of the run (30 ms of 60 ms" in text and "60 ms → about 30 ms (2×)" in text) == is_judged
-    assert ("No verdict: no step was seen." in text) != is_judged
+    assert ("No diagnosis: no step was seen." in text) != is_judged
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
