@@ -109,6 +109,17 @@ def test_step_on_a_communicator_of_its_own(pair):
         assert told.endswith("collectives on a communicator of its own of at most 4 CTAs")
 
 
+def test_rate_that_changes_on_one_rank_is_told_to_all_soon():
+    group = Group(2, "nccl", MILLSTREAM_COLLECTIVES="between")
+    try:
+        (told, number, *_), (same, other_number, *_) = group.run(checks.rate_changes_on_one, 80)
+    finally:
+        group.kill()
+    assert told == same
+    assert number == other_number < 64 + 8
+    assert "rank 0 has SGD.param_groups[0]['lr'] = 0.05 where rank 1 has" in told
+
+
 def test_rank_that_ends_in_a_replay_ends_the_others(pair):
     pair.start_check(checks.ends_before_a_replay)
     assert pair.wait_for_ends() == [1, 3]

@@ -17,21 +17,17 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import distributed_c10d as c10d  # whose functions nobody replaces for a while
 
-from millstream._torch.distributed.collectives import timeout_of
-from millstream._torch.distributed.shutdown import end_with
+from millstream._torch.distributed.collectives import backend_of, gather_later, timeout_of
 from millstream._torch.workarounds import is_off
 from millstream.data_parallel.board import Board, make_file
-from millstream.data_parallel.hyperparameters import MARK_BITS, NOT_KNOWN, Hyperparameters, differing, marks_differ
+from millstream.data_parallel.hyperparameters import MARK_BITS, NOT_KNOWN, differing, marks_differ
 from millstream.errors import ArgumentError, DataParallelError
 
 NO = 0
@@ -126,17 +122,18 @@ class Comparison:
 
     Args:
         group: The processes.
-        over: A group of them on the host, of Gloo's.
+        device: Where they exchange what is compared.
 
     Attributes:
         hyperparameters: As of ``Agreement``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, over: Any) -> None:
-        self._group, self._over = group, over
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
         self.hyperparameters = NOT_KNOWN
         self._count = 0  # of questions
-        self._asked: tuple[Any, list[Tensor], Hyperparameters] | None = None
+        self._compared = NOT_KNOWN
+        self._marks: Callable[[], list[int]] | None = None  # of all, since they were told
         self._compares = True
 
     def decline(self, what: str) -> None:  # noqa: ARG002  as of ``Agreement``
@@ -150,18 +147,19 @@ class Comparison:
         self._count += 1
         turn = self._count % COMPARED_EVERY
         if turn == 0:
-            told = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(self._over))]
-            mine = torch.tensor([self.hyperparameters.mark], device="cpu")
-            self._asked = c10d.all_gather(told, mine, group=self._over, async_op=True), told, self.hyperparameters
-        elif turn == WAITED_FOR_AFTER and self._asked is not None:
-            (work, told, asked), self._asked = self._asked, None
+            self._compared, self._marks = (
+                self.hyperparameters,
+                gather_later(self._group, self._device, self.hyperparameters.mark),
+            )
+        elif turn == WAITED_FOR_AFTER and self._marks is not None:
+            marks, self._marks = self._marks, None
             try:
-                work.wait()
+                differ = marks_differ(marks())
             except RuntimeError:  # a process is gone, which the exchange tells better
                 return
-            if marks_differ(map(int, told)):
+            if differ:
                 since = f"That was so {WAITED_FOR_AFTER} exchanges ago"
-                error = differing(asked.told, self._group, since)
+                error = differing(self._compared.told, self._group, since)
                 self._compares = error is not None
                 if error is not None:
                     raise error
@@ -202,25 +200,19 @@ def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | Compa
         board = meet(group)
         mine = wanted == "captured" or (wanted == "auto" and on_gpu)
         asks = board is not None and all(board.gather(mine, "begin together"))
-        _known[group] = board, Agreement(board, group) if board is not None and asks else _comparison_of(group)
+        _known[group] = (
+            board,
+            Agreement(board, group) if board is not None and asks else _comparison_of(group, on_gpu=on_gpu),
+        )
     return _known[group][1]
 
 
-def _comparison_of(group: dist.ProcessGroup) -> Comparison | None:
-    """Made in all processes at once."""
-    backend = dist.get_backend(group)
-    is_there = backend != "fake" and dist.is_gloo_available() and dist.get_world_size(group) > 1
-    if not is_there or is_off(COMPARISON):
+def _comparison_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Comparison | None:
+    backend = backend_of(group, torch.device("cuda" if on_gpu else "cpu"))
+    if dist.get_world_size(group) == 1 or backend not in ("gloo", "nccl") or is_off(COMPARISON):
         return None
-    return Comparison(group, group if backend == "gloo" else host_group_of(group))
-
-
-def host_group_of(group: dist.ProcessGroup) -> Any:
-    """A group of the same processes, on the host, by Gloo; made in all of them at once."""
-    timeout = timedelta(seconds=timeout_of(group))
-    own = dist.new_group(dist.get_process_group_ranks(group), timeout, "gloo", use_local_synchronization=True)
-    end_with(group, own)
-    return own
+    on_host = backend == "gloo"
+    return Comparison(group, torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device()))
 
 
 def board_known(group: dist.ProcessGroup | None) -> Board | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from millstream.data_parallel.agreement import host_group_of, meet
+from millstream._torch.distributed.collectives import timeout_of
+from millstream.data_parallel.agreement import meet
 from millstream.data_parallel.board import NotTogetherError
 from millstream.errors import DataParallelError
 
@@ -61,4 +63,7 @@ def roll_call_of(group: dist.ProcessGroup) -> RollCall:
     board = meet(group)
     if board is not None:
         return board
-    return OverNetwork(host_group_of(group))
+    ranks = dist.get_process_group_ranks(group)
+    timeout = timedelta(seconds=timeout_of(group))
+    own: Any = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    return OverNetwork(own)

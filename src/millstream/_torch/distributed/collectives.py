@@ -110,6 +110,37 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of what exchanges tensors of a device, such as ``nccl``; empty where nothing does."""
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:
+        return ""
+
+
+def gather_later(group: dist.ProcessGroup, device: torch.device, number: int) -> Callable[[], list[int]]:
+    """Have all processes of a group know a number of each; nobody waits.
+
+    Args:
+        group: The processes, all of which do this at the same place among their collectives.
+        device: Where it is exchanged, after what the current stream has been given so far.
+        number: This process's.
+
+    Returns:
+        Waits for the numbers; raises ``RuntimeError`` where a process is gone.
+    """
+    mine = torch.full((1,), number, dtype=torch.int64, device=device)
+    told = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    if device.type == "cpu":
+        work = all_gather(told, mine, group=group, async_op=True)
+        return lambda: (work.wait(), told.tolist())[1]
+    all_gather(told, mine, group=group)
+    on_host = torch.empty(told.shape, dtype=told.dtype, device="cpu", pin_memory=True)
+    on_host.copy_(told, non_blocking=True)
+    event = torch.cuda.current_stream(device).record_event()
+    return lambda: (event.synchronize(), on_host.tolist())[1]
+
+
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds after which a process gives up waiting for the others of its group."""
     device = group._device_types[0]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from millstream._torch.distributed.collectives import timeout_of
+from millstream._torch.distributed.collectives import backend_of, timeout_of
 
 
 def new_communicator(group: Any, device: torch.device, max_ctas: int | None) -> Any:
@@ -29,12 +29,15 @@ def new_communicator(group: Any, device: torch.device, max_ctas: int | None) -> 
     """
     if dist.get_process_group_ranks(group) != list(range(dist.get_world_size())):
         raise RuntimeError("its process group is not of all processes in order")
-    backend, timeout, options = group._get_backend(device).name(), timedelta(seconds=timeout_of(group)), None
+    backend, timeout, options = backend_of(group, device), timedelta(seconds=timeout_of(group)), None
     if backend not in ("nccl", "gloo"):
         raise RuntimeError(f"its process group is of {backend}, not of NCCL or Gloo")
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        if max_ctas is not None:
-            options.config.max_ctas = max_ctas
-    return dist.new_group(timeout=timeout, backend=backend, pg_options=options, group_desc="millstream")
+    try:
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            if max_ctas is not None:
+                options.config.max_ctas = max_ctas
+        return dist.new_group(timeout=timeout, backend=backend, pg_options=options, group_desc="millstream")
+    except (AttributeError, AssertionError, TypeError, ValueError) as error:  # of another version of PyTorch
+        raise RuntimeError(str(error)) from error
