@@ -191,6 +191,12 @@ def freezes(base, x, y):
     return loss
 
 
+def marks_a_parameter(base, x, y):
+    loss = base.finish(base.loss(x, y))
+    base.model[0].weight.last_loss = loss.item()
+    return loss
+
+
 def hooks(base, x, y):
     handle = base.model[0].weight.register_hook(lambda grad: grad * 2)
     loss = base.finish(base.loss(x, y))
@@ -236,6 +242,7 @@ REFUSED = {
     seeds: ("sets a seed", "seeds", "outside of the step"),
     own_generator: ("generator of its own", "own_generator", "torch.manual_seed"),
     freezes: ("requires_grad changed", "", "out of the step"),
+    marks_a_parameter: ("puts last_loss on", "", "in a dict"),
     hooks: ("registers a hook", "hooks", "after backward"),
     numpy_input: ("reads a NumPy array", "numpy_input", "pass that"),
 }

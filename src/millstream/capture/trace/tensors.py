@@ -65,6 +65,18 @@ class Leaving:
     def begin(self, moved: dict[int, tuple[Tensor, Tensor]]) -> None:
         """The step is about to run; ``moved`` will be noted."""
         self.moved, self.memory = moved, set(map(storage_id, self._inputs()))
+        self._attributes = [dict(vars(entry.tensor)) for entry in self.request.state]
+
+    def check_attributes(self) -> None:
+        """Refuse attributes that the step has put on tensors of the user's: those are others while it is traced."""
+        for entry, before in zip(self.request.state, self._attributes, strict=True):
+            for key, value in vars(entry.tensor).items():
+                is_pytorchs = key.endswith(("_memo", "_memo_vc"))  # what a fake tensor knows of itself
+                if before.get(key, before) is not value and not is_pytorchs:
+                    raise CaptureError(
+                        f"The step puts {key} on {entry.name}, which a graph would not do again.",
+                        remedy="Keep it in a dict, by the tensor's name.",
+                    )
 
     def keep_data(self) -> None:
         """Note what was assigned to the ``.data`` of inputs."""

@@ -330,6 +330,7 @@ class _Tracer:
                 self.looked_at, self.asked = {*functions.looked_at}, {*functions.asked}
                 with torch.no_grad():
                     narrow_counts(counts, self.stepped)
+                    self.leaving.check_attributes()
                     self.leaving.keep_data()
                     stored = self.changes.keep(self.leaving.copies)
                     self._check_left()
