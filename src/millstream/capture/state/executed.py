@@ -6,26 +6,15 @@ code would read need not be the same in each call.
 
 from __future__ import annotations
 
-import _locale
-import bdb
 import contextlib
-import datetime
-import decimal
 import gc
-import io
 import logging
-import os
-import pickle
-import signal
 import sys
 import threading
-import time
-import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import (
-    BuiltinFunctionType,
     CellType,
     CodeType,
     FrameType,
@@ -34,7 +23,6 @@ from types import (
 )
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from millstream.capture.effects.values import holds_token
@@ -51,6 +39,7 @@ from millstream.capture.state.code import (
     reach_of,
     stores_of,
 )
+from millstream.capture.state.impure import ImpureCalls, beyond_library, writer_kinds
 from millstream.capture.state.location import Location
 from millstream.heap import objects_of_types
 
@@ -165,13 +154,12 @@ class CodeWatch:
     Args:
         ran: Where it is noted.
         on_code: Called with its frame before code of the user's runs for the first time; may raise an error there.
-        on_impure: Called with a frame that is about to call what gives something else each time (``IMPURE``) or what
-            writes to the world (``WRITING``), with what that is and whether it writes; may raise an error there.
+        on_impure: As of ``ImpureCalls``.
         always: Code before which ``on_code`` is called each time.
         opaque: Gives the ids of objects in C whose state nobody can compare.
         on_opaque: Called with a frame that is about to call a method of one, with that; may raise an error there.
         on_text: Called with a frame of the user's that is about to call a method of text with tokens; likewise.
-        on_stop: Called with a frame of the user's that starts a debugger; likewise.
+        on_stop: Likewise.
         on_event: Called at each call and each return, if it is given.
         on_computed: Called with objects of which code may read attributes by names that it computes, before it does as
             far as that can be told; may raise an error there.
@@ -190,8 +178,9 @@ class CodeWatch:
         on_event: Callable[[], None] | None = None,
         on_computed: Callable[[list[Any]], None] = lambda objects: None,
     ) -> None:
-        self._ran, self._on_code, self._on_impure, self._always = ran, on_code, on_impure, always
-        self._opaque, self._on_opaque, self._on_text, self._on_stop = opaque, on_opaque, on_text, on_stop
+        self._ran, self._on_code, self._always = ran, on_code, always
+        self._opaque, self._on_opaque, self._on_text = opaque, on_opaque, on_text
+        self._impure = ImpureCalls(ran.variables, on_impure, on_stop)
         self._on_event, self._on_computed = on_event, on_computed
         self._codes: set[CodeType] = set()
         self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet
@@ -202,19 +191,16 @@ class CodeWatch:
         self._early: set[int] = set()  # those of it that may change what such an attribute holds
         self._computing: dict[tuple[Any, ...], Any] = {}  # code and ids of the objects in its variables; and these
         self._outer: Any = None
-        self._writers: list[Any] = []  # what was there before and may be written to
         self._collecting: FrameType | None = None  # what Python's collector calls, which is none of the step's
         self._profile = self._notice  # one object, to be known again
-        self._starting = _starting()
 
     def __enter__(self) -> None:
         self._outer = sys.getprofile()
         if self._outer is not None and not isinstance(getattr(self._outer, "__self__", None), CodeWatch):
             return
-        kinds = _writer_kinds()
-        for function in objects_of_types([FunctionType, *kinds]):
+        for function in objects_of_types([FunctionType, *writer_kinds()]):
             if type(function) is not FunctionType:
-                self._writers.append(function)
+                self._impure.writers.append(function)
             elif is_users(function.__code__.co_filename):
                 self._functions.setdefault(id(function.__code__), []).append(function)
         self._ran.codes = self._codes
@@ -231,7 +217,7 @@ class CodeWatch:
         if not is_watched or threading.Thread.start.__code__ in self._codes:  # nobody watched what that did
             self._ran.codes = None
         self._functions.clear()
-        self._writers.clear()
+        self._impure.writers.clear()
 
     def _notice(self, frame: FrameType, event: str, arg: Any) -> None:
         if self._on_event is not None:
@@ -260,9 +246,8 @@ class CodeWatch:
         """A function in C is about to be called."""
         name = function.__name__
         if function is globals and computes_a_global(frame) and is_users_own(frame.f_code.co_filename):
-            self._on_impure(frame, "a global whose name it computes", False)
-        if name in _NAMES:
-            self._note_impure(frame, function)
+            self._impure.on_impure(frame, "a global whose name it computes", False)
+        self._impure.see_call(frame, function)
         if function is getattr and id(frame.f_code) in self._early:
             self._note_computed(frame, reach_of(frame.f_code))
         owner = function.__self__
@@ -272,7 +257,7 @@ class CodeWatch:
         if is_text and holds_token(owner) and threading.get_ident() == self._thread:
             self._on_text(frame)
         if id(owner) in self._opaque() and name not in _BALANCED:
-            asking = _beyond_library(frame)
+            asking = beyond_library(frame)
             if asking is not None and threading.get_ident() == self._thread and is_asked_by_user(asking):
                 self._on_opaque(asking, function)
 
@@ -298,54 +283,6 @@ class CodeWatch:
         if new and id(frame.f_code) in self._early and is_asked_by_user(frame):
             self._on_computed(new)
 
-    def _note_variable(self, frame: FrameType) -> None:
-        if threading.get_ident() == self._thread and is_asked_by_user(_beyond_library(frame)):
-            self._ran.variables.add(str(frame.f_locals.get("key")))
-
-    def _note_impure(self, frame: FrameType, function: Any) -> None:
-        if function in _STOPPING:
-            self._note_stop(frame)
-        what, is_written = IMPURE.get(function), False
-        if what is None and isinstance(function.__self__, type):
-            what = _OF_CLASSES.get(function.__name__)
-        if what is None and function.__name__ in _READERS and isinstance(function.__self__, io.IOBase):
-            what = None if self._is_new(function.__self__) else "a file"
-        if what is None:
-            what, is_written = self._written_by(function), True
-        if what is None:
-            return
-        asking = _beyond_library(frame)
-        harmless = _HARMLESS_WRITERS if is_written else _HARMLESS
-        if (
-            threading.get_ident() == self._thread
-            and asking is not None
-            and is_users_own(asking.f_code.co_filename)
-            and not any(each.f_globals.get("__name__", "").startswith(harmless) for each in _between(frame, asking))
-        ):
-            self._on_impure(asking, what, is_written)
-
-    def _note_stop(self, frame: FrameType) -> None:
-        """A debugger is about to stop in the user's code, in which it says so itself."""
-        asking: FrameType | None = frame
-        while asking is not None and not is_users_own(asking.f_code.co_filename):
-            asking = asking.f_back
-        if asking is not None and threading.get_ident() == self._thread:
-            self._on_stop(asking)
-
-    def _written_by(self, function: Any) -> str | None:
-        """What a function in C writes to, unless that was made while this watches."""
-        owner = function.__self__
-        if function.__name__ not in WRITING.get(type(owner).__module__, ()):
-            return WRITING_FUNCTIONS.get(function)
-        kind = type(owner)
-        return None if self._is_new(owner) else f"{kind.__module__.strip('_')}.{kind.__qualname__}"
-
-    def _is_new(self, owner: Any) -> bool:
-        """Whether something in memory to which one writes was made while this watches."""
-        if type(owner) not in _writer_kinds() or any(owner is each for each in self._writers):
-            return False
-        return any(owner is each for each in objects_of_types([type(owner)]))  # or ``gc.freeze()`` hides it
-
     def _note_writer(self, frame: FrameType) -> bool:
         """Note code that may write to objects of the user's; returns whether to look at it again."""
         code, file = frame.f_code, frame.f_code.co_filename
@@ -360,15 +297,6 @@ class CodeWatch:
         self._ran.writers[code] = is_open
         return is_library and is_telling and not is_open
 
-    def _is_asked_again(self, code: CodeType) -> bool:
-        return (
-            code is _ENVIRONMENT
-            or code is _DEBUGGER
-            or code in _SETTINGS
-            or code in self._starting
-            or code in self._always
-        )
-
     def _note(self, frame: FrameType) -> None:
         code = frame.f_code
         if code in _codes_of_collector():
@@ -376,20 +304,7 @@ class CodeWatch:
             self._met[id(code)] = code
             self._collecting = frame
             return
-        if code is _ENVIRONMENT and frame.f_locals.get("self") is os.environ:
-            self._note_variable(frame)
-        if code in _SETTINGS and threading.get_ident() == self._thread:
-            asking = _beyond_library(frame) if code in _LISTING else frame.f_back
-            if asking is not None and is_users_own(asking.f_code.co_filename):
-                self._on_impure(asking, _SETTINGS[code], False)
-        if code is _DEBUGGER:
-            self._note_stop(frame)
-        if code in self._starting and threading.get_ident() == self._thread:
-            asking = _beyond_library(frame)
-            if asking is not None and is_users_own(asking.f_code.co_filename):
-                self._on_impure(asking, self._starting[code], True)
-        if code is _SAVE and threading.get_ident() == self._thread and frame.f_back is not None:
-            self._on_impure(frame.f_back, "a file", True)
+        is_impure = self._impure.see(frame)
         waiting, is_new = self._functions.get(id(code), []), id(code) not in self._met or code in self._always
         self._met[id(code)] = code
         self._codes.add(code)
@@ -398,7 +313,7 @@ class CodeWatch:
             waiting.remove(function)
         is_again = self._note_writer(frame)
         # Another function may have the code, with another closure.
-        is_again = is_again or (waiting and code.co_freevars) or self._is_asked_again(code)
+        is_again = is_again or (waiting and code.co_freevars) or is_impure or code in self._always
         (self._again.add if is_again else self._again.discard)(id(code))
         reach = reach_of(code) if is_users(code.co_filename) else Reach.NONE
         self._reaching |= {id(code)} if reach else set()
@@ -472,149 +387,11 @@ def unwatched(function: Callable[..., T], *args: Any) -> T:
         sys.setprofile(watch)
 
 
-_CLOCKS = """
-    time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns thread_time
-    thread_time_ns clock_gettime clock_gettime_ns localtime gmtime ctime asctime strftime
-    """.split()
-
-IMPURE: dict[Any, str] = {
-    **{getattr(time, name): "a clock" for name in _CLOCKS if hasattr(time, name)},
-    **dict.fromkeys((datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today), "a clock"),
-    **dict.fromkeys((datetime.date.today, os.times), "a clock"),
-    **dict.fromkeys((open, os.open, os.listdir, os.scandir, os.stat, input), "a file"),
-    os.urandom: "the system's randomness",
-    torch.get_num_threads: "torch.get_num_threads()",
-    **{
-        getattr(module, name): f"{module.__name__.strip('_')}.{name}()"
-        for module, names in {
-            os: "getcwd getcwdb getpriority getloadavg umask times",
-            gc: "isenabled get_threshold get_count get_stats get_objects get_referrers",
-            sys: "getrecursionlimit getswitchinterval getrefcount gettrace _current_frames",
-            signal: "getitimer",
-            weakref: "getweakrefcount getweakrefs",
-            decimal: "getcontext",
-            _locale: "setlocale localeconv",
-        }.items()
-        for name in names.split()
-        if isinstance(getattr(module, name, None), BuiltinFunctionType)
-    },
-}
-"""Functions in C that give something else each time, and what they read."""
-
-_OF_CLASSES = {"__subclasses__": "which subclasses a class has"}
-"""Methods of classes that read what belongs to no place of theirs."""
-
 _PUTTING_TOGETHER = frozenset({"format", "format_map", "join"})
 """Methods of text that keep what is in it as it is."""
 
-_READERS = frozenset({"read", "readline", "readlines", "readinto", "getvalue"})
-"""Methods of files."""
-
-_HARMLESS = (
-    *("logging", "tqdm", "warnings", "traceback", "linecache", "tokenize", "importlib", "_frozen_importlib"),
-    *("threading", "queue", "concurrent", "multiprocessing", "asyncio", "selectors", "subprocess"),
-)
-"""Modules that read clocks and files for what they print only, for how long they wait, or for code."""
-
-WRITING: dict[str, frozenset[str]] = {
-    "_csv": frozenset({"writerow", "writerows"}),
-    "_io": frozenset({"write", "writelines", "seek", "truncate"}),
-    "_pickle": frozenset({"dump"}),
-    "sqlite3": frozenset({"execute", "executemany", "executescript", "commit"}),
-    "_socket": frozenset({"send", "sendall", "sendto", "sendmsg"}),
-    "socket": frozenset({"send", "sendall", "sendto", "sendmsg"}),
-    "mmap": frozenset({"write", "write_byte"}),
-}
-"""By module, methods in C of objects that nobody can compare, by which something is written."""
-
-WRITING_FUNCTIONS: dict[Any, str] = {
-    getattr(os, name): f"os.{name}()"
-    for name in """
-        write writev pwrite sendfile remove unlink rename replace mkdir rmdir system kill putenv
-        """.split()
-    if hasattr(os, name)
-} | {pickle.dump: "a file"}
-"""Functions in C that write."""
-
-STARTED = frozenset({"a thread", "a process", "work elsewhere"})
-"""What a step may start that does something besides."""
-
-WRITING_FUNCTIONS |= {getattr(os, name): "a process" for name in ("fork", "forkpty") if hasattr(os, name)}
-
-_STARTING = (
-    ("threading", "Thread", "start", "a thread"),
-    ("multiprocessing.process", "BaseProcess", "start", "a process"),
-    ("subprocess", "Popen", "__init__", "a process"),
-    ("multiprocessing.pool", "Pool", "_check_running", "work elsewhere"),  # which all of its methods begin with
-    ("concurrent.futures.thread", "ThreadPoolExecutor", "submit", "work elsewhere"),
-    ("concurrent.futures.process", "ProcessPoolExecutor", "submit", "work elsewhere"),
-)
-"""Module, class and method by which a program starts one of these."""
-
-
-def _starting() -> dict[CodeType, str]:
-    loaded = ((getattr(sys.modules.get(module), kind, None), name, what) for module, kind, name, what in _STARTING)
-    return {getattr(kind, name).__code__: what for kind, name, what in loaded if kind is not None}
-
-
 _BALANCED = frozenset({"__enter__", "__exit__"})
 """Methods of locks that a block undoes at its end."""
-
-_HARMLESS_WRITERS = ("logging", "tqdm", "warnings", "traceback", "importlib", "_frozen_importlib", "multiprocessing")
-"""Modules whose writing is recorded otherwise, or is none of the step's."""
-
-_NAMES = _READERS.union(
-    _OF_CLASSES, *WRITING.values(), (each.__name__ for each in (*IMPURE, *WRITING_FUNCTIONS, breakpoint, sys.settrace))
-)
-
-
-def _writer_kinds() -> set[type]:
-    """Classes of objects in memory to which a step may write that has made them."""
-    kinds: set[type] = {io.StringIO, io.BytesIO, pickle.Pickler}
-    if (module := sys.modules.get("_csv")) is not None:
-        kinds.add(module.Writer if hasattr(module, "Writer") else type(module.writer(io.StringIO())))
-    return kinds
-
-
-_SAVE = torch.save.__code__
-
-_DEBUGGER = bdb.Bdb.__init__.__code__
-
-_STOPPING = (breakpoint, sys.settrace)
-"""Functions in C by which code asks for a debugger."""
-
-_ENVIRONMENT = type(os.environ).__getitem__.__code__
-
-_LISTING = {
-    getattr(type(os.environ), name).__code__: "which environment variables there are"
-    for name in ("__iter__", "__len__")
-}
-
-_SETTINGS = (
-    _LISTING
-    | {
-        getattr(torch, name).__code__: f"torch.{name}()"
-        for name in ("are_deterministic_algorithms_enabled", "get_float32_matmul_precision", "initial_seed")
-    }
-    | {
-        getattr(module, name).__code__: f"{module.__name__}.{name}()"
-        for module, name in ((threading, "active_count"), (threading, "enumerate"), (signal, "getsignal"))
-    }
-)
-"""Code that gives settings which no guard compares, and what it reads; asked by the user's own code itself."""
-
-
-def _beyond_library(frame: FrameType | None) -> FrameType | None:
-    """The frame, or if it runs code of Python's library the nearest one that has called it and doesn't."""
-    while frame is not None and is_pythons(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-def _between(frame: FrameType | None, last: FrameType) -> Iterator[FrameType]:
-    while frame is not None and frame is not last:
-        yield frame
-        frame = frame.f_back
 
 
 def functions_of(frame: FrameType, functions: list[FunctionType]) -> list[FunctionType]:

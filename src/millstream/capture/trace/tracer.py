@@ -58,7 +58,6 @@ from millstream.capture.state.code import attributes_of
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import discover
 from millstream.capture.state.executed import (
-    STARTED,
     CodeWatch,
     Ran,
     name_of,
@@ -66,6 +65,7 @@ from millstream.capture.state.executed import (
     record_module_reads,
     stand_in,
 )
+from millstream.capture.state.impure import STARTED
 from millstream.capture.state.lift import TRACING, become_fake, check_apart, lift
 from millstream.capture.state.loads import Loads
 from millstream.capture.state.location import MISSING, Location

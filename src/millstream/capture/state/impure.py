@@ -1,0 +1,241 @@
+"""Calls of what gives something else each time, or writes to the world: a graph would not make them again."""
+
+from __future__ import annotations
+
+import _locale
+import bdb
+import datetime
+import decimal
+import gc
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FrameType
+from typing import Any
+
+import torch
+
+from millstream.capture.lines import is_asked_by_user, is_pythons, is_users_own
+from millstream.heap import objects_of_types
+
+
+class ImpureCalls:
+    """Tells of such calls in the thread that makes this, as a profiler sees them.
+
+    Args:
+        variables: Receives the names of environment variables that the user's code reads.
+        on_impure: Called with a frame of the user's that is about to make such a call, with what is read or written and
+            whether it is written; may raise an error there.
+        on_stop: Called with a frame of the user's that starts a debugger; likewise.
+
+    Attributes:
+        writers: Objects of ``writer_kinds()`` that were there before: what the step makes itself it may write to.
+    """
+
+    def __init__(
+        self,
+        variables: set[str],
+        on_impure: Callable[[FrameType, str, bool], None],
+        on_stop: Callable[[FrameType], None],
+    ) -> None:
+        self.on_impure, self._on_stop, self._variables = on_impure, on_stop, variables
+        self.writers: list[Any] = []
+        self._thread = threading.get_ident()
+        self._in_python: dict[CodeType, Callable[[FrameType], None]] = {
+            **{code: partial(self._tell, what=what, is_written=False) for code, what in _READING.items()},
+            **{code: partial(self._tell, what=what, is_written=True) for code, what in _starting().items()},
+            type(os.environ).__getitem__.__code__: self._note_variable,
+            bdb.Bdb.__init__.__code__: self._note_stop,
+            torch.save.__code__: self._note_save,
+        }
+
+    def see(self, frame: FrameType) -> bool:
+        """Code of Python's begins to run; returns whether to show each call of it."""
+        note = self._in_python.get(frame.f_code)
+        if note is not None and threading.get_ident() == self._thread:
+            note(frame)
+        return note is not None
+
+    def see_call(self, frame: FrameType, function: Any) -> None:
+        """A function in C is about to be called."""
+        if function.__name__ not in _NAMES or threading.get_ident() != self._thread:
+            return
+        if function in _STOPPING:
+            self._note_stop(frame)
+        what, is_written = self._told_of(function)
+        if not what:
+            return
+        asking = beyond_library(frame)
+        harmless = _HARMLESS_WRITERS if is_written else _HARMLESS
+        if (
+            asking is not None
+            and is_users_own(asking.f_code.co_filename)
+            and not any(each.f_globals.get("__name__", "").startswith(harmless) for each in _between(frame, asking))
+        ):
+            self.on_impure(asking, what, is_written)
+
+    def _told_of(self, function: Any) -> tuple[str, bool]:
+        """What a function in C reads or writes, if anything that the step has not made itself; whether it writes."""
+        owner, name, kind = function.__self__, function.__name__, type(function.__self__)
+        if function in _FUNCTIONS:
+            return _FUNCTIONS[function]
+        if isinstance(owner, type) and name in _OF_CLASSES:
+            return _OF_CLASSES[name], False
+        if name in _READERS and isinstance(owner, io.IOBase) and not self._is_new(owner):
+            return "a file", False
+        if name in _WRITING.get(kind.__module__, ()) and not self._is_new(owner):
+            return f"{kind.__module__.strip('_')}.{kind.__qualname__}", True
+        return "", False
+
+    def _is_new(self, owner: Any) -> bool:
+        """Whether something in memory to which one writes was made while this watches."""
+        if type(owner) not in writer_kinds() or any(owner is each for each in self.writers):
+            return False
+        return any(owner is each for each in objects_of_types([type(owner)]))  # or ``gc.freeze()`` hides it
+
+    def _tell(self, frame: FrameType, what: str, is_written: bool) -> None:
+        asking = beyond_library(frame.f_back)
+        if asking is not None and is_users_own(asking.f_code.co_filename):
+            self.on_impure(asking, what, is_written)
+
+    def _note_save(self, frame: FrameType) -> None:
+        if frame.f_back is not None:
+            self.on_impure(frame.f_back, "a file", True)
+
+    def _note_variable(self, frame: FrameType) -> None:
+        if frame.f_locals.get("self") is os.environ and is_asked_by_user(beyond_library(frame)):
+            self._variables.add(str(frame.f_locals.get("key")))
+
+    def _note_stop(self, frame: FrameType) -> None:
+        """A debugger is about to stop in the user's code, in which it says so itself."""
+        asking: FrameType | None = frame
+        while asking is not None and not is_users_own(asking.f_code.co_filename):
+            asking = asking.f_back
+        if asking is not None:
+            self._on_stop(asking)
+
+
+def beyond_library(frame: FrameType | None) -> FrameType | None:
+    """The frame, or if it runs code of Python's library the nearest one that has called it and doesn't."""
+    while frame is not None and is_pythons(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _between(frame: FrameType | None, last: FrameType) -> Iterator[FrameType]:
+    while frame is not None and frame is not last:
+        yield frame
+        frame = frame.f_back
+
+
+def writer_kinds() -> set[type]:
+    """Classes of objects in memory to which a step may write that has made them."""
+    kinds: set[type] = {io.StringIO, io.BytesIO, pickle.Pickler}
+    if (module := sys.modules.get("_csv")) is not None:
+        kinds.add(module.Writer if hasattr(module, "Writer") else type(module.writer(io.StringIO())))
+    return kinds
+
+
+STARTED = frozenset({"a thread", "a process", "work elsewhere"})
+"""What a step may start that does something besides."""
+
+_CLOCKS = """
+    time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns thread_time
+    thread_time_ns clock_gettime clock_gettime_ns localtime gmtime ctime asctime strftime
+    """.split()
+
+_FUNCTIONS: dict[Any, tuple[str, bool]] = {
+    **{getattr(time, name): ("a clock", False) for name in _CLOCKS if hasattr(time, name)},
+    **dict.fromkeys((datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today), ("a clock", False)),
+    **dict.fromkeys((datetime.date.today, os.times), ("a clock", False)),
+    **dict.fromkeys((open, os.open, os.listdir, os.scandir, os.stat, input), ("a file", False)),
+    os.urandom: ("the system's randomness", False),
+    torch.get_num_threads: ("torch.get_num_threads()", False),
+    **{
+        getattr(module, name): (f"{module.__name__.strip('_')}.{name}()", False)
+        for module, names in {
+            os: "getcwd getcwdb getpriority getloadavg umask times",
+            gc: "isenabled get_threshold get_count get_stats get_objects get_referrers",
+            sys: "getrecursionlimit getswitchinterval getrefcount gettrace _current_frames",
+            signal: "getitimer",
+            weakref: "getweakrefcount getweakrefs",
+            decimal: "getcontext",
+            _locale: "setlocale localeconv",
+        }.items()
+        for name in names.split()
+        if isinstance(getattr(module, name, None), BuiltinFunctionType)
+    },
+    **{
+        getattr(os, name): (f"os.{name}()", True)
+        for name in "write writev pwrite sendfile remove unlink rename replace mkdir rmdir system kill putenv".split()
+        if hasattr(os, name)
+    },
+    **{getattr(os, name): ("a process", True) for name in ("fork", "forkpty") if hasattr(os, name)},
+    pickle.dump: ("a file", True),
+}
+"""Functions in C that give something else each time or write, what they read or write, and whether they write."""
+
+_OF_CLASSES = {"__subclasses__": "which subclasses a class has"}
+"""Methods of classes that read what belongs to no place of theirs."""
+
+_READERS = frozenset({"read", "readline", "readlines", "readinto", "getvalue"})
+"""Methods of files."""
+
+_HARMLESS = (
+    *("logging", "tqdm", "warnings", "traceback", "linecache", "tokenize", "importlib", "_frozen_importlib"),
+    *("threading", "queue", "concurrent", "multiprocessing", "asyncio", "selectors", "subprocess"),
+)
+"""Modules that read clocks and files for what they print only, for how long they wait, or for code."""
+
+_WRITING: dict[str, frozenset[str]] = {
+    "_csv": frozenset({"writerow", "writerows"}),
+    "_io": frozenset({"write", "writelines", "seek", "truncate"}),
+    "_pickle": frozenset({"dump"}),
+    "sqlite3": frozenset({"execute", "executemany", "executescript", "commit"}),
+    "_socket": frozenset({"send", "sendall", "sendto", "sendmsg"}),
+    "socket": frozenset({"send", "sendall", "sendto", "sendmsg"}),
+    "mmap": frozenset({"write", "write_byte"}),
+}
+"""By module, methods in C of objects that nobody can compare, by which something is written."""
+
+_HARMLESS_WRITERS = ("logging", "tqdm", "warnings", "traceback", "importlib", "_frozen_importlib", "multiprocessing")
+"""Modules whose writing is recorded otherwise, or is none of the step's."""
+
+_STOPPING = (breakpoint, sys.settrace)
+"""Functions in C by which code asks for a debugger."""
+
+_NAMES = _READERS.union(_OF_CLASSES, *_WRITING.values(), (each.__name__ for each in (*_FUNCTIONS, *_STOPPING)))
+
+_READING: dict[CodeType, str] = {
+    getattr(owner, name).__code__: what or f"{owner.__name__}.{name}()"
+    for owner, names, what in (
+        (type(os.environ), "__iter__ __len__", "which environment variables there are"),
+        (torch, "are_deterministic_algorithms_enabled get_float32_matmul_precision initial_seed", ""),
+        (threading, "active_count enumerate", ""),
+        (signal, "getsignal", ""),
+    )
+    for name in names.split()
+}
+"""Code that gives settings which no guard compares, and what it reads."""
+
+_STARTING = (
+    ("threading", "Thread", "start", "a thread"),
+    ("multiprocessing.process", "BaseProcess", "start", "a process"),
+    ("subprocess", "Popen", "__init__", "a process"),
+    ("multiprocessing.pool", "Pool", "_check_running", "work elsewhere"),  # which all of its methods begin with
+    ("concurrent.futures.thread", "ThreadPoolExecutor", "submit", "work elsewhere"),
+    ("concurrent.futures.process", "ProcessPoolExecutor", "submit", "work elsewhere"),
+)
+"""Module, class and method by which a program starts one of these."""
+
+
+def _starting() -> dict[CodeType, str]:
+    loaded = ((getattr(sys.modules.get(module), kind, None), name, what) for module, kind, name, what in _STARTING)
+    return {getattr(kind, name).__code__: what for kind, name, what in loaded if kind is not None}
