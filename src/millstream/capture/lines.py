@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from types import CodeType, FrameType
@@ -23,10 +23,24 @@ BOUNDARY = "run_step"
 """Name of the function of ours that calls the user's: what lies beyond it is none of the step's lines."""
 
 
+def find_site_folders(search_path: Sequence[str]) -> set[Path]:
+    """The folders with installed packages: the environment's own, and those that it borrows.
+
+    These are the user's (``pip install --user``), the system's under an environment with ``--system-site-packages``,
+    and any that a ``.pth`` file adds. Code there would otherwise pass for the user's own, and all of it be looked into.
+
+    Args:
+        search_path: ``sys.path``.
+    """
+    paths = sysconfig.get_paths()
+    borrowed = [each for each in search_path if Path(each).name in ("site-packages", "dist-packages")]
+    return {Path(each).resolve() for each in (paths["purelib"], paths["platlib"], *borrowed)}
+
+
 _CALLS_A_MODULE = torch.nn.Module._call_impl.__code__
 _MILLSTREAM = Path(__file__).resolve().parents[1]
 _STDLIB = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
-_SITE = tuple(str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("purelib", "platlib"))
+_SITE = tuple(map(str, find_site_folders(sys.path)))
 _LIBRARY = (
     str(Path(torch.__file__).resolve().parent),
     str(Path(filelock.__file__).resolve().parent),  # with which Inductor locks its cache, in threads of ours too
