@@ -242,7 +242,7 @@ REFUSED = {
     seeds: ("sets a seed", "seeds", "outside of the step"),
     own_generator: ("generator of its own", "own_generator", "torch.manual_seed"),
     freezes: ("requires_grad changed", "", "out of the step"),
-    marks_a_parameter: ("puts last_loss on", "", "in a dict"),
+    marks_a_parameter: ("puts an attribute on", "", "in a dict"),
     hooks: ("registers a hook", "hooks", "after backward"),
     numpy_input: ("reads a NumPy array", "numpy_input", "pass that"),
 }

@@ -45,7 +45,7 @@ def outputs_recorded(recorder: Recorder) -> Iterator[Callable[[Iterable[Any]], N
         for module, owner, names in REGISTERED:
             found = sys.modules.get(module)
             holder = getattr(found, owner, None) if owner else found
-            for kind in _with_subclasses(holder) if isinstance(holder, type) else [holder]:
+            for kind in with_subclasses(holder) if isinstance(holder, type) else [holder]:
                 for name in names.split():
                     if kind is not None and name in vars(kind):
                         patches.enter_context(_calls_recorded(recorder, kind, name))
@@ -143,5 +143,6 @@ def _is_of_others(frame: Any) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] in OTHERS
 
 
-def _with_subclasses(kind: type) -> list[type]:
-    return [kind, *(found for child in kind.__subclasses__() for found in _with_subclasses(child))]
+def with_subclasses(kind: type) -> list[type]:
+    """A class and all that are derived from it."""
+    return [kind, *(found for child in kind.__subclasses__() for found in with_subclasses(child))]

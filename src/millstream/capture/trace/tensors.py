@@ -74,7 +74,7 @@ class Leaving:
                 is_pytorchs = key.endswith(("_memo", "_memo_vc"))  # what a fake tensor knows of itself
                 if before.get(key, before) is not value and not is_pytorchs:
                     raise CaptureError(
-                        f"The step puts {key} on {entry.name}, which a graph would not do again.",
+                        f"The step puts an attribute on {entry.name}, {key}, which a graph would not do again.",
                         remedy="Keep it in a dict, by the tensor's name.",
                     )
 

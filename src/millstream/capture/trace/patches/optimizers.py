@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from millstream._torch.tracing import patched
+from millstream.capture.effects.outputs import with_subclasses
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.effects.values import Returned
 from millstream.capture.lines import raise_refusal, told
@@ -161,7 +162,7 @@ def schedulers_are_recorded(
         return [group["lr"] for group in scheduler.optimizer.param_groups]
 
     with contextlib.ExitStack() as patches:
-        for kind in _with_subclasses(LRScheduler):
+        for kind in with_subclasses(LRScheduler):
             if "step" in vars(kind):
                 patches.enter_context(patched(kind, "step", step))
         patches.enter_context(patched(LRScheduler, "get_last_lr", rates_of))
@@ -185,10 +186,6 @@ def is_schedulers(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(is_schedulers, value))
     return is_scalar(value) and isinstance(value.of, Returned)
-
-
-def _with_subclasses(kind: type[LRScheduler]) -> list[type[LRScheduler]]:
-    return [kind, *(found for child in kind.__subclasses__() for found in _with_subclasses(child))]
 
 
 class CountsOnDevice:
