@@ -584,7 +584,7 @@ def told_within(captured, rank, num_steps):
 def rate_changes_on_one(rank, num_steps=1):
     """What is told where one process sets another learning rate later; then both go on."""
     torch.manual_seed(0)
-    net = Net()
+    net = Net().to(DEVICE)
     ddp = DistributedDataParallel(net)
     optimizer = sgd(ddp.parameters())
     captured = ms.step(plain(ddp, optimizer), strict=True)
@@ -601,7 +601,7 @@ def rate_changes_on_one(rank, num_steps=1):
 def clips_otherwise_on_one(rank, num_steps):
     """What is told where one process clips gradients at another norm, and how soon."""
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(Net())
+    ddp = DistributedDataParallel(Net().to(DEVICE))
     optimizer = sgd(ddp.parameters())
 
     def step(x, y):
