@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases.sizes import programs
+from benchmarks.cases.sizes import GPU_ONLY, programs
 from benchmarks.measuring.results import Row, ratio
 from benchmarks.measuring.suite import Settings, run_suite
 from benchmarks.measuring.worker import answer_of
@@ -82,10 +82,10 @@ def rows_of_new_sizes(found: dict[str, Any]) -> list[Row]:
 
 
 GPU_S = 100.0  # of a case there, both sides with their compilations
-ON_CPU = tuple(ShapesCase(each.name, each.calls) for each in programs())
+ON_CPU = tuple(ShapesCase(each.name, each.calls) for each in programs() if each.name != GPU_ONLY)
 ON_GPU = (
     ShapesCase(NEW_SIZES, 100, estimate_s=140),
-    *(ShapesCase(each.name, each.calls, GPU_S) for each in programs() if each.calls <= 40),
+    *(ShapesCase(each.name, each.calls, GPU_S) for each in programs()),
 )
 CASES = ON_GPU if torch.cuda.is_available() else ON_CPU
 

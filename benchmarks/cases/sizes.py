@@ -29,6 +29,8 @@ from millstream.capture.step.program import StepProgram
 Pass = Callable[[], list[torch.Tensor]]
 #: Compiles a module or a function.
 Form = Callable[[Any], Any]
+#: Of a program that takes too long on a CPU.
+GPU_ONLY = "generate 40 tokens by 1B Llama"
 SETTLING, LATER = 4, 5  # later passes: some until every size has its graph, and some whose median counts
 
 
@@ -49,19 +51,33 @@ class Sizes:
     is_step: bool = False
 
 
-def generate(tokens: int, form: Form) -> Pass:
-    """GPT-2 of two layers generates text with a cache that grows by a token a call."""
+def small_gpt2() -> Any:
+    """GPT-2 of two layers."""
     from transformers import GPT2Config, GPT2LMHeadModel  # pyrefly: ignore[missing-import]
 
     size = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 1024}
-    model: Any = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=None)).eval()
+    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=None))
+
+
+def llama() -> Any:
+    """As large as TinyLlama: 1.1 billion weights, in float32, as text that is generated is compared word by word."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # pyrefly: ignore[missing-import]
+
+    size = {"hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**size, intermediate_size=5632, bos_token_id=0, eos_token_id=None))
+
+
+def generate(tokens: int, form: Form, *, make: Callable[[], Any] = small_gpt2, cache: str | None = None) -> Pass:
+    """Generate text with a cache that grows by a token a call, or a ``static`` one."""
+    model = make().eval()
     model.forward = form(model.forward)
     prompt = torch.randint(500, (2, 5))
 
     @torch.no_grad()
     def run() -> list[torch.Tensor]:
         mask = torch.ones_like(prompt)
-        options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        options |= {"cache_implementation": cache, "disable_compile": True}  # transformers would compile it once more
         return [model.generate(prompt, attention_mask=mask, **options)]
 
     return run
@@ -171,7 +187,7 @@ def hugging_face(lengths: list[int], form: Form) -> Pass:
 
 _random = random.Random(0)
 _LENGTHS = [_random.randint(2, 128) for _ in range(100)]
-_LONG = [_random.randint(1, 512) for _ in range(300)]
+_LONG = [_random.randint(1, 512) for _ in range(500)]
 _PADDED = [max(int(_random.lognormvariate(3.5, 0.6)) + 1 for _ in range(8)) for _ in range(40)]
 _IMAGES = list(product((32, 48, 64), (2, 3, 4, 5, 6)))
 
@@ -180,6 +196,9 @@ def programs() -> Iterator[Sizes]:
     """All of them."""
     for tokens in (40, 400):
         yield Sizes(f"generate {tokens} tokens", lambda form, tokens=tokens: generate(tokens, form), tokens)
+        static = f"generate {tokens} tokens in a static cache"
+        yield Sizes(static, lambda form, tokens=tokens: generate(tokens, form, cache="static"), tokens)
+    yield Sizes(GPU_ONLY, lambda form: generate(40, form, make=llama), 40)
     yield Sizes("train lengths 2 to 128", lambda form: train(_LENGTHS, form), len(_LENGTHS))
     yield Sizes("train with a short last batch", lambda form: train([32] * 9 + [20], form), 10)
     yield Sizes("step lengths 1 to 512", lambda form: whole_step(_LONG, form), len(_LONG), is_step=True)
