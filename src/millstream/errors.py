@@ -85,6 +85,10 @@ class EmptyCaptureError(CaptureError):
     """There is nothing to capture."""
 
 
+class FailingStepCaptureError(CaptureError):
+    """The step fails for this call, captured or not."""
+
+
 class LoweringError(MillstreamError):
     """PyTorch's compiler produced something that Millstream cannot turn into a kernel graph.
 

@@ -81,6 +81,18 @@ def test_sizes_zero_and_one_are_graphs_of_their_own():
 
 
 @torch.no_grad()
+def test_size_past_memory_is_an_error_and_the_others_go_on(form):
+    compiled = form(lambda x: torch.outer(x, x).cumsum(0))
+    for number in (4, 3_000_000, 5, 3_000_000, 7):
+        x = torch.ones(number)
+        if number > 7:
+            with pytest.raises(RuntimeError, match="allocate memory"):
+                compiled(x)
+        else:
+            torch.testing.assert_close(compiled(x), torch.outer(x, x).cumsum(0))
+    assert num_graphs() <= 3
+
+
 def test_sizes_of_another_model_of_the_class_change_nothing():
     for width in (3, 5):
         model = nn.Sequential(nn.Linear(4, width), nn.Tanh())

@@ -106,6 +106,44 @@ def test_zero_and_one_have_graphs_of_their_own():
     assert len(run(lambda x: x.sum(0), (5, 3, 1, 0, 8, 1, 0)).graphs) == 4
 
 
+def test_size_that_happens_to_be_broadcast_is_a_graph_of_its_own_and_others_share_one():
+    assert len(run(lambda x: x[:-1] * x[1:], (6, 2, 9, 3, 7, 2)).graphs) == 3
+    assert len(run(lambda x: x if x.shape == (5, 4) else x * 2).graphs) == 3
+
+
+def test_size_past_memory_is_an_error_and_the_others_share_a_graph():
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 0.1)
+
+    def train(x):
+        loss = (torch.outer(x, x).cumsum(0).mean() * weight).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = Step(train, build=interpret)
+    for number in (4, 4, 3_000_000, 5, 3_000_000, 7):
+        before = weight.detach().clone()
+        if number > 7:
+            with pytest.raises(RuntimeError, match="allocate memory"):
+                step(torch.ones(number))
+            assert torch.equal(weight, before)
+        else:
+            step(torch.ones(number))
+            torch.testing.assert_close(weight.detach(), before - 0.1 * (number + 1) / 2)
+    assert len(step.graphs) == 2
+
+
+def test_dimensions_that_change_places():
+    step = Step(lambda x: x.sum(1) * x.shape[0], build=interpret, strict=True)
+    for shape in ((3, 8), (8, 3), (5, 5), (2, 30), (30, 2)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(step(x), x.sum(1) * x.shape[0])
+    x = torch.randn(8, 3).t()  # the batch comes second
+    torch.testing.assert_close(step(x), x.sum(1) * x.shape[0])
+
+
 def test_comparison_of_a_size_guards_its_outcome():
     assert len(run(lambda x: x * 2 if x.shape[0] > 5 else x * 3).graphs) == 3
     assert len(run(lambda x: x * 2 if x.shape == (6, 4) else x).graphs) == 2

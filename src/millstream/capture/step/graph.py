@@ -23,7 +23,7 @@ from millstream.capture.step.sizes import SizeGuard, numbers_of
 from millstream.capture.trace.patches.optimizers import is_number
 from millstream.capture.trace.scalars import Questions
 from millstream.device.likeness import Likeness
-from millstream.errors import CaptureError
+from millstream.errors import CaptureError, FailingStepCaptureError
 
 STATE_NAMES = "state_names"
 """Where a traced graph's ``meta`` has the names of the inputs that come before the arguments."""
@@ -311,7 +311,9 @@ def find_failure(gm: fx.GraphModule, inputs: list[Tensor]) -> CaptureError | Non
     except _OF_THE_DEVICE:  # full, or dead since the graph failed, which says nothing of the step
         return None
     except Exception as error:  # noqa: BLE001  it is to be told
-        own = CaptureError(f"The step fails: {told(error)}", where=eager.where, remedy="So it does without ms.step.")
+        own = FailingStepCaptureError(
+            f"The step fails: {told(error)}", where=eager.where, remedy="So it does without ms.step."
+        )
         own.__cause__ = error
         return own
     return None

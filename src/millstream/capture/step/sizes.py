@@ -3,7 +3,10 @@
 **Contract**
 - The first sizes of a form of arguments are compiled as they are. A dimension that then changes is a symbol in the next
   graph, and so with ``dynamic=True`` are all dimensions from the first call on. 0 and 1 never are.
-- What the program turns into a plain number stays one, and so does every size of a form for which symbols failed.
+- A size that the program turns into a plain number has a graph of its own. Where that happens to several sizes of a
+  dimension, it is no symbol any more, and padding is advised. (Once may be chance: ``x[:, 1:]`` is broadcast where one
+  is left.)
+- No size of a form for which symbols failed is a symbol.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from millstream.capture.trace.sizes import TracedSizes
 MOST_FORMS = 100
 """Forms of arguments of which sizes are remembered."""
 
-TOLD_AFTER = 3
-"""Values of a size that cannot be a symbol, after which padding is advised."""
+MOST_FIXED = 3
+"""Sizes of a dimension that may turn out to be plain numbers, before all of them are."""
 
 
 def form_without_sizes(key: Any) -> Hashable:
@@ -39,9 +42,8 @@ class _Form:
     first: list[tuple[int, ...]]  # shapes of those that were captured first
     # argument and dimension of sizes that were another later
     changed: set[tuple[int, int]] = field(default_factory=set)
-    # those that the program takes for plain numbers, and where it does
-    fixed: dict[tuple[int, int], str] = field(default_factory=dict)
-    values: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # of those, the sizes that were captured
+    # sizes that the program took for plain numbers
+    fixed: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     refused: str = ""  # why none of the sizes can be a symbol
 
 
@@ -69,39 +71,37 @@ class ChangingSizes:
                 place = position, dimension
                 if size != first[dimension]:
                     form.changed.add(place)
-                if place in form.fixed:
-                    form.values.setdefault(place, set()).add(size)
+                can_be = len(form.fixed.get(place, ())) < MOST_FIXED and not form.refused and dimension not in static
                 is_wanted = self.dynamic or place in form.changed or dimension in marked
-                if is_wanted and size > 1 and place not in form.fixed and dimension not in static and not form.refused:
+                if is_wanted and can_be and size > 1:
                     chosen.setdefault(position, set()).add(dimension)
         return {position: frozenset(dimensions) for position, dimensions in chosen.items()}
 
-    def note_fixed(self, key: Any, arguments: Sequence[Tensor], fixed: dict[tuple[int, int], str]) -> None:
-        """Sizes that the program takes for plain numbers are no symbols from now on."""
-        form = self._form_of(key, arguments)
-        form.fixed.update(fixed)
-        for position, dimension in fixed:
-            sizes = {form.first[position][dimension], arguments[position].shape[dimension]}
-            form.values.setdefault((position, dimension), set()).update(sizes)
+    def note_fixed(
+        self, key: Any, arguments: Sequence[Tensor], names: Sequence[str], fixed: dict[tuple[int, int], str]
+    ) -> str:
+        """Note sizes that the program takes for plain numbers, by argument and dimension, and the lines where it does.
 
-    def refuse(self, key: Any, arguments: Sequence[Tensor], reason: str) -> None:
-        """No size of calls like this is a symbol from now on."""
-        self._form_of(key, arguments).refused = reason
-
-    def advise(self, key: Any, arguments: Sequence[Tensor], names: Sequence[str]) -> str:
-        """What to do about sizes that are compiled one by one; empty as long as there are few of them."""
-        form = self._form_of(key, arguments)
-        for (position, dimension), sizes in form.values.items():
-            if len(sizes) == TOLD_AFTER:
-                line = form.fixed[position, dimension]
+        Returns:
+            What to do about it; empty as long as there are few of them.
+        """
+        form, advice = self._form_of(key, arguments), ""
+        for (position, dimension), line in fixed.items():
+            sizes = form.fixed.setdefault((position, dimension), set())
+            sizes.add(arguments[position].shape[dimension])
+            if len(sizes) == MOST_FIXED:
                 where = f" at {line}" if line else ""
                 name = names[position]
-                return (
+                advice = (
                     f"dimension {dimension} of {name} is compiled for each of its sizes, since the step makes a plain "
                     f"number of it{where} (len, int, range, a loop over rows). Use {name}.shape[{dimension}] as it is, "
                     "or pad to a few sizes: ms.feed(pad_to=...)."
                 )
-        return ""
+        return advice
+
+    def refuse(self, key: Any, arguments: Sequence[Tensor], reason: str) -> None:
+        """No size of calls like this is a symbol from now on."""
+        self._form_of(key, arguments).refused = reason
 
     def _form_of(self, key: Any, arguments: Sequence[Tensor]) -> _Form:
         if len(self._forms) > MOST_FORMS:

@@ -77,7 +77,15 @@ from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.replica import replicate
 from millstream.data_parallel.session import Session
 from millstream.device.likeness import Likeness
-from millstream.errors import ArgumentError, CaptureError, DataParallelError, MillstreamError, warn_user, why_disabled
+from millstream.errors import (
+    ArgumentError,
+    CaptureError,
+    DataParallelError,
+    FailingStepCaptureError,
+    MillstreamError,
+    warn_user,
+    why_disabled,
+)
 from millstream.locks import ForkSafeLock
 from millstream.lower import ask_early
 from millstream.progress import phase, showing
@@ -475,10 +483,11 @@ class Step(Generic[P, R]):
                 return self._capture_for(call, dimensions, is_trial=is_trial)
             except SizesFixed:
                 pass
+            except FailingStepCaptureError:  # as for a size past memory: others may be symbols
+                raise
             except (CaptureError, NoSymbols) as error:
-                self._sizes.refuse(call.key, call.arguments, str(error))
-        if advice := self._sizes.advise(call.key, call.arguments, list(call.signature)):
-            warn_user(f"{self._name}: {advice}")
+                if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                    self._sizes.refuse(call.key, call.arguments, str(error))
         return self._capture_for(call, {}, is_trial=is_trial)
 
     def _capture_for(
@@ -528,7 +537,9 @@ class Step(Generic[P, R]):
         start = time.perf_counter()
         request, traced = self._record(call, found, counts, dimensions)
         if traced.sizes is not None:
-            self._sizes.note_fixed(call.key, call.arguments, traced.sizes.fixed())
+            fixed, names = traced.sizes.fixed(), list(call.signature)
+            if advice := self._sizes.note_fixed(call.key, call.arguments, names, fixed):
+                warn_user(f"{self._name}: {advice}")
             if not traced.sizes.is_changing:
                 raise SizesFixed
             check_symbols(request, traced)
