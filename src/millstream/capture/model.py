@@ -25,6 +25,7 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 from torch.nn.parallel import DistributedDataParallel
 
+from millstream._torch.compiler.compile_signals import COMPILE_SIGNALS
 from millstream._torch.compiler.dynamo import (
     DuringCalls,
     is_compiling,
@@ -119,6 +120,7 @@ class Compiler:
         def call(*args: Any) -> Any:
             self.num_runs += 1
             graph.last_used = self.num_runs
+            COMPILE_SIGNALS.handle()
             return run(*args)
 
         return call
@@ -249,6 +251,7 @@ class Compiled:
         obstacles = None if self.compiler.graphs else known_obstacles()
         self._refresh()
         settings = self._settings.begin(RECOMPILE_LIMIT)
+        COMPILE_SIGNALS.begin_call()
         try:
             with self._first_sizes():
                 result = self._call(*args, **kwargs)
@@ -272,6 +275,7 @@ class Compiled:
             return result
         finally:
             self._settings.end(settings)
+            COMPILE_SIGNALS.end_call()
         # It is mostly the user's own mistake: raised as in eager mode, without twenty lines of Dynamo's.
         result = self._function(*args, **kwargs)
         if self.compiler.strict:

@@ -55,6 +55,7 @@ from millstream.lower.symbolic import SymbolicProgram
 from millstream.lower.translate import translate
 from millstream.lower.updates import updates_of
 from millstream.lower.views import check_views
+from millstream.signals import signals_wait
 
 
 class Phase(StrEnum):
@@ -184,6 +185,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
     options = dict(options or {})
     ask_early(inputs)
 
+    @signals_wait(interrupts_wait=False)  # the backward pass is lowered when it is needed, by then outside of Dynamo
     @no_collections()
     @workarounds.lowering()
     def inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

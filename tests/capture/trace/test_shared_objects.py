@@ -28,9 +28,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from millstream.capture import Step
-from millstream.capture.trace.patches.signals import signals_wait
 from millstream.capture.trace.scalars import GraphScalar
 from millstream.errors import CaptureError, FallbackWarning
+from millstream.signals import signals_wait
 from tests.capture.worlds import interpret
 
 _C = ctypes.CDLL(None)  # functions of ``os`` that write are effects, which a step may not have
@@ -1134,7 +1134,7 @@ def test_calls_of_one_step_by_two_threads_lose_no_count():
     results.append(step(torch.ones(2)))
     others[0].join()
     assert (world.n, world.total) == (5, 10.0)
-    assert [result[0].item() for result in results] == [4, 5]
+    assert sorted(result[0].item() for result in results) == [4, 5]  # the other thread may be first to note its own
 
 
 @pytest.mark.parametrize(("add", "after"), [(100, [1, 2, 3, 104, 105]), (math.nan, [1, 2, 3, 4, 5])])

@@ -69,7 +69,6 @@ from millstream.capture.trace.patches.optimizers import (
     pretended_state,
 )
 from millstream.capture.trace.patches.randomness import RandomState
-from millstream.capture.trace.patches.signals import signals_wait
 from millstream.capture.trace.tracer import trace_step, tracing_alone
 from millstream.capture.trace.unsupported import check_function, check_modes, check_supported
 from millstream.data_parallel.exchange import PROGRESS
@@ -89,6 +88,7 @@ from millstream.errors import (
 from millstream.locks import ForkSafeLock
 from millstream.lower import ask_early
 from millstream.progress import phase, showing
+from millstream.signals import signals_wait
 
 MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""

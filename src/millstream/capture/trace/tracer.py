@@ -103,7 +103,6 @@ from millstream.capture.trace.patches.optimizers import (
     widen_counts,
 )
 from millstream.capture.trace.patches.randomness import RandomState, other_generators_refused
-from millstream.capture.trace.patches.signals import signals_wait
 from millstream.capture.trace.scalars import (
     GraphScalar,
     Questions,
@@ -124,6 +123,7 @@ from millstream.passes.cleanup import (
     written_inputs,
     written_storages,
 )
+from millstream.signals import signals_wait
 
 _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
 """What must be known before tracing begins."""

@@ -1,0 +1,123 @@
+"""Handlers of signals that run later, as if the signals had come then."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+
+class Postponed:
+    """Signals that Python handles, which wait from ``begin`` to ``end``; their handlers are called by ``handle``.
+
+    Several signals of one kind come as one, as while they are blocked. A second Ctrl-C does not wait: a step may hang.
+
+    The signals are not raised again: descriptors for wakeups, as asyncio has one, were written to when they came.
+
+    Python runs handlers in the main thread only, so only what that thread does is any reason to postpone them. A forked
+    child finds the handlers that were there before, and none of its parent's signals.
+
+    Args:
+        interrupts_wait: Whether the first Ctrl-C waits, too, where Python's own handler raises ``KeyboardInterrupt``.
+            If not it is raised at once, and once more by ``handle`` should somebody have caught it.
+    """
+
+    def __init__(self, *, interrupts_wait: bool) -> None:
+        self._interrupts_wait = interrupts_wait
+        self._raises_interrupts = False
+        self._handlers: dict[int, Any] = {}
+        self._arrived: set[int] = set()
+
+    def begin(self) -> None:
+        """Let signals wait from now on."""
+        self._handlers = {
+            number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))
+        }
+        is_plain = self._handlers.get(signal.SIGINT) is signal.default_int_handler
+        self._raises_interrupts = is_plain and not self._interrupts_wait
+        _in_force.append(self)
+        for number in self._handlers:
+            signal.signal(number, self._note)
+
+    def end(self) -> None:
+        """Let signals that come from now on find their handlers."""
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
+        self._handlers = {}
+        if self in _in_force:
+            _in_force.remove(self)
+
+    def forget(self) -> None:
+        """Forget what came."""
+        self._arrived.clear()
+
+    def forget_interrupt(self) -> None:
+        """Forget a Ctrl-C that was raised at once, where that has reached the caller."""
+        if self._raises_interrupts:
+            self._arrived.discard(signal.SIGINT)
+
+    def handle(self) -> None:
+        """Do what Python does for the signals that came, with the handlers that there are by now."""
+        if self._arrived:
+            with contextlib.ExitStack() as calls:
+                for number in sorted(self._arrived, reverse=True):  # what is added last runs first
+                    calls.callback(_handle, number)
+                self._arrived.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        is_second = number in self._arrived
+        self._arrived.add(number)
+        if number == signal.SIGINT and (is_second or self._raises_interrupts):
+            self._handlers[number](number, frame)
+
+
+@contextlib.contextmanager
+def signals_wait(*, interrupts_wait: bool) -> Iterator[None]:
+    """For the length of the context, signals that Python handles wait, as in ``Postponed``; then they are handled.
+
+    A handler would find what stands for tensors and numbers while a step is traced, and what it writes would be taken
+    for the step's; what it raises while PyTorch compiles would be taken for a failure of the compiler.
+
+    Within another such context they wait for the end of that one, unless this one alone lets interrupts wait.
+    """
+    if threading.current_thread() is not threading.main_thread() or (_in_force and not interrupts_wait):
+        yield
+        return
+    postponed = Postponed(interrupts_wait=interrupts_wait)
+    with contextlib.ExitStack() as after:
+        after.callback(postponed.handle)
+        try:
+            postponed.begin()
+            yield
+        except KeyboardInterrupt:
+            postponed.forget_interrupt()
+            raise
+        finally:
+            postponed.end()
+
+
+_in_force: list[Postponed] = []
+
+
+def _find_again_after_fork() -> None:
+    while _in_force:
+        postponed = _in_force[-1]
+        postponed.end()
+        postponed.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_find_again_after_fork)
+
+
+def _handle(number: int) -> None:
+    if callable(handler := signal.getsignal(number)):
+        handler(number, sys._getframe())
+    else:
+        signal.raise_signal(number)
