@@ -194,7 +194,7 @@ class Sides:
     def add(self, side: str) -> None:
         """Build a side, and run it until it has settled."""
         start = time.perf_counter()
-        failure, before, batches = "", reserved_bytes(self.device), self.batches
+        failure, before, batches = "", held_bytes(self.device), self.batches
         try:
             step, self.trainees[side] = build(self.problem, side, batches)
             taken = [step(*batches[number % len(batches)]).detach().clone() for number in range(WARM_STEPS)]
@@ -286,15 +286,25 @@ def told_by_all(value: Any) -> list[Any]:
     return values
 
 
-def reserved_bytes(device: torch.device) -> int:
-    """Memory that PyTorch has taken from the device once all garbage is gone: tensors, and the pools of graphs."""
+def held_bytes(device: torch.device) -> int:
+    """Memory that is in use once all garbage is gone: tensors, and all of the pools that graphs have.
+
+    Of what PyTorch's allocator has taken for tensors only that counts which holds some: the rest is what earlier sides,
+    and compilers, have left in pieces.
+    """
     if device.type != "cuda":
         return 0
     take_workspaces(device)
     synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device)
+    segments = torch.cuda.memory_snapshot()
+    return sum(each["active_size" if _is_common(each) else "total_size"] for each in segments)
+
+
+def _is_common(segment: dict[str, Any]) -> bool:
+    """Whether a piece of the allocator's memory is of the pool that tensors come from outside graphs."""
+    return tuple(segment["segment_pool_id"]) == (0, 0)
 
 
 def pools(device: torch.device) -> str:
@@ -314,7 +324,7 @@ def peak_bytes(call: Callable[[], Any], device: torch.device, before: int) -> in
     if device.type != "cuda":
         call()
         return None
-    held = reserved_bytes(device) - before
+    held = held_bytes(device) - before
     allocated = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()

@@ -1,11 +1,12 @@
 import random
+from dataclasses import replace
 
 import pytest
 
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.errors import ArgumentError
-from millstream.graph import Launch, Plan, Record, Wait, derive_dependencies, format_step
+from millstream.graph import KernelKind, Launch, Plan, Record, Wait, derive_dependencies, format_step
 from millstream.schedule import (
     POLICIES,
     Assignment,
@@ -25,6 +26,7 @@ from millstream.simulate import simulate
 from millstream.testing import (
     blocks_graph,
     chain_graph,
+    data_parallel_graph,
     random_graph,
     towers_graph,
     training_graph,
@@ -83,6 +85,36 @@ def test_the_longest_stream_is_stream_0():
 
 def test_launches_are_issued_by_start_and_not_in_program_order():
     assert Assignment((0, 1, 0), (7, 3, 0), 9).launch_order() == [2, 1, 0]
+
+
+@pytest.mark.parametrize("policy", ["list", "slack", "chains"])
+@pytest.mark.parametrize("num_streams", [2, 3])
+def test_collectives_have_a_stream_of_their_own(policy, num_streams):
+    graph = data_parallel_graph([1 << 20] * 12, num_buckets=4)
+    plan = plan_graph(graph, Roofline().estimate(graph), num_streams, policy)
+    streams = {True: set(), False: set()}
+    for step in plan.steps:
+        if isinstance(step, Launch):
+            streams[graph.kernels[step.kernel].kind is KernelKind.COLLECTIVE].add(step.stream)
+    assert len(streams[True]) == 1
+    assert 1 <= len(streams[False]) <= num_streams - 1
+    assert not streams[True] & streams[False]
+
+
+@pytest.mark.parametrize("assign", [assign_list, assign_slack, assign_chains])
+def test_a_collective_starts_when_its_bucket_is_ready(assign):
+    """Streams full of gradients have no gap as long as a collective: on one of them it would come last."""
+    graph, wait_ns = data_parallel_graph([1 << 20] * 12, num_buckets=4), 3
+    predecessors = [[found.kernel for found in each] for each in derive_dependencies(graph)]
+    apart = [kernel.id for kernel in graph.kernels if kernel.kind is KernelKind.COLLECTIVE]
+    durations = [35 if kernel.id in apart else 10 for kernel in graph.kernels]
+    assignment = assign(predecessors, durations, wait_ns, 3, None, apart)
+    for kernel in apart:
+        ready = [
+            assignment.start_ns[p] + durations[p] + wait_ns * (assignment.stream_of[p] != assignment.stream_of[kernel])
+            for p in predecessors[kernel]
+        ]
+        assert assignment.start_ns[kernel] == max(ready)
 
 
 def steps_of(order, stream_of, predecessors, num_streams):

@@ -159,17 +159,18 @@ class Reducer:
         if time == len(self._rounds):
             self._rounds.append([*map(self._make_exchange, range(len(self.buckets)))])
         for number, (bucket, exchange) in enumerate(zip(self.buckets, self._rounds[time], strict=True)):
-            results = EXCHANGE([*map(self._scaled, bucket.members)], exchange.key)
+            results = EXCHANGE(self._scaled(bucket.members), exchange.key)
             for member, (position, result) in enumerate(zip(bucket.members, results, strict=True)):
                 if position not in unused:
                     self._put(number, member, self.parameters[position], result)
 
-    def _scaled(self, position: int) -> Tensor:
-        """What a process adds to the mean."""
-        parameter, compress = self.parameters[position], self.settings.compress
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        scale = 1 / self.num_processes
-        return gradient * scale if compress is None else gradient.to(compress).div(self.num_processes)
+    def _scaled(self, positions: Sequence[int]) -> list[Tensor]:
+        """What a process adds to the means of some: scaled together, which takes few kernels instead of one for each."""
+        parameters, compress = [self.parameters[each] for each in positions], self.settings.compress
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        if compress is None:
+            return list(torch._foreach_mul(gradients, 1 / self.num_processes))
+        return list(torch._foreach_div([each.to(compress) for each in gradients], self.num_processes))
 
     def _put(self, bucket: int, member: int, parameter: Tensor, result: Tensor) -> None:  # noqa: ARG002  for others
         """Put what was reduced into a parameter's gradient."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Protocol
 
 from millstream.schedule.ranking import rank_kernels
 
@@ -57,6 +58,7 @@ def assign_list(
     wait_ns: int,
     num_streams: int,
     lookahead: int | None = None,
+    apart: Collection[int] = (),
 ) -> Assignment:
     """Assign kernels to streams one by one, the most urgent first, each where it can start earliest.
 
@@ -70,11 +72,20 @@ def assign_list(
         3. Take the stream with the earliest start, where every other stream that has to be waited for counts as
            ``wait_ns`` more: a kernel leaves its predecessor's stream only for a gain that exceeds the cost of the
            waits.
+
+    Args:
+        predecessors: Of each kernel, all with smaller ids.
+        durations_ns: Of each kernel.
+        wait_ns: How much later a kernel starts that waits for another stream.
+        num_streams: How many streams there are.
+        lookahead: How far kernels may leave the order of the program; see ``_by_urgency``.
+        apart: Kernels that have one of the streams for themselves, where there are two or more: they start as soon as
+            they can, whatever else would fill the gap. Collectives, which leave the device to others for the most part.
     """
     ranks = rank_kernels(predecessors, durations_ns)
-    builder = _Builder(predecessors, durations_ns, wait_ns, num_streams)
+    builder = _Builder(predecessors, durations_ns, wait_ns, num_streams, apart)
     for kernel in _by_urgency(predecessors, ranks, lookahead):
-        builder.place(kernel, range(num_streams))
+        builder.place(kernel)
     return builder.finish()
 
 
@@ -84,6 +95,7 @@ def assign_slack(
     wait_ns: int,
     num_streams: int,
     lookahead: int | None = None,
+    apart: Collection[int] = (),
 ) -> Assignment:
     """Assign kernels as ``assign_list`` does, but move only those that have no time to lose.
 
@@ -93,9 +105,9 @@ def assign_slack(
     """
     ranks = rank_kernels(predecessors, durations_ns)
     bound_ns = max(max(ranks, default=0), sum(durations_ns) // num_streams)
-    builder = _Builder(predecessors, durations_ns, wait_ns, num_streams)
+    builder = _Builder(predecessors, durations_ns, wait_ns, num_streams, apart)
     for kernel in _by_urgency(predecessors, ranks, lookahead):
-        builder.place(kernel, range(num_streams), early_ns=bound_ns - ranks[kernel])
+        builder.place(kernel, early_ns=bound_ns - ranks[kernel])
     return builder.finish()
 
 
@@ -106,6 +118,7 @@ def assign_given(
     wait_ns: int,
     num_streams: int,
     lookahead: int | None = None,  # noqa: ARG001  # an Assign's signature
+    apart: Collection[int] = (),  # noqa: ARG001
 ) -> Assignment:
     """Put each kernel on the stream that somebody has chosen for it, in the order of the program.
 
@@ -116,6 +129,7 @@ def assign_given(
         wait_ns: Likewise.
         num_streams: Likewise.
         lookahead: Without meaning here.
+        apart: Likewise.
     """
     free_ns = [0] * num_streams
     starts: list[int] = []
@@ -135,6 +149,7 @@ def assign_chains(
     wait_ns: int,
     num_streams: int,
     lookahead: int | None = None,
+    apart: Collection[int] = (),
 ) -> Assignment:
     """Assign whole chains of kernels to streams: fewer waits than ``assign_list``, and less to gain.
 
@@ -150,12 +165,14 @@ def assign_chains(
             successors[predecessor].append(kernel)
     continues: dict[int, int] = {}
     for kernel in _by_urgency(predecessors, ranks):
-        free = [successor for successor in successors[kernel] if successor not in continues]
+        if kernel in apart:
+            continue
+        free = [successor for successor in successors[kernel] if successor not in continues and successor not in apart]
         if free:
             continues[max(free, key=lambda successor: (ranks[successor], -successor))] = kernel
-    builder = _Builder(predecessors, durations_ns, wait_ns, num_streams)
+    builder = _Builder(predecessors, durations_ns, wait_ns, num_streams, apart)
     for kernel in _by_urgency(predecessors, ranks, lookahead):
-        builder.place(kernel, [builder.stream_of[continues[kernel]]] if kernel in continues else range(num_streams))
+        builder.place(kernel, given=builder.stream_of[continues[kernel]] if kernel in continues else None)
     return builder.finish()
 
 
@@ -193,14 +210,32 @@ def _by_urgency(
                 heappush(beyond, successor)
 
 
-Assign = Callable[[Sequence[Sequence[int]], Sequence[int], int, int, int | None], Assignment]
+class Assign(Protocol):
+    """Assigns kernels to streams; see ``assign_list``."""
+
+    def __call__(
+        self,
+        predecessors: Sequence[Sequence[int]],
+        durations_ns: Sequence[int],
+        wait_ns: int,
+        num_streams: int,
+        lookahead: int | None = None,
+        apart: Collection[int] = (),
+    ) -> Assignment:
+        """Give each kernel a stream and an expected start."""
+        ...
 
 
 class _Builder:
     """An assignment in the making: where each stream still has gaps."""
 
     def __init__(
-        self, predecessors: Sequence[Sequence[int]], durations_ns: Sequence[int], wait_ns: int, num_streams: int
+        self,
+        predecessors: Sequence[Sequence[int]],
+        durations_ns: Sequence[int],
+        wait_ns: int,
+        num_streams: int,
+        apart: Collection[int],
     ) -> None:
         self.predecessors = predecessors
         self.durations_ns = durations_ns
@@ -212,9 +247,11 @@ class _Builder:
         self.gap_starts: list[list[int]] = [[0] for _ in range(num_streams)]
         self.gap_ends: list[list[int]] = [[_NEVER] for _ in range(num_streams)]
         self.shortest_ns = min(durations_ns, default=0)
+        self.apart = frozenset(apart if num_streams > 1 else ())
+        self.num_shared = num_streams - bool(self.apart)  # the last one is theirs
 
-    def place(self, kernel: int, streams: Sequence[int], early_ns: int = -1) -> None:
-        """Put a kernel, whose predecessors are placed, on the best of some streams.
+    def place(self, kernel: int, *, given: int | None = None, early_ns: int = -1) -> None:
+        """Put a kernel, whose predecessors are placed, on a given stream, or on the best that it may have.
 
         Starts up to ``early_ns`` are early enough: of those the one with the fewest waits is best.
         """
@@ -222,8 +259,9 @@ class _Builder:
         for predecessor in self.predecessors[kernel]:
             stream = self.stream_of[predecessor]
             latest_on[stream] = max(latest_on.get(stream, 0), self.end_ns[predecessor])
+        choice: Sequence[int] = [self.num_shared] if kernel in self.apart else range(self.num_shared)
         best: tuple[int, ...] | None = None
-        for stream in streams:
+        for stream in choice if given is None else [given]:
             others = [end for other, end in latest_on.items() if other != stream]
             ready = max(latest_on.get(stream, 0), max(others, default=-self.wait_ns) + self.wait_ns)
             gap = self._find_gap(stream, ready, self.durations_ns[kernel])

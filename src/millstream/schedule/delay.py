@@ -22,6 +22,7 @@ def delay_kernels(
     durations_ns: Sequence[int],
     wait_ns: int,
     movable: Collection[int],
+    apart: Collection[int] = (),
 ) -> Assignment:
     """Move kernels to the latest gap of a stream in which they are still in time for what depends on them.
 
@@ -34,6 +35,7 @@ def delay_kernels(
         durations_ns: Of each kernel.
         wait_ns: What a wait for another stream costs.
         movable: Kernels that may be moved; the others stay.
+        apart: Kernels to whose streams none is moved.
 
     Returns:
         An assignment that ends no later.
@@ -46,6 +48,7 @@ def delay_kernels(
     for kernel, each in enumerate(predecessors):
         for predecessor in each:
             successors[predecessor].append(kernel)
+    open_to_all = [stream for stream in range(len(busy)) if stream not in {stream_of[kernel] for kernel in apart}]
     headroom_ns, near_ns = _HEADROOM_WAITS * wait_ns, _NEAR_WAITS * wait_ns
     for kernel in sorted(movable, key=lambda kernel: (-start_ns[kernel], -kernel)):
         if not successors[kernel]:
@@ -59,8 +62,8 @@ def delay_kernels(
             predecessor: start_ns[predecessor] + durations_ns[predecessor] for predecessor in predecessors[kernel]
         }
         best = (span[0] + (near_ns if stream_of[kernel] in near else 0), span[0], -stream_of[kernel])
-        for stream, spans in enumerate(busy):
-            start = _latest_start(spans, needed_ns, duration, span[0])
+        for stream in open_to_all:
+            start = _latest_start(busy[stream], needed_ns, duration, span[0])
             ready_ns = max((over_ns[p] + wait_ns * (stream_of[p] != stream) for p in predecessors[kernel]), default=0)
             if start > span[0] and start >= ready_ns:
                 best = max(best, (start + (near_ns if stream in near else 0), start, -stream))

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from millstream.cost import Costs
 from millstream.errors import ArgumentError
-from millstream.graph import KernelGraph, Plan, derive_dependencies
+from millstream.graph import KernelGraph, KernelKind, Plan, derive_dependencies
 from millstream.schedule.allocation import place_allocations
 from millstream.schedule.assignment import Assign, assign_chains, assign_given, assign_list, assign_slack
 from millstream.schedule.delay import delay_kernels, sources
@@ -43,8 +43,9 @@ class _Assigned:
     ) -> Plan:
         predecessors = [[found.kernel for found in each] for each in derive_dependencies(graph)]
         durations_ns = [cost.duration_ns for cost in costs.kernels]
-        assignment = self.assign(predecessors, durations_ns, costs.wait_ns, num_streams, lookahead)
-        assignment = delay_kernels(assignment, predecessors, durations_ns, costs.wait_ns, sources(graph))
+        apart = [kernel.id for kernel in graph.kernels if kernel.kind is KernelKind.COLLECTIVE]
+        assignment = self.assign(predecessors, durations_ns, costs.wait_ns, num_streams, lookahead, apart)
+        assignment = delay_kernels(assignment, predecessors, durations_ns, costs.wait_ns, sources(graph), apart)
         num_used = max(assignment.stream_of, default=0) + 1
         layout = None
         if packed:

@@ -59,7 +59,7 @@ PATIENCE_S = 10.0
 CALLS_BEFORE = 2
 """So many calls at least run in segments; they warm up what a capture needs."""
 
-MEMORY = 1.05
+MEMORY = 1.1
 """Budget of the graph, as ``Scheduling.memory``, where the user has not named another: streams that compute beside
 collectives need little more, and each process has memory of DDP's and of NCCL's besides."""
 
