@@ -261,3 +261,23 @@ def test_updates_tell_another_number():
 def test_updates_by_what_is_a_process_own_are_left_out():
     assert clipping_step(weigh_by_batch=True) == ()
     assert clipping_step(is_divided=True) == ()
+
+
+def test_gradient_of_a_pointwise_convolution_does_not_cross():
+    """It is channels-last, the bucket is as the weight: strides differ for dimensions of one element alone."""
+    weight, log = torch.randn(4, 3, 1, 1, dtype=torch.float64), []
+    exchange = Doubling(weight, log=log)
+
+    def step(weight, x):
+        gradient = (x.t() @ x)[:, :3].reshape(4, 1, 1, 3).permute(0, 3, 1, 2) * 0.5  # strides (3, 1, 3, 3)
+        (mean,) = EXCHANGE([gradient], exchange.key)
+        gradient.copy_(mean)
+        weight.copy_(weight - 0.1 * gradient)
+        return [gradient.sum()]
+
+    ours, theirs = ([weight.clone(), torch.ones(5, 4, dtype=torch.float64)] for _ in range(2))
+    segments = cut(functional(step, *ours), 1)
+    assert [segment.outputs for segment in segments.segments if segment.starts] == [()]
+    (expected,), (result,) = step(*theirs), run(segments, [exchange], ours)
+    assert torch.equal(result, expected)
+    assert torch.equal(ours[0], theirs[0])

@@ -98,6 +98,7 @@ def cut(gm: fx.GraphModule, max_cuts: int) -> Segments:
     Raises:
         LoweringError: What would have to cross is no tensor.
     """
+    _drop_copies_of_same_layout(gm)
     return _Cutter(gm, max_cuts).run()
 
 
@@ -443,6 +444,28 @@ class _Writer:
         output.meta["original_output_strides"] = [node.meta["val"].stride() for _, node in self.outputs]
         self.graph.lint()
         return fx.GraphModule(self._gm, self.graph)
+
+
+def _drop_copies_of_same_layout(gm: fx.GraphModule) -> None:
+    """Take what is copied instead of a copy that lies in memory the same way.
+
+    To copy in place has become ``copy(of, source)``, of which ``of`` says nothing but how the result lies in memory.
+    Where strides are equal it is gone already. Where they differ for dimensions of one element alone, as between a
+    pointwise convolution's weight and its gradient, the gradient would cross the cut for nothing.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+        source = node.args[1]
+        given = source.meta.get("val") if isinstance(source, fx.Node) else None
+        if isinstance(given, Tensor) and _form(given) == _form(node.meta["val"]):
+            node.replace_all_uses_with(source, lambda user: user.op != "output")
+            if not node.users:
+                gm.graph.erase_node(node)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """What kernels can tell of a tensor beside its values: strides of dimensions with one element they cannot."""
+    strides = [stride for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length != 1]
+    return tensor.dtype, tensor.device, tuple(tensor.shape), strides
 
 
 def _users_of_memory_before(collectives: list[fx.Node]) -> dict[fx.Node, fx.Node]:
