@@ -103,7 +103,8 @@ def answer_of(module: str, arguments: Sequence[str], limit_s: float, variables: 
         variables: Of its environment, beside those of this process.
 
     Raises:
-        RuntimeError: It failed; the message is the last line of its errors.
+        RuntimeError: It failed; the message is how it ended and the last line of its errors that is no frame of a stack.
+            All of them are printed.
         subprocess.TimeoutExpired: It took too long.
     """
     child = subprocess.run(
@@ -116,6 +117,7 @@ def answer_of(module: str, arguments: Sequence[str], limit_s: float, variables: 
         check=False,
     )
     if child.returncode:
-        last = child.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise RuntimeError(last[0][:200])
+        print(child.stderr, file=sys.stderr)
+        told = [line for line in child.stderr.splitlines() if line.strip() and not line.startswith("frame #")]
+        raise RuntimeError(f"{how_it_ended(child.returncode)}: {(told or ['no message'])[-1][:200]}")
     return json.loads(child.stdout.strip().splitlines()[-1])
