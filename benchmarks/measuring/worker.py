@@ -103,7 +103,7 @@ def answer_of(module: str, arguments: Sequence[str], limit_s: float, variables: 
         variables: Of its environment, beside those of this process.
 
     Raises:
-        RuntimeError: It failed; the message is how it ended and the last line of its errors that is no frame of a stack.
+        RuntimeError: It failed; the message is how it ended, and the last line of its errors that is no stack frame.
             All of them are printed.
         subprocess.TimeoutExpired: It took too long.
     """
