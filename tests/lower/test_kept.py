@@ -346,12 +346,28 @@ def test_switched_off_nothing_is_found(folder, monkeypatch):
         take_steps()
 
 
-def test_full_disk_costs_only_time(kept, tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "no space left")
+def fail_with(number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
 
+    return fail
+
+
+def test_program_in_a_read_only_folder_is_found(kept, folder, monkeypatch):
+    for module, name in ((os, "utime"), (os, "mkdir"), (Path, "write_bytes")):
+        monkeypatch.setattr(module, name, fail_with(errno.EROFS))
+    assert same(take_steps(), kept[1])
+
+
+def test_files_that_go_meanwhile_are_missed(folder, monkeypatch):
+    monkeypatch.setattr(Path, "read_bytes", fail_with(errno.ENOENT))
+    with lowered_anew():
+        take_steps()
+
+
+def test_full_disk_costs_only_time(kept, tmp_path, monkeypatch):
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(Path, "replace", fail_with(errno.ENOSPC))
     assert same(take_steps(), kept[1])
     assert not cache.list_files()
 
