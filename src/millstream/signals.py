@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Postponed:
@@ -38,7 +42,8 @@ class Postponed:
         self._handlers = {
             number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))
         }
-        is_plain = self._handlers.get(signal.SIGINT) is signal.default_int_handler
+        handler = self._handlers.get(signal.SIGINT)
+        is_plain = (handler.handler if isinstance(handler, Passing) else handler) is signal.default_int_handler
         self._raises_interrupts = is_plain and not self._interrupts_wait
         _in_force.append(self)
         for number in self._handlers:
@@ -63,12 +68,10 @@ class Postponed:
             self._arrived.discard(signal.SIGINT)
 
     def handle(self) -> None:
-        """Do what Python does for the signals that came, with the handlers that there are by now."""
+        """Call the handlers of the signals that came."""
         if self._arrived:
-            with contextlib.ExitStack() as calls:
-                for number in sorted(self._arrived, reverse=True):  # what is added last runs first
-                    calls.callback(_handle, number)
-                self._arrived.clear()
+            numbers, self._arrived = self._arrived, set()
+            _handle_all(numbers)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         is_second = number in self._arrived
@@ -106,6 +109,8 @@ _in_force: list[Postponed] = []
 
 
 def _find_again_after_fork() -> None:
+    _here.main_thread, _here.is_running = threading.get_ident(), False
+    _here.arrived.clear()
     while _in_force:
         postponed = _in_force[-1]
         postponed.end()
@@ -116,8 +121,76 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_find_again_after_fork)
 
 
+def _handle_all(numbers: Iterable[int]) -> None:
+    """Do what Python does for signals, with the handlers that there are by now."""
+    with contextlib.ExitStack() as calls:
+        for number in sorted(numbers, reverse=True):  # what is added last runs first
+            calls.callback(_handle, number)
+
+
 def _handle(number: int) -> None:
     if callable(handler := signal.getsignal(number)):
         handler(number, sys._getframe())
     else:
         signal.raise_signal(number)
+
+
+# --- calls that are over soon ----------------------------------------------------------------------------------------
+
+_WAITING = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
+"""Signals with which people end what runs; to ask for the handlers of all would take too long."""
+
+_native: Any = importlib.import_module("_signal")
+_get, _set = _native.getsignal, _native.signal
+"""Without the conversion into enumerations, which takes nine microseconds."""
+
+
+class _Undisturbed:
+    """Of the main thread: whether something undisturbed runs there, and the signals that have come meanwhile."""
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self.arrived: list[int] = []
+        self.main_thread = threading.main_thread().ident
+
+
+_here = _Undisturbed()
+
+
+class Passing:
+    """A handler that passes signals on to another one, at once unless something runs undisturbed.
+
+    It stays where it is, as to set a handler in every call and put it back would take system calls, of microseconds.
+    """
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _here.is_running and not (number == signal.SIGINT and number in _here.arrived):
+            _here.arrived.append(number)
+        else:
+            self.handler(number, frame)
+
+
+def undisturbed(function: Callable[[T], R], argument: T) -> R:
+    """``function(argument)``; in the main thread, handlers of signals that come meanwhile are called after it.
+
+    For what must not end half-way, is over soon, and is called often. A second Ctrl-C does not wait.
+    """
+    if threading.get_ident() != _here.main_thread or _here.is_running:
+        return function(argument)
+    for number in _WAITING:
+        handler = _get(number)
+        if type(handler) is not Passing and callable(handler):
+            _set(number, Passing(handler))
+    try:
+        _here.is_running = True
+        return function(argument)
+    finally:
+        _here.is_running = False
+        if _here.arrived:
+            numbers, _here.arrived = _here.arrived, []
+            _handle_all(numbers)
