@@ -1,5 +1,6 @@
 """What users of torch.compile bring along: its arguments, our options among its own, models that frameworks unwrap."""
 
+import threading
 import warnings
 
 import filelock
@@ -190,3 +191,33 @@ def test_flag_that_says_so_while_compiling_is_computed_with_as_a_bool():
 
 def test_locks_of_inductors_cache_are_none_of_the_users_code():
     assert not is_users(filelock.__file__)
+
+
+@pytest.mark.filterwarnings("ignore::millstream.FallbackWarning")
+def test_calls_that_overlap_leave_dynamos_configuration_as_it_was():
+    """The one that begins first ends first: in torch 2.11 what the other one put back was the first one's."""
+    names = "assume_static_by_default", "automatic_dynamic_shapes", "recompile_limit"
+    before = [getattr(torch._dynamo.config, name) for name in names]
+    calls = []
+    for _ in range(2):
+        began, may_end = threading.Event(), threading.Event()
+        may_end.set()
+
+        @torch.compiler.disable
+        def pause(x, began=began, may_end=may_end):
+            began.set()
+            assert may_end.wait(60)
+            return x
+
+        compiled = ms.compile(lambda x, pause=pause: pause(x + 1) * 2, dynamic=True)
+        compiled(torch.ones(3))
+        calls.append((threading.Thread(target=compiled, args=(torch.ones(3),)), began, may_end))
+    for thread, began, may_end in calls:
+        began.clear()
+        may_end.clear()
+        thread.start()
+        assert began.wait(60)
+    for thread, _, may_end in calls:
+        may_end.set()
+        thread.join()
+    assert [getattr(torch._dynamo.config, name) for name in names] == before

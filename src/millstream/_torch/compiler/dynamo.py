@@ -99,38 +99,59 @@ def _exclusion_override() -> ContextVar[Any] | None:
 
 
 @functools.cache
-def _limit_entry() -> Any:
+def _entry(name: str) -> Any:
     config: Any = importlib.import_module("torch._dynamo.config")
-    return config._config["recompile_limit"]
+    return config._config[name]
 
 
 def _begin_limit(limit: int) -> Any:
-    entry = _limit_entry()
-    override = entry.user_override
+    override = _entry("recompile_limit").user_override
     if isinstance(override, ContextVar):  # since 2.12; Dynamo's configuration itself would take 10 µs
         now = override.get()
         return None if isinstance(now, int) and now >= limit else override.set(limit)
-    with _limits:  # of all threads: the first call raises it, and the last one puts it back
-        if not _raised:
-            _raised.append(override)
-            if not isinstance(override, int) or override < limit:
-                entry.user_override = limit
-        _raised.append(limit)
-    return _limits
+    _for_all.begin(limit)
+    return _for_all
 
 
 def _end_limit(token: Any) -> None:
     if isinstance(token, Token):
         token.var.reset(token)
-    elif token is _limits:
-        with _limits:
-            _raised.pop()
-            if len(_raised) == 1:
-                _limit_entry().user_override = _raised.pop()
+    elif token is _for_all:
+        _for_all.end()
 
 
-_limits = threading.Lock()
-_raised: list[Any] = []
+class _ForAllThreads:
+    """Dynamo's configuration while functions of ours are called, in torch 2.11, where all threads have the same.
+
+    The first call raises the limit, and the last one puts back what there was: also of what Dynamo itself sets for the
+    length of a call with ``dynamic=True`` or ``False``, and restores in the wrong order where threads overlap
+    (``assume_static_by_default`` stayed off, and all sizes of all models were symbolic from then on).
+    """
+
+    NAMES = "recompile_limit", "assume_static_by_default", "automatic_dynamic_shapes"
+
+    def __init__(self) -> None:
+        self._lock, self._num_calls = threading.Lock(), 0
+        self._before: list[Any] = []
+
+    def begin(self, limit: int) -> None:
+        with self._lock:
+            self._num_calls += 1
+            if self._num_calls > 1:
+                return
+            self._before = [_entry(name).user_override for name in self.NAMES]
+            if not isinstance(self._before[0], int) or self._before[0] < limit:
+                _entry("recompile_limit").user_override = limit
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_calls -= 1
+            if not self._num_calls:
+                for name, before in zip(self.NAMES, self._before, strict=True):
+                    _entry(name).user_override = before
+
+
+_for_all = _ForAllThreads()
 
 
 class _Freezing:
