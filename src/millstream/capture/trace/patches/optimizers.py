@@ -46,14 +46,18 @@ def counts_of(optimizer: Optimizer, key: str) -> Iterator[NumberInput]:
             yield NumberInput(location, f"{key}[{number}]", device_of(optimizer, number), optimizer)
 
 
+_NUMBERS = (int, float, np.floating, np.integer)
+
+
 def is_number(value: Any) -> bool:
     """Whether a graph can read ``value`` at run time: a real number, of NumPy too (schedulers), and no ``bool``.
 
     While tracing, a graph's scalar is one.
     """
-    return is_scalar(value) or (
-        isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool)
-    )
+    kind = type(value)
+    if kind is float or kind is int:  # asked in each call with a number that changes
+        return True
+    return is_scalar(value) or (isinstance(value, _NUMBERS) and not isinstance(value, bool))
 
 
 def numbers_of(optimizer: Optimizer) -> Iterator[NumberInput]:
