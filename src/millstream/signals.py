@@ -42,8 +42,7 @@ class Postponed:
         self._handlers = {
             number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))
         }
-        handler = self._handlers.get(signal.SIGINT)
-        is_plain = (handler.handler if isinstance(handler, Passing) else handler) is signal.default_int_handler
+        is_plain = self._handlers.get(signal.SIGINT) is signal.default_int_handler
         self._raises_interrupts = is_plain and not self._interrupts_wait
         _in_force.append(self)
         for number in self._handlers:
@@ -109,7 +108,8 @@ _in_force: list[Postponed] = []
 
 
 def _find_again_after_fork() -> None:
-    _here.main_thread, _here.is_running = threading.get_ident(), False
+    _here.main_thread = threading.get_ident()
+    _here.put_back()
     _here.arrived.clear()
     while _in_force:
         postponed = _in_force[-1]
@@ -146,51 +146,51 @@ _get, _set = _native.getsignal, _native.signal
 
 
 class _Undisturbed:
-    """Of the main thread: whether something undisturbed runs there, and the signals that have come meanwhile."""
+    """Of the main thread: what handlers there were when something undisturbed began, and what has come meanwhile."""
 
     def __init__(self) -> None:
-        self.is_running = False
-        self.arrived: list[int] = []
         self.main_thread = threading.main_thread().ident
+        self.is_running = False
+        self.handlers: dict[int, Any] = {}
+        self.arrived: list[int] = []
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in self.arrived:
+            self.handlers[number](number, frame)
+        else:
+            self.arrived.append(number)
+
+    def put_back(self) -> None:
+        self.is_running = False
+        for number, handler in reversed(self.handlers.items()):  # SIGINT last: its handler may raise at once
+            if _get(number) == self.note:
+                _set(number, handler)
+
+    def handle(self) -> None:
+        if self.arrived:
+            numbers, self.arrived = self.arrived, []
+            _handle_all(numbers)
 
 
 _here = _Undisturbed()
 
 
-class Passing:
-    """A handler that passes signals on to another one, at once unless something runs undisturbed.
-
-    It stays where it is, as to set a handler in every call and put it back would take system calls, of microseconds.
-    """
-
-    __slots__ = ("handler",)
-
-    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
-        self.handler = handler
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _here.is_running and not (number == signal.SIGINT and number in _here.arrived):
-            _here.arrived.append(number)
-        else:
-            self.handler(number, frame)
-
-
 def undisturbed(function: Callable[[T], R], argument: T) -> R:
     """``function(argument)``; in the main thread, handlers of signals that come meanwhile are called after it.
 
-    For what must not end half-way, is over soon, and is called often. A second Ctrl-C does not wait.
+    For what must not end half-way, is over soon, and is called often: it takes a microsecond. A second Ctrl-C does not
+    wait.
     """
     if threading.get_ident() != _here.main_thread or _here.is_running:
         return function(argument)
-    for number in _WAITING:
-        handler = _get(number)
-        if type(handler) is not Passing and callable(handler):
-            _set(number, Passing(handler))
+    handlers = {number: handler for number in _WAITING if callable(handler := _get(number))}
+    if not handlers:
+        return function(argument)
     try:
-        _here.is_running = True
+        _here.handlers, _here.is_running = handlers, True
+        for number in handlers:
+            _set(number, _here.note)
         return function(argument)
     finally:
-        _here.is_running = False
-        if _here.arrived:
-            numbers, _here.arrived = _here.arrived, []
-            _handle_all(numbers)
+        _here.put_back()
+        _here.handle()

@@ -116,3 +116,11 @@ def test_handlers_around_steps_are_called_and_may_be_put_back(is_changed, handle
     signal.signal(signal.SIGTERM, before)
     signal.raise_signal(signal.SIGTERM)
     assert seen == ["second" if is_changed else "first", "first"]
+
+
+def test_handlers_are_their_owners_after_a_call(handle):
+    handle(signal.SIGINT, signal.default_int_handler)
+    step = ms.step(Training().step)
+    for _ in range(3):
+        step(torch.ones(6, 4))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # asyncio asks for it, say
