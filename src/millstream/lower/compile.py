@@ -44,6 +44,7 @@ from millstream.lower.convolutions.siblings import find_joint_launches, join_sib
 from millstream.lower.convolutions.split_k import find_split_launches, split_long_sums
 from millstream.lower.convolutions.writers import find_launches
 from millstream.lower.failures import other_tries
+from millstream.lower.inductor.checks_first import checks_first
 from millstream.lower.inductor.fx_wrapper import collect_wrappers
 from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
@@ -335,7 +336,13 @@ def _lower(
             kwargs = {**kwargs, "layout_opt": True}  # decided on what was there before
         take_products(graph)
         launches = find_launches(graph.graph)
-    with compiling(launches), collect_wrappers(options) as wrappers, shortcuts(), knows_own_convolutions():
+    with (
+        compiling(launches),
+        collect_wrappers(options) as wrappers,
+        shortcuts(),
+        knows_own_convolutions(),
+        checks_first(),
+    ):
         arguments: Any = {**kwargs, "fx_wrapper": True}
         progress.phase("writing kernels")
         compile_fx_inner(graph, inputs, **arguments)

@@ -20,6 +20,35 @@ _POINTWISE = {"_convolution_pointwise", "_convolution_pointwise_"}  # oneDNN's, 
 _CONVOLUTIONS = {"convolution", "convolution_backward", "convolve_dense", "convolve_depthwise", *_POINTWISE}
 _COPIES = {"copy_", "copy", "clone", "_to_copy", "convert_weight"}
 
+_SURE = {
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "avg_pool2d",
+    "avg_pool2d_backward",
+    "avg_pool3d",
+    "avg_pool3d_backward",
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool2d_backward",
+    "max_pool2d_with_indices",
+    "max_pool2d_with_indices_backward",
+    "max_pool3d_with_indices",
+    "max_pool3d_with_indices_backward",
+    "native_batch_norm",
+    "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward",
+    "cumsum",
+    "sort",
+    "topk",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "empty_strided",
+    "fill_",
+    "zero_",
+}
+"""Library operators that raise for no values of their arguments."""
+
 
 def kind_of(target: Any) -> KernelKind:
     """Classify a library kernel by its operator."""
@@ -66,6 +95,11 @@ def written_arguments(target: Any, args: Any, kwargs: Any) -> list[torch.fx.Node
         if argument.name in _mutable_names(target, _training(schema, args, kwargs)):
             written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.fx.Node)]
     return written
+
+
+def may_raise(target: Any) -> bool:
+    """Whether a library operator may raise for the values that it gets, shapes and dtypes apart."""
+    return kind_of(target) is KernelKind.LIBRARY and _packet_name(target) not in _SURE
 
 
 def draws_random_numbers(target: Any) -> bool:

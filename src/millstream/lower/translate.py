@@ -30,9 +30,19 @@ from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies
 from millstream.lower.convolutions.writers import arguments_of, convolve_relu, find_epilogue, find_join, find_writer
-from millstream.lower.inductor.fx_wrapper import GeneratedKernel
-from millstream.lower.operators import count_elementwise, count_flops, draws_random_numbers, kind_of, written_arguments
+from millstream.lower.inductor.fx_wrapper import GeneratedKernel, checks_indices
+from millstream.lower.operators import (
+    count_elementwise,
+    count_flops,
+    draws_random_numbers,
+    kind_of,
+    may_raise,
+    written_arguments,
+)
 from millstream.lower.program import EMPTY, Call, Layout, Program, Value, View
+
+_PRETENDED = ("rng:", "whole:")
+"""How names of buffers begin that are there for the order of kernels: generators, and all of the inputs as one."""
 
 
 def translate(
@@ -78,6 +88,7 @@ class _Translator:
         self.tuples: dict[str, int] = {}  # node that returns several tensors -> its kernel
         self.fake: dict[str, torch.Tensor] = {}
         self.filled: set[str] = set()  # allocations that some kernel has written so far
+        self.raising: set[int] = set()  # kernels that may raise for the values that they get
         self.joined: dict[str, list[int]] = {}  # concatenation -> the kernels that write its parts
 
     def run(self) -> Program:
@@ -242,6 +253,8 @@ class _Translator:
         value = node.meta.get("val")
         generated = isinstance(target, GeneratedKernel)
         name = target.__name__ if generated else str(target)
+        if checks_indices(target.definition) if isinstance(target, GeneratedKernel) else may_raise(target):
+            self.raising.add(len(self.kernels))
         self.kernels.append(
             Kernel(
                 id=len(self.kernels),
@@ -403,6 +416,7 @@ class _Translator:
     def _finish(self, outputs: tuple[Any, ...]) -> Program:
         returned = tuple(self._base_name(leaf.name) for leaf in outputs if isinstance(leaf, Value))
         self._leave_empty(returned)
+        self._order_checks()
         owners = {self._owner(name) for name in returned}
         buffers = tuple(
             Buffer(name, size, self.device[name], self._role(name, owners), self.alias.get(name))
@@ -415,7 +429,7 @@ class _Translator:
             name=self.name,
             kernels=tuple(self.kernels),
             buffers=buffers,
-            inputs=(*inputs, *(name for name in self.bytes if name.startswith("rng:"))),
+            inputs=(*inputs, *(name for name in self.bytes if name.startswith(_PRETENDED))),
             outputs=returned,
         )
         return Program(
@@ -434,6 +448,26 @@ class _Translator:
             },
             numbers=self.numbers,
         )
+
+    def _order_checks(self) -> None:
+        """On a CPU, let what writes to inputs come after what may raise, which then leaves them all as they were.
+
+        To kernels that may raise there is something to read, and each of the others writes a part of it. On a GPU such
+        an error is the end of the context anyway.
+        """
+        inputs = {name for name in self.inputs if name is not None}
+        writing = {kernel.id for kernel in self.kernels if not inputs.isdisjoint(map(self._owner, kernel.writes))}
+        raising = self.raising - writing
+        if not writing or not raising or {*self.device.values()} != {"cpu"}:
+            return
+        whole = "whole:cpu"
+        self.bytes[whole], self.device[whole] = 16, "cpu"
+        for kernel in self.kernels:
+            if kernel.id in raising:
+                self.kernels[kernel.id] = replace(kernel, reads=(*kernel.reads, whole))
+            elif kernel.id in writing:
+                both = (*kernel.writes, whole), (*kernel.parts, whole)
+                self.kernels[kernel.id] = replace(kernel, writes=both[0], parts=both[1])
 
     def _open_joined(self, buffers: tuple[Buffer, ...]) -> None:
         """Say for each concatenation that a kernel writes the whole before others write parts, so that it has memory.
@@ -465,7 +499,7 @@ class _Translator:
     def _role(self, name: str, returned: set[str]) -> Role:
         if name in self.constants:
             return Role.CONSTANT
-        if name.startswith("rng:") or name in self.static_names:
+        if name.startswith(_PRETENDED) or name in self.static_names:
             return Role.STATE
         if name in self.inputs:
             return Role.INPUT

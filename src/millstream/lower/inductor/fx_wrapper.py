@@ -494,6 +494,11 @@ def raise_index_errors(body: str) -> str:
     )
 
 
+def checks_indices(body: str) -> bool:
+    """Whether a C++ kernel may throw."""
+    return "throw std::out_of_range(" in body or "TORCH_CHECK(" in body
+
+
 def _of_size(size: str | None) -> str:
     return f": a dimension has {size} elements" if size else ""
 

@@ -1,0 +1,78 @@
+"""After a kernel has raised on a CPU everything is as it was before the call, and the next call works."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import millstream as ms
+from tests.networks import assert_close
+
+
+class Classifier(nn.Module):
+    """Writes statistics between the first kernel that may raise and the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.output = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.output(self.norm(self.embedding(x)))
+
+
+class Training:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = Classifier()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01, eps=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
+        self.num_steps = 0
+
+    def step(self, x, y):
+        loss = F.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.num_steps += 1
+        return loss
+
+    def state(self):
+        entries = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        counts = [torch.tensor(float(n)) for n in (self.num_steps, self.scheduler.last_epoch)]
+        return [*self.model.state_dict().values(), *entries, *counts]
+
+
+def example(size, **changes):
+    x, y = torch.arange(size) % 10, torch.arange(size) % 5
+    x[1], y[1] = changes.get("x", 3), changes.get("y", 3)
+    return x, y
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_what_kernels_refuse_changes_nothing(engine):
+    ours, eager = Training(), Training()
+    step = ms.step(ours.step, engine=engine, streams=2 if engine == "threads" else "auto", strict=True)
+    for _ in range(5):  # by then a plan is chosen
+        step(*example(8))
+        eager.step(*example(8))
+    for changes in ({"x": 10}, {"y": 5}, {"x": 10, "y": -7}):
+        before = [value.clone() for value in ours.state()]
+        with pytest.raises(IndexError, match="out of range"):
+            step(*example(8, **changes))
+        assert all(map(torch.equal, ours.state(), before))
+        assert all(parameter.grad is None for parameter in ours.model.parameters())
+        assert_close(step(*example(8)), eager.step(*example(8)))
+        assert_close(ours.state(), eager.state())
+
+
+def test_what_a_kernel_of_a_model_refuses_changes_no_statistics():
+    model = Classifier()
+    compiled = ms.compile(lambda x, y: F.cross_entropy(model(x), y), strict=True)
+    compiled(*example(8))
+    before = [value.clone() for value in model.state_dict().values()]
+    with pytest.raises(IndexError, match="out of range"):
+        compiled(*example(8, y=5))
+    assert all(map(torch.equal, model.state_dict().values(), before))
