@@ -334,3 +334,29 @@ def test_a_graph_that_does_not_fit_any_more_is_not_run(usual):
     loss = step(*arguments)
     assert looked_at
     assert loss.item() == pytest.approx(nn.functional.cross_entropy(model.bias.expand(6, 3), arguments[1]).item(), 0.1)
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_numbers_of_each_call_are_told_from_tensors_without_making_a_key(monkeypatch):
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+
+    def function(x, scale, y, power):
+        loss = (weight * x * scale + y * power).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = Step(function, build=interpret, strict=True)
+    x, y = torch.tensor([1.0, -1.0]), torch.tensor([3.0, 0.5])
+    for number in range(4):
+        step(x, 0.5 + number, y, 2 + number)
+    calls = [(x, 0.25, y, 7), (y, -3.0, x, 8), (x, float("inf"), y, 9), (x, 0.0, y, -0), (x, -0.0, y, 1 << 40)]
+    odd = [(x, 2, y, 3), (x, 0.5, x, 3), (x, 0.5, y, 3.0), (x, True, y, 3), (x[:1], 0.5, y, 3), (x, 1.5, y.double(), 3)]
+    with monkeypatch.context() as patch:
+        patch.setattr("millstream.capture.step.step.take_apart", None)
+        for call in calls:
+            torch.testing.assert_close(step(*call), function(*call), rtol=0, atol=0, equal_nan=True)
+    for call in [*odd, *calls]:
+        torch.testing.assert_close(step(*call), function(*call), rtol=0, atol=0, equal_nan=True)

@@ -105,7 +105,8 @@ class StepGraph:
     sizes: SizeGuard | None = None  # for which sizes of arguments it holds, if those are not all part of ``key``
     capture_seconds: float = 0.0  # time to trace and build it and to run it once
     num_runs: int = 0  # how often it ran
-    looks: Likeness | None = None  # what its arguments look like, where compiled code may tell
+    looks: Likeness | None = None  # what tensors among its arguments look like, where compiled code may tell
+    kinds: tuple[type, ...] = ()  # of its arguments, where some of them are numbers that each call brings
     executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)  # what ``build`` made of it
     _is_on_host: bool = field(init=False)  # whether kernels run one after another, within the call
 

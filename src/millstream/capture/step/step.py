@@ -229,18 +229,17 @@ class Step(Generic[P, R]):
         with self._lock.lock:  # a call reads numbers, runs and writes numbers before the next one does
             usual = self._usual if not self.check else None
             arguments: list[Any] = [*args]
-            if (
-                usual is not None
-                and usual.looks is not None
-                and not kwargs
-                and usual.looks.find(arguments) is not None
-                and (len(arguments) == 1 or not has_same(arguments))
-            ):
-                _, modes, *_ = usual.key
-                if modes == ambient() and usual.fits(arguments):
-                    return usual.run(arguments)
-            self._usual = None
             given: Sequence[float] = ()
+            if usual is not None and usual.looks is not None and not kwargs:
+                if usual.kinds and usual.kinds == tuple(map(type, args)):
+                    given = [each for each in args if type(each) is not Tensor]  # type: ignore[misc]
+                    arguments = [each for each in args if type(each) is Tensor]
+                if usual.looks.find(arguments) is not None and (len(arguments) == 1 or not has_same(arguments)):
+                    _, modes, *_ = usual.key
+                    if modes == ambient() and usual.fits(arguments, given):
+                        return usual.run(arguments)
+                arguments, given = [*args], ()
+            self._usual = None
             key = None if kwargs else key_of_tensors(arguments)
             if key is None:
                 numbers: list[float] = []
@@ -514,6 +513,7 @@ class Step(Generic[P, R]):
         counts.settle()
         if graph.guards.quick is not None and graph.sizes is None:
             graph.looks = _looks_of(call)
+            graph.kinds = tuple(map(type, call.args)) if call.given else ()
         self._keep(graph)
         return graph, arguments, results
 
@@ -726,15 +726,18 @@ def _serves_once(number: ServesOnce) -> CaptureError:
 
 
 def _looks_of(call: Call) -> Likeness | None:
-    """What the arguments of calls like this look like; ``None`` where that is not all that counts of them."""
+    """What tensors in calls like this look like; ``None`` where, with numbers that calls bring, others things count."""
+    tensors = [arg for arg in call.args if type(arg) is Tensor and not arg.requires_grad]
+    numbers = [arg for arg in call.args if type(arg) in (float, int)]
     if (
         call.kwargs
-        or len(call.args) != len(call.arguments)
-        or any(type(arg) is not Tensor or arg.requires_grad for arg in call.args)
+        or len(tensors) != len(call.arguments)
+        or len(numbers) != len(call.given)
+        or len(tensors) + len(numbers) != len(call.args)
     ):
         return None
     with contextlib.suppress(ValueError):
-        return Likeness(call.args, place_of_implementation())
+        return Likeness(tensors, place_of_implementation())
     return None
 
 
