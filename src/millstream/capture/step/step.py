@@ -232,8 +232,8 @@ class Step(Generic[P, R]):
             given: Sequence[float] = ()
             if usual is not None and usual.looks is not None and not kwargs:
                 if usual.kinds and usual.kinds == tuple(map(type, args)):
-                    given = [each for each in args if type(each) is not Tensor]  # type: ignore[misc]
-                    arguments = [each for each in args if type(each) is Tensor]
+                    given = [each for each in arguments if type(each) is not Tensor]
+                    arguments = [each for each in arguments if type(each) is Tensor]
                 if usual.looks.find(arguments) is not None and (len(arguments) == 1 or not has_same(arguments)):
                     _, modes, *_ = usual.key
                     if modes == ambient() and usual.fits(arguments, given):
