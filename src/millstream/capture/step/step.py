@@ -228,17 +228,16 @@ class Step(Generic[P, R]):
             return self.function(*args, **kwargs)
         with self._lock.lock:  # a call reads numbers, runs and writes numbers before the next one does
             usual = self._usual if not self.check else None
+            if usual is not None and usual.looks is not None and not kwargs:
+                leaves, brought = (
+                    _apart(args) if usual.kinds and usual.kinds == tuple(map(type, args)) else ([*args], [])
+                )
+                if usual.looks.find(leaves) is not None and (len(leaves) == 1 or not has_same(leaves)):
+                    _, modes, *_ = usual.key
+                    if modes == ambient() and usual.fits(leaves, brought):
+                        return usual.run(leaves)
             arguments: list[Any] = [*args]
             given: Sequence[float] = ()
-            if usual is not None and usual.looks is not None and not kwargs:
-                if usual.kinds and usual.kinds == tuple(map(type, args)):
-                    given = [each for each in arguments if type(each) is not Tensor]
-                    arguments = [each for each in arguments if type(each) is Tensor]
-                if usual.looks.find(arguments) is not None and (len(arguments) == 1 or not has_same(arguments)):
-                    _, modes, *_ = usual.key
-                    if modes == ambient() and usual.fits(arguments, given):
-                        return usual.run(arguments)
-                arguments, given = [*args], ()
             self._usual = None
             key = None if kwargs else key_of_tensors(arguments)
             if key is None:
@@ -723,6 +722,11 @@ def _serves_once(number: ServesOnce) -> CaptureError:
         f"The step depends on the very value of {number}, which it changes.",
         remedy="Compute with it by operators and functions of math, such as math.sqrt, or use a tensor.",
     )
+
+
+def _apart(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Tensors among arguments, and numbers, where there is nothing else."""
+    return [each for each in args if type(each) is Tensor], [each for each in args if type(each) is not Tensor]
 
 
 def _looks_of(call: Call) -> Likeness | None:
