@@ -79,6 +79,15 @@ def test_a_mistake_raises_what_eager_raises_and_no_warning(mistake, capfd):
     assert not step.fallbacks
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8])
+def test_targets_that_only_compiled_kernels_would_take_are_refused(dtype):
+    plain = make()[1]
+    step = ms.step(make()[1])
+    step(X, Y)
+    for _ in range(2):
+        assert str(caught(step, (X, Y.to(dtype)), {})) == str(caught(plain, (X, Y.to(dtype)), {}))
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_strict_step_says_what_and_blames_nobody(mistake, capfd):
     step, _ = make(strict=True)

@@ -77,6 +77,9 @@ _OF_MEMORY = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storag
 MOST_READ = 256
 """Numbers that a step may read from tensors, of which each costs a node of the graph; ``tolist()`` reads its own."""
 
+_TAKE_CLASSES = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.default})
+"""Losses whose kernels refuse targets of other types than int64 and uint8, and whose fake ones take them."""
+
 READ_REMEDY = (
     "Read it with .item(), whose value can be formatted, logged, stored and returned, or outside of the step; for a"
     " branch use torch.where."
@@ -285,6 +288,9 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"The step calls the collective {func.__name__}, which is not captured.",
                 "Captured are torch.distributed.all_reduce and broadcast, by these names.",
             )
+        if func in _TAKE_CLASSES and (dtype := args[1].dtype) not in (torch.int64, torch.uint8):
+            name = {torch.int32: "Int", torch.int16: "Short", torch.int8: "Char"}.get(dtype, str(dtype))
+            raise RuntimeError(f"expected target dtype to be Long or Byte, but got {name}")
         if is_higher_order(func) and func.name() not in _HIGHER_ORDER:
             self._fail(
                 f"The step uses the higher-order operator {func.name()}, which is not captured.",
