@@ -123,6 +123,14 @@ def test_output_code_is_a_file_where_it_was_asked_for(temporary_files, caplog):
     assert "def forward" in file.read_text()
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_comments_about_where_kernels_come_from_are_no_failure(level):
+    """``TORCH_COMPILE_DEBUG=1`` asks Inductor for them."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"trace.provenance_tracking_level": level}):
+        assert ms.compile(lambda x: x.tan() + 5, strict=True)(torch.zeros(3)).tolist() == [5, 5, 5]
+
+
 @pytest.mark.parametrize(
     ("name", "body", "updated"),
     [

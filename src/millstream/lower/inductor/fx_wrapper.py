@@ -323,6 +323,11 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
     collected: ClassVar[list[torch.fx.GraphModule]]
     cpp_kernels: ClassVar[CppKernels]
 
+    def writeline(self, line: Any) -> None:
+        """Note a line, unless it is a comment, as of ``TORCH_COMPILE_DEBUG=1``: upstream's converter refuses text."""
+        if not (isinstance(line, str) and all(part.lstrip()[:1] in ("", "#") for part in line.splitlines())):
+            super().writeline(line)
+
     def generate_kernel_call(self, kernel_name: str, call_args: Any, **kwargs: Any) -> None:
         super().generate_kernel_call(kernel_name, call_args, **kwargs)
         node = V.graph.scheduler.current_node
