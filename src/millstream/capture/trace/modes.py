@@ -80,6 +80,13 @@ MOST_READ = 256
 _TAKE_CLASSES = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.default})
 """Losses whose kernels refuse targets of other types than int64 and uint8, and whose fake ones take them."""
 
+
+def _check_targets(func: Any, args: tuple[Any, ...]) -> None:
+    if func in _TAKE_CLASSES and (dtype := args[1].dtype) not in (torch.int64, torch.uint8):
+        name = {torch.int32: "Int", torch.int16: "Short", torch.int8: "Char"}.get(dtype, str(dtype))
+        raise RuntimeError(f"expected target dtype to be Long or Byte, but got {name}")
+
+
 READ_REMEDY = (
     "Read it with .item(), whose value can be formatted, logged, stored and returned, or outside of the step; for a"
     " branch use torch.where."
@@ -275,6 +282,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _check_targets(func, args)
         if func not in _LIFTS:
             for tensor in _tensors_in((*args, *kwargs.values())):
                 if is_real(tensor):
@@ -288,9 +296,6 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"The step calls the collective {func.__name__}, which is not captured.",
                 "Captured are torch.distributed.all_reduce and broadcast, by these names.",
             )
-        if func in _TAKE_CLASSES and (dtype := args[1].dtype) not in (torch.int64, torch.uint8):
-            name = {torch.int32: "Int", torch.int16: "Short", torch.int8: "Char"}.get(dtype, str(dtype))
-            raise RuntimeError(f"expected target dtype to be Long or Byte, but got {name}")
         if is_higher_order(func) and func.name() not in _HIGHER_ORDER:
             self._fail(
                 f"The step uses the higher-order operator {func.name()}, which is not captured.",
