@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from millstream._torch.compiler.dynamo import leave_to_python
 from millstream.capture.effects.values import holds_token
 from millstream.capture.lines import is_asked_by_user, is_ours, is_part_of_models, is_pythons, is_users, is_users_own
 from millstream.capture.state.code import (
@@ -137,6 +138,7 @@ def record_module_reads(on_forward: Callable[[nn.Module], None], ran: Ran) -> It
                 on_forward(module)
         return object.__getattribute__(module, name)
 
+    leave_to_python(read)  # other threads call it, in models that they have compiled
     nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
     try:
         yield
