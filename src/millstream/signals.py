@@ -108,9 +108,7 @@ _in_force: list[Postponed] = []
 
 
 def _find_again_after_fork() -> None:
-    _here.main_thread = threading.get_ident()
-    _here.put_back()
-    _here.arrived.clear()
+    _here.forget()
     while _in_force:
         postponed = _in_force[-1]
         postponed.end()
@@ -160,16 +158,17 @@ class _Undisturbed:
         else:
             self.arrived.append(number)
 
-    def put_back(self) -> None:
-        self.is_running = False
-        for number, handler in reversed(self.handlers.items()):  # SIGINT last: its handler may raise at once
+    def forget(self) -> None:
+        """In a child that was forked meanwhile: what was there before is there again."""
+        for number, handler in self.handlers.items():
             if _get(number) == self.note:
                 _set(number, handler)
+        self.is_running, self.main_thread = False, threading.get_ident()
+        self.arrived.clear()
 
     def handle(self) -> None:
-        if self.arrived:
-            numbers, self.arrived = self.arrived, []
-            _handle_all(numbers)
+        numbers, self.arrived = self.arrived, []
+        _handle_all(numbers)
 
 
 _here = _Undisturbed()
@@ -191,6 +190,10 @@ def undisturbed(function: Callable[[T], R], argument: T) -> R:
         for number in handlers:
             _set(number, _here.note)
         return function(argument)
-    finally:
-        _here.put_back()
-        _here.handle()
+    finally:  # without calls, but for what has come
+        _here.is_running = False
+        for number in reversed(handlers):  # SIGINT last: its handler may raise at once
+            if _get(number) == _here.note:
+                _set(number, handlers[number])
+        if _here.arrived:
+            _here.handle()

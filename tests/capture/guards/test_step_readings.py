@@ -349,7 +349,7 @@ def test_what_the_first_call_makes_the_next_ones_use(make):
 
 def test_state_that_changes_its_shape():
     def make():
-        state = torch.zeros(4)
+        state = torch.zeros(6)
 
         def step(x):
             nonlocal state
@@ -359,10 +359,10 @@ def test_state_that_changes_its_shape():
         return step
 
     theirs, captured = make(), Step(make(), build=interpret, strict=True)
-    for count in (4, 4, 3, 3, 3):
+    for count in (6, 6, 5, 5, 5, 4, 4, 4):
         assert_same(captured(torch.ones(count)), theirs(torch.ones(count)))
-    with pytest.warns(FallbackWarning, match="pad_to"):  # the third length
-        for count in (2, 2, 2):
+    with pytest.warns(FallbackWarning, match="pad_to"):  # the third length that is another
+        for count in (3, 3, 3):
             assert_same(captured(torch.ones(count)), theirs(torch.ones(count)))
 
 

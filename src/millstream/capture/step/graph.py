@@ -24,7 +24,6 @@ from millstream.capture.trace.patches.optimizers import is_number
 from millstream.capture.trace.scalars import Questions
 from millstream.device.likeness import Likeness
 from millstream.errors import CaptureError, FailingStepCaptureError
-from millstream.signals import undisturbed
 
 STATE_NAMES = "state_names"
 """Where a traced graph's ``meta`` has the names of the inputs that come before the arguments."""
@@ -108,10 +107,10 @@ class StepGraph:
     looks: Likeness | None = None  # what tensors among its arguments look like, where compiled code may tell
     kinds: tuple[type, ...] = ()  # of its arguments, where some of them are numbers that each call brings
     executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)  # what ``build`` made of it
-    _is_on_host: bool = field(init=False)  # whether kernels run one after another, within the call
+    is_on_host: bool = field(init=False)  # whether kernels run one after another, within the call
 
     def __post_init__(self) -> None:
-        self._is_on_host = all(tensor.is_cpu for tensor in self.static)
+        self.is_on_host = all(tensor.is_cpu for tensor in self.static)
         self.effects.count([slot.location for slot in self.slots], self.questions.allow)
 
     def fits(self, arguments: list[Tensor], given: Sequence[float] = ()) -> bool:
@@ -195,10 +194,7 @@ class StepGraph:
         return [node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")]
 
     def run(self, arguments: list[Tensor]) -> Any:
-        """Run the graph, do what else the step does, and return its result; an interrupt comes before or after."""
-        return undisturbed(self._run, arguments) if self._is_on_host else self._run(arguments)
-
-    def _run(self, arguments: list[Tensor]) -> Any:
+        """Run the graph, do what else the step does, and return its result."""
         arguments = self.complete(arguments)
         return self.finish(arguments, self.replay(arguments))
 
