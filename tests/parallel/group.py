@@ -18,7 +18,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 """Seconds that a check may take; with more than four processes, longer by as much."""
 
 TIMEOUT = timedelta(seconds=40)
