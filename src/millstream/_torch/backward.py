@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from millstream._torch.tracing import leave_to_python
+
 _lock = threading.Lock()
 _thread = threading.local()
 _original: list[Any] = []
@@ -32,6 +34,7 @@ def backward_watched(on_backward: Callable[[Sequence[Any]], AbstractContextManag
         _num_watching[0] += 1
         if _num_watching[0] == 1:
             _original[:] = [torch.autograd._engine_run_backward]  # type: ignore[attr-defined]
+            leave_to_python(_run_backward)
             torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
     try:
         yield
@@ -44,9 +47,11 @@ def backward_watched(on_backward: Callable[[Sequence[Any]], AbstractContextManag
 
 
 def _run_backward(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    if not (watchers := _thread.__dict__.get("watchers")):
+        return _original[0](tensors, *args, **kwargs)
     roots = [each.grad_fn if isinstance(each, Tensor) else getattr(each, "node", each) for each in tensors]
     with ExitStack() as within:
-        for watcher in _thread.__dict__.get("watchers", ()):
+        for watcher in watchers:
             if (context := watcher([root for root in roots if root is not None])) is not None:
                 within.enter_context(context)
         return _original[0](tensors, *args, **kwargs)

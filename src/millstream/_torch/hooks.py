@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ import torch.nn.modules.module as nn_module
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
+
+from millstream._torch.tracing import reads_seen
 
 
 def count_hooks() -> int:
@@ -63,6 +67,20 @@ def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """Hooks that run when ``optimizer`` steps, but for our own. Tried on 2.11 and 2.13."""
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     return tuple(hook for hook in hooks if not isinstance(hook, OwnHook))
+
+
+def optimizer_steps_seen(on_step: Callable[[torch.optim.Optimizer], None]) -> AbstractContextManager[None]:
+    """For the length of the context, call ``on_step`` before an optimizer steps in this thread.
+
+    The wrapper that every optimizer has around its ``step`` looks for hooks there. A hook for all optimizers would be
+    one of all threads, and guards of models compiled with their optimizers see it. Tried on 2.11 and 2.13.
+    """
+
+    def see(optimizer: Any, name: str, reader: FrameType) -> None:
+        if name == "_optimizer_step_pre_hooks" and reader.f_globals.get("__name__") == torch.optim.Optimizer.__module__:
+            on_step(optimizer)
+
+    return reads_seen(torch.optim.Optimizer, see)
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:

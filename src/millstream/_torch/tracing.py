@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -76,6 +76,9 @@ class OneThreads:
 def _flagged(owner: Any, name: str, value: bool) -> Iterator[None]:
     """Give a flag of PyTorch's another value for this thread."""
     before = getattr(owner, name)
+    if before is value:  # guards of models that other threads have compiled take no other object for it
+        yield
+        return
     flag = OneThreads(value, before)
     setattr(owner, name, flag)
     try:
@@ -106,9 +109,20 @@ def failures_unlogged() -> Iterator[None]:
         log.removeFilter(is_wanted)
 
 
+def leave_to_python(function: Any) -> None:
+    """Have Dynamo pass over calls of a function, also where another thread's compiled code comes to one."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
 @contextlib.contextmanager
 def patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of a module or class, for calls from this thread; those from others go to the original."""
+    """Replace a function of a class, or one that code of its module calls, for calls from this thread.
+
+    Those from others go to the original. Where they look for it they find another object than that, though, which
+    guards of compiled models notice: for what such models may use there is ``attributes_here``.
+    """
     original = vars(owner)[name]
     thread = threading.get_ident()
 
@@ -116,11 +130,66 @@ def patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[
     def choose(*args: Any, **kwargs: Any) -> Any:
         return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
 
+    leave_to_python(choose)
     setattr(owner, name, choose)
     try:
         yield
     finally:
         setattr(owner, name, original)
+
+
+class _Here:
+    """An attribute of a module that is another for one thread; that in the module's dictionary is for all others."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._name, self._value = name, value
+        self._thread = threading.get_ident()
+
+    def __get__(self, module: Any, _: type) -> Any:
+        return self._value if threading.get_ident() == self._thread else vars(module)[self._name]
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)[self._name] = value
+
+
+@contextlib.contextmanager
+def attributes_here(module: ModuleType, **values: Any) -> Iterator[None]:
+    """For the length of the context, give attributes of a module these values where this thread asks for them.
+
+    The module's dictionary stays as it is, and with it what its own code finds, and guards of compiled models do.
+    """
+    leave_to_python(_Here.__get__)
+    kind: Any = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {name: _Here(name, value) for name, value in values.items()})
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+
+
+@contextlib.contextmanager
+def reads_seen(kind: Any, on_read: Callable[[Any, str, FrameType], None]) -> Iterator[None]:
+    """For the length of the context, see which attributes of objects of a class this thread reads, or seeks in vain.
+
+    The class has a ``__getattribute__`` of its own meanwhile, and so must not have one before.
+
+    Args:
+        kind: The class.
+        on_read: Called with the object, the name and the frame that reads, before it does; may raise an error there.
+    """
+    thread = threading.get_ident()
+
+    def read(owner: Any, name: str) -> Any:
+        if threading.get_ident() == thread:
+            on_read(owner, name, sys._getframe(1))
+        return object.__getattribute__(owner, name)
+
+    leave_to_python(read)
+    kind.__getattribute__ = read
+    try:
+        yield
+    finally:
+        del kind.__getattribute__
 
 
 def pretend_compiling() -> AbstractContextManager[None]:

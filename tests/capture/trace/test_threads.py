@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import importlib
+import logging
 import math
 import os
 import random
@@ -10,7 +11,9 @@ import select
 import sys
 import threading
 import traceback
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -113,17 +116,69 @@ def test_flags_of_the_process_are_as_ever(during_a_trace, monkeypatch):
     assert type(torch._dynamo.eval_frame._stance) is torch._dynamo.eval_frame.DynamoStance
 
 
+class Usual(nn.Module):
+    """Calls what a trace sees, so that guards of its graphs know it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        x = self.layer(x) * math.sqrt(2.0) + random.random() + torch.from_numpy(np.ones(2, dtype=np.float32))
+        logging.getLogger("model").debug("half of it")
+        if torch.compiler.is_compiling():
+            x = x + 1
+        print(end="")  # noqa: T201  is what is tried
+        x = x - torch.distributions.Normal(x, torch.ones(2)).log_prob(torch.zeros(2))
+        warnings.warn("for once", stacklevel=1)
+        return x.sum()
+
+
 def test_compiled_functions_run_compiled(during_a_trace):
-    runs = []
+    compiled = []
 
     def backend(gm, inputs):
-        return lambda *values: runs.append(1) or gm(*values)
+        compiled.append(gm)
+        return gm.forward
 
-    compiled = torch.compile(lambda x: x.sin() + 1, backend=backend)
-    compiled(torch.ones(2))
-    before = len(runs)
-    during_a_trace(lambda: compiled(torch.ones(2)))
-    assert len(runs) > before
+    model, optimizer = Usual(), torch.optim.Adam(nn.Linear(2, 2).parameters())
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones(2, 2)
+    functions = [torch.compile(each, backend=backend) for each in (model, lambda x: x.sin(), optimizer.step)]
+
+    def call():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            functions[0](torch.ones(2)).backward()
+        functions[1](torch.ones(2))
+        functions[2]()
+
+    for _ in range(3):
+        call()
+    before = len(compiled)
+    during_a_trace(call)
+    call()
+    assert before > 3
+    assert len(compiled) == before
+
+
+def test_a_first_compilation_waits_for_the_trace(during_a_trace):
+    outcomes, threads = [], []
+    model, x = nn.Linear(4, 2), torch.ones(3, 4)
+    expected = model(x)
+
+    def compile_model():
+        outcomes.append(torch.equal(torch.compile(model, backend="eager")(x), expected))
+
+    def begin():
+        if not threads:
+            threads.append(threading.Thread(target=compile_model))
+            threads[0].start()
+            threads[0].join(0.2)
+
+    during_a_trace(begin)
+    threads[0].join(PATIENCE)
+    assert outcomes == [True]
 
 
 def test_random_numbers_seeds_and_optimizers_work(during_a_trace):

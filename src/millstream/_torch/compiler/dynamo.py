@@ -23,13 +23,6 @@ def is_compiling() -> bool:
     return flag is not False and bool(flag) and _compiles_here()
 
 
-def leave_to_python(function: Any) -> None:
-    """Have Dynamo pass over calls of a function, also where another thread's compiled code comes to one."""
-    from torch._dynamo.eval_frame import skip_code
-
-    skip_code(function.__code__)
-
-
 def compile_lock() -> Any:
     """What Dynamo holds while it compiles, in all threads together; re-entrant."""
     from torch._dynamo.convert_frame import compile_lock

@@ -7,9 +7,10 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
-from millstream._torch.tracing import patched
+from millstream._torch.tracing import patched, reads_seen
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.lines import is_users_own, raise_refusal
 
@@ -42,8 +43,7 @@ def logs_recorded(recorder: Recorder) -> Iterator[None]:
             for name in names.split():
                 patches.enter_context(patched(owner, name, _setting(recorder, vars(owner)[name])))
         for kind in (logging.Filterer, logging.Manager):  # loggers, handlers, and what has them all
-            kind.__getattribute__ = _reading(recorder)  # type: ignore[method-assign]
-            patches.callback(delattr, kind, "__getattribute__")
+            patches.enter_context(reads_seen(kind, functools.partial(_note_read, recorder)))
         yield
 
 
@@ -98,14 +98,11 @@ def _setting(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., 
     return refuse
 
 
-def _reading(recorder: Recorder) -> Callable[[Any, str], Any]:
-    def read(owner: Any, name: str) -> Any:
-        value = object.__getattribute__(owner, name)
-        if not callable(value) and not _is_others(recorder, sys._getframe(1).f_globals.get("__name__", "")):
-            _noted(recorder, functools.partial(_held, owner, name))
-        return value
-
-    return read
+def _note_read(recorder: Recorder, owner: Any, name: str, reader: FrameType) -> None:
+    if not _is_others(recorder, reader.f_globals.get("__name__", "")):
+        held = functools.partial(_held, owner, name)
+        if not callable(getattr(owner, name, None)):
+            _noted(recorder, held)
 
 
 def _noted(recorder: Recorder, ask: Callable[[], Any]) -> Any:

@@ -9,33 +9,38 @@ from __future__ import annotations
 import builtins
 import functools
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from millstream._torch.tracing import patched
+from millstream._torch.tracing import attributes_here, leave_to_python, patched
 from millstream.capture.effects.logs import OTHERS, logs_recorded
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.effects.registry import REGISTERED
 from millstream.capture.lines import is_users
+from millstream.capture.state.discover import Found
 
 
 @contextmanager
-def outputs_recorded(recorder: Recorder) -> Iterator[Callable[[Iterable[Any]], None]]:
+def outputs_recorded(recorder: Recorder) -> Iterator[Callable[[Found], None]]:
     """For the length of the context ``recorder`` gets what this thread prints, logs and writes.
 
-    Yields a function that takes open files: what is written to them is recorded from then on, too.
+    Yields a function that takes what the step reaches: from then on what is written to its open files is recorded, too,
+    and ``print`` as a whole if it is named there: guards of other threads' compiled models notice that.
     """
     with ExitStack() as patches:
         streams = {id(stream): name for name in ("stderr", "stdout") if (stream := getattr(sys, name)) is not None}
-        patches.enter_context(patched(builtins, "print", _printing(recorder, streams)))
         known = {*streams}
         for name in streams.values():
             patches.enter_context(_stream_recorded(recorder, getattr(sys, name), name))
 
-        def add(files: Iterable[Any]) -> None:
-            for file in files:
+        def add(found: Found) -> None:
+            if "print" in found.names and id(print) not in known:
+                patches.enter_context(patched(builtins, "print", _printing(recorder, streams)))
+                known.add(id(print))
+            for file in found.files:
                 if id(file) not in known:
                     known.add(id(file))
                     patches.enter_context(_stream_recorded(recorder, file, file))
@@ -74,6 +79,7 @@ def _print(*texts: str, file: Any, **how: Any) -> None:
 @contextmanager
 def _stream_recorded(recorder: Recorder, stream: Any, name: Any) -> Iterator[None]:
     """Record what is written to ``stream``; ``name``, the stream or the name that it has in ``sys``, is written to."""
+    thread = threading.get_ident()
     with ExitStack() as patches:
         for method in ("write", "writelines", "flush"):
             original = getattr(stream, method, None)
@@ -81,11 +87,12 @@ def _stream_recorded(recorder: Recorder, stream: Any, name: Any) -> Iterator[Non
                 continue
 
             def choose(*args: Any, original: Callable[..., Any] = original, method: str = method) -> Any:
-                if not recorder.is_active or _is_of_others(sys._getframe(1)):
+                if threading.get_ident() != thread or not recorder.is_active or _is_of_others(sys._getframe(1)):
                     return original(*args)
                 recorder.call(_write, name, method, *args)
                 return len(args[0]) if method == "write" else None
 
+            leave_to_python(choose)
             try:
                 setattr(stream, method, choose)
             except (AttributeError, TypeError):  # of a kind that takes no attributes
@@ -98,14 +105,13 @@ def _write(stream: Any, method: str, *args: Any) -> None:
     getattr(getattr(sys, stream) if isinstance(stream, str) else stream, method)(*args)
 
 
-@contextmanager
-def _warnings_recorded(recorder: Recorder) -> Iterator[None]:
+def _warnings_recorded(recorder: Recorder) -> AbstractContextManager[None]:
     original = warnings.warn
 
     def warn(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **kwargs: Any) -> None:
-        frame = sys._getframe(2)  # beyond what `patched` has put there
+        frame = sys._getframe(1)
         if not recorder.is_active or args or kwargs or not is_users(frame.f_code.co_filename):
-            original(message, category, stacklevel + 2, *args, **kwargs)
+            original(message, category, stacklevel + 1, *args, **kwargs)
             return
         for _ in range(stacklevel - 1):
             frame = frame.f_back or frame
@@ -115,8 +121,7 @@ def _warnings_recorded(recorder: Recorder) -> Iterator[None]:
         tell = functools.partial(warnings.warn_explicit, category=kind, registry=registry, **place)
         recorder.call(tell, message if isinstance(message, Warning) else str(message))
 
-    with patched(warnings, "warn", warn):
-        yield
+    return attributes_here(warnings, warn=warn)
 
 
 @contextmanager
@@ -124,14 +129,16 @@ def _calls_recorded(recorder: Recorder, owner: Any, name: str) -> Iterator[None]
     """Record calls of one function of a module or class, for this thread."""
     raw, bound = vars(owner)[name], getattr(owner, name)
     is_of_class = isinstance(raw, classmethod | staticmethod)
+    thread = threading.get_ident()
 
     @functools.wraps(bound)
     def choose(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.is_active:
+        if threading.get_ident() != thread or not recorder.is_active:
             return bound(*args, **kwargs)
         recorder.call(bound, *args, **kwargs)
         return None
 
+    leave_to_python(choose)
     setattr(owner, name, staticmethod(choose) if is_of_class else choose)
     try:
         yield

@@ -6,13 +6,12 @@ code would read need not be the same in each call.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from types import (
     CellType,
@@ -25,7 +24,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from millstream._torch.compiler.dynamo import leave_to_python
+from millstream._torch.tracing import reads_seen
 from millstream.capture.effects.values import holds_token
 from millstream.capture.lines import is_asked_by_user, is_ours, is_part_of_models, is_pythons, is_users, is_users_own
 from millstream.capture.state.code import (
@@ -122,28 +121,18 @@ class Ran:
             self.attributes[id(module), name] = module
 
 
-@contextlib.contextmanager
-def record_module_reads(on_forward: Callable[[nn.Module], None], ran: Ran) -> Iterator[None]:
+def record_module_reads(on_forward: Callable[[nn.Module], None], ran: Ran) -> AbstractContextManager[None]:
     """Note which attributes of modules this thread reads, or looks for in vain: the graph depends on them.
 
-    ``on_forward`` is told of every module that is about to be called. For the length of the context ``nn.Module`` has a
-    ``__getattribute__`` of its own.
+    ``on_forward`` is told of every module that is about to be called.
     """
-    thread = threading.get_ident()
 
-    def read(module: nn.Module, name: str) -> Any:
-        if threading.get_ident() == thread:
-            ran.note_read(module, name, sys._getframe(1))
-            if name == "forward":
-                on_forward(module)
-        return object.__getattribute__(module, name)
+    def note(module: nn.Module, name: str, reader: FrameType) -> None:
+        ran.note_read(module, name, reader)
+        if name == "forward":
+            on_forward(module)
 
-    leave_to_python(read)  # other threads call it, in models that they have compiled
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        del nn.Module.__getattribute__
+    return reads_seen(nn.Module, note)
 
 
 class CodeWatch:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.distributed.data_parallel import watch_wrapping
@@ -357,11 +356,10 @@ class Step(Generic[P, R]):
         def note(optimizer: Optimizer, *_: Any) -> None:
             self._stepped[id(optimizer)] = optimizer
 
-        handle = register_optimizer_step_post_hook(OwnHook(note))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for _, optimizer in discover(self._roots(call)).optimizers:  # one for all would be seen by other threads
+                hooks.callback(optimizer.register_step_post_hook(OwnHook(note)).remove)
             return self._run_plainly(call)
-        finally:
-            handle.remove()
 
     def _result_of(self, result: Any) -> Any:
         """What an eager call gives to the caller."""

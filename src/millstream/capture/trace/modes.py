@@ -6,9 +6,9 @@ operator mode sees the aten operators they become, backward included.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,11 +24,11 @@ from millstream._torch.operators import is_expanded_later
 from millstream._torch.tensors import FakeTensor, is_real, is_unknown
 from millstream._torch.tracing import (
     VALUE_NEEDED,
+    attributes_here,
     graph_being_traced,
     is_higher_order,
     mean_what,
     next_sequence_number,
-    patched,
     running_sequence_number,
 )
 from millstream.capture.effects.recorder import Recorder
@@ -214,11 +214,9 @@ class FunctionWatch(TorchFunctionMode):
         mean_what(tensor, after)
         self.moved.setdefault(id(tensor), (tensor, before))
 
-    @contextlib.contextmanager
-    def from_numpy_refused(self) -> Iterator[None]:
+    def from_numpy_refused(self) -> AbstractContextManager[None]:
         """For the length of the context ``torch.from_numpy``, which no mode sees, raises."""
-        with patched(torch, "from_numpy", lambda _: self._fail(*_NUMPY_READ)):
-            yield
+        return attributes_here(torch, from_numpy=lambda _: self._fail(*_NUMPY_READ))
 
     def _fail(self, reason: str, remedy: str) -> NoReturn:
         raise_refusal(self._refuse, reason, remedy)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import threading
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,14 +29,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from millstream._torch.backward import backward_watched
 from millstream._torch.checkpointing import RandomRecords, checkpoints_reuse_randoms
 from millstream._torch.compiler.dynamo import compile_lock
 from millstream._torch.devices.device_guard import keep_device_guard
-from millstream._torch.hooks import OwnHook
+from millstream._torch.hooks import optimizer_steps_seen
 from millstream._torch.scaler import is_idle, steps_are_masked
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, is_real, storage_id
 from millstream._torch.tracing import (
@@ -324,7 +322,7 @@ class _Tracer:
                 )
                 self.exchanges = session.exchanges
                 with self.recorder.active(), outputs_recorded(self.recorder) as self.record_files, session.active():
-                    self.record_files(self.request.found.files)
+                    self.record_files(self.request.found)
                     result = run_step()
                 self._raise_failure()
                 self.looked_at, self.asked = {*functions.looked_at}, {*functions.asked}
@@ -375,7 +373,7 @@ class _Tracer:
             request.roots += late
             request.found = found
             self.snapshot.add(found)
-            self.record_files(found.files)
+            self.record_files(found)
             self.random_state.add(found)
         self._check_sources()
 
@@ -553,8 +551,6 @@ class _Tracer:
         """Note which optimizers step; stop at one that the request does not have."""
         known = {id(optimizer) for _, optimizer in self.request.found.optimizers}
 
-        thread = threading.get_ident()
-
         def meet(optimizer: Optimizer) -> None:
             if id(optimizer) not in known and Optimizer.__init__.__code__ in (self.ran.codes or ()):
                 self._report(
@@ -567,22 +563,17 @@ class _Tracer:
             if id(optimizer) not in known:
                 self._report(FoundLate(type(optimizer).__name__, optimizer, ""))
 
-        def on_step(optimizer: Optimizer, *_: Any) -> None:
-            if threading.get_ident() != thread:
-                return
+        def on_step(optimizer: Optimizer) -> None:
             meet(optimizer)
             if optimizer not in self.stepped:
                 self.stepped.append(optimizer)
 
-        handle = register_optimizer_step_pre_hook(OwnHook(on_step))
-        try:
-            with (
-                schedulers_are_recorded(self.recorder, self._note_failure, meet),
-                other_generators_refused(self._note_failure),
-            ):
-                yield
-        finally:
-            handle.remove()
+        with (
+            optimizer_steps_seen(on_step),
+            schedulers_are_recorded(self.recorder, self._note_failure, meet),
+            other_generators_refused(self._note_failure),
+        ):
+            yield
 
     def _report(self, error: Exception) -> NoReturn:
         self._note_failure(error)

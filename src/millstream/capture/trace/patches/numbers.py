@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from millstream._torch.tracing import patched
+from millstream._torch.tracing import attributes_here
 from millstream.capture.trace.scalars import is_scalar
 
 _OF_MATH = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tanh", "pow")
 
 
-@contextlib.contextmanager
-def math_takes_scalars() -> Iterator[None]:
+def math_takes_scalars() -> contextlib.AbstractContextManager[None]:
     """For the length of the context, functions of ``math`` give a graph scalar for one."""
 
     def taking(name: str) -> Callable[..., Any]:
@@ -30,10 +29,7 @@ def math_takes_scalars() -> Iterator[None]:
 
         return compute
 
-    with contextlib.ExitStack() as patches:
-        for name in _OF_MATH:
-            patches.enter_context(patched(math, name, taking(name)))
-        yield
+    return attributes_here(math, **{name: taking(name) for name in _OF_MATH})
 
 
 @contextlib.contextmanager

@@ -8,12 +8,13 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from millstream._torch.tracing import patched
+from millstream._torch.tracing import attributes_here
 from millstream.capture.lines import raise_refusal
 from millstream.capture.state.discover import Found
 
@@ -85,22 +86,24 @@ def _set_state(generator: Any, state: Any) -> None:
 @contextlib.contextmanager
 def other_generators_refused(refuse: Callable[[Exception], None]) -> Iterator[None]:
     """For the length of the context, on this thread, Python's and NumPy's generators and new seeds raise."""
-    seeds = [(torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed"), (torch.random, "seed")]
-    seeds += [(torch.cuda, "manual_seed"), (torch.cuda, "manual_seed_all")]
-    draws = [
-        (module, name)
-        for module, kind in ((random, random.Random), (np.random, np.random.RandomState))
-        for name, value in vars(module).items()
-        if isinstance(getattr(value, "__self__", None), kind) and name not in _READING
-    ]
-    with contextlib.ExitStack() as patches:
-        for module, name in ((torch, "set_rng_state"), (torch.random, "set_rng_state"), (torch.random, "fork_rng")):
-            refusal = _refusing("sets a state of random numbers", refuse)
-            patches.enter_context(patched(module, name, _but_for_checkpoints(refusal, getattr(module, name))))
-        for module, name in seeds:
-            patches.enter_context(patched(module, name, _refusing("sets a seed", refuse)))
-        for module, name in draws:
-            patches.enter_context(patched(module, name, _refusing(f"calls {module.__name__}.{name}", refuse)))
+    seed, state = _refusing("sets a seed", refuse), _refusing("sets a state of random numbers", refuse)
+    set_state = _but_for_checkpoints(state, torch.set_rng_state)
+
+    def draws(module: ModuleType, kind: type) -> dict[str, Any]:
+        return {
+            name: _refusing(f"calls {module.__name__}.{name}", refuse)
+            for name, value in vars(module).items()
+            if isinstance(getattr(value, "__self__", None), kind) and name not in _READING
+        }
+
+    fork = _but_for_checkpoints(state, torch.random.fork_rng)
+    with (
+        attributes_here(torch, manual_seed=seed, seed=seed, set_rng_state=set_state),
+        attributes_here(torch.random, manual_seed=seed, seed=seed, set_rng_state=set_state, fork_rng=fork),
+        attributes_here(torch.cuda, manual_seed=seed, manual_seed_all=seed),
+        attributes_here(random, **draws(random, random.Random)),
+        attributes_here(np.random, **draws(np.random, np.random.RandomState)),
+    ):
         yield
 
 
@@ -108,7 +111,7 @@ def _but_for_checkpoints(refusal: Callable[..., Any], original: Callable[..., An
     """What activation checkpointing may call, whose random numbers are used again otherwise, and nobody else."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(2).f_globals.get("__name__", "")  # of what `patched` has put there
+        caller = sys._getframe(1).f_globals.get("__name__", "")
         return (original if caller in _CHECKPOINTING else refusal)(*args, **kwargs)
 
     return call
