@@ -102,9 +102,9 @@ def choose_in_both(pair, monkeypatch, ns_of, capture=lambda rank, plan: plan):
     ranks = {}
 
     def prepare(self, stack, plan, best):
-        return self._capture(plan), self._capture(best)
+        return self._capture(plan), self._capture(best), None
 
-    def clock(own, base, agree):  # given what the captured have as their graphs: plans
+    def clock(own, base, rewind, agree):  # given what the captured have as their graphs: plans
         agree(5)
         rank = ranks[own.graph.kernels[0].device]
         return ns_of(rank, own.num_streams), ns_of(rank, base.num_streams)
@@ -333,13 +333,13 @@ def settle_in_both(pair, monkeypatch, done, ns_of, opens=lambda rank, ctas: None
         opens(ranks[group], max_ctas)
         return Named(max_ctas, done)
 
-    def compare(own, base, agree):
+    def compare(own, base, rewind, agree):
         agree(5)
         return ns_of(*own), ns_of(*base)
 
     monkeypatch.setattr(communicators, "new_communicator", new)
     monkeypatch.setattr(lockstep, "compare", compare)
-    monkeypatch.setattr(trial.Trials, "_prepare", lambda self, stack, *ways: tuple(map(self._capture, ways)))
+    monkeypatch.setattr(trial.Trials, "_prepare", lambda self, stack, *ways: (*map(self._capture, ways), None))
     ranks, collectives = {}, [Collective(done) for _ in pair]
 
     def act(agreement, rank):

@@ -19,7 +19,7 @@ from millstream.engine.arena import bind_arena
 from millstream.engine.build import Executable
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.source import compile_plan
-from millstream.engine.unchanged import unchanged
+from millstream.engine.unchanged import may_count, unchanged
 from millstream.errors import ArgumentError
 from millstream.graph import KernelKind, Plan, Span, Timeline
 from millstream.insight.profiler.kineto import read_trace
@@ -81,8 +81,10 @@ def trace_host(program: Program) -> Timeline:
     run = compile_plan(program, plan, bind_arena(program, assign_offsets(plan)), observe=observe)
     inputs = make_inputs(program)
     timelines = []
-    with torch.no_grad(), unchanged(program, (), torch.default_generator):
+    counted = [value for value in inputs if isinstance(value, torch.Tensor) and may_count(value)]
+    with torch.no_grad(), unchanged(program, counted, torch.default_generator) as rewind:
         for number in range(WARM_UPS + RUNS):
+            rewind()
             spans.clear()
             start = time.perf_counter_ns()
             run(list(inputs))

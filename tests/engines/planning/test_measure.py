@@ -43,7 +43,7 @@ def test_an_interrupted_measurement_changes_nothing(monkeypatch, error):
     def launch():
         counter.add_(1)
 
-    def measure(self, kernel, launch):
+    def measure(self, kernel, launch, rewind):
         for _ in range(100):
             launch()
         raise error

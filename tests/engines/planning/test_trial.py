@@ -45,7 +45,7 @@ class Device:
 @pytest.fixture
 def make_trials(monkeypatch):
     monkeypatch.setattr(torch.cuda, "default_generators", (None,))
-    monkeypatch.setattr(trial, "compare", lambda graph, base: (graph, base))
+    monkeypatch.setattr(trial, "compare", lambda graph, base, rewind: (graph, base))
     return lambda device: Trials(device.capture, SERIAL.plan, CONTEXT, NO_RANDOMS)
 
 
@@ -72,3 +72,28 @@ def test_nothing_is_tried_behind_a_failure_and_nothing_of_it_kept(make_trials):
     assert trials.compare(LAST, SERIAL) is None
     assert trials.serial_ns() is None
     assert "".join(device.captured) == "sf"
+
+
+def test_what_is_tried_again_and_again_does_not_count_on(monkeypatch):
+    """Else it would write past the end of a cache: on a GPU nothing runs any more after that."""
+    position, cache = torch.tensor([6]), torch.zeros(8)
+
+    class Counting(Graph):
+        written = (position, cache)
+
+        def __init__(self, plan):
+            super().__init__(plan)
+            self.graph = self
+
+        def replay(self):
+            position.add_(1)
+            cache[position] += 1
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "default_generators", (None,))
+    monkeypatch.setattr(trial, "_replay_ms", Counting.replay)
+    trials = Trials(Counting, SERIAL.plan, CONTEXT, NO_RANDOMS)
+    assert trials.compare(FIRST, SERIAL) == (1_000_000, 1_000_000)
+    assert trials.error is None
+    assert position.item() == 6
+    assert not cache.any()

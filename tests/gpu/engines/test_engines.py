@@ -10,6 +10,7 @@ import millstream as ms
 from millstream.api import executables
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, TOLERANCE, assert_trained_alike, train
+from tests.gpu.engines.test_tuning import run_script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 
@@ -294,3 +295,38 @@ def test_torchvision_and_timm_unchanged():
                 x = torch.randn(2, 3, 64, 64, device="cuda")
                 networks.assert_close(compiled(x), model(x), 1e-3)
         torch._dynamo.reset()
+
+
+FILLS_A_CACHE = """
+import torch
+from torch import nn
+import millstream as ms
+
+class Cached(nn.Module):
+    def __init__(self, length):
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.register_buffer("cache", torch.zeros(length, 64, 64))
+        self.register_buffer("position", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.cache.index_copy_(0, self.position.view(1), (self.left(x) + self.right(x)).unsqueeze(0))
+        self.position.add_(1)
+        return self.cache.sum(0)
+
+for streams in (1, 4):
+    model = Cached(4).cuda().eval()
+    compiled, x = ms.compile(model, streams=streams), torch.randn(64, 64, device="cuda")
+    with torch.no_grad():
+        results = [compiled(x).clone() for _ in range(4)]
+        model.cache.zero_(), model.position.zero_()
+        for result in results:
+            torch.testing.assert_close(result, model(x))
+    torch.cuda.synchronize()
+print("as eager")
+"""
+
+
+def test_what_is_measured_and_tried_does_not_count_past_the_end_of_a_cache(tmp_path):
+    """In a process of its own, for an index out of range ends all work on the GPU."""
+    assert run_script(FILLS_A_CACHE, tmp_path / "inductor", tmp_path / "millstream") == "as eager"

@@ -202,8 +202,14 @@ class CudaGraphEngine:
             captured = self._latest()
             self._context.graphs.enter()
             captured.serve(torch.cuda.current_stream(self._index))
-            with unchanged(self.lowered.program, captured.written, torch.cuda.default_generators[self._index]):
-                yield captured.replay
+            generator = torch.cuda.default_generators[self._index]
+            with unchanged(self.lowered.program, captured.written, generator) as rewind:
+
+                def replay() -> None:
+                    rewind()
+                    captured.replay()
+
+                yield replay
 
     def capture_beside(self, plan: Plan) -> Captured:
         """Capture another plan, on copies of the inputs that the present graph holds: for measurements."""

@@ -12,7 +12,7 @@ they run a call at times, as at the end of an epoch, it is kernel by kernel, in 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -261,10 +261,13 @@ class AgreedEngine:
         try:
             whole = capture_together(agreement, self._lowered, costs, inputs, self._scheduling, copied)
             with agreement.silent(), contextlib.ExitStack() as stack:
-                together(agreement, lambda: stack.enter_context(self._unchanged(inputs)))
-                own_ns, segmented_ns = time_steps(
-                    agreement, lambda: whole([*inputs]), lambda: self.segmented([*inputs])
-                )
+                rewind = together(agreement, lambda: stack.enter_context(self._unchanged(inputs)))
+
+                def run(engine: Callable[[list[Any]], Any]) -> None:
+                    rewind()
+                    engine([*inputs])
+
+                own_ns, segmented_ns = time_steps(agreement, lambda: run(whole), lambda: run(self.segmented))
         except NotTogetherError as error:
             self._stay_apart(str(error))
             return
@@ -286,13 +289,13 @@ class AgreedEngine:
         self._note(f"not one graph: {reason}")
 
     @contextlib.contextmanager
-    def _unchanged(self, inputs: Sequence[Any]) -> Iterator[None]:
+    def _unchanged(self, inputs: Sequence[Any]) -> Iterator[Callable[[], None]]:
         assert self._lowered is not None
         program = self._lowered.program
         written = [tensor for name, tensor in zip(program.inputs, inputs, strict=False) if name in program.mutated]
         index = context(next(iter(program.devices))).place.index
-        with unchanged(program, written, torch.cuda.default_generators[index]):
-            yield
+        with unchanged(program, written, torch.cuda.default_generators[index]) as rewind:
+            yield rewind
 
 
 def _joined(*told: str) -> str:

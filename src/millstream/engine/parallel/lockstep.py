@@ -75,13 +75,15 @@ class LockstepTrials(Trials[Way]):
         super().__init__(capture, serial, context, program)
         self._agreement = agreement
 
-    def _prepare(self, stack: ExitStack, way: Way, best: Way) -> tuple[Captured, Captured]:
+    def _prepare(self, stack: ExitStack, way: Way, best: Way) -> tuple[Captured, Captured, Callable[[], None]]:
         prepare = super()._prepare
         return together(self._agreement, lambda: prepare(stack, way, best))
 
-    def _compare(self, graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph) -> tuple[int, int]:
+    def _compare(
+        self, graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph, rewind: Callable[[], None]
+    ) -> tuple[int, int]:
         gather = self._agreement.board.gather
-        own_ns, base_ns = compare(graph, base, lambda number: gather(number, WHAT)[0])
+        own_ns, base_ns = compare(graph, base, rewind, lambda number: gather(number, WHAT)[0])
         return max(gather(own_ns, WHAT)), max(gather(base_ns, WHAT))
 
 

@@ -174,8 +174,13 @@ class WholeGraph:
             self._context.graphs.enter()
             captured.serve(torch.cuda.current_stream(self._index))
             generator = torch.cuda.default_generators[self._index]
-            with unchanged(self.lowered.program, captured.written, generator):
-                yield captured.replay
+            with unchanged(self.lowered.program, captured.written, generator) as rewind:
+
+                def replay() -> None:
+                    rewind()
+                    captured.replay()
+
+                yield replay
 
     def _run(self, captured: Captured, inputs: list[Any]) -> list[Any]:
         outputs = captured.run(inputs)

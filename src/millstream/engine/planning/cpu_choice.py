@@ -104,8 +104,7 @@ class CpuPlanner:
         outcome, own_ns, base_ns = "predicted to be slower", None, None
         share = max(self.num_threads // self._num_streams, 1)
         if self._is_promising(proposal):
-            program = self._lowered.program
-            with unchanged(program, written(program, inputs), torch.default_generator), intra_op_threads(share):
+            with intra_op_threads(share):
                 meter = self._measure(inputs)
             _, proposal = self._propose(meter)
             if self._is_promising(proposal):
@@ -153,8 +152,10 @@ class CpuPlanner:
         program = self._lowered.program
         bound = bind_arena(program, assign_offsets(self._serial))
         run = compile_plan(program, self._serial, bound, observe=meter.observe)
-        for _ in range(MEASURED_CALLS):
-            run(list(inputs))
+        with unchanged(program, written(program, inputs), torch.default_generator) as rewind:
+            for _ in range(MEASURED_CALLS):
+                rewind()
+                run(list(inputs))
         return meter
 
     def _try(
@@ -178,21 +179,28 @@ class CpuPlanner:
         if not all(map(torch.equal, *bits)):
             return "rounds otherwise", None, None
         pairs: list[tuple[int, int]] = []
-        with unchanged(program, written(program, inputs), torch.default_generator):
+        with unchanged(program, written(program, inputs), torch.default_generator) as rewind:
             while len(pairs) < LEAST_SAMPLES or (len(pairs) < MOST_SAMPLES and time.monotonic() < deadline):
-                pairs.append((settled_ns(run_threads), settled_ns(run_serial)))
+                pairs.append((settled_ns(run_threads, rewind), settled_ns(run_serial, rewind)))
         own_ns, base_ns = (round(median(times)) for times in zip(*pairs, strict=True))
         return CHOSEN if own_ns <= (1 - MARGIN) * base_ns else "slower", own_ns, base_ns
 
 
-def settled_ns(run: Callable[[], Any]) -> int:
-    """Time a call among others of its kind, as it is used: threads of the other kind have gone to sleep by then."""
-    end = time.perf_counter() + SETTLE_S
-    run()
-    while time.perf_counter() < end:
+def settled_ns(run: Callable[[], Any], rewind: Callable[[], None]) -> int:
+    """Time a call among others of its kind, as it is used: threads of the other kind have gone to sleep by then.
+
+    Args:
+        run: The call.
+        rewind: Called before each, and not timed.
+    """
+    end, is_first = time.perf_counter() + SETTLE_S, True
+    while is_first or time.perf_counter() < end:
+        rewind()
         run()
+        is_first = False
     times = []
     for _ in range(TIMED_RUNS):
+        rewind()
         start = time.perf_counter_ns()
         run()
         times.append(time.perf_counter_ns() - start)

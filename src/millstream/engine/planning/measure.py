@@ -3,8 +3,8 @@
 The first call of a program is needed anyway, to warm it up. Here it also measures: after each launch, the same launch
 is captured a few times in a row into a small CUDA graph, which is timed. So the kernel works on real values in real
 memory, and its time contains what separates it from the next kernel on a stream, as in the graph that is scheduled.
-What a kernel that updates something in place wrote is put back afterwards. Kernels that are equal by their key are
-measured once.
+What a kernel that updates something in place wrote is put back afterwards, and what it counts in before each launch.
+Kernels that are equal by their key are measured once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from millstream.device import DeviceContext
 from millstream.device.cuda_graphs.capturing import capture
 from millstream.device.cuda_graphs.occupancy import filled_share
 from millstream.engine.cuda.workspaces import take_workspaces
+from millstream.engine.unchanged import may_count, rewinding
 from millstream.graph import Kernel, KernelGraph
 from millstream.lower.program import Program
 
@@ -55,28 +56,40 @@ class CostMeter:
 
     def observe(self, kernel: int, launch: Callable[[], Any], written: tuple[torch.Tensor, ...]) -> Any:
         """Launch a kernel for the caller and measure it if need be."""
-        result = launch()
         key = self._wanted.get(kernel)
-        if key is not None and key not in self.costs and self.error is None:
-            saved: list[torch.Tensor] = []
-            try:
-                saved = [tensor.clone() for tensor in written]
-                self.costs[key] = self._measure(self._program.graph.kernels[kernel], launch)
-            except (RuntimeError, torch.AcceleratorError) as error:  # no memory, or a call that cannot be captured
-                self.error = error.with_traceback(None)  # which would keep what the program has in memory
-            finally:  # also after Ctrl-C
-                for tensor, value in zip(written, saved, strict=False):  # none where memory was short: nothing changed
-                    tensor.copy_(value)
+        if key is None or key in self.costs or self.error is not None:
+            return launch()
+        saved: list[torch.Tensor] = []
+        try:
+            counted = [tensor for tensor in written if may_count(tensor)]
+            rewind = rewinding(counted, [tensor.clone() for tensor in counted]) if counted else None
+        except (RuntimeError, torch.AcceleratorError) as error:  # no memory
+            self.error = error.with_traceback(None)
+            return launch()
+        result = launch()
+        try:
+            saved = [tensor.clone() for tensor in written]
+            self.costs[key] = self._measure(self._program.graph.kernels[kernel], launch, rewind)
+        except (RuntimeError, torch.AcceleratorError) as error:  # no memory, or a call that cannot be captured
+            self.error = error.with_traceback(None)  # which would keep what the program has in memory
+        finally:  # also after Ctrl-C
+            for tensor, value in zip(written, saved, strict=False):  # none where memory was short: nothing changed
+                tensor.copy_(value)
         return result
 
-    def _measure(self, kernel: Kernel, launch: Callable[[], Any]) -> KernelCost:
+    def _measure(self, kernel: Kernel, launch: Callable[[], Any], rewind: Callable[[], None] | None) -> KernelCost:
         if self._empty_ns is None:
             take_workspaces(self._context, self._program, 1)
             small = torch.empty(32, device=self._device)
             self._empty_ns = self._fixed_ns(small.zero_)
         repeats = min(max(TARGET_NS // self._guess_ns[kernel.id], FEWEST_REPEATS), MOST_REPEATS)
-        total_ns, share = self._time(launch, repeats)
-        duration_ns = max(round((total_ns - self._empty_ns) / repeats), 1)
+        if rewind is None:
+            total_ns, share = self._time(launch, repeats)
+            other_ns = self._empty_ns
+        else:  # what it counts in may be the position at which it, too, reads or writes
+            total_ns, share = self._time(lambda: (rewind(), launch()), repeats)
+            other_ns, _ = self._time(rewind, repeats)
+        duration_ns = max(round((total_ns - other_ns) / repeats), 1)
         limits = torch.cuda.get_device_properties(self._device)
         bandwidth = 2 * limits.memory_clock_rate * 1e3 * limits.memory_bus_width / 8  # bytes/s, double data rate
         memory_share = min(1.0, kernel.num_bytes * 1e9 / (duration_ns * bandwidth)) if bandwidth else 1.0

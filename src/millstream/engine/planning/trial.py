@@ -70,22 +70,24 @@ class Trials(Generic[Way]):
         self.ran = True
         try:
             with ExitStack() as stack:
-                own, base = self._prepare(stack, way, best)
-                return self._compare(own.graph, base.graph)
+                own, base, rewind = self._prepare(stack, way, best)
+                return self._compare(own.graph, base.graph, rewind)
         except (RuntimeError, torch.AcceleratorError) as error:
             self.error = error.with_traceback(None)  # which would keep what was captured
             return None
 
-    def _prepare(self, stack: ExitStack, way: Way, best: Way) -> tuple[Captured, Captured]:
-        """Capture both, and have put back what they write when the stack is left."""
+    def _prepare(self, stack: ExitStack, way: Way, best: Way) -> tuple[Captured, Captured, Callable[[], None]]:
+        """Capture both, and have put back what they write when the stack is left; what counts, by a call before."""
         self._kept = [pair for pair in self._kept if pair[0] is best]  # before more memory is taken
         base, own = self._capture_once(best), self._capture_once(way)
         generator = torch.cuda.default_generators[self._context.place.index]
-        stack.enter_context(unchanged(self._program, own.written, generator))
-        return own, base
+        rewind = stack.enter_context(unchanged(self._program, own.written, generator))
+        return own, base, rewind
 
-    def _compare(self, graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph) -> tuple[int, int]:
-        return compare(graph, base)
+    def _compare(
+        self, graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph, rewind: Callable[[], None]
+    ) -> tuple[int, int]:
+        return compare(graph, base, rewind)
 
     def _capture_once(self, way: Way) -> Captured:
         for known, captured in self._kept:
@@ -97,18 +99,27 @@ class Trials(Generic[Way]):
 
 
 def compare(
-    graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph, agree: Callable[[int], int] = lambda number: number
+    graph: torch.cuda.CUDAGraph,
+    base: torch.cuda.CUDAGraph,
+    rewind: Callable[[], None],
+    agree: Callable[[int], int] = lambda number: number,
 ) -> tuple[int, int]:
     """Time two graphs in turn on the current stream; return the median ns of each.
 
     Args:
         graph: One.
         base: The other.
+        rewind: Called before each replay, and not timed.
         agree: Told how often this process would time them; says how often it does.
     """
-    warm_ms = min(_replay_ms(graph) + _replay_ms(base) for _ in range(WARM_UPS))
+
+    def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+        rewind()
+        return _replay_ms(graph)
+
+    warm_ms = min(replay_ms(graph) + replay_ms(base) for _ in range(WARM_UPS))
     samples = agree(min(max(int(SAMPLES_MS / warm_ms), LEAST_SAMPLES), MOST_SAMPLES))
-    pairs = [(_replay_ms(graph), _replay_ms(base)) for _ in range(samples)]
+    pairs = [(replay_ms(graph), replay_ms(base)) for _ in range(samples)]
     own, other = (median(times) for times in zip(*pairs, strict=True))
     return round(own * 1e6), round(other * 1e6)
 
