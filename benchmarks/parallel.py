@@ -1,7 +1,8 @@
 """Suite ``parallel``: a step whose gradients are reduced between GPUs of one host, a process each, by torchrun.
 
-All sides of a case share the processes, as in the other suites. They are timed in turn, in all processes at once; the
-slowest process counts. Only ``ddp compile`` is built and timed after the others, whose kernels it would slow.
+All sides of a case share the processes, as in the other suites. Each baseline is timed in turn with ours as soon as it
+is built, in all processes at once; the slowest process counts. Only ``ddp compile`` is built and timed after all
+others, whose kernels it would slow, and alone.
 
 - ``one gpu``: our step of the bare model in each process, nothing reduced; its ratio is the efficiency
 - ``ddp compile``: torch.compile on the DistributedDataParallel model, and the optimizer as PyTorch gives it
@@ -14,7 +15,8 @@ libraries that our sides share count with each of them, and how long each collec
 nothing else did. The rank that comes last waits for nobody, so of each collective the least over all ranks counts; what
 the others took longer is waiting for that rank.
 
-With ``SAVE_STEPS=DIR`` in the environment each case's step is written there, for ``millstream simulate DIR/CASE.json``.
+With ``SAVE_STEPS=DIR`` in the environment each case's step is written there, for ``millstream simulate DIR/CASE.json``;
+with ``CASE_SECONDS=N`` a case that takes longer than that is ended, and has the rows that were measured by then.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ LAST = ("ddp compile",)  # its collectives' own stream slows all kernels of a pr
 SHARDED = "sharded"  # the last word of such a case's name
 WARM_STEPS = 12  # ours has settled by then
 SAMPLE_MS = 60.0  # a sample begins with a barrier, which processes do not leave at the same time
-LIMIT_S, END_S = 900.0, 30.0  # of a case; of its processes to end when told to
+LIMIT_S, END_S = float(os.environ.get("CASE_SECONDS", "900")), 30.0  # of a case; of its processes to end when told to
 TIMEOUT = timedelta(seconds=300)  # of a collective: one process may compile for long while another has a cached result
 TRACED_STEPS = 6
 JUDGED, TOLERANCE = 4, 0.02  # so many losses, to such a part, in bf16
@@ -105,7 +107,7 @@ def ask(case: str, size: int, sides: list[str], settings: Settings) -> dict[str,
     """Have a new group of processes measure; see ``measure``.
 
     Raises:
-        RuntimeError: One of them has failed; what it said stands in the log.
+        RuntimeError: One of them has failed, or nothing was measured in time; what they said stands in the log.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     command += ["-m", "benchmarks.parallel", "measure", case, ",".join(sides), "--rounds", str(settings.rounds)]
@@ -118,15 +120,23 @@ def ask(case: str, size: int, sides: list[str], settings: Settings) -> dict[str,
         stdout=subprocess.PIPE,
         text=True,
     )
+    late = ""
     try:
         said, _ = child.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"the processes did not end within {LIMIT_S:g} s") from None
+        late = f"the processes did not end within {LIMIT_S:g} s"
+        end(child)
+        said, _ = child.communicate()
     finally:
         end(child)
-    if child.returncode:
-        raise RuntimeError(f"the processes ended with status {child.returncode}, see above")
-    answer: dict[str, Any] = json.loads(next(line for line in reversed(said.splitlines()) if line.startswith("{")))
+    answers = [line for line in said.splitlines() if line.startswith("{")]
+    if not answers:
+        raise RuntimeError(late or f"the processes ended with status {child.returncode}, see above")
+    if child.returncode and not late:
+        late = f"the processes ended with status {child.returncode}"
+    answer: dict[str, Any] = json.loads(answers[-1])
+    if late:
+        answer["note"] = f"{late}; {answer['note']}"
     return answer
 
 
@@ -138,8 +148,6 @@ def end(child: subprocess.Popen[str]) -> None:
             child.wait(END_S)
         except subprocess.TimeoutExpired:
             child.kill()
-    assert child.stdout is not None
-    child.stdout.close()
 
 
 def compare(case: str, size: int, answer: dict[str, Any]) -> list[Row]:
@@ -151,7 +159,8 @@ def compare(case: str, size: int, answer: dict[str, Any]) -> list[Row]:
     if answer["wrong"]:
         return [Row(case, variant, equal=False, note=answer["wrong"])]
     own = Sample.of(mine["times"])
-    facts |= {"ours_ms": own.median, "p20": own.p20, "p80": own.p80, "compile_s": mine["build_s"], "equal": True}
+    facts |= {"ours_ms": own.median, "p20": own.p20, "p80": own.p80, "compile_s": mine["build_s"]}
+    facts["equal"] = None if answer["wrong"] is None else True
     facts["peak_bytes"] = mine["peak_bytes"]
     rows = []
     for baseline in filter(answer["sides"].__contains__, BASELINES):
@@ -246,34 +255,41 @@ class Sides:
         return facts, note
 
 
-def measure(
-    case: TrainingCase, sides: list[str], device: torch.device, rounds: int, *, tiny: bool
-) -> dict[str, Any] | None:
-    """Build and time all sides, in all processes at once.
+def measure(case: TrainingCase, sides: list[str], device: torch.device, rounds: int, *, tiny: bool) -> None:
+    """Build and time all sides, in all processes at once; the first one prints what is known after each, as JSON.
 
-    Returns:
-        ``sides``: for each its milliseconds, in the order they were taken, and seconds to build, or its failure;
-        ``wrong``: what is wrong with our side; ``facts`` and ``note``: about it. ``None`` but in the first process.
+    ``sides``: for each its milliseconds, in the order they were taken, and seconds to build, or its failure; ``wrong``:
+    what is wrong with our side, ``None`` while nobody has looked; ``facts`` and ``note``: about our side.
     """
     mine = Sides(case.make(device, tiny=tiny), device)
-    first, last = ([side for side in sides if (side in LAST) == is_last] for is_last in (False, True))
-    facts, note, wrong = {}, "", ""
-    for side in first:
+    answer: dict[str, Any] = {"sides": mine.answers, "wrong": None, "facts": {}, "note": ""}
+
+    def tell() -> None:
+        shared = max(told_by_all(workspace_bytes(device)))
+        told = {side: dict(facts) for side, facts in mine.answers.items()}
+        for side in {"ours", "one gpu", WHOLE_STATE} & mine.calls.keys():
+            if device.type == "cuda":
+                told[side]["peak_bytes"] += shared
+        if dist.get_rank() == 0:
+            print(json.dumps({**answer, "sides": told}), flush=True)
+
+    mine.add("ours")
+    for side in (side for side in sides if side != "ours" and side not in LAST):
         mine.add(side)
-    mine.time(first, rounds)
+        mine.time(["ours", side], rounds)
+        tell()
     if "ours" in mine.calls:
-        facts, note = mine.describe()
-    for side in last:
-        mine.add(side)
-    mine.time(last, rounds)
-    shared = max(told_by_all(workspace_bytes(device)))
-    for side in {"ours", "one gpu", WHOLE_STATE} & mine.calls.keys():
-        if mine.answers[side]["peak_bytes"] is not None:
-            mine.answers[side]["peak_bytes"] += shared
+        if not mine.answers["ours"]["times"]:
+            mine.time(["ours"], rounds)
+        answer["facts"], answer["note"] = mine.describe()
+        tell()
+    for side in LAST:
+        if side in sides:
+            mine.add(side)
+            mine.time([side], rounds)
     if "ours" in mine.calls:
-        wrong = fault(mine.problem, mine.losses["ours"], mine.trainees["ours"].model, mine.batches)
-    answer = {"sides": mine.answers, "wrong": wrong, "facts": facts, "note": note}
-    return answer if dist.get_rank() == 0 else None
+        answer["wrong"] = fault(mine.problem, mine.losses["ours"], mine.trainees["ours"].model, mine.batches)
+    tell()
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -545,9 +561,7 @@ def main() -> None:
     options = parser.parse_args()
     prepare_torch()
     device = join_group(options.device)
-    answer = measure(cases[options.case], options.sides.split(","), device, options.rounds, tiny=options.tiny)
-    if answer is not None:
-        print(json.dumps(answer), flush=True)
+    measure(cases[options.case], options.sides.split(","), device, options.rounds, tiny=options.tiny)
     dist.barrier()
     os._exit(0)  # graphs captured by hand would have destroy_process_group wait for ever
 
