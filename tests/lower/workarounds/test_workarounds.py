@@ -104,6 +104,15 @@ def reorder_loops_of_several_updates():
         assert not outer.reorder_loops_by_dep_pair(None, None)
 
 
+def read_beside_on_two_threads():
+    torch.set_num_threads(2)
+    x, index = torch.arange(20_000.0), torch.arange(20_000)
+    picked = ms.compile(lambda x, index: torch.tanh(x[index] + 1), strict=True)
+    assert torch.equal(picked(x, index), torch.tanh(x + 1))
+    with pytest.raises(IndexError):
+        picked(x, index + 1)
+
+
 SHOWN_BY = {
     "pytorch#167313": lambda: test_patterns.test_what_is_added_is_scaled("product first"),
     "pytorch#176591": reorder_loops_of_several_updates,
@@ -114,6 +123,7 @@ SHOWN_BY = {
     "pytorch#187173": unpool_channels_last,
     "pytorch#187580": multiply_by_zero,
     "pytorch#191837": fold_in_tiles,
+    "pytorch#195402": read_beside_on_two_threads,
     "pytorch#196681": reduce_in_tiles,
     "pytorch#197039": lambda: test_kept_reads.assert_gradients_are_right(test_kept_reads.RunningScale()),
     "pytorch#197094": train_complex_parameters,
@@ -121,7 +131,7 @@ SHOWN_BY = {
 }
 ON_A_GPU = {"pytorch#189895", "pytorch#193061"}
 SHOWN_ELSEWHERE = {"pytorch#160532", "pytorch#176752"}  # test_threads.py and test_generators.py
-CORRUPTS_MEMORY = ("pytorch#191837", "pytorch#196681", "pytorch#180848")
+CORRUPTS_MEMORY = ("pytorch#191837", "pytorch#195402", "pytorch#196681", "pytorch#180848")
 WRONG = (AssertionError, ms.CaptureError, subprocess.CalledProcessError)
 
 

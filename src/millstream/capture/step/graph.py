@@ -200,7 +200,13 @@ class StepGraph:
 
     def replay(self, arguments: list[Tensor]) -> list[Tensor]:
         """Run the graph for complete ``arguments``; returns its results."""
-        results = call_plainly(self.executable, self.inputs(arguments))
+        failed: IndexError | None = None
+        try:
+            results = call_plainly(self.executable, self.inputs(arguments))
+        except IndexError as error:
+            failed = error
+        if failed is not None:  # a kernel knows neither the operator nor what that says
+            raise _as_eager(failed, self.gm, self.inputs(arguments))
         # Kernels write behind autograd's back; an older graph that still needs a parameter must notice.
         if self.guards.quick is None:
             torch.autograd.graph.increment_version(self.parameters)
@@ -304,19 +310,36 @@ _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 def find_failure(gm: fx.GraphModule, inputs: list[Tensor]) -> CaptureError | None:
     """What is wrong with a step whose graph fails, if it is the step: its operators fail as they are, too."""
-    if gm.meta.get("exchanges"):  # other processes would have to take part
+    error, where = _fail_eagerly(gm, inputs)
+    if error is None:
         return None
+    own = FailingStepCaptureError(f"The step fails: {told(error)}", where=where, remedy="So it does without ms.step.")
+    own.__cause__ = error
+    return own
+
+
+def _as_eager(error: IndexError, gm: fx.GraphModule, inputs: list[Tensor]) -> Exception:
+    """What the operator raises for which a kernel raises ``error``; nothing is written meanwhile."""
+    with torch.random.fork_rng(devices=()):
+        own, _ = _fail_eagerly(gm, [tensor.clone() for tensor in inputs])
+    if not isinstance(own, (IndexError, RuntimeError)):
+        return error
+    for note in getattr(error, "__notes__", ()):
+        own.add_note(note)
+    return own
+
+
+def _fail_eagerly(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Exception | None, str]:
+    """What the first operator raises that fails as it is, and the user's line."""
+    if gm.meta.get("exchanges"):  # other processes would have to take part
+        return None, ""
     eager = _Eager(gm)
     eager.extra_traceback = False  # no more text in errors
     try:
         with torch.no_grad():
             eager.run(*inputs)
     except _OF_THE_DEVICE:  # full, or dead since the graph failed, which says nothing of the step
-        return None
+        return None, ""
     except Exception as error:  # noqa: BLE001  it is to be told
-        own = FailingStepCaptureError(
-            f"The step fails: {told(error)}", where=eager.where, remedy="So it does without ms.step."
-        )
-        own.__cause__ = error
-        return own
-    return None
+        return error, eager.where
+    return None, ""

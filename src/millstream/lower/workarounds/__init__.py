@@ -29,6 +29,7 @@ from millstream.lower.workarounds.kernels import (
     pytorch_189895,
     pytorch_191837,
     pytorch_193061,
+    pytorch_195402,
     pytorch_196681,
 )
 
@@ -48,6 +49,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_189895.WORKAROUND,
     pytorch_191837.WORKAROUND,
     pytorch_193061.WORKAROUND,
+    pytorch_195402.WORKAROUND,
     pytorch_196681.WORKAROUND,
     pytorch_197039.WORKAROUND,
     pytorch_197094.WORKAROUND,
