@@ -204,7 +204,7 @@ class StepGraph:
         try:
             results = call_plainly(self.executable, self.inputs(arguments))
         except IndexError as error:
-            failed = error
+            failed, results = error, []
         if failed is not None:  # a kernel knows neither the operator nor what that says
             raise _as_eager(failed, self.gm, self.inputs(arguments))
         # Kernels write behind autograd's back; an older graph that still needs a parameter must notice.
