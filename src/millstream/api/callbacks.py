@@ -11,6 +11,7 @@ from torch import Tensor
 from millstream.capture.effects.recorder import open_structure, recorder_of_thread
 from millstream.capture.state.signature import put_together
 from millstream.errors import ArgumentError
+from millstream.locks import released
 from millstream.results import fetch
 
 
@@ -49,7 +50,8 @@ def callback(fn: Callable[..., object], *args: Any, sync: bool = True) -> None:
         return
     leaves: list[Tensor] = []
     structure = open_structure(args, leaves, parameters=True)
-    call(*put_together(structure, [leaf.detach() for leaf in leaves]))
+    with released():  # in a step that runs as plain Python
+        call(*put_together(structure, [leaf.detach() for leaf in leaves]))
 
 
 def _deliver(fn: Callable[..., object], *args: Any) -> None:

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import millstream as ms
 from millstream.capture import Step
 from millstream.capture.trace.scalars import GraphScalar
 from millstream.errors import CaptureError, FallbackWarning
@@ -1135,6 +1136,60 @@ def test_calls_of_one_step_by_two_threads_lose_no_count():
     others[0].join()
     assert (world.n, world.total) == (5, 10.0)
     assert sorted(result[0].item() for result in results) == [4, 5]  # the other thread may be first to note its own
+
+
+class Visited:
+    """A model, a count and a step whose callback has another thread call a step, and waits for it."""
+
+    def __init__(self, capture):
+        torch.manual_seed(0)
+        self.model, self.n, self.said = nn.Linear(2, 2), 0, []
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 0.1)
+        self.step = capture(self.train)
+        self.called = self.step
+
+    def train(self, x):
+        loss = self.model(x).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.n += 1
+        ms.callback(self.visit, self.n, loss.item())
+        return loss
+
+    def visit(self, *said):
+        self.said.append(said)
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=self.called, args=[torch.ones(2)], daemon=True)
+            thread.start()
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+            self.said.append("back")
+
+
+def test_a_callback_may_wait_for_a_call_in_another_thread():
+    """In the first call, which is eager, and in replays."""
+    plain = Visited(lambda function: function)
+    captured = Visited(lambda function: Step(function, build=interpret, strict=True))
+    losses = [[world.step(torch.ones(2)).item() for _ in range(4)] for world in (plain, captured)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert captured.said[2::3] == plain.said[2::3] == ["back"] * 4
+    for number in range(2):
+        said, expected = captured.said[number::3], plain.said[number::3]
+        assert [n for n, _ in said] == [n for n, _ in expected]
+        assert [loss for _, loss in said] == pytest.approx([loss for _, loss in expected], rel=1e-4)
+    assert sum(graph.num_runs for graph in captured.step.graphs) == 7
+
+
+def test_steps_may_call_each_other_in_callbacks():
+    first, second = (Visited(lambda function: Step(function, build=interpret, strict=True)) for _ in range(2))
+    first.called, second.called = second.step, first.step
+    for _ in range(3):
+        first.step(torch.ones(2))
+        second.step(torch.ones(2))
+    assert (first.n, second.n) == (6, 6)
+    assert first.step.graphs
+    assert second.step.graphs
 
 
 @pytest.mark.parametrize(("add", "after"), [(100, [1, 2, 3, 104, 105]), (math.nan, [1, 2, 3, 4, 5])])

@@ -2,6 +2,7 @@
 
 **Contract**
 - After every replay each effect runs once, in order, on the caller's thread, before the call returns.
+- After those that change state by what they have read of it the step's lock is released for each call.
 - Where one raises, later calls of outputs are left out, as in eager Python; everything that belongs to the state is
   still done, because the tensors have moved on. Then the first error is raised.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from millstream.capture.effects.values import Expression, Leaf, Values
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import Structure, put_together
-from millstream.locks import ForkSafeLock
+from millstream.locks import ForkSafeLock, released
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,15 @@ class Call:
     is_state: bool = False  # whether it changes state that belongs to the step, as a scheduler's step does
     is_wanted: Callable[[], bool] | None = None  # asked first: whether to call at all
     number: int = -1  # by which ``Returned`` finds what it returns
+    is_last: bool = False  # whether the state is done, so that meanwhile other threads may call the step
 
     def run(self, values: Values) -> None:
         """Call it."""
         if self.is_wanted is not None and not self.is_wanted():
             return
         args, kwargs = put_together(self.structure, [expression(values) for expression in self.expressions])
-        values.returned[self.number] = self.function(*args, **kwargs)
+        with released() if self.is_last else nullcontext():
+            values.returned[self.number] = self.function(*args, **kwargs)
 
 
 Effect: TypeAlias = Write | Call
@@ -123,6 +126,14 @@ class Effects:
     def calls(self) -> list[Call]:
         """The others."""
         return [effect for effect in self.program if isinstance(effect, Call)]
+
+    def find_last(self) -> None:
+        """Note which calls come after all that changes state by what the call has read of it."""
+        for position, effect in reversed([*enumerate(self.program)]):
+            if effect.output.kind == "host" if isinstance(effect, Write) else effect.is_state:
+                return
+            if isinstance(effect, Call):
+                self.program[position] = replace(effect, is_last=True)
 
     def count(self, locations: Sequence[Location], allow: Callable[[Sequence[Any]], bool]) -> None:
         """Let the first write to each place of a number see what others have written there.

@@ -108,9 +108,12 @@ class StepGraph:
     kinds: tuple[type, ...] = ()  # of its arguments, where some of them are numbers that each call brings
     executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)  # what ``build`` made of it
     is_on_host: bool = field(init=False)  # whether kernels run one after another, within the call
+    has_calls: bool = field(init=False)  # whether something of the user's may be called after it
 
     def __post_init__(self) -> None:
         self.is_on_host = all(tensor.is_cpu for tensor in self.static)
+        self.effects.find_last()
+        self.has_calls = bool(self.effects.calls)
         self.effects.count([slot.location for slot in self.slots], self.questions.allow)
 
     def fits(self, arguments: list[Tensor], given: Sequence[float] = ()) -> bool:

@@ -84,7 +84,7 @@ from millstream.errors import (
     warn_user,
     why_disabled,
 )
-from millstream.locks import ForkSafeLock
+from millstream.locks import ForkSafeLock, releasable
 from millstream.lower import ask_early
 from millstream.progress import phase, showing
 from millstream.signals import signals_wait, undisturbed
@@ -234,7 +234,7 @@ class Step(Generic[P, R]):
                 if usual.looks.find(leaves) is not None and (len(leaves) == 1 or not has_same(leaves)):
                     _, modes, *_ = usual.key
                     if modes == ambient() and usual.fits(leaves, brought):
-                        return _run_whole(usual, leaves)
+                        return self._run_whole(usual, leaves)
             arguments: list[Any] = [*args]
             given: Sequence[float] = ()
             self._usual = None
@@ -248,10 +248,20 @@ class Step(Generic[P, R]):
                 key = key_of(form, arguments)
             if (graph := self._find(key, arguments, given)) is not None:
                 self._check_if_due(graph, args, kwargs)
-                return _run_whole(graph, arguments)
+                return self._run_whole(graph, arguments)
             call = self._make_call(args, kwargs)
             graph = self._find(call.key, call.arguments, call.given)  # numbers may be given now that were in the key
-            return self._call_slowly(call) if graph is None else _run_whole(graph, call.arguments)
+            if graph is not None:
+                return self._run_whole(graph, call.arguments)
+            with releasable(self._lock.lock):
+                return self._call_slowly(call)
+
+    def _run_whole(self, graph: StepGraph, arguments: list[Tensor]) -> Any:
+        """Run a graph; where its kernels run within the call, an interrupt comes before or after."""
+        if not graph.has_calls:
+            return undisturbed(graph.run, arguments) if graph.is_on_host else graph.run(arguments)
+        with releasable(self._lock.lock):
+            return undisturbed(graph.run, arguments) if graph.is_on_host else graph.run(arguments)
 
     def _find(self, key: Any, arguments: list[Tensor], given: Sequence[float]) -> StepGraph | None:
         """The graph that fits, ready to run."""
@@ -720,11 +730,6 @@ def _serves_once(number: ServesOnce) -> CaptureError:
         f"The step depends on the very value of {number}, which it changes.",
         remedy="Compute with it by operators and functions of math, such as math.sqrt, or use a tensor.",
     )
-
-
-def _run_whole(graph: StepGraph, arguments: list[Tensor]) -> Any:
-    """Run a graph; where its kernels run within the call, an interrupt comes before or after."""
-    return undisturbed(graph.run, arguments) if graph.is_on_host else graph.run(arguments)
 
 
 def _apart(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
