@@ -14,6 +14,7 @@ class Executable:
     """It is settled by its first call, and holds as many bytes for itself as the world says."""
 
     peak_bytes = 100
+    num_kernels = 10
 
     def __init__(self, made, *, shares_memory):
         self.made, self.shares_memory, self.is_settled, self.released = made, shares_memory, False, False
@@ -127,6 +128,14 @@ def test_executables_are_bounded_in_number_and_the_oldest_goes(monkeypatch):
         world.run(sizes)
     assert [each.made.sizes for each in world.made if each.released] == [(2, 2)]
     assert [each.made.sizes for each in world.run] == [(1, 1), (3, 3)]
+
+
+def test_kernels_are_bounded(monkeypatch):
+    monkeypatch.setattr(by_size, "MOST_KERNELS", 35)
+    world = World(monkeypatch, at_once=True)
+    for size in range(6):
+        world.run([size, size])
+    assert [each.made.sizes for each in world.run] == [(3, 3), (4, 4), (5, 5)]
 
 
 def test_bytes_are_bounded_beside_the_largest(monkeypatch):

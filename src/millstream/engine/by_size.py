@@ -10,8 +10,8 @@
 - Executables have one arena in turn, as large as the largest needs, as far as nothing in it outlives a call: not those
   of a forward pass, whose backward pass reads what it has saved. On a CPU a call that finds it taken, as one of another
   thread may, runs from the open text. On a GPU it is there for calls on one stream, and no more once a second comes.
-- Executables are bounded in number, and in bytes that they hold for themselves; the one unused for longest goes. Where
-  they go soon, they are made later.
+- Executables are bounded in number, in kernels and in bytes that they hold for themselves; the one unused for longest
+  goes. Where they go soon, they are made later.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered, LoweredForSizes
 from millstream.schedule import plan_serial
 
-MOST_SIZES = 64
-"""So many sizes of a program have executables."""
+MOST_SIZES = 512
+"""So many sizes of a program have executables: one for each token of a text of middling length."""
+MOST_KERNELS = 36_000
+"""So many kernels are in these: a driver takes about 10 KiB for each kernel of a CUDA graph, and so 370 MiB for all."""
 MOST_BYTES = 256 << 20
 """So much all but the largest may take for temporaries and outputs, beside the arena."""
 OPEN_CALLS = {"cpu": 7, "cuda": 1}
@@ -193,9 +195,13 @@ class BySize(ForkSafeLock):
     def _release_oldest(self) -> None:
         numbers = [entry.own_bytes for entry in self._entries.values()]
         total, largest = sum(numbers), max(numbers)
-        while len(self._entries) > MOST_SIZES or (len(self._entries) > 1 and total > largest + MOST_BYTES):
+        kernels = sum(entry.executable.num_kernels for entry in self._entries.values())
+        while len(self._entries) > 1 and (
+            len(self._entries) > MOST_SIZES or kernels > MOST_KERNELS or total > largest + MOST_BYTES
+        ):
             sizes, oldest = self._entries.popitem(last=False)
             total -= oldest.own_bytes
+            kernels -= oldest.executable.num_kernels
             oldest.executable.release()
             del self._counts[sizes]
             self._open_calls = min(2 * self._open_calls, MOST_COUNTED)
