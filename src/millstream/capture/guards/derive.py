@@ -198,21 +198,20 @@ def _given_to(tensor: Tensor) -> dict[str, Structure]:
 
 def _add_tree(guards: Guards, root: nn.Module) -> None:
     for module in root.modules():
-        guards.measure("A module's parameters", module._parameters)
-        guards.measure("A module's buffers", module._buffers)
-        guards.hooks.add(module)
-        guards.pin(module)
-        for container in (module._modules, module._forward_hooks, module._forward_pre_hooks):
-            if container:
-                guards.copy(container)
-        if not module._modules and _may_have_children(module):
-            guards.measure("A module's submodules", module._modules)
-        if isinstance(module, nn.ModuleDict) and len(module._modules) > 1:
-            guards.measure("A ModuleDict", module._modules, is_ordered=True)
-        for holder in (module._parameters, module._buffers):
+        for name, holder in (("parameters", module._parameters), ("buffers", module._buffers)):
+            guards.measure(f"A module's {name}", holder)
             for key, value in holder.items():
                 if value is None:  # an absent bias may be given one
                     guards.expect(Location(holder, key), None)
+        guards.hooks.add(module)
+        guards.pin(module)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            if hooks:
+                guards.copy("A module's hooks", hooks)
+        if module._modules or _may_have_children(module):
+            guards.copy("A module's submodules", module._modules)
+        if isinstance(module, nn.ModuleDict) and len(module._modules) > 1:
+            guards.measure("A ModuleDict", module._modules, is_ordered=True)
 
 
 def _add_optimizer(
@@ -226,16 +225,16 @@ def _add_optimizer(
 ) -> None:
     for key in ("state", "param_groups"):
         guards.expect_same(Location(vars(optimizer), key, f"{name}.{key}"), vars(optimizer)[key])
-    guards.copy(optimizer.param_groups)
+    guards.copy(f"{name}.param_groups", optimizer.param_groups)
     guards.pin(optimizer)
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
-        guards.copy(hooks)
+        guards.copy(f"{name}.hooks", hooks)
     if has_stepped or "state" in names:
         guards.measure(f"{name}.state", optimizer.state)
         for parameter, entry in optimizer.state.items():
             guards.expect_same(Location(optimizer.state, parameter, f"{name}.state of a parameter"), entry)
     for number, group in enumerate(optimizer.param_groups):
-        guards.copy(group["params"])
+        guards.copy(f"{name}.param_groups[{number}]['params']", group["params"])
         guards.expect(Location(group, "params", f"{name}.param_groups[{number}]['params']"), group["params"])
         if has_stepped or "param_groups" in names:
             _add_group(guards, f"{name}.param_groups[{number}]", group, lifted)

@@ -121,7 +121,6 @@ class AbsentEntries(Entries):
 
 _ANOTHER = "{} is another than before."
 _OTHER_ITEMS = "{} holds other items than before."
-_REPLACED = "A submodule, hook, parameter group or parameter was replaced, added or removed."
 _PARTS = (type, *map(attrgetter, ("__mro__", "__code__", "__defaults__", "__kwdefaults__")))
 """What may be pinned of an object, a class and a function, in the order in which compiled code knows them."""
 _OBJECT, _CLASS, _FUNCTION = (0,), (1,), (2, 3, 4)
@@ -149,7 +148,6 @@ class Guards:
         self.entries = Entries()
         self.absent = AbsentEntries(is_, lambda pair: contains(*pair))
         self.cells = Check(_ANOTHER, attrgetter("cell_contents"), is_same)
-        self.copies = Check(_REPLACED, _itself, _is_unchanged)  # of dicts of submodules or hooks, lists of parameters
         # Compiled code does not know these.
         self.scalers = Check("Gradients were unscaled outside of the step.", is_idle)
         # What places hold looks as it did, though it may be another.
@@ -212,9 +210,11 @@ class Guards:
         for part in _FUNCTION if isinstance(owner, FunctionType) else _CLASS if isinstance(owner, type) else _OBJECT:
             self.pins[part].add(owner, name)
 
-    def copy(self, container: Any) -> None:
-        """Expect a dict of submodules or hooks, or a list of groups or parameters, to hold what it holds."""
-        self.copies.add(container, value=dict(container) if isinstance(container, dict) else [*container])
+    def copy(self, name: str, container: Any) -> None:
+        """Expect a dict or list to hold the very objects that it holds."""
+        self.measure(name, container)
+        for key in container if isinstance(container, dict) else range(len(container)):
+            self.entries.expect(Location(container, key, f"{name}[{key!r}]"), container[key])
 
     def place(self, tensors: Sequence[Tensor]) -> None:
         """Expect ``tensors`` to stay where they are."""
@@ -225,7 +225,7 @@ class Guards:
 
     def settle(self) -> None:
         """Nothing more is expected."""
-        known = (self.sizes, self.orders, *self.pins, self.entries, self.absent, self.cells, self.copies, self.placed)
+        known = (self.sizes, self.orders, *self.pins, self.entries, self.absent, self.cells, self.placed)
         self._quick = [check for check in known if check.things]
         self._slow = [check for check in (self.scalers, self.forms, self.contents) if check.things]
 
@@ -237,9 +237,6 @@ class Guards:
         entries = [*self.entries.triples()]
         entries += ((*pair, MISSING) for pair in self.absent.things)
         entries += ((cell, None, value) for cell, value in zip(self.cells.things, self.cells.values, strict=True))
-        for container, copy in zip(self.copies.things, self.copies.values, strict=True):
-            keys = container if isinstance(container, dict) else range(len(container))
-            entries += ((container, key, copy[key]) for key in keys)
         gradient_of = dict(zip(map(id, self.watched), self.gradients, strict=True))
         gradients = [gradient_of.get(id(tensor)) for tensor in self.placed.things]
         pins = [
@@ -251,7 +248,7 @@ class Guards:
             self.quick = QuickGuards(
                 library,
                 entries,
-                [*self.copies.things, *self.sizes.things],
+                self.sizes.things,
                 [*zip(self.orders.things, self.orders.values, strict=True)],
                 pins,
                 self.placed.things,
@@ -305,7 +302,7 @@ class Guards:
             return Break("A parameter belongs to a data-parallel model now.", is_final=True)
         for change in self.placed.broken():
             return replace(change, is_final=True)
-        others = (self.sizes, self.orders, self.contents, self.copies, *self.pins, self.frozen, self.forms)
+        others = (self.sizes, self.orders, self.contents, *self.pins, self.frozen, self.forms)
         for check in (*others, self.scalers, self.hooks):
             for change in check.broken():
                 return change
@@ -341,9 +338,3 @@ _GRADIENT = attrgetter("grad")
 def _hooks_clock() -> tuple[int, ...]:
     """Numbers that change when a hook is registered, or one that is for all modules or optimizers removed."""
     return (next_hook(), *map(len, HOOKS_FOR_ALL))
-
-
-def _is_unchanged(container: Any, copy: Any) -> bool:
-    if isinstance(container, dict):
-        return bool(container == copy)  # modules and hooks, which compare by identity
-    return len(container) == len(copy) and all(map(is_, container, copy))
