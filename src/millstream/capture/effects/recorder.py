@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,14 +77,7 @@ class Recorder:
         self.before_call()
         where = here()
         leaves: list[Any] = []
-        structure = signature.Container(
-            tuple,
-            (),
-            (
-                signature.Container(tuple, (), tuple(self._part(arg, leaves) for arg in args)),
-                signature.Container(dict, tuple(kwargs), tuple(self._part(arg, leaves) for arg in kwargs.values())),
-            ),
-        )
+        structure = open_structure((args, kwargs), leaves, parameters=True, own=self.own)
         pairs = [self._expression(leaf) for leaf in leaves]
         number = len(self.program)
         plain = [part.value for _, part in walk(structure, "") if isinstance(part, Value)]
@@ -140,11 +133,6 @@ class Recorder:
         waits = sorted({self.lines[leaf] for leaf in needs})
         return Effects(self.program, stacks, self.conditions, waits)
 
-    def _part(self, value: Any, leaves: list[Any]) -> Structure:
-        if id(value) in self.own:
-            return Reference(value)
-        return open_structure(value, leaves, parameters=True)
-
     def _expression(self, value: Any) -> tuple[Expression, frozenset[Leaf]]:
         if is_scalar(value):
             return value.of, value.needs
@@ -176,43 +164,37 @@ def text_changed(where: str) -> CaptureError:
     )
 
 
-def open_structure(value: Any, leaves: list[Any], *, parameters: bool = False) -> Structure:
+def open_structure(
+    value: Any, leaves: list[Any], *, parameters: bool = False, own: Container[int] = frozenset()
+) -> Structure:
     """Take a value apart; scalars and text with tokens, whose values are known later, are leaves like tensors.
 
     Args:
         value: Anything.
         leaves: Receives the tensors, the scalars and the text.
         parameters: Whether parameters shall be leaves, too.
+        own: By id, containers that are not taken apart.
     """
-    structure, tensors = take_apart(value)
-    return _open(structure, tensors, leaves, parameters=parameters)
 
-
-def _open(structure: Structure, tensors: Sequence[Tensor], leaves: list[Any], *, parameters: bool) -> Structure:
-    if isinstance(structure, signature.Leaf):
-        leaves.append(tensors[structure.index])
-        return signature.Leaf(len(leaves) - 1)
-    if isinstance(structure, Reference) and (
-        is_scalar(structure.target)
-        or is_size(structure.target)
-        or (parameters and isinstance(structure.target, nn.Parameter))
-    ):
-        leaves.append(as_scalar(structure.target))
-        return signature.Leaf(len(leaves) - 1)
-    if isinstance(structure, Value) and isinstance(structure.value, str) and holds_token(structure.value):
-        leaves.append(structure.value)
-        return signature.Leaf(len(leaves) - 1)
-    if isinstance(structure, Value) and isinstance(structure.value, bytes):
-        if holds_token(structure.value.decode(errors="ignore")):
+    def place_of(part: Any) -> Structure | None:
+        if id(part) in own:
+            return Reference(part)
+        is_leaf = isinstance(part, Tensor) and (parameters or not isinstance(part, nn.Parameter))
+        if is_leaf or _is_known_later(part):
+            leaves.append(as_scalar(part))
+            return signature.Leaf(len(leaves) - 1)
+        if isinstance(part, bytes) and holds_token(part.decode(errors="ignore")):
             raise text_changed(here())
-        return structure
-    if isinstance(structure, signature.Container):
-        if any(is_scalar(key) or is_size(key) or (isinstance(key, str) and holds_token(key)) for key in structure.keys):
+        if isinstance(part, dict) and any(map(_is_known_later, part)):
             raise CaptureError(
                 "The step makes a dict with a key that is another in each call.",
                 where=here(),
                 remedy="Use a list of pairs, or make the dict in ms.callback.",
             )
-        children = (_open(child, tensors, leaves, parameters=parameters) for child in structure.children)
-        return replace(structure, children=tuple(children))
-    return structure
+        return None
+
+    return take_apart(value, place_of=place_of)[0]
+
+
+def _is_known_later(value: Any) -> bool:
+    return is_scalar(value) or is_size(value) or (isinstance(value, str) and holds_token(value))

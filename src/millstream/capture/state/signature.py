@@ -155,21 +155,31 @@ def key_of(form: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     return (form, ambient(), *metas)
 
 
-def take_apart(value: Any, numbers: list[float] | None = None) -> tuple[Structure, list[Tensor]]:
+def take_apart(
+    value: Any, numbers: list[float] | None = None, place_of: Callable[[Any], Structure | None] | None = None
+) -> tuple[Structure, list[Tensor]]:
     """Tell the tensors within ``value``, parameters apart, from what remains.
 
     Args:
         value: Anything. A container that contains itself is not supported.
         numbers: Receives the numbers, too, if given: then the structure has places for them.
+        place_of: What stands for a part that is not to be taken apart as others are; ``None`` for all others.
 
     Returns:
         The structure, and the tensors, depth first and each once. ``put_together`` reverses it.
     """
     leaves: dict[int, tuple[Leaf, Tensor]] = {}
-    return _take_apart(value, leaves, numbers), [tensor for _, tensor in leaves.values()]
+    return _take_apart(value, leaves, numbers, place_of), [tensor for _, tensor in leaves.values()]
 
 
-def _take_apart(value: Any, leaves: dict[int, tuple[Leaf, Tensor]], numbers: list[float] | None) -> Structure:
+def _take_apart(
+    value: Any,
+    leaves: dict[int, tuple[Leaf, Tensor]],
+    numbers: list[float] | None,
+    place_of: Callable[[Any], Structure | None] | None,
+) -> Structure:
+    if place_of is not None and (place := place_of(value)) is not None:
+        return place
     kind = type(value)
     if issubclass(kind, Tensor):
         if isinstance(value, nn.Parameter):  # state that happens to be passed by hand
@@ -185,12 +195,13 @@ def _take_apart(value: Any, leaves: dict[int, tuple[Leaf, Tensor]], numbers: lis
             return _NUMBERS[kind]
         return Value(kind, value)
     if isinstance(value, tuple | list):
-        return Container(kind, (), tuple(_take_apart(item, leaves, numbers) for item in value))
+        return Container(kind, (), tuple(_take_apart(item, leaves, numbers, place_of) for item in value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value))
-        return Container(kind, names, tuple(_take_apart(getattr(value, name), leaves, numbers) for name in names))
+        items = (getattr(value, name) for name in names)
+        return Container(kind, names, tuple(_take_apart(item, leaves, numbers, place_of) for item in items))
     if isinstance(value, dict):
-        children = tuple(_take_apart(item, leaves, numbers) for item in value.values())
+        children = tuple(_take_apart(item, leaves, numbers, place_of) for item in value.values())
         kinds = None if {*map(type, value)} <= {str} else _kinds_of(tuple(value))
         return Container(kind, tuple(value), children, getattr(value, "default_factory", None), kinds)
     return Reference(value)
