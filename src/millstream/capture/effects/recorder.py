@@ -16,7 +16,7 @@ from millstream.capture.effects.values import Expression, Item, Leaf, Returned, 
 from millstream.capture.lines import here
 from millstream.capture.state import signature
 from millstream.capture.state.signature import Reference, Structure, Value, take_apart, walk
-from millstream.capture.trace.scalars import HostScalar, Questions, as_scalar, is_scalar, is_size
+from millstream.capture.trace.scalars import HostScalar, Questions, as_scalar, is_known_later, is_scalar
 from millstream.errors import CaptureError
 
 TEXT_REMEDY = (
@@ -180,12 +180,12 @@ def open_structure(
         if id(part) in own:
             return Reference(part)
         is_leaf = isinstance(part, Tensor) and (parameters or not isinstance(part, nn.Parameter))
-        if is_leaf or _is_known_later(part):
+        if is_leaf or is_known_later(part):
             leaves.append(as_scalar(part))
             return signature.Leaf(len(leaves) - 1)
         if isinstance(part, bytes) and holds_token(part.decode(errors="ignore")):
             raise text_changed(here())
-        if isinstance(part, dict) and any(map(_is_known_later, part)):
+        if isinstance(part, dict) and any(map(is_known_later, part)):
             raise CaptureError(
                 "The step makes a dict with a key that is another in each call.",
                 where=here(),
@@ -194,7 +194,3 @@ def open_structure(
         return None
 
     return take_apart(value, place_of=place_of)[0]
-
-
-def _is_known_later(value: Any) -> bool:
-    return is_scalar(value) or is_size(value) or (isinstance(value, str) and holds_token(value))

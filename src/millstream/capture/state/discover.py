@@ -473,9 +473,8 @@ class _Search:
 
     def _visit_module(self, name: str, root: nn.Module) -> None:
         self.found.modules.append((name, root))
-        for path, module in root.named_modules():
+        for prefix, module in root.named_modules(prefix=name):
             self._seen[id(module)] = module
-            prefix = f"{name}.{path}" if path else name
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     self._visit_tensor(f"{prefix}.{key}", tensor)
@@ -574,9 +573,8 @@ def _file_of(kind: Any) -> str:
 
 def walk_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, MutableMapping[str, Any], str, Tensor]]:
     """Names, holders, keys and tensors of all parameters and buffers within ``module``, shared ones each time."""
-    for path, part in module.named_modules():
-        start = f"{prefix}.{path}" if path else prefix
+    for path, part in module.named_modules(prefix=prefix):
         for holder in (part._parameters, part._buffers):
             for key, tensor in holder.items():
                 if tensor is not None:
-                    yield f"{start}.{key}", holder, key, tensor
+                    yield f"{path}.{key}", holder, key, tensor

@@ -85,8 +85,7 @@ class Snapshot:
             if id(location.holder) not in optimizers:
                 self._links.setdefault(location, location.get())
         for name, root in found.modules:
-            for path, module in root.named_modules():
-                prefix = f"{name}.{path}" if path else name
+            for prefix, module in root.named_modules(prefix=name):
                 parts = (module._parameters, module._buffers, module._modules)
                 self._of_modules |= {*map(id, parts)}
                 for holder in (vars(module), *parts):

@@ -326,8 +326,7 @@ def _counters(found: Found) -> Iterator[Location]:
     own = {*map(id, _holders_of_optimizers(found))}
     places = [location for location in found.links if id(location.holder) not in own]
     for prefix, root in found.modules:
-        for path, module in root.named_modules():
-            name = f"{prefix}.{path}" if path else prefix
+        for name, module in root.named_modules(prefix=prefix):
             places += (Location(vars(module), key, f"{name}.{key}") for key in names.intersection(vars(module)))
     return (place for place in places if name_of(place) in names and is_number(place.get()))
 

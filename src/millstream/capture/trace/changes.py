@@ -10,7 +10,7 @@ from torch import Tensor
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.program import Output, Write
 from millstream.capture.effects.recorder import Recorder
-from millstream.capture.effects.values import Always, holds_token
+from millstream.capture.effects.values import Always
 from millstream.capture.state.code import attributes_of
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import Ran, name_of, others_may_write
@@ -20,7 +20,7 @@ from millstream.capture.state.snapshot import Change, Kind, Snapshot, is_type_of
 from millstream.capture.step.request import Disturbed, FirstChange, NumbersChanged, Request, ServesOnce, StateMissing
 from millstream.capture.trace.modes import fits
 from millstream.capture.trace.patches.optimizers import is_number, is_schedulers
-from millstream.capture.trace.scalars import Questions, as_scalar, is_scalar
+from millstream.capture.trace.scalars import Questions, as_scalar, is_known_later, is_scalar
 from millstream.errors import CaptureError
 
 _NOTES = frozenset(
@@ -140,9 +140,7 @@ class Changes:
         return changes
 
     def _output_of(self, value: Any) -> Output:
-        if is_scalar(value) or (isinstance(value, str) and holds_token(value)):
-            return self.recorder.host_output(value)
-        return Output("object", value=value)
+        return self.recorder.host_output(value) if is_known_later(value) else Output("object", value=value)
 
     def _check_numbers(self, changes: list[Change]) -> None:
         """Ask for numbers that the function has changed and that are no scalars yet; see that the graph will serve."""
@@ -197,7 +195,7 @@ def _is_write(change: Change) -> bool:
     else:
         is_ours = change.kind is not Kind.SCALER
     after, key = change.after, change.location.key
-    if is_scalar(key) or (isinstance(key, str) and holds_token(key)):
+    if is_known_later(key):
         return False
     return is_ours and change.is_entry and not is_schedulers(after) and (is_scalar(after) or isinstance(after, SCALARS))
 

@@ -385,6 +385,11 @@ def is_size(value: Any) -> bool:
     return issubclass(type(value), (torch.SymInt, torch.SymFloat)) and not is_scalar(value)
 
 
+def is_known_later(value: Any) -> bool:
+    """Whether it stands for a number that each call brings, or is text with one in it."""
+    return is_scalar(value) or is_size(value) or (isinstance(value, str) and holds_token(value))
+
+
 def as_scalar(value: Any) -> Any:
     """A number that is computed from sizes as one that the host knows after a replay; anything else as it is."""
     return value.scalar() if is_size(value) else value

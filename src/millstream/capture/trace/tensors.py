@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from millstream._torch.tensors import FakeTensor, is_same_view, storage_id
 from millstream._torch.tracing import graph_being_traced
@@ -15,14 +18,16 @@ from millstream.capture.effects.program import Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.state.lift import Lifted
 from millstream.capture.state.location import Location
-from millstream.capture.state.signature import Structure
+from millstream.capture.state.signature import Reference, Structure, walk
 from millstream.capture.state.snapshot import Change
 from millstream.capture.step.request import Request
 from millstream.capture.trace.changes import needs_gradient
 from millstream.capture.trace.modes import ForeignTensor, fits
-from millstream.capture.trace.outputs import check_returned
-from millstream.capture.trace.scalars import is_tensor
+from millstream.capture.trace.scalars import is_known_later, is_tensor
 from millstream.errors import CaptureError
+
+MOST_SEARCHED = 10_000
+"""Objects of a result that are looked into: of many more it can only be said that they are the user's own."""
 
 
 @dataclass
@@ -117,7 +122,7 @@ class Leaving:
     def take_outputs(self, result: Any, stored: list[Change]) -> list[Tensor]:
         parts: list[Any] = []
         self.structure = open_structure(result, parts)
-        check_returned(self.structure, {id(entry.tensor) for entry in self.request.state})
+        _check_returned(self.structure, {id(entry.tensor) for entry in self.request.state})
         self._note_replaced(stored, parts)
         arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
         for index in self.replaced:
@@ -209,6 +214,44 @@ class Leaving:
         yield from (entry.tensor for entry in self.request.state)
         yield from self.homes
         yield from self.request.arguments
+
+
+def _check_returned(structure: Structure, state: Container[int]) -> None:
+    """Refuse objects with tensors inside that nobody could put together again.
+
+    Args:
+        structure: Of the result.
+        state: By identity, tensors that are the user's own.
+    """
+    for name, part in walk(structure, "the result"):
+        if not isinstance(part, Reference):
+            continue
+        if isinstance(part.target, Iterator):
+            raise CaptureError(f"{name} is an iterator, which gives its items once.", remedy="Return a list.")
+        if _holds_new_tensors(part.target, state):
+            kind = (
+                "new Parameter"
+                if isinstance(part.target, Tensor)
+                else f"{type(part.target).__name__} with tensors inside"
+            )
+            raise CaptureError(f"{name} is a {kind}.", remedy="Return tensors in tuples, lists, dicts or dataclasses.")
+
+
+def _holds_new_tensors(value: Any, state: Container[int]) -> bool:
+    """Whether tensors, numbers or text made while tracing can be reached from a value without a call."""
+    waiting, seen = [value], dict[int, Any]()
+    while waiting and len(seen) <= MOST_SEARCHED:
+        value = waiting.pop()
+        if is_known_later(value) or (isinstance(value, FakeTensor) and id(value) not in state):
+            return True
+        if id(value) not in seen and not isinstance(value, _CLOSED):
+            seen[id(value)] = value
+            # A function leads to all of its globals, too.
+            waiting += (value.__closure__ or ()) if isinstance(value, FunctionType) else gc.get_referents(value)
+    return False
+
+
+_CLOSED = (Tensor, nn.Module, Optimizer, type, ModuleType, CodeType)
 
 
 def writes_host(entry: Lifted) -> CaptureError:
