@@ -123,7 +123,7 @@ def patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[
     Those from others go to the original. Where they look for it they find another object than that, though, which
     guards of compiled models notice: for what such models may use there is ``attributes_here``.
     """
-    original = vars(owner)[name]
+    raw, original = vars(owner)[name], getattr(owner, name)
     thread = threading.get_ident()
 
     @functools.wraps(original)
@@ -131,11 +131,11 @@ def patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[
         return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
 
     leave_to_python(choose)
-    setattr(owner, name, choose)
+    setattr(owner, name, staticmethod(choose) if isinstance(raw, classmethod | staticmethod) else choose)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        setattr(owner, name, raw)
 
 
 class _Here:

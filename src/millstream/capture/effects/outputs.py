@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import functools
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -53,7 +52,7 @@ def outputs_recorded(recorder: Recorder) -> Iterator[Callable[[Found], None]]:
             for kind in with_subclasses(holder) if isinstance(holder, type) else [holder]:
                 for name in names.split():
                     if kind is not None and name in vars(kind):
-                        patches.enter_context(_calls_recorded(recorder, kind, name))
+                        patches.enter_context(patched(kind, name, _recording(recorder, getattr(kind, name))))
         yield add
 
 
@@ -79,7 +78,6 @@ def _print(*texts: str, file: Any, **how: Any) -> None:
 @contextmanager
 def _stream_recorded(recorder: Recorder, stream: Any, name: Any) -> Iterator[None]:
     """Record what is written to ``stream``; ``name``, the stream or the name that it has in ``sys``, is written to."""
-    thread = threading.get_ident()
     with ExitStack() as patches:
         for method in ("write", "writelines", "flush"):
             original = getattr(stream, method, None)
@@ -87,7 +85,7 @@ def _stream_recorded(recorder: Recorder, stream: Any, name: Any) -> Iterator[Non
                 continue
 
             def choose(*args: Any, original: Callable[..., Any] = original, method: str = method) -> Any:
-                if threading.get_ident() != thread or not recorder.is_active or _is_of_others(sys._getframe(1)):
+                if not recorder.is_active or _is_of_others(sys._getframe(1)):
                     return original(*args)
                 recorder.call(_write, name, method, *args)
                 return len(args[0]) if method == "write" else None
@@ -124,26 +122,16 @@ def _warnings_recorded(recorder: Recorder) -> AbstractContextManager[None]:
     return attributes_here(warnings, warn=warn)
 
 
-@contextmanager
-def _calls_recorded(recorder: Recorder, owner: Any, name: str) -> Iterator[None]:
-    """Record calls of one function of a module or class, for this thread."""
-    raw, bound = vars(owner)[name], getattr(owner, name)
-    is_of_class = isinstance(raw, classmethod | staticmethod)
-    thread = threading.get_ident()
+def _recording(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What records calls of a function of a module or class."""
 
-    @functools.wraps(bound)
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or not recorder.is_active:
-            return bound(*args, **kwargs)
-        recorder.call(bound, *args, **kwargs)
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_active:
+            return function(*args, **kwargs)
+        recorder.call(function, *args, **kwargs)
         return None
 
-    leave_to_python(choose)
-    setattr(owner, name, staticmethod(choose) if is_of_class else choose)
-    try:
-        yield
-    finally:
-        setattr(owner, name, raw)
+    return record
 
 
 def _is_of_others(frame: Any) -> bool:
