@@ -58,6 +58,10 @@ class OwnHook:
         return self._function(*args, **kwargs)
 
 
+HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes of a module that hold its hooks. Tried on 2.11 and 2.13."""
+
+
 def hooks_of_module(module: torch.nn.Module) -> tuple[Any, ...]:
     """Hooks that run when ``module`` is called. Tried on 2.11 and 2.13."""
     return *module._forward_pre_hooks.values(), *module._forward_hooks.values()

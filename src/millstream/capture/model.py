@@ -35,7 +35,7 @@ from millstream._torch.compiler.dynamo import (
 )
 from millstream._torch.compiler.dynamo_errors import drop_logs_of_fake_tensors, raised_before_running
 from millstream._torch.distributed.data_parallel import call_around
-from millstream._torch.hooks import count_hooks
+from millstream._torch.hooks import HOOKS_OF_MODULE, count_hooks
 from millstream.capture.lines import is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user, why_disabled
@@ -177,17 +177,8 @@ class _Hooks:
         if count == self._count and all(len(hooks) == number for hooks, number in self._counted):
             return None
         self._count = count
-        own = [
-            hooks
-            for module in self._root.modules()
-            for hooks in (
-                module._forward_hooks,
-                module._forward_pre_hooks,
-                module._backward_hooks,
-                module._backward_pre_hooks,
-            )
-            if hooks
-        ]
+        held = (getattr(module, key) for module in self._root.modules() for key in HOOKS_OF_MODULE)
+        own = [hooks for hooks in held if hooks]
         self._counted = [(hooks, len(hooks)) for hooks in own]
         return tuple(number for hooks in own for number in hooks)
 

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from millstream._torch.distributed.data_parallel import NUM_WRAPPED, data_parallel_wrappers
-from millstream._torch.hooks import HOOKS_FOR_ALL, has_tensor_hooks, hooks_for_all, next_hook
+from millstream._torch.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.scaler import is_idle
 from millstream._torch.tensors import layout_check
 from millstream.capture.guards.native import QuickGuards, load_library
@@ -31,7 +31,7 @@ from millstream.capture.state.contents import content_of, has_content, is_compar
 from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.location import MISSING, Attributes, Items, Location
 from millstream.capture.state.signature import is_same
-from millstream.capture.trace.patches.optimizers import is_number
+from millstream.capture.trace.scalars import is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,10 +328,13 @@ def _hooks_of(owner: Tensor | nn.Module | None) -> Any:
     """How many hooks a module has, or whether a tensor has any; ``None``: those for all modules and optimizers."""
     if owner is None:
         return hooks_for_all()
-    return has_tensor_hooks(owner) if isinstance(owner, Tensor) else sum(len(getattr(owner, key)) for key in _HOOKS)
+    return (
+        has_tensor_hooks(owner)
+        if isinstance(owner, Tensor)
+        else sum(len(getattr(owner, key)) for key in HOOKS_OF_MODULE)
+    )
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GRADIENT = attrgetter("grad")
 
 

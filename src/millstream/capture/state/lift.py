@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -107,15 +107,19 @@ def _check_liftable(name: str, tensor: Tensor) -> None:
         raise CaptureError(f"{name} is a conjugated or negated view.", remedy="Keep x.resolve_conj().resolve_neg().")
 
 
+def device_of(tensors: Iterable[Tensor]) -> torch.device:
+    """Where a graph over these runs: where the first is that is not on the host, if one is."""
+    return next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
+
+
 def find_mirrored(state: Sequence[Lifted]) -> dict[int, torch.device]:
     """Positions of single numbers on the host among state on a device, and the device.
 
     A kernel on the device would read such a tensor once, when the graph is captured. The graph reads a copy on the
     device instead, which is filled whenever the number changes.
     """
-    devices = (entry.tensor.device for entry in state if entry.tensor.device.type != "cpu")
-    device = next(devices, None)
-    if device is None:
+    device = device_of(entry.tensor for entry in state)
+    if device.type == "cpu":
         return {}
     return {
         index: device

@@ -16,7 +16,7 @@ from millstream.capture.guards.recheck import listing_of
 from millstream.capture.state.code import stores_of
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import name_of, others_may_write
-from millstream.capture.state.lift import Lifted, find_mirrored, lift
+from millstream.capture.state.lift import Lifted, device_of, find_mirrored, lift
 from millstream.capture.state.location import Location, TensorItem
 from millstream.capture.state.signature import (
     RESOLVE_REMEDY,
@@ -30,7 +30,8 @@ from millstream.capture.state.signature import (
 from millstream.capture.step.graph import STATE_NAMES, Memory, Slot, StepGraph, adopt, is_alike
 from millstream.capture.step.request import Gradient, NumberInput, Request, Traced, argument_input
 from millstream.capture.step.sizes import SizeGuard
-from millstream.capture.trace.patches.optimizers import counts_of, is_number, numbers_of
+from millstream.capture.trace.patches.optimizers import counts_of, numbers_of
+from millstream.capture.trace.scalars import is_number
 from millstream.errors import CaptureError
 
 
@@ -129,8 +130,7 @@ class Workshop:
                 numbers += counts_of(optimizer, key)
         if others_may_write():  # they may count on, too, and write over plain numbers unnoticed
             self.lifted |= dict.fromkeys(_counters(found))
-        tensors = (*(entry.tensor for entry in state), *call.arguments)
-        device = next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
+        device = device_of([*(entry.tensor for entry in state), *call.arguments])
         lifted = (NumberInput(location, str(location), device) for location in self.lifted | self.read)
         numbers += (number for number in lifted if is_number(number.location.get()))
         if like is not None:

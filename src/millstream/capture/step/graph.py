@@ -20,8 +20,7 @@ from millstream.capture.lines import last_place, told
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import Leaf, Structure, are_same, is_other, put_together
 from millstream.capture.step.sizes import SizeGuard, numbers_of
-from millstream.capture.trace.patches.optimizers import is_number
-from millstream.capture.trace.scalars import Questions
+from millstream.capture.trace.scalars import Questions, is_number
 from millstream.device.likeness import Likeness
 from millstream.errors import CaptureError, FailingStepCaptureError
 

@@ -62,12 +62,12 @@ from millstream.capture.step.sizes import ChangingSizes, NoSymbols, SizesFixed, 
 from millstream.capture.step.split import lines_for_a_region
 from millstream.capture.trace.patches.optimizers import (
     CountsOnDevice,
-    is_number,
     move_counts_to_host,
     numbers_of,
     pretended_state,
 )
 from millstream.capture.trace.patches.randomness import RandomState
+from millstream.capture.trace.scalars import is_number
 from millstream.capture.trace.tracer import trace_step, tracing_alone
 from millstream.capture.trace.unsupported import check_function, check_modes, check_supported
 from millstream.data_parallel.exchange import PROGRESS

@@ -19,8 +19,8 @@ from millstream.capture.state.signature import SCALARS
 from millstream.capture.state.snapshot import Change, Kind, Snapshot, is_type_of_tracing
 from millstream.capture.step.request import Disturbed, FirstChange, NumbersChanged, Request, ServesOnce, StateMissing
 from millstream.capture.trace.modes import fits
-from millstream.capture.trace.patches.optimizers import is_number, is_schedulers
-from millstream.capture.trace.scalars import Questions, as_scalar, is_known_later, is_scalar
+from millstream.capture.trace.patches.optimizers import is_schedulers
+from millstream.capture.trace.scalars import Questions, as_scalar, is_known_later, is_number, is_scalar
 from millstream.errors import CaptureError
 
 _NOTES = frozenset(

@@ -395,6 +395,20 @@ def as_scalar(value: Any) -> Any:
     return value.scalar() if is_size(value) else value
 
 
+_NUMBERS = (int, float, np.floating, np.integer)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a graph can read ``value`` at run time: a real number, of NumPy too (schedulers), and no ``bool``.
+
+    While tracing, a graph's scalar is one.
+    """
+    kind = type(value)
+    if kind is float or kind is int:  # asked in each call with a number that changes
+        return True
+    return is_scalar(value) or (isinstance(value, _NUMBERS) and not isinstance(value, bool))
+
+
 def is_tensor(value: Any) -> bool:
     """The same of tensors."""
     return issubclass(type(value), Tensor)

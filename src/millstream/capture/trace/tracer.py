@@ -64,7 +64,7 @@ from millstream.capture.state.executed import (
     stand_in,
 )
 from millstream.capture.state.impure import STARTED
-from millstream.capture.state.lift import TRACING, become_fake, check_apart, lift
+from millstream.capture.state.lift import TRACING, become_fake, check_apart, device_of, lift
 from millstream.capture.state.loads import Loads
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import (
@@ -75,10 +75,7 @@ from millstream.capture.state.signature import (
     replace_numbers,
     take_apart,
 )
-from millstream.capture.state.snapshot import (
-    Snapshot,
-    is_type_of_tracing,
-)
+from millstream.capture.state.snapshot import Snapshot, is_type_of_tracing
 from millstream.capture.step.request import (
     FoundLate,
     NoGraph,
@@ -93,20 +90,9 @@ from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
 from millstream.capture.trace.patches.data_parallel import TracedSession
 from millstream.capture.trace.patches.numbers import json_takes_scalars, math_takes_scalars
-from millstream.capture.trace.patches.optimizers import (
-    is_number,
-    narrow_counts,
-    schedulers_are_recorded,
-    traceable,
-    widen_counts,
-)
+from millstream.capture.trace.patches.optimizers import narrow_counts, schedulers_are_recorded, traceable, widen_counts
 from millstream.capture.trace.patches.randomness import RandomState, other_generators_refused
-from millstream.capture.trace.scalars import (
-    GraphScalar,
-    Questions,
-    give_back,
-    is_scalar,
-)
+from millstream.capture.trace.scalars import GraphScalar, Questions, give_back, is_number, is_scalar
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.tensors import Leaving, writes_host
 from millstream.capture.trace.unsupported import check_sources
@@ -190,8 +176,7 @@ class _Tracer:
         self.recorder = Recorder(self.questions, own, self._note_writes)
         request = self.request
         if request.dimensions:
-            tensors = (*(entry.tensor for entry in request.state), *request.arguments)
-            device = next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
+            device = device_of([*(entry.tensor for entry in request.state), *request.arguments])
             self.sizes = TracedSizes(
                 request.arguments, request.dimensions, self.questions, len(request.numbers), device
             )
@@ -286,7 +271,7 @@ class _Tracer:
                     lambda: self.request.found.opaque,  # of what is found later, too
                     self._on_opaque,
                     self._on_text,
-                    lambda frame: self._report(stops_in_debugger(f"{frame.f_code.co_filename}:{frame.f_lineno}")),
+                    lambda frame: self._report(stops_in_debugger(_line_of(frame))),
                     self._take_from_others if others_may_write() else None,
                     self._on_computed,
                 ),
@@ -391,30 +376,16 @@ class _Tracer:
             self.snapshot.add(discover([*self.request.roots, *held]))
 
     def _on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if what in STARTED:
-            self._report(
-                CaptureError(
-                    f"The step starts {what}, which a graph would not do again.",
-                    where=where,
-                    remedy="Let ms.callback do it, as in ms.callback(pool.submit, save, loss).",
-                )
-            )
-        if is_written:
-            self._report(
-                CaptureError(
-                    f"The step writes to {what}, which a graph would not do again.",
-                    where=where,
-                    remedy="Let ms.callback do it, as in ms.callback(writer.writerow, [loss.item()]).",
-                )
-            )
-        self._report(
-            CaptureError(
-                f"The step reads {what}, which gives something else each time.",
-                where=where,
-                remedy="Read it outside of the step, and pass what depends on it as an argument.",
-            )
-        )
+            reason = f"The step starts {what}, which a graph would not do again."
+            remedy = "Let ms.callback do it, as in ms.callback(pool.submit, save, loss)."
+        elif is_written:
+            reason = f"The step writes to {what}, which a graph would not do again."
+            remedy = "Let ms.callback do it, as in ms.callback(writer.writerow, [loss.item()])."
+        else:
+            reason = f"The step reads {what}, which gives something else each time."
+            remedy = "Read it outside of the step, and pass what depends on it as an argument."
+        self._report(CaptureError(reason, where=_line_of(frame), remedy=remedy))
 
     def _on_opaque(self, frame: FrameType, function: Any) -> None:
         name, owner = self.request.found.opaque[id(function.__self__)]
@@ -422,7 +393,7 @@ class _Tracer:
         self._report(
             CaptureError(
                 f"The step calls {what}, and nobody can compare what that {kind} holds.",
-                where=f"{frame.f_code.co_filename}:{frame.f_lineno}",
+                where=_line_of(frame),
                 remedy="Call it outside of the step, take a lock by with, or let ms.callback do it, as in "
                 "ms.callback(digest.update, data).",
             )
@@ -430,7 +401,7 @@ class _Tracer:
 
     def _on_text(self, frame: FrameType) -> None:
         if self.questions.texts.made:
-            self._report(text_changed(f"{frame.f_code.co_filename}:{frame.f_lineno}"))
+            self._report(text_changed(_line_of(frame)))
 
     def _check_sources(self) -> None:
         if self.request.found.sources:
@@ -680,6 +651,10 @@ class _Tracer:
             writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in leaving.replaced),
             sizes=self.sizes,
         )
+
+
+def _line_of(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _constants_of(node: fx.Node, gm: fx.GraphModule) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,7 +19,7 @@ from millstream.capture.effects.values import Returned
 from millstream.capture.lines import raise_refusal, told
 from millstream.capture.state.location import Location, SequenceItems, Shared
 from millstream.capture.step.request import NumberInput
-from millstream.capture.trace.scalars import is_scalar, is_whole
+from millstream.capture.trace.scalars import is_number, is_scalar, is_whole
 from millstream.errors import CaptureError
 
 _TRACEABLE = {"capturable": True, "fused": False, "foreach": True}
@@ -44,20 +43,6 @@ def counts_of(optimizer: Optimizer, key: str) -> Iterator[NumberInput]:
         for entries in alike.values():
             location = Location(Shared(tuple(entries)), key, name)
             yield NumberInput(location, f"{key}[{number}]", device_of(optimizer, number), optimizer)
-
-
-_NUMBERS = (int, float, np.floating, np.integer)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a graph can read ``value`` at run time: a real number, of NumPy too (schedulers), and no ``bool``.
-
-    While tracing, a graph's scalar is one.
-    """
-    kind = type(value)
-    if kind is float or kind is int:  # asked in each call with a number that changes
-        return True
-    return is_scalar(value) or (isinstance(value, _NUMBERS) and not isinstance(value, bool))
 
 
 def numbers_of(optimizer: Optimizer) -> Iterator[NumberInput]:
