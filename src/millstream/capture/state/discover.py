@@ -54,14 +54,7 @@ from millstream.capture.state.code import (
 )
 from millstream.capture.state.contents import Answers, is_bytes, is_container, is_element, size_of, without_cache
 from millstream.capture.state.executed import Ran
-from millstream.capture.state.location import (
-    MISSING,
-    ClassAttributes,
-    ContextValue,
-    Items,
-    Location,
-    SlotAttributes,
-)
+from millstream.capture.state.location import MISSING, ClassAttributes, ContextValue, Items, Location, SlotAttributes
 from millstream.capture.state.signature import SCALARS
 from millstream.errors import CaptureError
 

@@ -13,13 +13,7 @@ import threading
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from types import (
-    CellType,
-    CodeType,
-    FrameType,
-    FunctionType,
-    TracebackType,
-)
+from types import CellType, CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -32,6 +26,7 @@ from millstream.capture.state.code import (
     NAMESPACES,
     WITHOUT_ATTRIBUTES,
     Reach,
+    Stores,
     computes_a_global,
     modules_handed_on,
     nameable,
@@ -78,26 +73,28 @@ class Ran:
         if self.codes is None:
             return True
         key = name_of(place)
-        stores = [(stores_of(code), is_open) for code, is_open in self.writers.items()]
         if is_item:
-            return any(key in each.keys or (is_open and each.any_item) for each, is_open in stores)
+            return any(key in each.keys or (is_open and each.any_item) for each, is_open in self._stores())
         return any(
-            key in each.globals or key in each.attributes or (is_open and each.any_name) for each, is_open in stores
+            key in each.globals or key in each.attributes or (is_open and each.any_name)
+            for each, is_open in self._stores()
         )
 
     def only_counts(self, place: Location) -> bool:
         """Whether a number there can have become another in no other way than by ``+=`` and the like."""
         key = name_of(place)
-        stores = [(stores_of(code), is_open) for code, is_open in self.writers.items()]
         return not any(
-            key in each.assigned or (is_open and (each.any_name or each.any_item)) for each, is_open in stores
+            key in each.assigned or (is_open and (each.any_name or each.any_item)) for each, is_open in self._stores()
         )
 
     def may_have_filled(self, container: Any) -> bool:
         """Whether what is in a container may have been changed."""
         if self.codes is None or id(container) in self.filled:
             return True
-        return any(stores_of(code).fills for code, is_open in self.writers.items() if is_open)
+        return any(each.fills for each, is_open in self._stores() if is_open)
+
+    def _stores(self) -> Iterator[tuple[Stores, bool]]:
+        return ((stores_of(code), is_open) for code, is_open in self.writers.items())
 
     def where_stored(self, place: Location) -> str:
         """``file:line`` of the user's that has changed what is there, where only one can have been it."""

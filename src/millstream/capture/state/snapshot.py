@@ -18,14 +18,7 @@ import torch
 
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.values import holds_token
-from millstream.capture.state.contents import (
-    content_of,
-    has_content,
-    is_bytes,
-    is_comparable,
-    is_container,
-    put_back,
-)
+from millstream.capture.state.contents import content_of, has_content, is_bytes, is_comparable, is_container, put_back
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import Ran, others_may_write
 from millstream.capture.state.location import MISSING, Attributes, Location

@@ -60,12 +60,7 @@ from millstream.capture.step.request import (
 )
 from millstream.capture.step.sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols, form_without_sizes
 from millstream.capture.step.split import lines_for_a_region
-from millstream.capture.trace.patches.optimizers import (
-    CountsOnDevice,
-    move_counts_to_host,
-    numbers_of,
-    pretended_state,
-)
+from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of, pretended_state
 from millstream.capture.trace.patches.randomness import RandomState
 from millstream.capture.trace.scalars import is_number
 from millstream.capture.trace.tracer import trace_step, tracing_alone

@@ -55,35 +55,14 @@ from millstream.capture.lines import caller_of, here, is_asked_by_user, is_of_ca
 from millstream.capture.state.code import attributes_of
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import discover
-from millstream.capture.state.executed import (
-    CodeWatch,
-    Ran,
-    name_of,
-    others_may_write,
-    record_module_reads,
-    stand_in,
-)
+from millstream.capture.state.executed import CodeWatch, Ran, name_of, others_may_write, record_module_reads, stand_in
 from millstream.capture.state.impure import STARTED
 from millstream.capture.state.lift import TRACING, become_fake, check_apart, device_of, lift
 from millstream.capture.state.loads import Loads
 from millstream.capture.state.location import MISSING, Location
-from millstream.capture.state.signature import (
-    SCALARS,
-    Reference,
-    Structure,
-    put_together,
-    replace_numbers,
-    take_apart,
-)
+from millstream.capture.state.signature import SCALARS, Reference, Structure, put_together, replace_numbers, take_apart
 from millstream.capture.state.snapshot import Snapshot, is_type_of_tracing
-from millstream.capture.step.request import (
-    FoundLate,
-    NoGraph,
-    NumbersChanged,
-    Request,
-    StateMissing,
-    Traced,
-)
+from millstream.capture.step.request import FoundLate, NoGraph, NumbersChanged, Request, StateMissing, Traced
 from millstream.capture.trace.changes import Changes
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch
 from millstream.capture.trace.patches.averages import averages_take_first
