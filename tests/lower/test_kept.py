@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -324,6 +325,19 @@ def test_spoiled_file_is_missed(folder, how):
         file.write_bytes(SPOILED[how](file.read_bytes()))
     with lowered_anew():
         take_steps()
+
+
+def test_what_several_write_at_once_is_whole(tmp_path):
+    path, contents = tmp_path / "private" / "program", [bytes([number]) * 200_000 for number in range(4)]
+
+    def write_often(content):
+        for _ in range(25):
+            cache.write_private(path, content)
+            assert cache.read_private(path) in contents
+
+    with ThreadPoolExecutor(len(contents)) as writers:
+        list(writers.map(write_often, contents))
+    assert [*path.parent.iterdir()] == [path]
 
 
 @pytest.mark.parametrize("whose", ["file", "folder", "link"])
