@@ -138,6 +138,28 @@ def test_number_without_which_nothing_can_be_captured_has_a_graph_for_each_value
         assert captures(change, use, [1, 2, 3, 1, 2, 3]) == 3
 
 
+@pytest.mark.parametrize("has_other", [False, True])
+def test_numbers_of_one_object_that_change_one_after_the_other_cost_three_captures(has_other):
+    """The others are expected to change, but for one that only a plain number serves."""
+    held, table, made = Held(), {0.5: 3.0, 0.25: 5.0}, []
+    held.row = [1.0] * 8
+
+    def use(x):
+        for weight in held.row[:-1]:
+            x = x * weight + 1
+        return x * table[held.row[-1]] if has_other else x
+
+    held.row[-1] = 0.5
+    step = Step(lambda x: use(x), build=lambda *given: made.append(1) or interpret(*given), strict=True)
+    for place in (0, 1, 0, 1, 0) if has_other else range(7):
+        torch.testing.assert_close(step(torch.ones(2)), use(torch.ones(2)))
+        held.row[place] += 0.5
+    torch.testing.assert_close(step(torch.ones(2)), use(torch.ones(2)))
+    assert len(made) == 3
+    held.row[-1] = 0.25
+    torch.testing.assert_close(step(torch.ones(2)), use(torch.ones(2)))
+
+
 def test_arguments_that_change_or_are_never_used_cost_two_captures():
     made = []
     step = Step(lambda x, weight, index: x * weight, build=lambda *a: made.append(1) or interpret(*a), strict=True)

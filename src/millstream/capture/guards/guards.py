@@ -308,13 +308,13 @@ class Guards:
                 return change
         return None if self.layouts() else Break("A parameter or other state was given another shape or layout.")
 
-    def changed_numbers(self) -> Iterator[Location]:
-        """Places of plain numbers that hold other numbers now."""
+    def numbers(self) -> Iterator[tuple[Location, bool]]:
+        """Places of plain numbers, and whether they hold other numbers now."""
         for check in (self.entries, self.cells):
             for location, value in zip(check.names, check.values, strict=True):
                 now = location.get()
-                if is_number(value) and is_number(now) and not is_same(now, value):
-                    yield location
+                if is_number(value) and is_number(now):
+                    yield location, not is_same(now, value)
 
 
 def _all_hold(checks: list[Check]) -> bool:

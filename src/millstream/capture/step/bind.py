@@ -87,6 +87,7 @@ class Workshop:
     # places of other numbers of the user's that the step was seen to change
     lifted: dict[Location, None] = field(default_factory=dict)
     read: dict[Location, None] = field(default_factory=dict)  # those that were seen to change between calls
+    guessed: set[Location] = field(default_factory=set)  # those that were expected to, as others beside them
     # of those, the ones without which no graph could be captured: each value has a graph
     kept: set[Location] = field(default_factory=set)
     settled: set[Any] = field(default_factory=set)  # changes of other plain values that were seen
@@ -154,17 +155,36 @@ class Workshop:
             settled=self.settled,
         )
 
-    def note_reads(self, found: Found, changed: Iterable[Location]) -> None:
-        """Let graphs read numbers that were seen to change between calls, but for those of optimizers and scalers."""
+    def note_reads(self, found: Found, changed: Sequence[Location], beside: Iterable[Location] = ()) -> None:
+        """Let graphs read numbers that were seen to change between calls, but for those of optimizers and scalers.
+
+        Where numbers of one object change one after the other, the next ones are expected to: else each had a graph.
+
+        Args:
+            found: What the step reaches.
+            changed: Places of numbers that are others than they were.
+            beside: Places of all numbers that the step reads.
+        """
         if found.cached:  # a cache gives what it made of the number, and the trace does not see that
             return
         owners = _holders_of_optimizers(found)
         owners += (vars(entry.tensor) for entry in lift(found))  # which have other attributes while they are fake
         own = set(map(id, owners))
-        self.read |= dict.fromkeys(each for each in changed if id(each.holder) not in own and each not in self.kept)
+        before = {id(each.holder) for each in self.read.keys() - {*changed}}
+        again = before.intersection(id(each.holder) for each in changed)
+        self.guessed.difference_update(changed)
+        known = {*changed, *self.read, *self.guessed}
+        guesses = [each for each in beside if id(each.holder) in again and type(each.get()) is float]
+        guesses = [each for each in guesses if each not in known]
+        self.guessed.update(guesses)
+        places = (*changed, *guesses)
+        self.read |= dict.fromkeys(each for each in places if id(each.holder) not in own and each not in self.kept)
 
     def keep_reads(self) -> bool:
-        """Let graphs hold for one value each of these numbers again; returns whether there are any."""
+        """Let graphs hold for one value each of these again, of guesses first; returns whether there are any."""
+        if guesses := self.read.keys() & self.guessed:
+            self.read = {each: None for each in self.read if each not in guesses}
+            return True
         changed = bool(self.read)
         self.kept |= self.read.keys()
         self.read.clear()

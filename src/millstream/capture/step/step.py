@@ -414,10 +414,12 @@ class Step(Generic[P, R]):
                 self._why = graph.changed_number(call.given) or self._why
                 continue
             self._why = change.reason
-            self._workshop.note_reads(found, graph.guards.changed_numbers())
+            numbers = [*graph.guards.numbers()]
+            changed = [location for location, is_changed in numbers if is_changed]
+            self._workshop.note_reads(found, changed, beside=[location for location, _ in numbers])
             if change.location is not None:
-                numbers = (number for _, optimizer in found.optimizers for number in numbers_of(optimizer))
-                self._workshop.cycled |= {change.location} & {number.location.entry for number in numbers}
+                rates = (number for _, optimizer in found.optimizers for number in numbers_of(optimizer))
+                self._workshop.cycled |= {change.location} & {rate.location.entry for rate in rates}
                 if change.is_tensor:
                     self._workshop.changing.add(change.location)
             if change.is_final:
@@ -469,12 +471,12 @@ class Step(Generic[P, R]):
             The graph, its complete arguments and its results.
         """
         with showing(self._name, "captured"):
-            try:
-                return self._capture_at_sizes(call, is_trial=is_trial)
-            except CaptureError:
-                if not self._workshop.keep_reads():
-                    raise
-            return self._capture_at_sizes(call, is_trial=is_trial)
+            while True:
+                try:
+                    return self._capture_at_sizes(call, is_trial=is_trial)
+                except CaptureError:
+                    if not self._workshop.keep_reads():
+                        raise
 
     def _capture_at_sizes(self, call: Call, *, is_trial: bool) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         """The same: sizes that change are symbols of the graph, if that can be."""
