@@ -378,6 +378,8 @@ READS_BY_NAME = {
     "getattr": lambda world: getattr(world.inner, world.key),
     "attrgetter": lambda world: operator.attrgetter(world.key)(world.inner),
     "an attribute of such": lambda world: getattr(getattr(world, world.part), world.key),
+    "vars": lambda world: vars(world.inner)["scale"],
+    "__dict__": lambda world: sum(world.inner.__dict__.values()),
 }
 
 
@@ -396,6 +398,7 @@ def test_what_another_thread_writes_after_it_was_read_by_a_computed_name_counts(
         results = [step(torch.zeros(3, 4)).item() for _ in range(4)]
     plain = world.model(torch.zeros(3, 4)).square().mean().item()
     assert results[-1] - plain == pytest.approx(10, abs=0.5)
+    assert world.inner.scale == 10.0
     assert step.graphs
 
 

@@ -83,6 +83,7 @@ class Stores:
     counted: set[str] = field(default_factory=set)  # of all these, what it changes by ``+=`` and the like
     assigned: set[str] = field(default_factory=set)  # and otherwise
     any_name: bool = False  # attributes whose names do not stand in it
+    has_space: bool = False  # attributes as items, wherever such are changed
     any_item: bool = False  # items whose keys do not
     fills: bool = False  # whether it may change what is in some container
     lines: dict[str, set[int]] = field(default_factory=dict)  # of all these; of keys that do not stand in it as "None"
@@ -93,6 +94,7 @@ def stores_of(code: CodeType) -> Stores:
     """Where some code may put things; functions in C that it does not name apart."""
     names = {*code.co_names}
     found = Stores(any_name=not _SETTING.isdisjoint(names), any_item=not _FILLING.isdisjoint(names))
+    found.has_space = not _SPACES.isdisjoint(names)
     found.fills = found.any_item or not MUTATING.isdisjoint(names)
     before: deque[Any] = deque([None, None, None], maxlen=3)  # the last instructions
     counted: list[Any] = []  # keys of items that are being changed
@@ -155,7 +157,8 @@ MUTATING = frozenset(
 )
 """Methods in C that change a container."""
 
-_SETTING = frozenset("setattr delattr __setattr__ __delattr__ __dict__ vars globals locals __setstate__".split())
+_SETTING = frozenset("setattr delattr __setattr__ __delattr__ __setstate__".split())
+_SPACES = frozenset("__dict__ vars globals locals".split())
 _FILLING = frozenset(
     """
     heappush heappop heapify heapreplace heappushpop insort insort_left insort_right setitem delitem iadd iconcat ior

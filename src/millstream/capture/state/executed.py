@@ -75,6 +75,8 @@ class Ran:
         key = name_of(place)
         if is_item:
             return any(key in each.keys or (is_open and each.any_item) for each, is_open in self._stores())
+        if any(each.has_space and is_open for each, is_open in self._stores()) and self.may_have_filled(place.holder):
+            return True
         return any(
             key in each.globals or key in each.attributes or (is_open and each.any_name)
             for each, is_open in self._stores()
@@ -84,7 +86,8 @@ class Ran:
         """Whether a number there can have become another in no other way than by ``+=`` and the like."""
         key = name_of(place)
         return not any(
-            key in each.assigned or (is_open and (each.any_name or each.any_item)) for each, is_open in self._stores()
+            key in each.assigned or (is_open and (each.any_name or each.has_space or each.any_item))
+            for each, is_open in self._stores()
         )
 
     def may_have_filled(self, container: Any) -> bool:
@@ -279,7 +282,7 @@ class CodeWatch:
         if not (is_library or is_theirs or is_part_of_models(file)):
             return False
         stores = stores_of(code)
-        is_telling = stores.any_name or stores.any_item
+        is_telling = stores.any_name or stores.has_space or stores.any_item
         is_open = is_theirs or self._ran.writers.get(code, False)
         is_open = is_open or (is_library and is_telling and is_asked_by_user(frame))
         self._ran.writers[code] = is_open
