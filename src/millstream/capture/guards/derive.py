@@ -85,18 +85,18 @@ def make_guards(
 
 
 def _add_readings(
-    guards: Guards, request: Request, traced: Traced, used: Container[int], lifted: Container[tuple[int, str]]
+    guards: Guards, request: Request, traced: Traced, used: Container[int], lifted: Container[Location]
 ) -> None:
     """Expect the Python values that the step may have read."""
     for location in dict.fromkeys(_attributes_read(traced)):
-        if (id(location.holder), location.key) not in lifted:
+        if location not in lifted:
             guards.expect(location, location.get())
     targets = traced.effects.targets
     stored = {write.location for write in traced.effects.writes}  # and not known by a link
     groups = {id(group) for _, optimizer in request.found.optimizers for group in optimizer.param_groups}
     for location, value in traced.used.links.items():
-        is_lifted = (id(location.holder), location.key) in lifted
-        if id(location.holder) in groups or is_lifted or id(location.holder) in targets:  # see _add_optimizer
+        holder = id(location.holder)
+        if holder in groups or holder in targets or location in lifted:  # see _add_optimizer
             continue
         stored.discard(location)
         # A tensor that the graph does not read may be another, see _add_forms.
@@ -218,7 +218,7 @@ def _add_optimizer(
     guards: Guards,
     name: str,
     optimizer: Optimizer,
-    lifted: set[tuple[int, str]],
+    lifted: Container[Location],
     names: Container[str],
     *,
     has_stepped: bool,
@@ -240,18 +240,18 @@ def _add_optimizer(
             _add_group(guards, f"{name}.param_groups[{number}]", group, lifted)
 
 
-def _lifted(request: Request) -> Iterator[tuple[int, str]]:
-    """Entries with numbers that a graph is given anew in each call, by id of the dict and key."""
+def _lifted(request: Request) -> Iterator[Location]:
+    """Entries with numbers that a graph is given anew in each call."""
     for location in (number.location.entry for number in request.numbers):
         owners = location.holder.owners if isinstance(location.holder, Shared) else (location.holder,)
-        yield from ((id(owner), location.key) for owner in owners)
+        yield from (Location(owner, location.key) for owner in owners)
 
 
-def _add_group(guards: Guards, name: str, group: dict[str, Any], lifted: set[tuple[int, str]]) -> None:
+def _add_group(guards: Guards, name: str, group: dict[str, Any], lifted: Container[Location]) -> None:
     """Expect what an optimizer may read of a group to be what it was, but for numbers that a graph is given anew."""
     for key, value in group.items():
         location = Location(group, key, f"{name}[{key!r}]")
-        if key != "params" and (id(group), key) not in lifted and not isinstance(value, Tensor):
+        if key != "params" and location not in lifted and not isinstance(value, Tensor):
             guards.expect(location, value)
             _add_contents(guards, str(location), value, MAX_DEPTH)
 
